@@ -1,0 +1,34 @@
+"""Speculative decoding for any Hugging Face causal LM, without changing what it says.
+
+import draftwing as dw
+
+lm = dw.load("path-or-hub-id", draft="path-or-hub-id | lookup | none")
+for step in lm.stream("def quicksort(", temperature=0.8, seed=1):
+    print(step.text, end="")
+"""
+
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget, Drafter
+from draftwing.errors import DraftwingError
+from draftwing.load import LM, Generation, StreamStep, load
+from draftwing.model.target import Target
+from draftwing.sampling import Sampling
+from draftwing.stats import Stats, Step
+from draftwing.tree import DraftTree
+
+__all__ = [
+    "LM",
+    "Budget",
+    "Decoder",
+    "DraftTree",
+    "Drafter",
+    "DraftwingError",
+    "Generation",
+    "Sampling",
+    "Stats",
+    "Step",
+    "StreamStep",
+    "Target",
+    "load",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,203 @@
+"""The decode loop: draft a tree, score it, keep what the rule keeps, hand the tokens out.
+
+Rows join and leave between steps. Everything else (streaming, serving, benchmarks) is a wrapper around
+``Decoder.step``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from draftwing.accept import Rule, get_rule
+from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.errors import ConfigError, NumericsError, UnsupportedError
+from draftwing.model.target import Row, Target, TargetOutput
+from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.stats import Logprob, RowStep, Step, Timings
+from draftwing.tree import PAD, Accepted, DraftTree
+
+__all__ = ["Decoder"]
+
+
+class Decoder:
+    """Decodes a changing set of requests, each with its own sampling.
+
+    Args:
+        target: the model whose text this is.
+        drafter: proposes trees; None decodes plainly.
+        rule: a name in ``accept.RULES``.
+        budget: how much to draft.
+        lossless: refuse rules that change the target's law.
+
+    Raises:
+        ConfigError: an unknown or lossy rule, or a budget that the rule cannot take.
+        UnsupportedError: a drafter for a target whose state cannot be rolled back.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        rule: str | Rule = "match",
+        budget: Budget | None = None,
+        *,
+        lossless: bool = True,
+    ) -> None:
+        self.target = target
+        self.drafter: Drafter = drafter or NoDrafter()
+        self.rule = get_rule(rule, lossless=lossless) if isinstance(rule, str) else rule
+        budget = budget or Budget()
+        if self.rule.chain_only and budget.width > 1:
+            raise ConfigError(
+                f"rule {self.rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'"
+            )
+        if drafter is not None and not isinstance(drafter, NoDrafter) and not target.supports_trees:
+            raise UnsupportedError(
+                f"{target.name} keeps a state that cannot be rolled back (recurrent layers), so drafted tokens could "
+                f"not be taken back: decode it plainly with draft='none'"
+            )
+        self.budget = replace(budget, children=self.rule.children)
+        self.ctx = target.new_context()
+        self._noise = KeyedNoise(target.vocab_size, target.device)
+        self._requests: list[tuple[int, Sampling]] = []
+        self._batch: SamplingBatch | None = None
+        self._next_id = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the next step will advance."""
+        return len(self._requests)
+
+    def admit(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
+        """Prefill a prompt and add it to the batch.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            PromptError, SamplingError: see ``Target.check_prompt`` and ``Sampling``.
+        """
+        sampling.check_vocabulary(self.target.vocab_size)
+        self.target.check_prompt(prompt_ids)
+        features = self.target.prefill(self.ctx, prompt_ids, self.drafter.features)
+        self.drafter.admit(self.ctx, features)
+        self._requests.append((self._next_id, sampling))
+        self._batch = None
+        self._next_id += 1
+        return self._next_id - 1
+
+    @torch.inference_mode()
+    def step(self) -> Step:
+        """Advance every running request by at least one token; finished ones leave the batch."""
+        if not self._requests:
+            raise ConfigError("there is nothing to decode: admit a prompt first")
+        clock = [time.perf_counter()]
+        ctx = self.ctx
+        sampling = self._batch = self._batch or SamplingBatch(
+            [request for _, request in self._requests], self._noise, self.target.device
+        )
+        starts = [row.length + 1 for row in ctx.rows]
+        tree = self._fit(self.drafter.propose(ctx, sampling, self.budget))
+        clock.append(time.perf_counter())
+        output = self.target.forward(ctx, tree, self.drafter.features)
+        clock.append(time.perf_counter())
+        scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
+        accepted = self.rule.apply(tree, scores, sampling, starts)
+        emitted = self._hand_over(tree, accepted, scores)
+        clock.append(time.perf_counter())
+        self.target.commit(ctx, tree, accepted)
+        self.drafter.observe(ctx, tree, accepted, output)
+        clock.append(time.perf_counter())
+        rows = [self._advance(b, tokens, tree, accepted, output) for b, tokens in enumerate(emitted)]
+        for row in reversed([b for b, row in enumerate(rows) if row.finish_reason]):
+            self._drop(row)
+        clock.append(time.perf_counter())
+        timings = Timings(*(after - before for before, after in itertools.pairwise(clock)))
+        return Step(tuple(rows), tree, accepted, timings, self.rule.lossless)
+
+    def retire(self, request_id: int) -> None:
+        """Drop a request that is still running (a stop string, a client that went away)."""
+        for row, (running, _) in enumerate(self._requests):
+            if running == request_id:
+                self._drop(row)
+                return
+        raise ConfigError(f"request {request_id} is not running: it finished, or was never admitted")
+
+    # --- the parts of a step ---------------------------------------------------------------------------------------
+
+    def _room(self, row: Row, sampling: Sampling) -> int:
+        """Tokens that the row may still emit."""
+        return min(row.prompt_length + sampling.max_tokens, self.target.max_length) - row.length - 1
+
+    def _fit(self, tree: DraftTree) -> DraftTree:
+        """Cut nodes that could not be emitted any more: near its end a row needs a shallower tree."""
+        if tree.num_nodes == 1:
+            return tree
+        room = [self._room(row, request) - 1 for row, (_, request) in zip(self.ctx.rows, self._requests, strict=True)]
+        return tree.prune(self.ctx.tensor(room)) if min(room) < tree.num_nodes - 1 else tree
+
+    def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[list[int]]:
+        """The tokens that each row emits. The one place where a step waits for the device."""
+        path = accepted.path
+        drafted = tree.tokens.gather(1, path.clamp(min=0))
+        last = path.gather(1, accepted.num[:, None])
+        chosen = scores[torch.arange(len(path), device=path.device), last[:, 0], accepted.bonus]
+        together = torch.cat([drafted, accepted.num[:, None], accepted.bonus[:, None], chosen.isfinite()[:, None]], 1)
+        emitted = []
+        for row, (*tokens, num, bonus, finite) in enumerate(together.tolist()):
+            if not finite:
+                raise NumericsError(
+                    f"{self.target.name}: the logits of request {self._requests[row][0]} at position "
+                    f"{self.ctx.rows[row].length + 1} hold NaN, or every token is banned: check the weights, or load "
+                    f"with dtype='float32'"
+                )
+            emitted.append([*tokens[1 : num + 1], bonus])
+        return emitted
+
+    def _advance(
+        self, row: int, tokens: list[int], tree: DraftTree, accepted: Accepted, output: TargetOutput
+    ) -> RowStep:
+        """Move one row on by the tokens it emits, cut where the request ends."""
+        request_id, sampling = self._requests[row]
+        state = self.ctx.rows[row]
+        num_accepted = len(tokens) - 1
+        room, finish = self._room(state, sampling), None
+        ends = sampling.stop_tokens if sampling.ignore_eos else (*sampling.stop_tokens, *self.target.eos_ids)
+        stop_at = next((i for i, token in enumerate(tokens) if token in ends), None)
+        if stop_at is not None and stop_at < room:
+            tokens, finish = tokens[: stop_at + 1], "stop"
+        elif len(tokens) >= room:
+            tokens, finish = tokens[:room], "length"
+        drafted = 0 if tree.num_nodes == 1 else int((tree.tokens[row] != PAD).sum()) - 1
+        logprobs = (
+            None if sampling.logprobs is None else self._logprobs(row, tokens, accepted, output, sampling.logprobs)
+        )
+        state.tokens.extend(tokens)
+        state.length += num_accepted + 1
+        depth = int(tree.depths[row].max()) if drafted else 0
+        return RowStep(request_id, tuple(tokens), drafted, num_accepted, depth, finish, logprobs)
+
+    def _logprobs(
+        self, row: int, tokens: list[int], accepted: Accepted, output: TargetOutput, num_top: int
+    ) -> tuple[Logprob, ...]:
+        """The target's own log-probabilities of the emitted tokens: each is read at the node before it."""
+        nodes = accepted.path[row, : len(tokens)]
+        logprobs = output.logits[row, nodes].float().log_softmax(-1)
+        best = logprobs.topk(num_top, dim=-1) if num_top else None
+        found = []
+        for i, token in enumerate(tokens):
+            top = () if best is None else tuple(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True))
+            found.append(Logprob(token, float(logprobs[i, token]), top))
+        return tuple(found)
+
+    def _drop(self, row: int) -> None:
+        self.drafter.remove(self.ctx, row)
+        self.target.remove(self.ctx, row)
+        self._requests[row] = self._requests[-1]
+        self._requests.pop()
+        self._batch = None

@@ -1,0 +1,74 @@
+"""Prompt lookup: draft what followed the same words before (Saxena 2023; suffix automata as in SAM-Decoding 2411.10666).
+
+Costs next to nothing, and gains wherever a text repeats itself or its prompt: code, edits, summaries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.drafters.base import Budget
+from draftwing.drafters.suffix import SuffixAutomaton, merge_paths
+from draftwing.model.target import NO_FEATURES, Context, TargetOutput
+from draftwing.sampling import SamplingBatch
+from draftwing.tree import Accepted, DraftTree
+
+__all__ = ["LookupDrafter"]
+
+
+class LookupDrafter:
+    """Matches the longest suffix of prompt and output that occurred before, and proposes what followed.
+
+    Args:
+        vocab_size: V, for the draft law that the classic rules weigh (certain of its one proposal).
+        min_match: the shortest suffix worth proposing from.
+        longest: tokens of a proposal, whatever the budget's depth: lookups draft for free.
+        num_paths: continuations merged into one tree; 1 is a chain.
+    """
+
+    name = "lookup"
+    features = NO_FEATURES
+
+    def __init__(self, vocab_size: int, min_match: int = 2, longest: int = 8, num_paths: int = 1) -> None:
+        self._vocab_size, self._min_match = vocab_size, min_match
+        self._longest, self._num_paths = longest, num_paths
+        self._automata: list[SuffixAutomaton] = []
+        self._read: list[int] = []
+
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        """Start an automaton; it reads the prompt at the first proposal."""
+        self._automata.append(SuffixAutomaton())
+        self._read.append(0)
+
+    def remove(self, ctx: Context, row: int) -> None:
+        """Drop the row's automaton."""
+        self._automata[row], self._read[row] = self._automata[-1], self._read[-1]
+        self._automata.pop()
+        self._read.pop()
+
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Up to ``num_paths`` continuations as a tree; one alone where a classic rule needs q."""
+        drawn = budget.children != "keyed"
+        num_paths = 1 if drawn else self._num_paths
+        all_tokens, all_parents = [], []
+        for index, row in enumerate(ctx.rows):
+            automaton = self._automata[index]
+            automaton.extend_all(row.tokens[self._read[index] :])
+            self._read[index] = len(row.tokens)
+            paths = automaton.continuations(self._longest, num_paths, self._min_match) if budget.depth else []
+            tokens, parents = merge_paths(row.tokens[-1], paths, 1 + self._longest * num_paths)
+            all_tokens.append(tokens)
+            all_parents.append(parents)
+        tree = DraftTree.from_lists(all_tokens, all_parents, ctx.device)
+        if num_paths > 1:
+            return tree
+        if not drawn:
+            return DraftTree.chain(tree.tokens)
+        # Node i's child is certain: q is one-hot on it (and means nothing at the last node).
+        following = torch.cat([tree.tokens[:, 1:], tree.tokens[:, -1:]], 1).clamp(min=0)
+        probs = torch.zeros(*tree.tokens.shape, self._vocab_size, device=ctx.device)
+        return DraftTree.chain(tree.tokens, None, probs.scatter_(2, following[:, :, None], 1.0))
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """The automata read new tokens when they next propose."""

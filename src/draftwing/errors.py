@@ -1,0 +1,71 @@
+"""Every error that Draftwing raises on purpose.
+
+    DraftwingError
+    ├── ConfigError        a config.json, or an option, that cannot mean anything
+    │   └── UnsupportedError   it means something that Draftwing does not do; says what to do instead
+    ├── CheckpointError    a folder or a file of weights: missing, truncated, foreign, wrong shapes
+    ├── TokenizerError     no tokenizer, or one that is not the target's
+    ├── PromptError        empty, too long, or with ids outside the vocabulary
+    ├── SamplingError      a sampling parameter outside its range
+    ├── TreeError          a draft tree that is not one
+    ├── NumericsError      NaN or infinity where a probability should be
+    └── DraftwingWarning   (a warning) it goes on, but slower or differently than one would think
+
+Each message names the thing, says what was expected and what was found, and ends with the mend. All are
+``ValueError`` too where a Python user would expect one.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DraftwingError",
+    "DraftwingWarning",
+    "NumericsError",
+    "PromptError",
+    "SamplingError",
+    "TokenizerError",
+    "TreeError",
+    "UnsupportedError",
+]
+
+
+class DraftwingError(Exception):
+    """The root: catch this to catch everything below."""
+
+
+class ConfigError(DraftwingError, ValueError):
+    """A configuration that cannot mean anything."""
+
+
+class UnsupportedError(ConfigError):
+    """A configuration that is valid elsewhere but not here; the message says what to do instead."""
+
+
+class CheckpointError(DraftwingError):
+    """A folder or file of weights that is missing, truncated, foreign or of the wrong shapes."""
+
+
+class TokenizerError(DraftwingError):
+    """No tokenizer, or one whose ids do not mean what the target's mean."""
+
+
+class PromptError(DraftwingError, ValueError):
+    """An empty prompt, one longer than the context, or ids outside the vocabulary."""
+
+
+class SamplingError(DraftwingError, ValueError):
+    """A sampling parameter outside its range."""
+
+
+class TreeError(DraftwingError, ValueError):
+    """A draft tree that breaks the tree's invariants."""
+
+
+class NumericsError(DraftwingError, ArithmeticError):
+    """NaN or infinity in the target's logits."""
+
+
+class DraftwingWarning(UserWarning):
+    """Work goes on, but slower or differently than the caller may think."""

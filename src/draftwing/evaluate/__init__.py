@@ -1,0 +1,1 @@
+"""Measuring: comparison, losslessness, the machine."""

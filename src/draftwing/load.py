@@ -1,0 +1,345 @@
+"""From two names to text: ``load`` a target and a drafter, then ``stream`` or ``generate``."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.config import LEAN_MODEL_TYPES, read_config
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import Target
+from draftwing.model.weights import resolve
+from draftwing.sampling import Sampling
+from draftwing.stats import Logprob, RowStep, Stats, Step
+from draftwing.text import TextStream
+from draftwing.tokenizer import Tokenizer
+
+__all__ = ["LM", "SHIPPED", "Generation", "Prompt", "StreamStep", "load", "load_drafter", "load_target"]
+
+SHIPPED = Path(__file__).parent / "shipped"
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# A draft of one token costs a pass of the draft model, a looked-up one nothing.
+DEFAULT_BUDGETS = {"causal-lm": Budget(depth=4, width=1), "lookup": Budget(depth=8, width=1)}
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """What one decode step adds to a stream.
+
+    Attributes:
+        text: newly printable text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: the tokens of this step.
+        step: the step itself.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    step: Step
+
+
+@dataclass
+class Generation:
+    """A finished text.
+
+    Attributes:
+        text: without the prompt, special tokens and the stop string.
+        token_ids: the emitted ids, up to and including the one that ended the text.
+        finish_reason: ``stop`` (a stop token or string) or ``length``.
+        stats: steps folded; ``tau`` is the number to look at.
+        logprobs: one per token where asked for.
+    """
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    stats: Stats = field(default_factory=Stats)
+    logprobs: list[Logprob] | None = None
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per target forward, the bonus token counted."""
+        return self.stats.tau
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the rule keeps the target's law."""
+        return self.stats.lossless
+
+
+class LM:
+    """A target, its tokenizer and a way to make drafters.
+
+    Args:
+        target: from ``load_target``.
+        tokenizer: the target's.
+        new_drafter: makes a drafter with empty state for each decode loop; None decodes plainly.
+        rule, budget, lossless: see ``Decoder``. The default budget suits the kind of drafter.
+
+    Raises:
+        ConfigError, UnsupportedError: see ``Decoder``.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        new_drafter: Callable[[], Drafter] | None = None,
+        rule: str = "match",
+        budget: Budget | None = None,
+        *,
+        lossless: bool = True,
+    ) -> None:
+        self.target, self.tokenizer = target, tokenizer
+        self.new_drafter: Callable[[], Drafter] = new_drafter or NoDrafter
+        self.rule, self.lossless = rule, lossless
+        drafter = self.new_drafter()
+        self.drafter_name = drafter.name
+        self.budget = budget or DEFAULT_BUDGETS.get(drafter.name.split()[0], Budget())
+        self.decoder()  # a rule or budget that cannot work is refused here, not at the first prompt
+
+    def decoder(self) -> Decoder:
+        """A new decode loop with nothing in it."""
+        return Decoder(self.target, self.new_drafter(), self.rule, self.budget, lossless=self.lossless)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a text, of a dialogue (a list of ``{"role", "content"}``), or the ids themselves."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat([message for message in prompt if isinstance(message, Mapping)])
+        return [int(token) for token in prompt if isinstance(token, int)]
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Iterator[StreamStep]:
+        """Decode one prompt and yield the text of every step as it comes.
+
+        ``options`` are ``Sampling``'s fields (``temperature=0.8, seed=1``), or pass a ``Sampling``. Stop
+        strings never show, not even in part. The last step's text holds what was held back.
+        """
+        request = _Request(self, prompt, _sampling(sampling, options))
+        decoder = self.decoder()
+        request.id = decoder.admit(request.result.prompt_ids, request.sampling)
+        while not request.done:
+            step = decoder.step()
+            text = request.take(step, step.rows[0])
+            yield StreamStep(text, step.rows[0].token_ids, step)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        max_batch: int = 8,
+        **options: Any,
+    ) -> list[Generation]:
+        """Decode prompts, at most ``max_batch`` at once; rows that end make room for waiting ones.
+
+        Returns:
+            One generation per prompt, in order.
+
+        Raises:
+            ConfigError: ``max_batch`` below 1.
+        """
+        if max_batch < 1:
+            raise ConfigError(f"max_batch must be at least 1, found {max_batch}")
+        wanted = _sampling(sampling, options)
+        requests = [_Request(self, prompt, wanted) for prompt in _as_list(prompts)]
+        for request in requests:  # a bad prompt is refused before any work is done
+            self.target.check_prompt(request.result.prompt_ids)
+        decoder, waiting, running = self.decoder(), deque(requests), dict[int, _Request]()
+        while waiting or running:
+            while waiting and decoder.num_running < max_batch:
+                request = waiting.popleft()
+                request.id = decoder.admit(request.result.prompt_ids, request.sampling)
+                running[request.id] = request
+            step = decoder.step()
+            for row in step.rows:
+                request = running[row.request_id]
+                request.take(step, row)
+                if request.done:
+                    del running[request.id]
+                    if row.finish_reason is None:  # a stop string: the decoder does not know of it
+                        decoder.retire(request.id)
+        return [request.result for request in requests]
+
+
+class _Request:
+    """A generation under way: what the loop emits becomes text here."""
+
+    def __init__(self, lm: LM, prompt: Prompt, sampling: Sampling) -> None:
+        self.sampling, self.id, self.done = sampling, -1, False
+        self.result = Generation(lm.encode(prompt), logprobs=None if sampling.logprobs is None else [])
+        self._text = TextStream(lm.tokenizer, self.result.prompt_ids, sampling.stop)
+
+    def take(self, step: Step, row: RowStep) -> str:
+        """Fold one step; returns the newly printable text."""
+        result = self.result
+        text = self._text.push(row.token_ids)
+        result.token_ids.extend(row.token_ids)
+        if result.logprobs is not None:
+            result.logprobs.extend(row.logprobs or ())
+        if self._text.stopped is not None:
+            result.finish_reason, self.done = "stop", True
+            del result.token_ids[self._text.num_tokens_kept :]
+            if result.logprobs is not None:
+                del result.logprobs[self._text.num_tokens_kept :]
+        elif row.finish_reason is not None:
+            result.finish_reason, self.done = row.finish_reason, True
+            text += self._text.flush()
+        result.stats.add(replace(step, rows=(row,)))
+        result.text += text
+        return text
+
+
+def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+    unknown = set(options) - {each.name for each in fields(Sampling)}
+    if unknown:
+        known = ", ".join(each.name for each in fields(Sampling))
+        raise ConfigError(f"unknown sampling option {min(unknown)!r}: the options are {known}")
+    return replace(sampling or Sampling(), **options)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or many: a string, ids or a dialogue is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    return [items] if items and isinstance(items[0], int | Mapping) else items
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    engine: str = "auto",
+    rule: str = "match",
+    budget: Budget | None = None,
+    lossless: bool = True,
+    revision: str | None = None,
+) -> LM:
+    """Load a target and a drafter.
+
+    Args:
+        target: a folder or a hub id; None is the small Python-writing model that comes with Draftwing.
+        draft: a folder or hub id of a smaller causal LM with the same tokenizer, ``"lookup"`` or ``"none"``.
+            None takes the shipped draft model for the shipped target, and ``"lookup"`` for any other.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
+        device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
+        engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean where it can.
+        rule, budget, lossless: see ``Decoder``.
+        revision: of a hub id.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: what is wrong, and the mend.
+    """
+    if draft is None:
+        draft = SHIPPED / "draft" if target is None else "lookup"
+    folder = resolve(target, revision) if target is not None else _shipped("target")
+    model = load_target(folder, dtype=dtype, device=device, engine=engine, name=str(target or "draftwing/target"))
+    tokenizer = Tokenizer(folder)
+    if not model.supports_trees and str(draft) == "lookup":
+        draft = "none"
+    new_drafter = load_drafter(draft, model, tokenizer, dtype=dtype, device=device)
+    return LM(model, tokenizer, new_drafter, rule, budget, lossless=lossless)
+
+
+def load_target(
+    folder: Path, *, dtype: str = "float32", device: str | None = None, engine: str = "auto", name: str | None = None
+) -> Target:
+    """Load a folder as a ``Target``. Arguments and errors as ``load``."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    if engine not in ("auto", "lean", "transformers"):
+        raise ConfigError(f"unknown engine {engine!r}: choose auto, lean or transformers")
+    where = _device(device)
+    config = read_config(folder)
+    lean = config.get("model_type") in LEAN_MODEL_TYPES
+    model: Target
+    if engine == "lean" or (engine == "auto" and lean):
+        model = LeanTarget.from_folder(folder, DTYPES[dtype], where, name=name)
+    else:
+        model = AdapterTarget.from_folder(folder, DTYPES[dtype], where, name=name)
+    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder)]))
+    return model
+
+
+def load_drafter(
+    draft: str | Path, target: Target, tokenizer: Tokenizer, *, dtype: str = "float32", device: str | None = None
+) -> Callable[[], Drafter]:
+    """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a folder or hub id of a causal LM.
+
+    Raises:
+        TokenizerError: the draft model's tokenizer is not the target's.
+        UnsupportedError: the draft model is not one of the lean decoder's families.
+    """
+    if str(draft) == "none":
+        return NoDrafter
+    if str(draft) == "lookup":
+        return partial(LookupDrafter, target.vocab_size)
+    folder = _shipped("draft") if Path(draft) == SHIPPED / "draft" else resolve(draft)
+    tokenizer.check_same(Tokenizer(folder), str(draft))
+    config = read_config(folder)
+    if config.get("model_type") not in LEAN_MODEL_TYPES:
+        raise UnsupportedError(
+            f"draft model {draft} is of type {config.get('model_type')!r}: a draft model must be one of "
+            f"{', '.join(sorted(LEAN_MODEL_TYPES))}; or use draft='lookup'"
+        )
+    model = LeanTarget.from_folder(folder, DTYPES[dtype], _device(device), name=folder.name)
+    return partial(CausalLMDrafter, model, target.vocab_size)
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}: use cpu or cuda") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r}: PyTorch sees no CUDA device here: use device='cpu'")
+    return found
+
+
+def _shipped(name: str) -> Path:
+    folder = SHIPPED / name
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder}: the model shipped with Draftwing is not installed: reinstall the package")
+    return folder
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    """End tokens that only generation_config.json names (Llama 3 has three)."""
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return []
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON ({error}): download it again") from error
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else [int(token) for token in eos]

@@ -1,0 +1,1 @@
+"""Targets: the lean decoder and what it is built of, and the adapter over transformers."""

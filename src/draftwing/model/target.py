@@ -1,0 +1,160 @@
+"""The target as the decode loop sees it, whatever runs it.
+
+Shape suffixes: B rows, N nodes, V vocabulary, F features (width of all taps together), T prompt tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import PromptError
+from draftwing.sampling import History
+from draftwing.tree import Accepted, DraftTree
+
+__all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput"]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Which hidden states a drafter reads, concatenated in this order.
+
+    ``taps`` count as transformers' ``hidden_states`` do: tap i is the input of layer i, tap ``num_layers`` the
+    output of the final norm. Empty: none.
+    """
+
+    taps: tuple[int, ...] = ()
+
+
+NO_FEATURES = FeatureSpec()
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One forward over a batch of trees.
+
+    Attributes:
+        logits: (B, N, V) of the token after each node.
+        features: (B, N, F), or None where no taps were asked for.
+    """
+
+    logits: Tensor
+    features: Tensor | None = None
+
+
+@dataclass
+class Row:
+    """One sequence: its tokens on the host. ``tokens[length]`` is pending: emitted, its keys not yet cached."""
+
+    tokens: list[int]
+    length: int
+    prompt_length: int
+
+
+@dataclass
+class Context:
+    """The running rows, dense: row ``i`` of every tensor is ``rows[i]``. Targets add their caches to it."""
+
+    device: torch.device
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return [row.length for row in self.rows]
+
+    def tensor(self, values: Sequence[int]) -> Tensor:
+        """int64 on the context's device."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def pending(self) -> Tensor:
+        """(B,) the tokens at the roots of the next trees."""
+        return self.tensor([row.tokens[row.length] for row in self.rows])
+
+    def history(self) -> History:
+        """The committed tokens as padded tensors, for penalties."""
+        longest = max(row.length for row in self.rows)
+        padded = [row.tokens[: row.length] + [0] * (longest - row.length) for row in self.rows]
+        return History(
+            torch.tensor(padded, dtype=torch.int64, device=self.device).view(self.num_rows, longest),
+            self.tensor(self.lengths),
+            self.tensor([row.prompt_length for row in self.rows]),
+        )
+
+
+class Target(ABC):
+    """A causal LM that scores trees against KV slots and forgets what was not kept.
+
+    Attributes:
+        name: for reports.
+        vocab_size: V of its logits.
+        max_length: tokens a row may hold, prompt included.
+        num_layers, hidden_size: for drafters that tap features.
+        dtype, device: of its logits and caches.
+        eos_ids: tokens that end a text.
+        supports_trees: False where a state cannot be rolled back; then only lone roots are allowed.
+    """
+
+    name: str
+    vocab_size: int
+    max_length: int
+    num_layers: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: tuple[int, ...]
+    supports_trees: bool = True
+
+    @property
+    @abstractmethod
+    def num_weight_bytes(self) -> int:
+        """Bytes of weights read by one forward of one token (for bandwidth figures)."""
+
+    @abstractmethod
+    def new_context(self) -> Context:
+        """An empty context."""
+
+    @abstractmethod
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int], features: FeatureSpec = NO_FEATURES) -> Tensor | None:
+        """Add a row at the end: cache all of the prompt but its last token, which becomes pending.
+
+        Returns:
+            (1, T - 1, F) features of the cached tokens where asked for, else None.
+        """
+
+    @abstractmethod
+    def forward(self, ctx: Context, tree: DraftTree, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
+        """Score every node. Writes the nodes' slots, commits nothing."""
+
+    @abstractmethod
+    def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
+        """Make the kept paths part of the rows' caches. ``ctx.rows`` still holds the lengths before the step."""
+
+    @abstractmethod
+    def remove(self, ctx: Context, row: int) -> None:
+        """Drop a row; the last row takes its place."""
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raise PromptError where the prompt cannot be decoded."""
+        if not prompt_ids:
+            raise PromptError("the prompt is empty: give at least one token (to write freely, the BOS token alone)")
+        if len(prompt_ids) >= self.max_length:
+            raise PromptError(
+                f"the prompt has {len(prompt_ids)} tokens, and {self.name} has room for {self.max_length} with at "
+                f"least one new token: shorten it"
+            )
+        worst = max(prompt_ids, key=lambda token: abs(token + 0.5 - self.vocab_size / 2))
+        if not 0 <= worst < self.vocab_size:
+            raise PromptError(
+                f"token id {worst} is outside the vocabulary of {self.vocab_size} of {self.name}: "
+                f"was the prompt encoded with another tokenizer?"
+            )

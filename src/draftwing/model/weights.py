@@ -1,0 +1,326 @@
+"""Weights on disk: finding a model's folder, reading its safetensors, and saying what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+
+__all__ = ["WeightFiles", "check_finite", "resolve"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+# What a target needs: configs, weights and the tokenizer's files.
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
+# Other formats' folders, and the second copy of the weights that Mistral's repositories hold.
+_UNWANTED = ["*/*", "consolidated*"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+# Prefixes: of httpx there are several generations.
+_CLIENT = ("huggingface_hub", "hf_xet", "httpx", "httpcore", "requests", "urllib3")
+_UNREACHABLE = {
+    "LocalEntryNotFoundError",
+    "RevisionResolutionError",
+    "ConnectionError",
+    "TransportError",
+    "RequestException",
+    "TimeoutError",
+}
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class WeightFiles:
+    """The tensors of a Hugging Face model folder: ``model.safetensors``, or the shards of an index.
+
+    Files are memory-mapped; opening reads their headers only. Use it as a context manager, or ``close`` it, to
+    unmap the files once tensors have been read (tensors already read stay valid).
+
+    Raises:
+        CheckpointError: no folder; no safetensors in it; a shard missing; a file truncated or corrupt; an index
+            that does not fit its shards.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._open: dict[str, Any] = {}  # file name -> safetensors handle
+        self._file_of: dict[str, str] = {}  # tensor name -> file name
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder}: expected a model folder, found none. Check the path.")
+        # lexists: a link into an emptied download cache should be reported as broken, not as absent.
+        if os.path.lexists(self.folder / _SINGLE):
+            self._add(_SINGLE)
+            self._file_of = dict.fromkeys(self._open[_SINGLE].keys(), _SINGLE)
+        elif os.path.lexists(self.folder / _INDEX):
+            self._read_index()
+        else:
+            raise CheckpointError(_no_weights(self.folder))
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def close(self) -> None:
+        """Unmap the files; reading is over."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, from the header alone. Raises CheckpointError if there is no such tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Read a tensor onto the CPU.
+
+        Args:
+            name: its key.
+            dtype: what to convert it to; None leaves it as stored, and then its memory is the mapped file.
+            shape: what its shape must be; None takes any.
+
+        Raises:
+            CheckpointError: no such key (the message names the closest), another shape, quantised numbers where
+                a floating dtype is wanted or the reverse, or a file that cannot be read.
+        """
+        entry = self._slice(name)
+        found = tuple(entry.get_shape())
+        where = self.folder / self._file_of[name]
+        if shape is not None and found != shape:
+            raise CheckpointError(
+                f"{where}: {name} must have shape {shape}, found {found}. Do the weights and config.json belong to "
+                "the same model? Download both again from one place."
+            )
+        stored = entry.get_dtype()
+        if dtype is not None and (dtype in _FLOATS) != (stored in _DTYPES):
+            kinds = ("floating-point numbers (F64, F32, F16 or BF16)", "integers or booleans")
+            raise CheckpointError(
+                f"{where}: {name} must hold {kinds[dtype not in _FLOATS]}, found {stored}. If the checkpoint is "
+                'quantised, use the unquantised one, or engine="transformers".'
+            )
+        try:
+            tensor: Tensor = self._open[self._file_of[name]].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{where}: {name} cannot be read ({error}). Download the file again.") from error
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def unused(self, used: set[str]) -> list[str]:
+        """The tensors that are not in ``used``, sorted: a strict loader wants none left."""
+        return [name for name in self.keys() if name not in used]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            close = difflib.get_close_matches(name, self._file_of, n=1)
+            raise CheckpointError(
+                f"{self.folder}: weight {name} is missing among {len(self._file_of)}"
+                f"{f'; the closest is {close[0]}' if close else ''}. Does config.json belong to these weights? "
+                "Download both again from one place."
+            )
+        if not self._open:
+            raise CheckpointError(f"{self.folder}: the weight files are closed. Open WeightFiles again to read {name}.")
+        return self._open[self._file_of[name]].get_slice(name)
+
+    def _add(self, file: str) -> None:
+        """Map a safetensors file and check its header against its length."""
+        path = self.folder / file
+        try:
+            self._open[file] = safe_open(path, framework="pt", device="cpu")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path}: expected a weight file, found none (or a link to a file that is gone). Download it again."
+            ) from None
+        except PermissionError as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error}). Check the file's permissions.") from error
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            if _starts_with(path, b"version https://git-lfs"):
+                raise CheckpointError(
+                    f"{path}: expected weights, found a Git LFS pointer to them. Run `git lfs pull` in {self.folder}."
+                ) from error
+            raise CheckpointError(
+                f"{path}: expected a whole safetensors file, found a truncated or corrupt one of {_size(path)} bytes "
+                f"({error}). Download it again."
+            ) from error
+
+    def _read_index(self) -> None:
+        path = self.folder / _INDEX
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: expected JSON, cannot be read ({error}). Download it again.") from error
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
+            raise CheckpointError(
+                f"{path}: expected a `weight_map` from tensor names to files, found none. Download it again."
+            )
+        for file in sorted(set(shards.values())):
+            # A checkpoint is data from elsewhere: it does not get to name files outside its folder.
+            if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file:
+                raise CheckpointError(
+                    f"{path}: expected the names of files beside it, found {file!r}. Take the model from its original "
+                    "place again."
+                )
+        missing = [file for file in sorted(set(shards.values())) if not (self.folder / file).exists()]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: {len(missing)} of {len(set(shards.values()))} shards are missing, first "
+                f"{missing[0]}. Download the model again."
+            )
+        self._file_of = dict(shards)
+        for file in sorted(set(shards.values())):
+            self._add(file)
+            absent = {name for name, home in shards.items() if home == file} - set(self._open[file].keys())
+            if absent:
+                raise CheckpointError(
+                    f"{self.folder / file}: expected {min(absent)} in it, as {_INDEX} says, found it missing. "
+                    "Download shards and index again from one place."
+                )
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError, naming ``name``, if ``tensor`` (any shape and dtype) holds NaN or infinity."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    # A sum is one pass without a temporary, and NaN and infinity survive it. Only a sum that is not finite (it may
+    # have overflowed) needs the exact look.
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    if torch.isfinite(tensor.sum(dtype=wide)):
+        return
+    bad = int(tensor.numel() - torch.isfinite(tensor).sum())
+    if bad:
+        raise CheckpointError(
+            f"weight {name}: expected finite numbers, found {bad} of {tensor.numel()} that are NaN or infinite. "
+            "Download the checkpoint again, or, if it was converted to float16, use bfloat16 or float32."
+        )
+
+
+def resolve(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a model, downloaded from the Hugging Face Hub if need be.
+
+    Args:
+        path_or_hub_id: an existing folder, which is returned; or else a Hub id, ``name`` or ``organisation/name``.
+        revision: a branch, tag or commit on the Hub; without meaning for a folder.
+
+    Raises:
+        CheckpointError: no such folder, or no such model on the Hub, or the Hub cannot be reached and the model
+            is not in the local cache.
+    """
+    text = os.fspath(path_or_hub_id)
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        return folder
+    if text and folder.exists():
+        raise CheckpointError(f"{text}: expected a model folder, found a file. Give the folder that it is in.")
+    if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(text):
+        raise CheckpointError(
+            f"{text or repr(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
+            "folder. Check the path."
+        )
+    return _download(text, revision)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    # Here, not above: the client takes a while to import, and a local folder does not need it.
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+    except Exception as error:
+        # The client raises its own errors, the operating system's and those of whichever HTTP library its version is
+        # built on. Anything else is a bug and goes through.
+        if not (isinstance(error, OSError) or type(error).__module__.startswith(_CLIENT)):
+            raise
+        raise CheckpointError(_why(repo, revision, error)) from error
+    return Path(str(found))
+
+
+def _why(repo: str, revision: str | None, error: BaseException) -> str:
+    """What a failed download means and what to do about it."""
+    names: set[str] = set()
+    link: BaseException | None = error
+    while link is not None:  # the client wraps the reason, sometimes twice
+        names |= {kind.__name__ for kind in type(link).__mro__}
+        link = link.__cause__
+    lead = f"{repo}: there is no such local folder, and "
+    if "GatedRepoError" in names:
+        return f"{lead}the Hub model is gated. Accept its terms on its page, then log in with `hf auth login`."
+    if "RevisionNotFoundError" in names:
+        return f"{lead}the Hub model has no revision {revision!r}. Check the branch, tag or commit."
+    if "RepositoryNotFoundError" in names:
+        return f"{lead}no such model on the Hub. Check the spelling; if it is private, log in with `hf auth login`."
+    if "HFValidationError" in names:
+        return f"{lead}it is not a valid Hub id ({error}). Check the spelling."
+    if "OfflineModeIsEnabled" in names:
+        return (
+            f"{lead}the Hub is switched off (HF_HUB_OFFLINE) with no whole copy in the local cache. Unset it, or give "
+            "a local model folder."
+        )
+    if names & _UNREACHABLE:
+        return (
+            f"{lead}the Hub cannot be reached, with no whole copy in the local cache ({_first_line(error)}). Check the "
+            "network, or give a local model folder."
+        )
+    return f"{lead}the download failed ({type(error).__name__}: {_first_line(error)}). Try again, or check disk space."
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _no_weights(folder: Path) -> str:
+    """What a folder without model.safetensors has instead, and what to do about it."""
+    lead = f"{folder}: expected {_SINGLE} or {_INDEX}, found "
+    files = sorted(path.name for path in folder.iterdir())
+    pickled = [
+        file for file in files if file.startswith("pytorch_model") and file.endswith((".bin", ".bin.index.json"))
+    ]
+    if pickled:
+        return (
+            f'{lead}only {pickled[0]}, which is pickled. Convert it: python -c "from transformers import '
+            f"AutoModelForCausalLM as M; M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\" and "
+            "copy the tokenizer's files along."
+        )
+    if "adapter_model.safetensors" in files:
+        return f"{lead}adapter_model.safetensors, a LoRA adapter. Merge it into its base model and save that."
+    others = [file for file in files if file.endswith((".safetensors", ".gguf", ".pth", ".pt"))]
+    if others:
+        return f"{lead}{others[0]}. Save the model in Hugging Face format with save_pretrained."
+    return f"{lead}no weights at all. Check the path, or download the model again."
+
+
+def _starts_with(path: Path, prefix: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(prefix)) == prefix
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,329 @@
+"""From logits to a token: the sampling parameters, the processed scores, and one noise per position.
+
+A token is drawn as argmax(scores + g) with Gumbel noise g (the Gumbel-max trick), and g is a hash of (seed,
+absolute position, token id): no generator, no state. The text is therefore a function of target, prompt and
+seed alone, whatever the drafter, the tree or the batch, and a drafter that adds *the same* g to its own scores
+agrees with the target more often (Daliri et al. 2024, "Coupling without communication and drafter-invariant
+speculative decoding").
+
+Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import SamplingError
+from draftwing.tree import DraftTree
+
+__all__ = ["History", "KeyedNoise", "Sampling", "SamplingBatch", "gumbel", "hash_bits", "uniform"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is sampled and when it ends. The defaults are greedy decoding of 128 tokens.
+
+    Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
+    tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at
+    the output alone. All of it is applied at every tree node with the history of that node's own path.
+
+    Raises:
+        SamplingError: a value outside its range, named with the range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_tokens: tuple[int, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int = 128
+    seed: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop_tokens", "banned_tokens"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        stop: object = self.stop  # a lone string is what people write
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        ranges: list[tuple[str, bool, str]] = [
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive (1 is none)"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "finite (0 is none)"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite (0 is none)"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
+            ("stop", all(self.stop), "without empty strings"),
+            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite (ban tokens with banned_tokens)"),
+        ]
+        for name, good, wanted in ranges:
+            if not good:  # NaN fails every comparison, and so lands here too
+                raise SamplingError(f"{name} must be {wanted}, found {getattr(self, name)!r}")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise SamplingError where a token id lies outside the target's vocabulary."""
+        for name in ("logit_bias", "banned_tokens", "stop_tokens"):
+            for token in getattr(self, name):
+                if not 0 <= token < vocab_size:
+                    raise SamplingError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
+        if len(set(self.banned_tokens)) >= vocab_size:
+            raise SamplingError(f"banned_tokens bans all {vocab_size} tokens: nothing is left to draw")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the scores depend on the tokens that came before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+_GOLDEN, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+DRAFT, ACCEPT, TARGET = 1, 2, 0  # streams: noise drawn for one purpose never meets another's
+
+
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    """Logical shift: torch's own keeps the sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele et al. 2014): integer arithmetic alone, so alike on every device."""
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    return x ^ _shift_right(x, 31)
+
+
+def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tensor:
+    """64 random bits for each id: int64 of the shape that ``counters`` and ``ids`` broadcast to.
+
+    Each counter (an int or an int64 tensor) is absorbed in turn, so that (1, 2) and (2, 1) differ.
+    """
+    key = _mix(torch.tensor(seed, dtype=torch.int64, device=ids.device) + _GOLDEN)
+    for counter in counters:
+        key = _mix(key + _GOLDEN ^ _mix(torch.as_tensor(counter, device=ids.device) * _MIX2 + _GOLDEN))
+    return _mix(key + (ids + 1) * _GOLDEN)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """float64 in the open interval (0, 1) from 64 bits, on a grid of 2^-52."""
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise as float32, computed in float64: a last-bit difference of a device's ``log`` rounds away."""
+    return -(-uniform(bits).log_()).log_().float()
+
+
+class KeyedNoise:
+    """Gumbel noise of a (seed, position) over the whole vocabulary, each computed once while it is near.
+
+    The drafter, the verification and the next step's verification ask for the same positions; a bounded
+    cache serves them. It holds no state that could change a result.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = 256) -> None:
+        self._ids = torch.arange(vocab_size, device=device)
+        self._cache: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._capacity = capacity
+
+    def at(self, seed: int, position: int) -> Tensor:
+        """(V,) float32."""
+        key = (seed, position)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = gumbel(hash_bits(seed, (TARGET, position), self._ids))
+            if len(self._cache) > self._capacity:
+                self._cache.popitem(last=False)
+        return found
+
+    def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
+        """(B, D, V): positions ``starts[b] .. starts[b] + num_positions - 1`` of every row."""
+        keys = [(seed, start + i) for seed, start in zip(seeds, starts, strict=True) for i in range(num_positions)]
+        rows = [self.at(seed, position) for seed, position in keys]
+        return torch.stack(rows).view(len(seeds), num_positions, -1)
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class History:
+    """What penalties look at: the committed tokens of each row.
+
+    Attributes:
+        tokens: (B, S) int64, valid up to ``lengths``.
+        lengths: (B,) committed tokens (the pending token not counted).
+        prompt_lengths: (B,).
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+
+
+class SamplingBatch:
+    """The sampling of the rows of one step, as tensors.
+
+    Scores are float32 (float64 for a float64 target): masked tokens hold -inf, rows with a temperature are
+    divided by it. Whoever draws adds noise to them; the classic rules take their softmax.
+    """
+
+    def __init__(self, rows: Sequence[Sampling], noise: KeyedNoise, device: torch.device | str = "cpu") -> None:
+        self.rows = tuple(rows)
+        self.noise = noise
+        self.device = torch.device(device)
+        self.seeds = [row.seed for row in rows]
+        self.all_greedy = all(row.temperature == 0 for row in rows)
+        self.penalises = any(row.penalises for row in rows)
+
+    def _column(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        """One parameter of every row, (B, 1, 1)."""
+        values = [getattr(row, name) for row in self.rows]
+        return torch.tensor(values, dtype=dtype, device=self.device)[:, None, None]
+
+    @cached_property
+    def greedy(self) -> Tensor:
+        """(B, 1, 1) bool."""
+        return self._column("temperature") == 0
+
+    @cached_property
+    def _temperature(self) -> Tensor:
+        return self._column("temperature").masked_fill(self.greedy, 1.0)
+
+    def scores(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
+        """(B, N, V) scores of the token after each node. ``history`` may be None where nothing penalises."""
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if self.penalises:
+            assert history is not None
+            scores = self._penalise(scores, tree, history)
+        if any(row.logit_bias or row.banned_tokens for row in self.rows):
+            scores = self._bias(scores)
+        if self.all_greedy:
+            return scores
+        if any(row.temperature not in (0.0, 1.0) for row in self.rows):
+            scores = scores / self._temperature.to(scores.dtype)
+        return self._filter(scores)
+
+    def _penalise(self, scores: Tensor, tree: DraftTree, history: History) -> Tensor:
+        """Counts of the committed tokens plus those on each node's own path, then the three penalties."""
+        rows, nodes, vocab = scores.shape
+        slots = torch.arange(history.tokens.shape[1], device=scores.device)
+        committed = slots < history.lengths[:, None]
+        output = committed & (slots >= history.prompt_lengths[:, None])
+        safe = history.tokens.clamp(min=0)
+        path = tree.ancestors & tree.valid[:, None, :]
+        # The root is output unless it is still the prompt's last token; every drafted node is.
+        path_output = path.clone()
+        path_output[:, :, 0] &= (history.lengths >= history.prompt_lengths)[:, None]
+        path_tokens = tree.tokens.clamp(min=0)[:, None, :].expand(rows, nodes, tree.num_nodes)
+
+        def counts(past: Tensor, on_path: Tensor) -> Tensor:
+            base = torch.zeros(rows, vocab, dtype=scores.dtype, device=scores.device)
+            base.scatter_add_(1, safe, past.to(scores.dtype))
+            each = base[:, None, :].repeat(1, nodes, 1)
+            return each.scatter_add_(2, path_tokens, on_path.to(scores.dtype))
+
+        seen = counts(committed, path) > 0
+        written = counts(output, path_output)
+        penalty = self._column("repetition_penalty").to(scores.dtype)
+        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+        scores = scores - self._column("frequency_penalty").to(scores.dtype) * written
+        return scores - self._column("presence_penalty").to(scores.dtype) * (written > 0)
+
+    @cached_property
+    def _bias_rows(self) -> Tensor:
+        """(B, 1, V) float64, -inf for banned tokens."""
+        bias = torch.zeros(len(self.rows), 1, self.noise._ids.numel(), dtype=torch.float64)
+        for b, row in enumerate(self.rows):
+            for token, value in row.logit_bias.items():
+                bias[b, 0, token] = value
+            bias[b, 0, list(row.banned_tokens)] = -math.inf
+        return bias.to(self.device)
+
+    def _bias(self, scores: Tensor) -> Tensor:
+        return scores + self._bias_rows.to(scores.dtype)
+
+    def _filter(self, scores: Tensor) -> Tensor:
+        vocab = scores.shape[-1]
+        if any(row.top_k is not None and row.top_k < vocab for row in self.rows):
+            scores = self._top_k(scores)
+        if any(row.top_p < 1 for row in self.rows):
+            scores = self._nucleus(scores)
+        if any(row.min_p > 0 for row in self.rows):
+            floor = scores.amax(-1, keepdim=True) + self._column("min_p").log().to(scores.dtype)
+            scores = scores.masked_fill(scores < floor, -math.inf)
+        return scores
+
+    def _top_k(self, scores: Tensor) -> Tensor:
+        """Mask what lies below the k-th score; ties with it stay, as in transformers."""
+        vocab = scores.shape[-1]
+        ks = torch.tensor([min(row.top_k or vocab, vocab) for row in self.rows], device=self.device)[:, None, None]
+        largest = max(row.top_k for row in self.rows if row.top_k is not None)
+        best = scores.topk(min(largest, vocab), dim=-1).values
+        cut = best.gather(-1, (ks - 1).clamp(max=best.shape[-1] - 1).expand(-1, scores.shape[1], 1))
+        return scores.masked_fill((scores < cut) & (ks < vocab), -math.inf)
+
+    def _nucleus(self, scores: Tensor) -> Tensor:
+        """Keep the fewest tokens whose probability reaches top-p, and all that tie with the last of them.
+
+        The cut is a *value*, so it does not depend on how a sort breaks ties. The few best are nearly always
+        enough; a full sort (slow on a CPU) is made only where they are not.
+        """
+        probs = scores.softmax(-1)
+        top_p = self._column("top_p").to(probs.dtype)
+        vocab = probs.shape[-1]
+        for count in (min(256, vocab), vocab):
+            best = probs.topk(count, dim=-1).values
+            before = best.cumsum(-1) - best
+            inside = before < top_p
+            if count == vocab or not bool(inside[..., -1].any()):
+                break
+        last = inside.sum(-1, keepdim=True).clamp(min=1) - 1
+        cut = best.gather(-1, last)
+        return scores.masked_fill((probs < cut) & (top_p < 1), -math.inf)
+
+    def draw(self, scores: Tensor, depths: Tensor, starts: Sequence[int], max_depth: int) -> Tensor:
+        """(B, N) the tokens that the scores' owner draws after each node with the noise of their positions.
+
+        Args:
+            scores: (B, N, V).
+            depths: (B, N) each node's depth.
+            starts: for each row the absolute position of the token after the root.
+            max_depth: at least ``depths.max()``; kept on the host so that nothing waits for a device.
+        """
+        return self.perturb(scores, depths, starts, max_depth).argmax(-1)
+
+    def perturb(self, scores: Tensor, depths: Tensor, starts: Sequence[int], max_depth: int) -> Tensor:
+        """(B, N, V) scores + noise; greedy rows stay as they are. Its argmax is the drawn token."""
+        if self.all_greedy:
+            return scores
+        noise = self.noise.block(self.seeds, starts, max_depth + 1)
+        per_node = noise.gather(1, depths[:, :, None].expand(-1, -1, noise.shape[-1])) if max_depth else noise
+        if not any(row.temperature == 0 for row in self.rows):
+            return scores + per_node
+        return torch.where(self.greedy, scores, scores + per_node)
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """(B, N, V) the law of a drawn token: softmax of the scores; one-hot at the argmax for greedy rows."""
+        probs = scores.softmax(-1)
+        if not any(row.temperature == 0 for row in self.rows):
+            return probs
+        one_hot = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return torch.where(self.greedy, one_hot, probs)

@@ -1,0 +1,135 @@
+"""What a decode step did, and what many of them add up to.
+
+A ``Step`` is all that leaves the decode loop: the command line prints it, evaluation folds it with ``Stats``,
+tests compare it. No counters live in the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from draftwing.tree import Accepted, DraftTree
+
+__all__ = ["Logprob", "RowStep", "Stats", "Step", "Timings"]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of one step by phase. ``host`` is what is left of the wall time."""
+
+    draft: float
+    verify: float
+    accept: float
+    commit: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """Wall seconds of the step."""
+        return self.draft + self.verify + self.accept + self.commit + self.host
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The target's log-probability of an emitted token before any processing, and of the ``top`` tokens there."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One row's share of a step.
+
+    Attributes:
+        request_id: the request in this row.
+        token_ids: the tokens emitted: accepted drafts, then the bonus; cut where the request ended.
+        num_drafted: nodes proposed (the root not counted).
+        num_accepted: drafted nodes on the kept path, before any cut.
+        depth: depth of the row's tree.
+        finish_reason: None while the request runs, else ``stop`` (a stop token) or ``length``.
+        logprobs: one per emitted token where asked for.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    num_drafted: int
+    num_accepted: int
+    depth: int
+    finish_reason: str | None = None
+    logprobs: tuple[Logprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration of the decode loop over all rows.
+
+    Attributes:
+        rows: one entry per running request.
+        tree: what the drafter proposed.
+        accepted: what the rule kept.
+        timings: seconds by phase.
+        lossless: whether the rule keeps the target's law.
+    """
+
+    rows: tuple[RowStep, ...]
+    tree: DraftTree
+    accepted: Accepted
+    timings: Timings
+    lossless: bool = True
+
+
+@dataclass
+class Stats:
+    """A fold of steps: ``Stats.of(steps)``, or ``add`` one by one."""
+
+    num_tokens: int = 0
+    num_forwards: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    reached: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    lossless: bool = True
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Stats:
+        """Fold many."""
+        stats = cls()
+        for step in steps:
+            stats.add(step)
+        return stats
+
+    def add(self, step: Step) -> None:
+        """Fold one step. A forward counts once for every row in it, so that tau is per request."""
+        self.lossless &= step.lossless
+        for phase in ("draft", "verify", "accept", "commit", "host"):
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + getattr(step.timings, phase)
+        for row in step.rows:
+            self.num_tokens += len(row.token_ids)
+            self.num_forwards += 1
+            self.num_drafted += row.num_drafted
+            self.num_accepted += row.num_accepted
+            for depth in range(row.depth):
+                if depth == len(self.reached):
+                    self.reached.append(0)
+                    self.taken.append(0)
+                self.reached[depth] += row.num_accepted >= depth
+                self.taken[depth] += row.num_accepted > depth
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per target forward, the bonus token counted."""
+        return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
+
+    @property
+    def alpha(self) -> list[float]:
+        """Acceptance at each depth given that the depth was reached and drafted for."""
+        return [taken / reached if reached else 0.0 for taken, reached in zip(self.taken, self.reached, strict=True)]
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall seconds of all steps."""
+        return sum(self.seconds.values())

@@ -1,0 +1,114 @@
+"""A model folder's tokenizer: text to ids and back, its chat template, and whether two mean the same.
+
+``tokenizer.json`` is read by the ``tokenizers`` library; transformers is imported only for folders without one
+and for chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from draftwing.errors import PromptError, TokenizerError
+
+__all__ = ["Tokenizer"]
+
+
+class Tokenizer:
+    """Encodes prompts and decodes what was written.
+
+    Args:
+        folder: a Hugging Face folder.
+
+    Raises:
+        TokenizerError: the folder has no tokenizer, or one that cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = folder / "tokenizer.json"
+        self._slow: Any = None
+        try:
+            if file.exists():
+                self.fast = FastTokenizer.from_file(str(file))
+            else:
+                self._slow = self._transformers
+                self.fast = self._slow.backend_tokenizer
+        except Exception as error:  # both libraries raise bare Exceptions and many kinds of errors
+            raise TokenizerError(
+                f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json beside "
+                f"its config.json"
+            ) from error
+
+    @cached_property
+    def _transformers(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        file = self.folder / "tokenizer_config.json"
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"{file}: not readable as JSON ({error}): download it again") from error
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts are meant to be wrapped as a dialogue."""
+        return bool(self._config.get("chat_template")) or (self.folder / "chat_template.jinja").exists()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt, with the special tokens that the model expects in front.
+
+        Raises:
+            PromptError: the text is empty.
+        """
+        if not text:
+            raise PromptError("the prompt is empty: give some text to go on from")
+        return list(self.fast.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a dialogue through the chat template, ready for the assistant's turn.
+
+        Raises:
+            TokenizerError: there is no chat template, or it refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise TokenizerError(f"{self.folder}: this tokenizer has no chat template: prompt it with plain text")
+        try:
+            text = self._transformers.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # jinja errors, and whatever the template itself raises
+            raise TokenizerError(f"{self.folder}: the chat template refuses these messages: {error}") from error
+        return list(self.fast.encode(str(text), add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        return str(self.fast.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def check_same(self, other: Tokenizer, name: str) -> None:
+        """Raise TokenizerError unless ``other`` gives every text the same ids."""
+        ours, theirs = self.fast.get_vocab(), other.fast.get_vocab()
+        if ours == theirs:
+            return
+        moved = (token for token in ours if theirs.get(token) != ours[token])
+        different = min(moved, key=lambda token: ours[token], default=None)
+        detail = (
+            f"it has {len(theirs) - len(ours)} more tokens"
+            if different is None
+            else f"token {ours[different]} is {different!r} for the target and "
+            f"{other.fast.id_to_token(ours[different])!r} for the draft"
+        )
+        raise TokenizerError(
+            f"draft model {name} has another tokenizer than the target ({detail}): a draft model must share the "
+            f"target's; choose another, or draft='lookup'"
+        )

@@ -1,0 +1,179 @@
+"""Draft trees: the one shape in which every drafter proposes tokens.
+
+Node 0 is the *pending* token: already emitted, not yet in the target's KV cache. A lone root is ordinary
+decoding, a chain is classic speculative decoding, and a batch of trees of different sizes is one tensor whose
+unused nodes hold ``PAD``.
+
+Shape suffixes: B rows, N nodes, D depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import TreeError
+
+__all__ = ["PAD", "Accepted", "DraftTree"]
+
+PAD = -1
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of ragged draft trees.
+
+    Attributes:
+        tokens: (B, N) int64. ``tokens[:, 0]`` is the pending token; ``PAD`` marks unused nodes.
+        parents: (B, N) int64. ``-1`` for the root and for unused nodes, else ``parents[b, i] < i``.
+            Siblings stand in the order in which a rule tries them.
+        confidence: (B, N) the drafter's estimate that a node is accepted, or None.
+        draft_probs: (B, N, V) the draft distribution q from which the *children* of each node were drawn;
+            only the classic rules need it.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    confidence: Tensor | None = None
+    draft_probs: Tensor | None = None
+
+    @classmethod
+    def chain(cls, tokens: Tensor, confidence: Tensor | None = None, draft_probs: Tensor | None = None) -> DraftTree:
+        """Each token's child is the next one. ``tokens``: (B, N), ``PAD`` only at the end of a row."""
+        num_nodes = tokens.shape[1]
+        parents = torch.arange(-1, num_nodes - 1, device=tokens.device).expand_as(tokens)
+        if num_nodes > 1:
+            parents = parents.masked_fill(tokens < 0, -1)
+        tree = cls(tokens, parents, confidence, draft_probs)
+        tree.__dict__["is_chain"] = True
+        return tree
+
+    @classmethod
+    def root(cls, pending: Tensor) -> DraftTree:
+        """Trees of one node: ordinary decoding. ``pending``: (B,)."""
+        return cls.chain(pending[:, None])
+
+    @classmethod
+    def from_lists(
+        cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> DraftTree:
+        """Ragged Python lists, one per row, padded to the longest."""
+        num_nodes = max(len(row) for row in tokens)
+        padded = [[*row, *[PAD] * (num_nodes - len(row))] for row in tokens]
+        padded_parents = [[*row, *[-1] * (num_nodes - len(row))] for row in parents]
+        return cls(torch.tensor(padded, device=device), torch.tensor(padded_parents, device=device))
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root and unused nodes counted."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Known when the tree was built as a chain: an accepted path then already lies in its final slots."""
+        return self.num_nodes == 1
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """(B, N) bool: the nodes that are used."""
+        return self.tokens != PAD
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """(B, N, N) bool: ``[b, i, j]`` where j lies on the path from the root to i, both ends included.
+
+        An unused node has itself alone, so that its attention row is never empty.
+        """
+        num_nodes = self.num_nodes
+        device = self.tokens.device
+        if self.is_chain:
+            lower = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=device).tril_()
+            if num_nodes == 1:
+                return lower.expand(self.num_rows, 1, 1)
+            itself = torch.eye(num_nodes, dtype=torch.bool, device=device)
+            return torch.where(self.valid[:, :, None], lower, itself)
+        # Paths of length 2^k by repeated squaring of (I + parent): log2(N) products, no loop over nodes.
+        reach = torch.eye(num_nodes, device=device).repeat(self.num_rows, 1, 1)
+        reach.scatter_(2, self.parents.clamp(min=0)[:, :, None], 1.0)
+        has_parent = (self.parents >= 0)[:, :, None]
+        reach = torch.where(has_parent, reach, torch.eye(num_nodes, device=device))
+        covered = 1
+        while covered < num_nodes - 1:
+            reach = (reach @ reach).clamp_(max=1.0)
+            covered *= 2
+        return reach > 0
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """(B, N) int64: 0 at the root (and at unused nodes)."""
+        if self.is_chain:
+            steps = torch.arange(self.num_nodes, device=self.tokens.device)
+            return steps.masked_fill(~self.valid, 0) if self.num_nodes > 1 else steps.expand(self.num_rows, 1)
+        return self.ancestors.sum(-1) - 1
+
+    def prune(self, max_depths: Tensor) -> DraftTree:
+        """Mark nodes deeper than ``max_depths`` (B,) as unused; the root always stays."""
+        keep = self.depths <= max_depths[:, None].clamp(min=0)
+        if bool(keep.all()):
+            return self
+        tree = DraftTree(
+            self.tokens.masked_fill(~keep, PAD), self.parents.masked_fill(~keep, -1), self.confidence, self.draft_probs
+        )
+        tree.__dict__["is_chain"] = self.is_chain
+        return tree
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Validate the invariants; for drafters under test and trees that a user wrote.
+
+        Raises:
+            TreeError: names the first row and node that break one.
+        """
+        if self.tokens.ndim != 2 or self.tokens.shape != self.parents.shape:
+            raise TreeError(
+                f"tokens and parents must both be (B, N), found {tuple(self.tokens.shape)} and "
+                f"{tuple(self.parents.shape)}: give one parent for each node"
+            )
+        for row, (tokens, parents) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
+            if not tokens or tokens[0] == PAD or parents[0] != -1:
+                raise TreeError(
+                    f"row {row}: node 0 must hold the pending token and have parent -1, found {parents[:1]}"
+                )
+            for node in range(1, len(tokens)):
+                if tokens[node] == PAD:
+                    continue
+                if not 0 <= parents[node] < node:
+                    raise TreeError(
+                        f"row {row}, node {node}: parent {parents[node]} is out of order; parents[i] must lie in "
+                        f"0..{node - 1}: sort the nodes so that parents come first"
+                    )
+                if tokens[parents[node]] == PAD:
+                    raise TreeError(f"row {row}, node {node}: its parent {parents[node]} is unused (PAD)")
+                if vocab_size is not None and not 0 <= tokens[node] < vocab_size:
+                    raise TreeError(
+                        f"row {row}, node {node}: token {tokens[node]} is outside the target's vocabulary "
+                        f"of {vocab_size}"
+                    )
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What one step keeps.
+
+    Attributes:
+        path: (B, D + 1) int64 indices of the kept nodes, the root first, then ``PAD``.
+        num: (B,) kept draft nodes (the root not counted).
+        bonus: (B,) the token after the last kept node: the next pending token.
+    """
+
+    path: Tensor
+    num: Tensor
+    bonus: Tensor

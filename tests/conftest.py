@@ -1,0 +1,92 @@
+"""Tiny random models of every family, made once per session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.4,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-bias-tied": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 7, "head_dim": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": 9}),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+}
+LEAN = [name for name in FAMILIES if name not in ("gpt2", "gemma2")]
+
+
+def build(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model in float64 whose logits are spread out enough to be worth sampling from."""
+    kind, extra = FAMILIES[family]
+    config = getattr(transformers, kind)(**{**SMALL, **extra, **changes})
+    torch.manual_seed(seed)
+    config._experts_implementation = "eager"  # the grouped kernel knows no float64
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``folder_of("qwen3")``: a saved tiny model, made on first use."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def get(family: str, seed: int = 0, **changes: Any) -> Path:
+        key = (family, seed, repr(sorted(changes.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            build(family, seed, **changes).save_pretrained(folder)
+            made[key] = folder
+        return made[key]
+
+    return get
+
+
+def float64_norms(model: Any) -> Any:
+    """transformers computes RMSNorm in float32 even for a float64 model; a reference in float64 must not."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+
+            def forward(x: torch.Tensor, m: Any = module) -> torch.Tensor:
+                eps = m.variance_epsilon if hasattr(m, "variance_epsilon") else m.eps
+                return m.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+            module.forward = forward
+    return model

@@ -1,0 +1,316 @@
+"""Reading config.json: the seven families against transformers' own config classes, and every refusal's text."""
+
+import json
+
+import pytest
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.model.config import LEAN_MODEL_TYPES, ModelConfig, read_config
+
+FAMILIES = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "phi3": Phi3Config,
+}
+# 32 heads, because the default key-value heads of some families (32, 8, 4) must divide them.
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
+
+
+def made(family, **settings):
+    """A config.json as transformers 5 writes it."""
+    return json.loads(json.dumps(FAMILIES[family](**{**SIZES, **settings}).to_dict()))
+
+
+def as_version_4(config):
+    """The same config.json in transformers 4's spelling."""
+    config = dict(config)
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    return config
+
+
+def llama(**changes):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **changes}
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def test_families_are_all_listed():
+    assert frozenset(FAMILIES) == LEAN_MODEL_TYPES
+
+
+@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reads_what_transformers_writes(family, version):
+    theirs = FAMILIES[family](
+        **SIZES, max_position_embeddings=512, rms_norm_eps=1e-4, bos_token_id=None, dtype="float32"
+    )
+    config = json.loads(json.dumps(theirs.to_dict()))
+    ours = ModelConfig.from_hf(as_version_4(config) if version == 4 else config)
+    assert ours.model_type == family
+    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size) == (64, 128, 96)
+    assert (ours.num_layers, ours.num_heads, ours.num_kv_heads) == (4, 32, theirs.num_key_value_heads)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
+    assert ours.rms_norm_eps == 1e-4
+    assert ours.activation == theirs.hidden_act == "silu"
+    assert ours.max_position_embeddings == 512
+    assert ours.tie_word_embeddings is theirs.tie_word_embeddings is False
+    assert ours.rope.type == "default"
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.rotary_dim == ours.rope.head_dim == ours.head_dim
+    assert ours.sliding_windows == (4096 if family == "mistral" else None,) * 4
+    assert ours.bos_id is None
+    assert ours.eos_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert ours.pad_id == theirs.pad_token_id
+    assert ours.dtype == "float32"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family):
+    # Only the sizes given: everything else must come out as transformers' class fills it in.
+    ours = ModelConfig.from_hf({"model_type": family, **SIZES})
+    assert ours == ModelConfig.from_hf(made(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_key_value_heads_are_the_query_heads(family):
+    assert ModelConfig.from_hf({"model_type": family, **SIZES, "num_key_value_heads": None}).num_kv_heads == 32
+
+
+def test_biases_and_query_norms():
+    def flags(family, **changes):
+        config = ModelConfig.from_hf({**made(family), **changes})
+        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
+
+    assert flags("llama") == (False, False, False, False)
+    assert flags("llama", attention_bias=True) == (True, True, False, False)
+    assert flags("llama", mlp_bias=True) == (False, False, True, False)
+    assert flags("qwen2") == (True, False, False, False)
+    assert flags("qwen3", attention_bias=True) == (True, True, False, True)
+    assert flags("qwen3_moe") == (False, False, False, True)
+    # Their models have no biases, whatever the config says.
+    assert flags("mistral", attention_bias=True) == flags("phi3", attention_bias=True) == (False,) * 4
+
+
+def test_flags_match_the_models_of_transformers():
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for family in FAMILIES:
+        with torch.device("meta"):
+            theirs = FAMILIES[family](**{**SIZES, "num_hidden_layers": 1, "pad_token_id": 0})
+            names = {name for name, _ in AutoModelForCausalLM.from_config(theirs).named_parameters()}
+        ours = ModelConfig.from_hf(made(family, num_hidden_layers=1))
+        assert ours.qkv_bias == any(name.endswith(("q_proj.bias", "qkv_proj.bias")) for name in names)
+        assert ours.o_bias == any(name.endswith("o_proj.bias") for name in names)
+        assert ours.qk_norm == any(name.endswith("q_norm.weight") for name in names)
+        assert (ours.moe is not None) == any(".experts." in name for name in names)
+
+
+def test_token_ids():
+    assert ModelConfig.from_hf(llama(eos_token_id=[5, 7])).eos_ids == (5, 7)
+    assert ModelConfig.from_hf(llama(eos_token_id=None)).eos_ids == ()
+    assert ModelConfig.from_hf(llama()).eos_ids == (2,)
+    # As in several Llama configs on the Hub.
+    assert ModelConfig.from_hf(llama(pad_token_id=-1)).pad_id is None
+    assert ModelConfig.from_hf(llama(bos_token_id=0)).bos_id == 0
+
+
+def test_activations():
+    for name, read in (("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh",) * 2):
+        assert ModelConfig.from_hf(llama(hidden_act=name)).activation == read
+
+
+def windows(family, **settings):
+    return ModelConfig.from_hf({**made(family), **settings}).sliding_windows
+
+
+def test_sliding_windows():
+    assert windows("llama", sliding_window=8) == (None,) * 4
+    assert windows("mistral") == (4096,) * 4
+    assert windows("mistral", sliding_window=None) == (None,) * 4
+    assert windows("mixtral", sliding_window=8) == (8,) * 4
+    assert windows("phi3", sliding_window=8) == (8,) * 4
+    assert windows("qwen3_moe", sliding_window=8) == (None,) * 4
+    assert windows("qwen3_moe", sliding_window=8, use_sliding_window=True) == (8,) * 4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_sliding_windows_by_layer(family):
+    switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    assert ModelConfig.from_hf({"model_type": family, **SIZES, **switched}).sliding_windows == (None, None, None, 8)
+    assert windows(family, **made(family, **switched)) == (None, None, None, 8)
+    named = ["sliding_attention", "attention", "full_attention", "sliding_attention"]
+    assert windows(family, **{**switched, "layer_types": named}) == (8, None, None, 8)
+    assert windows(family, sliding_window=8, max_window_layers=0, layer_types=None) == (None,) * 4
+
+
+def test_experts():
+    moe = ModelConfig.from_hf(made("mixtral")).moe
+    assert (moe.num_experts, moe.num_experts_per_token, moe.intermediate_size) == (8, 2, 96)
+    assert moe.norm_topk_prob
+    assert moe.sparse_layers == (True,) * 4
+
+    def qwen(**changes):
+        return ModelConfig.from_hf({**made("qwen3_moe", num_experts=6, num_experts_per_tok=2), **changes}).moe
+
+    moe = qwen(moe_intermediate_size=48, mlp_only_layers=[1])
+    assert (moe.num_experts, moe.num_experts_per_token, moe.intermediate_size) == (6, 2, 48)
+    assert not moe.norm_topk_prob
+    assert moe.sparse_layers == (True, False, True, True)
+    assert [qwen(decoder_sparse_step=2, norm_topk_prob=True).is_sparse(layer) for layer in range(4)] == [0, 1, 0, 1]
+    assert qwen(num_local_experts=0) is None
+    assert qwen(mlp_only_layers=[0, 1, 2, 3]) is None
+    # Version 4 wrote num_experts where version 5 writes num_local_experts.
+    assert qwen(num_local_experts=None, num_experts=6) == qwen()
+
+
+def test_rope_in_all_spellings():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    read = [
+        ModelConfig.from_hf(llama(**{"rope_theta": 5e5, **spelling})).rope
+        for spelling in (
+            {"rope_scaling": {"rope_type": "llama3", **scaling}},
+            {"rope_scaling": {"type": "llama3", **scaling}},
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "llama3", **scaling}},
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}, "rope_theta": ...},
+        )
+    ]
+    assert read[0].type == "llama3"
+    assert read[0].theta == 5e5
+    assert read[0].factor == 8
+    assert all(rope == read[0] for rope in read)
+
+
+def test_phi3_rotates_a_part():
+    for config in (made("phi3", partial_rotary_factor=0.5), as_version_4(made("phi3", partial_rotary_factor=0.5))):
+        rope = ModelConfig.from_hf(config).rope
+        assert (rope.head_dim, rope.rotary_dim) == (4, 2)
+
+
+WRONG = [
+    (llama(hidden_size=...), "required key `hidden_size` is missing"),
+    (llama(vocab_size=None), "required key `vocab_size` is missing"),
+    (llama(hidden_size="128"), "`hidden_size` must be an integer of at least 1, found str '128'"),
+    (llama(hidden_size=128.0), "`hidden_size` must be an integer of at least 1, found float 128.0"),
+    (llama(hidden_size=True), "`hidden_size` must be an integer of at least 1, found bool True"),
+    (llama(num_hidden_layers=0), "`num_hidden_layers` must be an integer of at least 1, found int 0"),
+    (llama(num_hidden_layers=10**9), "`num_hidden_layers` must be an integer of at most 10000, found int 1000000000"),
+    (llama(vocab_size=10**5000), "`vocab_size` must be an integer of at most 2147483647, found int of hundreds of"),
+    (llama(rope_theta=10**400), "`rope_theta` must be a finite number"),
+    (llama(hidden_size=100), "`hidden_size` 100 is not divisible by `num_attention_heads` 32"),
+    (llama(num_key_value_heads=5), "`num_attention_heads` 32 is not divisible by `num_key_value_heads` 5"),
+    (
+        {**llama(num_attention_heads=4, hidden_size=64), "model_type": "mistral", "architectures": None},
+        "`num_attention_heads` 4 is not divisible by `num_key_value_heads` 8, its default",
+    ),
+    (llama(head_dim=5), "`head_dim` must be even, because RoPE rotates pairs, found 5"),
+    (llama(hidden_size=96), "`head_dim` must be even, because RoPE rotates pairs, found 3"),
+    (llama(rms_norm_eps="1e-6"), "`rms_norm_eps` must be a finite number of at least 0, found str '1e-6'"),
+    (llama(rms_norm_eps=float("nan")), "`rms_norm_eps` must be a finite number"),
+    (llama(tie_word_embeddings="no"), "`tie_word_embeddings` must be true or false, found str 'no'"),
+    (llama(eos_token_id="</s>"), "`eos_token_id` must be a token id, a list of them or null, found str '</s>'"),
+    (llama(bos_token_id=[1]), "`bos_token_id` must be a token id or null, found list [1]"),
+    (llama(architectures="LlamaForCausalLM"), "`architectures` must be a list of str"),
+    (llama(architectures=..., model_type=...), "expected `architectures` or `model_type`, found neither"),
+    (llama(model_type="qwen2"), '`architectures` says LlamaForCausalLM, of model type "llama", but `model_type` is'),
+    (llama(layer_types=["full_attention"]), "`layer_types` must have one entry per layer (`num_hidden_layers` 4)"),
+    (llama(rope_scaling=3), "`rope_scaling` must be an object, found 3"),
+    (llama(rope_scaling={"type": "linear"}), "rope_scaling: `factor` must be a finite number, found None"),
+    (llama(rope_scaling={"type": "linear", "factor": -1}), "factor must be above 0, found -1.0"),
+    (llama(rope_theta="big"), "`rope_theta` must be a finite number, found 'big'"),
+    (llama(rope_theta=1), "rope_theta must be above 1, found 1.0"),
+    ({**made("phi3"), "rope_scaling": {"type": "linear", "factor": 2.0}}, '"linear" does not exist for phi3'),
+    ({**made("phi3"), "partial_rotary_factor": 0.8, "rope_parameters": None}, "rotary_dim (head_dim times"),
+    ({**made("mixtral"), "num_local_experts": 1}, "`num_experts_per_tok` 2 is more than the 1 experts"),
+    ({**made("mixtral"), "num_experts": 9}, "`num_experts` and `num_local_experts` differ"),
+    ({**made("qwen2"), "layer_types": ["sliding_attention"] * 4}, "`layer_types` has sliding_attention, but no window"),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), WRONG, ids=[text[:50] for _, text in WRONG])
+def test_refuses_what_cannot_be_meant(config, text):
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_hf(config, "there/config.json")
+    message = str(caught.value)
+    assert message.startswith("there/config.json: ")
+    assert text in message
+    assert any(mend in message for mend in ("Correct", "Add", "Remove", "Download", "download"))
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+LACKING = [
+    (llama(architectures=["GemmaForCausalLM"]), "architecture GemmaForCausalLM is not supported by the lean decoder"),
+    (llama(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification is not"),
+    (llama(architectures=None, model_type="gpt2"), "architecture gpt2 is not supported by the lean decoder"),
+    (llama(hidden_act="relu2"), 'activation `hidden_act` "relu2" is not supported'),
+    (llama(quantization_config={"bits": 4}), "`quantization_config` is set: the weights are quantised"),
+    (llama(rope_scaling={"type": "su"}), 'rope_scaling: RoPE type "su" is not supported'),
+    (llama(rope_scaling={"rope_type": "longrope"}), 'rope_scaling: RoPE type "longrope" is not supported'),
+    ({**made("phi3"), "rope_scaling": {"type": "yarn"}}, 'RoPE type "longrope" is not supported'),
+    (llama(rope_parameters={"full_attention": {"rope_type": "default"}}), "found several (full_attention)"),
+    (llama(partial_rotary_factor=0.5), "`partial_rotary_factor` 0.5 has no meaning for llama"),
+    (llama(layer_types=["chunked_attention"] * 4), '`layer_types` has "chunked_attention", which the lean decoder'),
+    (
+        {**made("mistral"), "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "`layer_types` disagrees with MistralForCausalLM",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), LACKING, ids=[text[:50] for _, text in LACKING])
+def test_names_what_it_lacks_and_the_other_engine(config, text):
+    with pytest.raises(UnsupportedError) as caught:
+        ModelConfig.from_hf(config, "there/config.json")
+    message = str(caught.value)
+    assert message.startswith("there/config.json: ")
+    assert text in message
+    assert 'engine="transformers"' in message
+
+
+def test_an_unknown_architecture_lists_the_known_ones():
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM, MistralForCausalLM, .*Phi3ForCausalLM"):
+        ModelConfig.from_hf({"architectures": ["FalconForCausalLM"]})
+
+
+def test_read_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert read_config(tmp_path) == {"model_type": "llama"}
+    with pytest.raises(CheckpointError, match=r"absent: expected a model folder, found none\. Check the path"):
+        read_config(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: expected JSON, .*Download it again"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"config\.json: expected JSON, .*Download it again"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"expected a JSON object, found list \[1\]"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"expected config\.json in the model folder, found none"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_config(tmp_path)

@@ -1,0 +1,85 @@
+"""The lean decoder against transformers: the same logits for trees, ragged rows and after commits."""
+
+import pytest
+import torch
+
+from conftest import LEAN, build, float64_norms
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import FeatureSpec
+from draftwing.tree import Accepted, DraftTree
+
+TREE = ([5, 9, 11, 9, 3, 7, 8], [-1, 0, 0, 1, 1, 2, 5])
+PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+}
+
+
+def reference(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+
+
+def check_trees(model, target, prompts):
+    """Ragged rows, a tree each, commit of different paths, and another tree on top of that."""
+    ctx = target.new_context()
+    taps = FeatureSpec((0, 2, target.num_layers))
+    for prompt in prompts:
+        features = target.prefill(ctx, prompt, taps)
+        if len(prompt) > 1:
+            hidden = reference(model, prompt[:-1]).hidden_states
+            assert torch.allclose(features, torch.cat([hidden[i] for i in taps.taps], -1), atol=1e-9, rtol=0)
+    tokens = [[prompt[-1], *TREE[0][1:]] for prompt in prompts]
+    tree = DraftTree.from_lists(tokens, [TREE[1]] * len(prompts))
+    output = target.forward(ctx, tree, taps)
+    for row, prompt in enumerate(prompts):
+        for node, path in enumerate(PATHS):
+            ids = [*prompt[:-1], *(tokens[row][i] for i in path)]
+            expected = reference(model, ids)
+            assert torch.allclose(output.logits[row, node], expected.logits[0, -1], atol=1e-10, rtol=0)
+            want = torch.cat([expected.hidden_states[i][0, -1] for i in taps.taps])
+            assert torch.allclose(output.features[row, node], want, atol=1e-9, rtol=0)
+    kept = [PATHS[-1], PATHS[4], PATHS[0]][: len(prompts)]
+    width = max(map(len, kept))
+    accepted = Accepted(
+        torch.tensor([[*path, *[-1] * (width - len(path))] for path in kept]),
+        torch.tensor([len(path) - 1 for path in kept]),
+        torch.tensor([13] * len(kept)),
+    )
+    target.commit(ctx, tree, accepted)
+    for row, path in enumerate(kept):
+        ctx.rows[row].tokens += [*(tokens[row][i] for i in path[1:]), 13]
+        ctx.rows[row].length += len(path)
+    if len(prompts) > 1:
+        target.remove(ctx, 0)
+    second = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6]] * ctx.num_rows)))
+    for row, state in enumerate(ctx.rows):
+        expected = reference(model, [*state.tokens[: state.length], 13, 4, 6]).logits[0, -3:]
+        assert torch.allclose(second.logits[row], expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("family", LEAN)
+@pytest.mark.parametrize(
+    "prompts", [[[3, 8, 12, 5]], [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]], ids=["one", "ragged"]
+)
+def test_logits_of_every_family(family, prompts, folder_of):
+    target = LeanTarget.from_folder(folder_of(family), torch.float64)
+    check_trees(float64_norms(build(family)), target, prompts)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope(rope, folder_of):
+    changes = {"rope_parameters": ROPES[rope]}
+    target = LeanTarget.from_folder(folder_of("llama", **changes), torch.float64)
+    check_trees(float64_norms(build("llama", **changes)), target, [list(range(3, 50)), [7, 8]])

@@ -1,0 +1,152 @@
+"""The suffix automaton against brute force, and the tree that is made of its drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from draftwing.drafters import suffix
+from draftwing.drafters.suffix import SuffixAutomaton, merge_paths
+from draftwing.errors import ConfigError, TreeError
+
+
+def earlier_ends(tokens: list[int], length: int) -> list[int]:
+    """The ends, before the last, of all occurrences of the sequence's last ``length`` tokens."""
+    tail = tokens[len(tokens) - length :]
+    return [end for end in range(length, len(tokens)) if tokens[end - length : end] == tail]
+
+
+def longest_match(tokens: list[int]) -> int:
+    return max((n for n in range(1, len(tokens)) if earlier_ends(tokens, n)), default=0)
+
+
+def sequences(seed: int, count: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    out = []
+    for _ in range(count):
+        symbols = rng.randint(2, 5)
+        tokens = [rng.randrange(symbols) for _ in range(rng.randint(0, 60))]
+        # Long repeats do not come about by chance.
+        if tokens and rng.random() < 0.5:
+            at = rng.randrange(len(tokens))
+            tokens = (tokens + tokens[at : at + 20])[-60:]
+        out.append(tokens)
+    return [*out, [], [1], [1] * 60, [1, 2] * 30, [1, 2, 3] * 20]
+
+
+def is_prefix(a: list[int], b: list[int]) -> bool:
+    return b[: len(a)] == a
+
+
+def test_match_length() -> None:
+    for tokens in sequences(1, 60):
+        automaton = SuffixAutomaton()
+        assert automaton.match_length == 0
+        for i, token in enumerate(tokens):
+            automaton.extend(token)
+            assert len(automaton) == i + 1
+            assert automaton.match_length == longest_match(tokens[: i + 1])
+        assert automaton.num_states <= max(2 * len(tokens), 2)
+
+
+def test_continuations_follow_earlier_occurrences() -> None:
+    rng = random.Random(2)
+    for tokens in sequences(3, 150):
+        automaton = SuffixAutomaton(tokens)
+        max_tokens, max_branches, min_match = rng.randint(1, 8), rng.randint(1, 5), rng.randint(1, 3)
+        found = automaton.continuations(max_tokens, max_branches, min_match)
+        longest = longest_match(tokens)
+        assert bool(found) == (longest >= min_match)
+        assert len(found) <= max_branches
+        followers = [
+            tokens[end : end + max_tokens] for n in range(min_match, longest + 1) for end in earlier_ends(tokens, n)
+        ]
+        for i, path in enumerate(found):
+            assert path in followers
+            assert not any(is_prefix(path, other) for j, other in enumerate(found) if j != i)
+        if found:
+            # The first is what followed the longest match, or goes on where that broke off.
+            best = [tokens[end : end + max_tokens] for end in earlier_ends(tokens, longest)]
+            assert any(is_prefix(path, found[0]) for path in best)
+
+
+def test_latest_occurrence_is_exact_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "_REFRESH_DEPTH", 1000)
+    for tokens in sequences(4, 150):
+        found = SuffixAutomaton(tokens).continuations(5, 1)
+        if found:
+            latest = earlier_ends(tokens, longest_match(tokens))[-1]
+            assert is_prefix(tokens[latest : latest + 5], found[0])
+
+
+def test_longest_match_and_latest_occurrence_come_first() -> None:
+    # "1 2 3" was followed by 4, then by 5; "2 3" alone by 6 in between, "3" alone by 7.
+    tokens = [1, 2, 3, 4, 0, 3, 7, 0, 2, 3, 6, 0, 1, 2, 3, 5, 9, 1, 2, 3]
+    automaton = SuffixAutomaton(tokens)
+    assert automaton.match_length == 3
+    assert automaton.continuations(2, 9) == [[5, 9], [4, 0]]
+    assert automaton.continuations(1, 1) == [[5]]
+    assert automaton.continuations(2, 9, min_match=4) == []
+
+
+def test_shorter_matches_give_other_branches() -> None:
+    tokens = [2, 3, 6, 0, 1, 2, 3, 5, 1, 2, 3]
+    assert SuffixAutomaton(tokens).continuations(1, 9) == [[5], [6]]
+
+
+def test_a_continuation_cut_by_the_end_goes_on() -> None:
+    automaton = SuffixAutomaton([1, 2, 3] * 4)
+    assert automaton.match_length == 9
+    assert automaton.continuations(8, 4) == [[1, 2, 3, 1, 2, 3, 1, 2]]
+    assert SuffixAutomaton([7] * 500).continuations(5, 2) == [[7] * 5]
+
+
+def test_nothing_to_offer() -> None:
+    assert SuffixAutomaton().continuations(4, 4) == []
+    assert SuffixAutomaton([1, 2, 3]).continuations(4, 4) == []
+    assert SuffixAutomaton([1, 1]).continuations(0, 4) == []
+    assert SuffixAutomaton([1, 1]).continuations(4, 0) == []
+
+
+@pytest.mark.parametrize("arguments", [(-1, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_bad_arguments(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="expected at least"):
+        SuffixAutomaton([1, 1]).continuations(*arguments)
+
+
+def test_states_and_incremental_building() -> None:
+    rng = random.Random(5)
+    tokens = [rng.randrange(50) for _ in range(3000)] + [1] * 3000 + [1, 2] * 1500
+    whole = SuffixAutomaton(tokens)
+    parts = SuffixAutomaton(tokens[:1000])
+    parts.extend_all(tokens[1000:])
+    assert whole.num_states == parts.num_states <= 2 * len(tokens)
+    assert whole.continuations(6, 4) == parts.continuations(6, 4)
+
+
+def test_merge_paths_properties() -> None:
+    rng = random.Random(6)
+    for _ in range(300):
+        paths = [[rng.randrange(3) for _ in range(rng.randint(0, 6))] for _ in range(rng.randint(0, 6))]
+        max_nodes = rng.randint(1, 24)
+        tokens, parents = merge_paths(9, paths, max_nodes)
+        assert (tokens[0], parents[0]) == (9, -1)
+        assert len(tokens) == len(parents) <= max_nodes
+        assert all(0 <= parents[i] < i for i in range(1, len(parents)))
+        nodes: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            nodes.append((*nodes[parent], token))
+        # The nodes are the distinct beginnings of the paths, in order, up to the budget.
+        expected = list(dict.fromkeys([(), *(tuple(path[:n]) for path in paths for n in range(1, len(path) + 1))]))
+        assert nodes == expected[:max_nodes]
+
+
+def test_merge_paths_example() -> None:
+    paths = [[1, 2, 3], [1, 4], [5, 6]]
+    assert merge_paths(0, paths, 99) == ([0, 1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 1, 0, 5])
+    assert merge_paths(0, paths, 6) == ([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 1, 0])
+    assert merge_paths(0, paths, 1) == ([0], [-1])
+    assert merge_paths(0, [], 4) == ([0], [-1])
+    with pytest.raises(TreeError, match="max_nodes"):
+        merge_paths(0, paths, 0)
