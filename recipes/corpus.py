@@ -7,6 +7,8 @@ measured on files that it has never seen, and demo prompts are cut from those fi
 from __future__ import annotations
 
 import hashlib
+import random
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,3 +102,24 @@ def encode(tokenizer: Tokenizer, *, held_out: bool) -> np.ndarray:
         ids.extend(tokenizer.encode(text, add_special_tokens=False).ids)
         ids.append(eos)
     return np.asarray(ids, dtype=np.uint16)
+
+
+def prompts(num: int, seed: int = 0) -> list[str]:
+    """Beginnings cut from held-out files at the start of a definition's body: a few hundred characters each.
+
+    Files take turns, so that one long file does not fill the list.
+    """
+    rng = random.Random(seed)
+    piles: list[list[str]] = []
+    for _, text in documents(held_out=True):
+        lines = text.splitlines(keepends=True)
+        cuts = [i for i, line in enumerate(lines) if re.match(r"\s*(async )?(def|class) ", line) and i >= 8]
+        rng.shuffle(cuts)
+        found = ["".join(lines[max(0, i - rng.randint(8, 24)) : i + 1]) for i in cuts]
+        piles.append([each.rstrip("\n") for each in found if 200 <= len(each) <= 1600])
+    chosen = []
+    while len(chosen) < num and any(piles):
+        for pile in piles:
+            if pile and len(chosen) < num:
+                chosen.append(pile.pop())
+    return chosen

@@ -54,9 +54,11 @@ class KeyedDraws:
         return float(uniform(bits))
 
     def accept(self, prob: float) -> bool:
+        """See ``Draws.accept``."""
         return self._next() < prob
 
     def pick(self, probs: Tensor) -> int:
+        """See ``Draws.pick``."""
         mass = probs.double().cumsum(0)
         index = int(torch.searchsorted(mass, self._next() * float(mass[-1]), right=True))
         return min(index, int(probs.nonzero()[-1]))
@@ -76,8 +78,7 @@ def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequ
         sampling: the rows' sampling.
         starts: for each row the absolute position of the token after the root.
     """
-    deepest = tree.num_nodes - 1
-    drawn = sampling.draw(scores, tree.depths, starts, deepest)
+    drawn = sampling.draw(scores, tree.depths, starts, tree.max_depth)
     return _along(tree, drawn)
 
 
@@ -202,7 +203,7 @@ def typical(
     probs = sampling.probs(scores)
     entropy = torch.special.entr(probs).sum(-1, keepdim=True)
     threshold = torch.minimum(torch.full_like(entropy, epsilon), delta * torch.exp(-entropy))
-    drawn = sampling.draw(scores, tree.depths, starts, tree.num_nodes - 1)
+    drawn = sampling.draw(scores, tree.depths, starts, tree.max_depth)
     if tree.num_nodes == 1:
         return _along(tree, drawn)
     above = probs.gather(1, tree.parents.clamp(min=0)[:, :, None].expand_as(probs))
@@ -281,17 +282,18 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def get_rule(name: str, *, lossless: bool = True) -> Rule:
-    """Look a rule up by name.
+def get_rule(name: str | Rule, *, lossless: bool = True) -> Rule:
+    """Look a rule up by name; one that is a rule already is only checked.
 
     Raises:
         ConfigError: an unknown name, or a lossy rule while ``lossless`` is asked for.
     """
-    rule = RULES.get(name)
+    rule = RULES.get(name) if isinstance(name, str) else name
     if rule is None:
         raise ConfigError(f"unknown acceptance rule {name!r}: choose one of {', '.join(RULES)}")
     if lossless and not rule.lossless:
         raise ConfigError(
-            f"rule {name!r} changes what the target says: pass lossless=False to accept that; every report will say so"
+            f"rule {rule.name!r} changes what the target says: pass lossless=False to accept that; "
+            f"every report will say so"
         )
     return rule

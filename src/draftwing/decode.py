@@ -19,7 +19,7 @@ from draftwing.errors import ConfigError, NumericsError, UnsupportedError
 from draftwing.model.target import Row, Target, TargetOutput
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.stats import Logprob, RowStep, Step, Timings
-from draftwing.tree import PAD, Accepted, DraftTree
+from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["Decoder"]
 
@@ -50,7 +50,7 @@ class Decoder:
     ) -> None:
         self.target = target
         self.drafter: Drafter = drafter or NoDrafter()
-        self.rule = get_rule(rule, lossless=lossless) if isinstance(rule, str) else rule
+        self.rule = get_rule(rule, lossless=lossless)
         budget = budget or Budget()
         if self.rule.chain_only and budget.width > 1:
             raise ConfigError(
@@ -113,7 +113,7 @@ class Decoder:
         self.target.commit(ctx, tree, accepted)
         self.drafter.observe(ctx, tree, accepted, output)
         clock.append(time.perf_counter())
-        rows = [self._advance(b, tokens, tree, accepted, output) for b, tokens in enumerate(emitted)]
+        rows = [self._advance(b, *found, accepted, output) for b, found in enumerate(emitted)]
         for row in reversed([b for b, row in enumerate(rows) if row.finish_reason]):
             self._drop(row)
         clock.append(time.perf_counter())
@@ -141,26 +141,30 @@ class Decoder:
         room = [self._room(row, request) - 1 for row, (_, request) in zip(self.ctx.rows, self._requests, strict=True)]
         return tree.prune(self.ctx.tensor(room)) if min(room) < tree.num_nodes - 1 else tree
 
-    def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[list[int]]:
-        """The tokens that each row emits. The one place where a step waits for the device."""
+    def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[tuple[list[int], int, int]]:
+        """For each row the tokens that it emits, its drafted nodes and its depth.
+
+        The one place where a step waits for the device.
+        """
         path = accepted.path
         drafted = tree.tokens.gather(1, path.clamp(min=0))
         last = path.gather(1, accepted.num[:, None])
         chosen = scores[torch.arange(len(path), device=path.device), last[:, 0], accepted.bonus]
-        together = torch.cat([drafted, accepted.num[:, None], accepted.bonus[:, None], chosen.isfinite()[:, None]], 1)
+        columns = [accepted.num, accepted.bonus, tree.valid.sum(1), tree.depths.amax(1), chosen.isfinite()]
+        together = torch.cat([drafted, *(column[:, None] for column in columns)], 1)
         emitted = []
-        for row, (*tokens, num, bonus, finite) in enumerate(together.tolist()):
+        for row, (*tokens, num, bonus, used, depth, finite) in enumerate(together.tolist()):
             if not finite:
                 raise NumericsError(
                     f"{self.target.name}: the logits of request {self._requests[row][0]} at position "
                     f"{self.ctx.rows[row].length + 1} hold NaN, or every token is banned: check the weights, or load "
                     f"with dtype='float32'"
                 )
-            emitted.append([*tokens[1 : num + 1], bonus])
+            emitted.append(([*tokens[1 : num + 1], bonus], used - 1, depth))
         return emitted
 
     def _advance(
-        self, row: int, tokens: list[int], tree: DraftTree, accepted: Accepted, output: TargetOutput
+        self, row: int, tokens: list[int], num_drafted: int, depth: int, accepted: Accepted, output: TargetOutput
     ) -> RowStep:
         """Move one row on by the tokens it emits, cut where the request ends."""
         request_id, sampling = self._requests[row]
@@ -173,14 +177,12 @@ class Decoder:
             tokens, finish = tokens[: stop_at + 1], "stop"
         elif len(tokens) >= room:
             tokens, finish = tokens[:room], "length"
-        drafted = 0 if tree.num_nodes == 1 else int((tree.tokens[row] != PAD).sum()) - 1
         logprobs = (
             None if sampling.logprobs is None else self._logprobs(row, tokens, accepted, output, sampling.logprobs)
         )
         state.tokens.extend(tokens)
         state.length += num_accepted + 1
-        depth = int(tree.depths[row].max()) if drafted else 0
-        return RowStep(request_id, tuple(tokens), drafted, num_accepted, depth, finish, logprobs)
+        return RowStep(request_id, tuple(tokens), num_drafted, num_accepted, depth, finish, logprobs)
 
     def _logprobs(
         self, row: int, tokens: list[int], accepted: Accepted, output: TargetOutput, num_top: int
@@ -188,7 +190,7 @@ class Decoder:
         """The target's own log-probabilities of the emitted tokens: each is read at the node before it."""
         nodes = accepted.path[row, : len(tokens)]
         logprobs = output.logits[row, nodes].float().log_softmax(-1)
-        best = logprobs.topk(num_top, dim=-1) if num_top else None
+        best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1) if num_top else None
         found = []
         for i, token in enumerate(tokens):
             top = () if best is None else tuple(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True))

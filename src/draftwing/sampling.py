@@ -100,14 +100,14 @@ DRAFT, ACCEPT, TARGET = 1, 2, 0  # streams: noise drawn for one purpose never me
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
     """Logical shift: torch's own keeps the sign."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
+    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64 (Steele et al. 2014): integer arithmetic alone, so alike on every device."""
-    x = (x ^ _shift_right(x, 30)) * _MIX1
-    x = (x ^ _shift_right(x, 27)) * _MIX2
-    return x ^ _shift_right(x, 31)
+    x = _shift_right(x, 30).bitwise_xor_(x).mul_(_MIX1)  # in place: this runs over the whole vocabulary
+    x = _shift_right(x, 27).bitwise_xor_(x).mul_(_MIX2)
+    return _shift_right(x, 31).bitwise_xor_(x)
 
 
 def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tensor:
@@ -123,12 +123,12 @@ def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tenso
 
 def uniform(bits: Tensor) -> Tensor:
     """float64 in the open interval (0, 1) from 64 bits, on a grid of 2^-52."""
-    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+    return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise as float32, computed in float64: a last-bit difference of a device's ``log`` rounds away."""
-    return -(-uniform(bits).log_()).log_().float()
+    """Standard Gumbel noise as float32; computed in float64, so that a last-bit difference of ``log`` rounds away."""
+    return uniform(bits).log_().neg_().log_().neg_().float()
 
 
 class KeyedNoise:

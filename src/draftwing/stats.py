@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from draftwing.tree import Accepted, DraftTree
 
@@ -102,6 +103,22 @@ class Stats:
             stats.add(step)
         return stats
 
+    @classmethod
+    def sum(cls, many: Iterable[Stats]) -> Stats:
+        """The total of several folds."""
+        total = cls()
+        for stats in many:
+            total.num_tokens += stats.num_tokens
+            total.num_forwards += stats.num_forwards
+            total.num_drafted += stats.num_drafted
+            total.num_accepted += stats.num_accepted
+            total.lossless &= stats.lossless
+            total.reached = _longer_sum(total.reached, stats.reached)
+            total.taken = _longer_sum(total.taken, stats.taken)
+            for phase, seconds in stats.seconds.items():
+                total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
+        return total
+
     def add(self, step: Step) -> None:
         """Fold one step. A forward counts once for every row in it, so that tau is per request."""
         self.lossless &= step.lossless
@@ -133,3 +150,8 @@ class Stats:
     def total_seconds(self) -> float:
         """Wall seconds of all steps."""
         return sum(self.seconds.values())
+
+
+def _longer_sum(left: list[int], right: list[int]) -> list[int]:
+    """Element by element; the shorter list counts as zeros at its end."""
+    return [a + b for a, b in zip_longest(left, right, fillvalue=0)]

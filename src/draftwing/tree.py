@@ -120,6 +120,11 @@ class DraftTree:
             return steps.masked_fill(~self.valid, 0) if self.num_nodes > 1 else steps.expand(self.num_rows, 1)
         return self.ancestors.sum(-1) - 1
 
+    @cached_property
+    def max_depth(self) -> int:
+        """Depth of the deepest node of all rows (for a chain without waiting for the device: its length)."""
+        return self.num_nodes - 1 if self.is_chain else int(self.depths.max())
+
     def prune(self, max_depths: Tensor) -> DraftTree:
         """Mark nodes deeper than ``max_depths`` (B,) as unused; the root always stays."""
         keep = self.depths <= max_depths[:, None].clamp(min=0)

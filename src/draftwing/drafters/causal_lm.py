@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.drafters.base import Budget
 from draftwing.errors import TokenizerError
 from draftwing.model.lean import LeanContext, LeanTarget
-from draftwing.model.target import NO_FEATURES, Context, TargetOutput
+from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
 from draftwing.sampling import DRAFT, History, SamplingBatch, gumbel, hash_bits
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -46,9 +46,13 @@ class CausalLMDrafter:
         self._grown: DraftTree | None = None  # the last tree as forwarded here, before anyone pruned it
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
-        """Prefill the new row. A prompt beyond this model's context is not drafted for."""
-        tokens = ctx.rows[-1].tokens
-        self.model.prefill(self._ctx, tokens)
+        """Prefill the new row; one that this model's context cannot hold stays empty here, and is not drafted for."""
+        row = ctx.rows[-1]
+        if self._room(row) > 0:
+            self.model.prefill(self._ctx, row.tokens)
+            return
+        self._ctx.cache.reserve(self._ctx.num_rows + 1, 0)
+        self._ctx.rows.append(Row(row.tokens, 0, row.prompt_length))
 
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots."""
@@ -61,11 +65,12 @@ class CausalLMDrafter:
         choice may look at the tokens it chooses between: the root has ``width`` drawn children, and each of them
         goes on as a chain.
         """
-        depth = min(budget.depth, self.model.max_length - max(ctx.lengths) - 2)
-        if depth <= 0:
+        rooms = [self._room(row) for row in ctx.rows]
+        depth = min([budget.depth, *(room for room in rooms if room > 0)])
+        if depth <= 0 or max(rooms) <= 0:
             return DraftTree.root(ctx.pending())
         logits = self._catch_up(ctx)
-        level = _Level.root(ctx, self._ctx, sampling, budget)
+        level = _Level.root(ctx, [room > 0 for room in rooms], sampling, budget)
         for step in range(depth):
             level.add_children(logits, step)
             if step + 1 < depth:
@@ -79,18 +84,28 @@ class CausalLMDrafter:
             else DraftTree.chain(self._grown.tokens, level.confidence(), probs)
         )
 
+    def _room(self, row: Row) -> int:
+        """How deep a tree this model's context lets it draft for a row; once below 1 it stays there."""
+        return self.model.max_length - row.length - 2
+
     def _catch_up(self, ctx: Context) -> Tensor:
-        """Commit what the target accepted but this model has not read; logits (B, 1, V) after the pending token."""
+        """Commit what the target accepted but this model has not read; logits (B, 1, V) after the pending token.
+
+        A row without room is forwarded along as if it began with its pending token, and nothing comes of it.
+        """
         missing = []
         for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
-            missing.append(row.tokens[own.length : row.length + 1])
-            own.tokens = row.tokens
+            own.tokens, read = row.tokens, own.length
+            if self._room(row) <= 0:
+                own.length, read = 0, row.length
+            missing.append(row.tokens[read : row.length + 1])
         width = max(map(len, missing))
         padded = [tokens + [PAD] * (width - len(tokens)) for tokens in missing]
         chain = DraftTree.chain(torch.tensor(padded, device=ctx.device))
         output = self.model.forward(self._ctx, chain)
         for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
-            own.length = row.length
+            if self._room(row) > 0:
+                own.length = row.length
         last = ctx.tensor([len(tokens) - 1 for tokens in missing])
         return output.logits.gather(1, last[:, None, None].expand(-1, 1, output.logits.shape[-1]))
 
@@ -102,27 +117,37 @@ class CausalLMDrafter:
         if not tree.is_chain:
             self.model.commit(self._ctx, tree, accepted)
         forwarded = int(grown.depths.max()) - 1
-        for own, num in zip(self._ctx.rows, accepted.num.tolist(), strict=True):
-            own.length += 1 + min(num, forwarded)
+        for row, own, num in zip(ctx.rows, self._ctx.rows, accepted.num.tolist(), strict=True):
+            if self._room(row) > 0:
+                own.length += 1 + min(num, forwarded)
 
 
 class _Level:
     """A tree under construction and its newest level."""
 
     def __init__(
-        self, pending: Tensor, sampling: SamplingBatch, budget: Budget, starts: list[int], history: History | None
+        self,
+        pending: Tensor,
+        wanted: Tensor,
+        sampling: SamplingBatch,
+        budget: Budget,
+        starts: list[int],
+        history: History | None,
     ) -> None:
         self._sampling, self._budget, self._starts, self._history = sampling, budget, starts, history
         self._tokens, self._parents = pending, torch.full_like(pending, -1)
-        self._values = torch.zeros(pending.shape, device=pending.device)
+        # A root without value has no children: how rows are left out.
+        self._values = torch.zeros(pending.shape, device=pending.device).masked_fill(~wanted, -torch.inf)
         self._depths = torch.zeros_like(pending)
         self._probs: list[Tensor] = []
         self.first = 0
 
     @classmethod
-    def root(cls, ctx: Context, own: LeanContext, sampling: SamplingBatch, budget: Budget) -> _Level:
+    def root(cls, ctx: Context, wanted: list[bool], sampling: SamplingBatch, budget: Budget) -> _Level:
+        """The pending tokens; ``wanted`` tells which rows are drafted for."""
         history = ctx.history() if sampling.penalises else None
-        return cls(ctx.pending()[:, None], sampling, budget, [row.length + 1 for row in ctx.rows], history)
+        rows = torch.tensor(wanted, device=ctx.device)[:, None]
+        return cls(ctx.pending()[:, None], rows, sampling, budget, [row.length + 1 for row in ctx.rows], history)
 
     def tree(self) -> DraftTree:
         if self._budget.width == 1:
@@ -143,7 +168,7 @@ class _Level:
 
     def add_children(self, logits: Tensor, step: int) -> None:
         """Choose the next level from ``logits`` (B, W, V) after the newest level's nodes."""
-        tree, first = self.tree(), self.first
+        tree = self.tree()
         scores = self._scores(logits, tree)
         if self._budget.children == "keyed":
             tokens, parents, values = self._best(scores, step)
@@ -166,7 +191,7 @@ class _Level:
 
     def _best(self, scores: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """The ``width`` best children of the level under the target's own noise."""
-        rows, width, vocab = scores.shape
+        _, width, vocab = scores.shape
         starts = [start + step for start in self._starts]
         perturbed = self._sampling.perturb(scores, torch.zeros_like(scores[..., 0], dtype=torch.int64), starts, 0)
         if self._budget.width == 1:

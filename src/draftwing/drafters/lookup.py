@@ -1,4 +1,4 @@
-"""Prompt lookup: draft what followed the same words before (Saxena 2023; suffix automata as in SAM-Decoding 2411.10666).
+"""Prompt lookup: draft what followed the same words before (Saxena 2023; automata as in SAM-Decoding, 2411.10666).
 
 Costs next to nothing, and gains wherever a text repeats itself or its prompt: code, edits, summaries.
 """

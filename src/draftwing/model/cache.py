@@ -115,7 +115,6 @@ class TreeAttention:
         self._queries = nodes * self._groups
         self._scale, self._windows = scale, windows
         self._shape = (rows, nodes, kv_heads, self._groups, dim)
-        self._num_real = rows * nodes
         padded = _round_up(self._queries, QUERY_BLOCK) if cache.data.device.type == "cpu" else self._queries
         kv = cache.data[:, :, first_row : first_row + rows]
         self._keys = [kv[layer, 0, :, :, :width] for layer in range(layers)]
@@ -138,7 +137,7 @@ class TreeAttention:
             self._q[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim).permute(0, 2, 1, 3, 4)
         )
         self._out = cache.data.new_zeros(num_rows_out, num_heads * dim)
-        self._out_view = self._out[: self._num_real].view(self._shape)
+        self._out_view = self._out[: rows * nodes].view(self._shape)
 
     def _mask(
         self,
@@ -166,19 +165,17 @@ class TreeAttention:
         return F.pad(folded, (0, 0, 0, padded - folded.shape[1]))[:, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v into the tree's slots, then attend. (R, heads, D) each -> (R, num_heads * D)."""
+        """Write k and v into the tree's slots, then attend. (R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, _, dim = self._shape
-        real = self._num_real
-        new_keys, new_values = k[:real].view(rows, nodes, kv_heads, dim), v[:real].view(rows, nodes, kv_heads, dim)
         keys, values = self._keys[layer], self._values[layer]
         if self._index is None:
-            self._key_slots[layer].copy_(new_keys)
-            self._value_slots[layer].copy_(new_values)
+            self._key_slots[layer].copy_(k.view(rows, nodes, kv_heads, dim))
+            self._value_slots[layer].copy_(v.view(rows, nodes, kv_heads, dim))
         else:
             row, slot = self._index
-            keys[row, :, slot] = new_keys
-            values[row, :, slot] = new_values
-        self._q_view.copy_(q[:real].view(self._shape))
+            keys[row, :, slot] = k.view(rows, nodes, kv_heads, dim)
+            values[row, :, slot] = v.view(rows, nodes, kv_heads, dim)
+        self._q_view.copy_(q.view(self._shape))
         mask = self._masks[self._windows[layer]]
         mixed = F.scaled_dot_product_attention(self._q, keys, values, attn_mask=mask, scale=self._scale)
         mixed = mixed[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim)

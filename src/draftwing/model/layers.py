@@ -9,6 +9,7 @@ Shape suffixes: R rows (batch and tokens flattened), H hidden, K heads, D head d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.model.linear import Linear
+
+# The operators themselves: their Python wrappers cost more than the work on a handful of rows.
+_split = torch.split_with_sizes
+_vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
 __all__ = ["Attend", "DecoderLayer", "Experts", "GatedMLP", "RMSNorm", "rotate"]
 
@@ -29,9 +34,11 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class Attend(Protocol):
-    """Mix values by attention: ``attend(layer, q_RKD, k_RKD, v_RKD) -> (R, K * D)``."""
+    """Mixes values by attention."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(R, K, D) each, k and v with the KV heads alone -> (R, K * D)."""
+        ...
 
 
 def rotate(heads: Tensor, cis: Tensor) -> Tensor:
@@ -46,8 +53,11 @@ def rotate(heads: Tensor, cis: Tensor) -> Tensor:
     """
     half = cis.shape[-1]
     turning = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
-    pairs = torch.complex(turning[..., :half], turning[..., half : 2 * half]) * cis
-    turned = torch.view_as_real(pairs).flatten(-2).to(heads.dtype)
+    if heads.shape[-1] == 2 * half:
+        real, imaginary = _split(turning, (half, half), -1)
+    else:
+        real, imaginary = turning[..., :half], turning[..., half : 2 * half]
+    turned = torch.view_as_real(torch.complex(real, imaginary) * cis).flatten(-2).to(heads.dtype)
     return turned if heads.shape[-1] == 2 * half else torch.cat([turned, heads[..., 2 * half :]], -1)
 
 
@@ -58,11 +68,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
         self.eps = eps
-        self._shape = (weight.shape[0],)
+        self._root, self._floor = math.sqrt(weight.shape[0]), weight.shape[0] * eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
-        return F.rms_norm(x, self._shape, self.weight, self.eps)
+        """(..., H) -> (..., H). In half precision the norm is taken in float32 and rounded before the weight."""
+        # Few and small kernels: on a CPU ``F.rms_norm`` takes several times as long for a handful of rows.
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        length: Tensor = _vector_norm(wide, dim=-1, keepdim=True)
+        unit = wide * (self._root * torch.rsqrt(length * length + self._floor))
+        return (unit if unit.dtype == x.dtype else unit.to(x.dtype)) * self.weight
 
 
 class GatedMLP(nn.Module):
@@ -77,7 +91,8 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, H) -> (R, H), plus ``residual`` where given."""
         both = self.gate_up.forward(x)
-        mixed = self.activation(both[:, : self._width]) * both[:, self._width :]
+        gate, up = _split(both, (self._width, self._width), 1)
+        mixed = self.activation(gate) * up
         return self.down.forward(mixed, residual)
 
 
@@ -131,16 +146,18 @@ class DecoderLayer(nn.Module):
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self._turning_and_values = (num_heads + num_kv_heads, num_kv_heads)
+        self._queries_and_keys = (num_heads, num_kv_heads)
 
     def forward(self, x: Tensor, cis: Tensor, attend: Attend, layer: int) -> Tensor:
-        """(R, H) -> (R, H). ``layer`` is passed on to ``attend``."""
-        heads = self.qkv.forward(self.input_norm.forward(x)).view(x.shape[0], -1, self.head_dim)
-        queries, turning = self.num_heads, self.num_heads + self.num_kv_heads
-        if self.q_norm is None or self.k_norm is None:
-            turned = rotate(heads[:, :turning], cis)
-        else:
-            q, k = self.q_norm.forward(heads[:, :queries]), self.k_norm.forward(heads[:, queries:turning])
-            turned = rotate(torch.cat([q, k], 1), cis)
-        mixed = attend(layer, turned[:, :queries], turned[:, queries:], heads[:, turning:])
+        """(R, H) -> (R, H). ``cis`` (real rows, 1, D / 2); ``layer`` is passed on to ``attend``."""
+        rows = cis.shape[0]  # those past it only pad the matrix products
+        mixed_in = self.qkv.forward(self.input_norm.forward(x))[:rows].view(rows, -1, self.head_dim)
+        turning, v = _split(mixed_in, self._turning_and_values, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _split(turning, self._queries_and_keys, 1)
+            turning = torch.cat([self.q_norm.forward(q), self.k_norm.forward(k)], 1)
+        q, k = _split(rotate(turning, cis), self._queries_and_keys, 1)
+        mixed = attend(layer, q, k, v)
         x = self.out.forward(mixed, x)
         return self.mlp.forward(self.post_norm.forward(x), x)

@@ -162,7 +162,7 @@ class LeanTarget(Target):
         cis = self.rotary.cis(positions, prompts_B).view(real, 1, -1)
         x = F.embedding(tree.tokens[:, first_node:].clamp(min=0).reshape(-1), self.embedding)
         if real < MIN_ROWS:  # padded once here, not in every matrix
-            x, cis = F.pad(x, (0, 0, 0, MIN_ROWS - real)), F.pad(cis, (0, 0, 0, 0, 0, MIN_ROWS - real))
+            x = F.pad(x, (0, 0, 0, MIN_ROWS - real))
         windows, heads = self.config.sliding_windows, self.config.num_heads
         attend = TreeAttention(
             cache, first_row, lengths, lengths_B, tree, first_node, windows, heads, self._scale, max(real, MIN_ROWS)

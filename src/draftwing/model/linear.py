@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 __all__ = ["MIN_ROWS", "Linear", "can_prepack"]
 
+_product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 MIN_ROWS = 4  # on AVX-512, 4 rows take a faster kernel than 1 or 2, and the same bits as any larger number
 
 
@@ -64,7 +65,7 @@ class Linear(nn.Module):
             x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
             residual = None if residual is None else F.pad(residual, (0, 0, 0, MIN_ROWS - rows))
         if residual is None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
+            out: Tensor = _product(x, packed, self.bias, "none", [], "")
         else:
-            out = torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, self.bias, "add")
+            out = _product_added(x, residual, packed, self.bias, "add")
         return out[:rows] if rows < MIN_ROWS else out

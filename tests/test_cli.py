@@ -1,0 +1,363 @@
+"""The command line on a tiny model: what it prints, where, and with which exit code."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typer.testing import CliRunner
+
+import draftwing as dw
+from draftwing import cli, console
+from draftwing.errors import DraftwingWarning
+from draftwing.evaluate import compare as compare_module
+from draftwing.evaluate import lossless as lossless_module
+
+PROMPT = "def add(a, b):\n    return a"
+TEXTS = [
+    PROMPT,
+    "class Table:\n    def add(self, row):\n        self.rows.append(row)\n",
+    "for row in rows: print(row)",
+]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def add_tokenizer(folder):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<s>", "</s>"]
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "target"
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return file
+
+
+def run(*args, stdin="", **env):
+    return CliRunner().invoke(cli.app, list(map(str, args)), input=stdin, env=env)
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return dw.load(target, draft="none").generate(PROMPT, max_tokens=12)[0]
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["argument", "stdin", "file"])
+@pytest.mark.parametrize("draft", ["lookup", "itself"])
+def test_generate_writes_the_text_alone_on_stdout(target, expected, tmp_path, source, draft):
+    args = ["generate", "-t", target, "-d", target if draft == "itself" else draft, "-n", 12]
+    stdin = PROMPT if source == "stdin" else ""
+    if source == "argument":
+        args.append(PROMPT)
+    elif source == "file":
+        (tmp_path / "prompt.txt").write_text(PROMPT)
+        args += ["--prompts", tmp_path / "prompt.txt"]
+    result = run(*args, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected.text.rstrip("\n") + "\n"
+    assert "\x1b" not in result.stderr
+    assert "tokens/s" in result.stderr
+    assert "tau" in result.stderr
+
+
+def test_generate_json(target, expected):
+    args = ["generate", PROMPT, "-t", target, "-d", target, "-n", 12, "--depth", 3, "--json", "--compare"]
+    result = run(*args, "--logprobs", 2)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["budget"] == {"depth": 3, "width": 1}
+    assert found["sampling"]["max_tokens"] == 12
+    (one,) = found["generations"]
+    assert one["text"] == expected.text
+    assert one["token_ids"] == expected.token_ids
+    assert one["tau"] > 1
+    assert one["plain"]["identical"] is True
+    assert one["plain"]["efficiency"] == pytest.approx(one["plain"]["speedup"] / one["tau"])
+    assert [entry["token"] for entry in one["logprobs"]] == expected.token_ids
+    assert len(one["logprobs"][0]["top"]) == 2
+
+
+def test_generate_takes_every_sampling_option(target):
+    options = "-T 0.9 --top-k 50 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --presence-penalty 0.1 "
+    options += "--frequency-penalty 0.1 --logit-bias 40:2.5 --logit-bias 41:-1 --ban 7 --ban 8 --stop zz --seed 3"
+    args = [*options.split(), "--ignore-eos", "-n", 9]
+    result = run("generate", PROMPT, "-t", target, "-d", "lookup", "--json", *args)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["sampling"]
+    wanted = dw.Sampling(0.9, 50, 0.9, 0.01, 1.1, 0.1, 0.1, {40: 2.5, 41: -1.0}, (7, 8), (), ("zz",), True, 9, 3)
+    assert found == json.loads(json.dumps(wanted.__dict__))
+
+
+def test_a_stop_string_ends_text_and_ids(target, expected):
+    stop = expected.text[4:6]
+    want = dw.load(target, draft="none").generate(PROMPT, max_tokens=12, stop=(stop,), logprobs=0)[0]
+    result = run("generate", PROMPT, "-t", target, "-d", target, "-n", 12, "--stop", stop, "--logprobs", 0, "--json")
+    (one,) = json.loads(result.stdout)["generations"]
+    assert (one["text"], one["token_ids"], one["finish_reason"]) == (want.text, want.token_ids, "stop")
+    assert len(one["logprobs"]) == len(want.token_ids)
+
+
+def test_several_prompts_and_comparison_lines(target, prompts):
+    result = run("generate", "--prompts", prompts, "-t", target, "-d", "lookup", "-n", 5, "--compare", "--logprobs", 1)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("identical yes") == 3
+    assert result.stderr.count("speedup") == 3
+    assert "prompt 3 of 3" in result.stderr
+    assert "logprob" in result.stderr
+
+
+def test_colours_on_a_terminal_leave_the_text_as_it_is(target, expected):
+    result = run("generate", PROMPT, "-t", target, "-d", target, "-n", 12, FORCE_COLOR="1", TERM="xterm-256color")
+    assert result.exit_code == 0, result.output
+    bare = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
+    assert bare.startswith(PROMPT + console.printable(expected.text))
+    assert "\x1b[" in result.stdout
+    assert "accepted at once: 0 1 2 3 4+" in bare
+    assert "tokens/s" in bare
+
+
+def test_model_text_is_neither_markup_nor_terminal_commands(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    screen = console.Screen()
+    screen.write("[bold]x[/bold]\t \x1b[2J\r", 0)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert shown == "[bold]x[/bold]\t ␛[2J␍"
+
+
+def test_chat_template(target, tmp_path):
+    folder = shutil.copytree(target, tmp_path / "chat")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    lengths = []
+    for extra in ([], ["--no-chat"]):
+        result = run("generate", "hello", "-t", folder, "-d", "none", "-n", 2, "--json", *extra)
+        assert result.exit_code == 0, result.output
+        lengths.append(json.loads(result.stdout)["generations"][0]["num_prompt_tokens"])
+    lm = dw.load(folder, draft="none")
+    assert lengths == [len(lm.encode("<user>hello<bot>")), len(lm.encode("hello"))]
+    refused = run("generate", "hello", "-t", target, "-d", "none", "--chat")
+    assert refused.exit_code == 2
+    assert "chat template" in refused.stderr
+
+
+def test_interruption_keeps_what_was_written(target, expected, monkeypatch):
+    write = console.Screen.write
+    count = []
+
+    def interrupted(self, text, num_accepted):
+        write(self, text, num_accepted)
+        count.append(text)
+        if len(count) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(console.Screen, "write", interrupted)
+    result = run("generate", PROMPT, "-t", target, "-d", "none", "-n", 12)
+    assert result.exit_code == 130
+    assert result.stdout.rstrip("\n") == "".join(count).rstrip("\n")
+    assert expected.text.startswith("".join(count))
+    assert "Traceback" not in result.output
+
+
+def test_a_reader_that_goes_away_is_no_error(target, monkeypatch):
+    def gone(self, text, num_accepted):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console.Screen, "write", gone)
+    result = run("generate", PROMPT, "-t", target, "-d", "none", "-n", 3)
+    assert result.exit_code == 1
+    assert result.stderr == ""
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+ERRORS = {
+    "no such target": (["-t", "/nowhere/model"], "/nowhere/model"),
+    "empty prompt": ([""], "prompt is empty"),
+    "no prompt on stdin": ([], "no prompt"),
+    "two prompts": (["x", "--prompts", "y"], "two prompts"),
+    "no such prompts": (["--prompts", "/nowhere/p.jsonl"], "/nowhere/p.jsonl"),
+    "temperature": (["x", "-T", "-1"], "temperature"),
+    "max tokens": (["x", "-n", "0"], "max_tokens"),
+    "rule": (["x", "--rule", "guess"], "'guess'"),
+    "lossy": (["x", "--rule", "typical"], "--lossy"),
+    "dtype": (["x", "--dtype", "int3"], "'int3'"),
+    "bias": (["x", "--logit-bias", "5"], "--logit-bias"),
+    "bias token": (["x", "--logit-bias", "5000:1"], "5000"),
+    "width": (["x", "-d", "lookup", "--width", "0"], "width"),
+    "draft": (["x", "-d", "/nowhere/draft"], "/nowhere/draft"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_line_and_name_the_thing(target, name):
+    args, wanted = ERRORS[name]
+    args = ["x", *args] if args[:1] == ["-t"] else [*args, "-t", target]
+    result = run("generate", *args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert wanted in result.stderr
+
+
+def test_typical_with_lossy_says_so(target):
+    result = run("generate", PROMPT, "-t", target, "-d", target, "-n", 4, "--rule", "typical", "--lossy")
+    assert result.exit_code == 0
+    assert "LOSSY" in result.stderr
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+
+def test_compare_table(target, prompts):
+    args = ["--prompts", prompts, "--num-prompts", 2, "-n", 6, "--rounds", 2]
+    result = run("compare", "-t", target, "-d", "lookup", "-d", target, "-d", "none", *args)
+    assert result.exit_code == 0, result.output
+    table = [line for line in result.stdout.splitlines() if "yes (2 of 2)" in line]
+    assert len(table) == 2
+    for title in ("drafter", "tokens/s", "speedup", "tau", "efficiency", "alpha by depth", "text identical"):
+        assert title in result.stdout
+    assert "baseline: plain decoding" in result.stdout
+    assert "machine: cpu" in result.stdout
+    assert "num prompts 2" in result.stdout
+
+
+def test_compare_json_and_default_drafters(target, prompts):
+    result = run("compare", "-t", target, "--prompts", prompts, "--num-prompts", 1, "-n", 5, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [method["name"] for method in found["methods"]] == ["none", "lookup"]
+    assert found["all_identical"] is True
+
+
+def test_compare_fails_where_a_text_differs(target, prompts, monkeypatch):
+    real = compare_module.compare
+
+    def differs(*args, **options):
+        found = real(*args, **options)
+        found.methods[1] = replace(found.methods[1], num_identical=0)
+        return found
+
+    monkeypatch.setattr(compare_module, "compare", differs)
+    args = ["compare", "-t", target, "-d", target, "--prompts", prompts, "--num-prompts", 1, "-n", 3]
+    result = run(*args)
+    assert result.exit_code == 1
+    assert "no (0 of 1)" in result.stdout
+    # The classic rules promise the law of the text, not the text.
+    result = run(*args, "--rule", "speculative", "-T", 1)
+    assert result.exit_code == 0
+    assert "law of the text" in result.stdout
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify(target, prompts):
+    args = ["verify", "-t", target, "-d", target, "--prompts", prompts, "--num-prompts", 2, "-n", 8, "-T", 0.7]
+    args += ["--dtype", "float64"]
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 texts identical" in result.stdout
+    found = json.loads(run(*args, "--json").stdout)
+    assert (found["num_identical"], found["differences"]) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("ties", "options", "code"),
+    [([True], [], 1), ([True], ["--allow-ties"], 0), ([True, False], ["--allow-ties"], 1)],
+)
+def test_verify_exit_codes(target, prompts, monkeypatch, ties, options, code):
+    found = [
+        lossless_module.Difference(index, 4, 60, 61, 1e-7 if tie else float("inf"), 1e-6, tie)
+        for index, tie in enumerate(ties)
+    ]
+    fake = lossless_module.Verification(3, 3 - len(found), 30, found, {"target": "x"})
+    monkeypatch.setattr(lossless_module, "verify", lambda *args, **options: fake)
+    args = ["verify", "-t", target, "-d", "lookup", "--prompts", prompts, *options]
+    result = run(*args)
+    assert result.exit_code == code
+    assert "(60)" in result.stdout
+    assert "(61)" in result.stdout
+    assert "1.00e-07" in result.stdout
+    assert "tie within the rounding noise" in result.stdout
+    assert ("DIFFERENT" in result.stdout) is (False in ties)
+    result = run(*args, "--json")
+    assert result.exit_code == code
+    margins = [each["margin"] for each in json.loads(result.stdout)["differences"]]
+    assert margins == [1e-7 if tie else None for tie in ties]
+
+
+def test_verify_refuses_rules_that_keep_the_law_alone(target, prompts):
+    result = run("verify", "-t", target, "-d", target, "--prompts", prompts, "--rule", "block", "-T", 1)
+    assert result.exit_code == 2
+    assert "'block'" in result.stderr
+
+
+# --- info and the rest -----------------------------------------------------------------------------------------------
+
+
+def test_info(target):
+    result = run("info", "-t", target, "-d", target, "--bandwidth", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    weights = dw.load(target, draft="none").target
+    embedding = weights.vocab_size * weights.hidden_size
+    assert found["target"]["family"] == "llama"
+    assert found["target"]["parameters"] == weights.num_weight_bytes // 4 + embedding + norms(weights)
+    assert found["tokenizer"] == {"vocabulary": 300, "chat_template": False}
+    assert found["drafter"]["name"].startswith("causal-lm")
+    assert found["bandwidth"]["plain_decoding_limit_tokens_per_s"] > 0
+    table = run("info", "-t", target, "-d", "lookup")
+    assert table.exit_code == 0
+    for word in ("target", "tokenizer", "drafter", "machine", "lookup", "mb per token"):
+        assert word in table.stdout
+
+
+def norms(target):
+    return (2 * target.num_layers + 1) * target.hidden_size
+
+
+def test_warnings_are_one_line(capsys):
+    with console.quiet():
+        warnings.simplefilter("always")
+        warnings.warn("slow\nindeed", DraftwingWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: slow indeed\n"
+
+
+def test_version():
+    result = run("--version")
+    assert result.stdout == f"draftwing {dw.__version__}\n"
+
+
+def test_the_module_starts_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "draftwing.cli", "--help"], capture_output=True, text=True, timeout=120, check=True
+    )
+    for command in ("generate", "compare", "verify", "info"):
+        assert command in done.stdout

@@ -1,0 +1,406 @@
+"""The same text with any drafter: under the keyed rule, token ids equal plain decoding's.
+
+A drafter is under test when it stands in ``DRAFTERS``: every entry runs with every family and every sampling, alone,
+in a ragged batch, and in one whose rows join late and leave early.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import count, product
+
+import pytest
+import torch
+
+from conftest import SMALL, build
+from draftwing.accept import RULES, get_rule
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget, Drafter
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.errors import ConfigError
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import NO_FEATURES, Target
+from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.stats import Stats, Step
+from draftwing.tree import PAD, DraftTree
+
+VOCAB = SMALL["vocab_size"]
+MAX_TOKENS = 24
+# The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
+PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
+TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2")
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "t1": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.1, "frequency_penalty": 0.2},
+}
+BATCHES = {
+    "one": {"rows": (1,)},
+    "ragged": {"rows": (0, 1, 2)},
+    "churn": {"rows": (0, 1, 2), "joins": (0, 0, 2), "leaves": {0: 2}},
+}
+
+
+# --- the drafters under test -----------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A drafter that knows what the target is going to say, and makes of it what ``grow`` will."""
+
+    name, features = "scripted", NO_FEATURES
+
+    def __init__(self, grow, futures: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        self._grow, self._futures = grow, futures
+
+    def propose(self, ctx, sampling, budget) -> DraftTree:
+        tokens, parents = [], []
+        for row in ctx.rows:
+            prompt, written = tuple(row.tokens[: row.prompt_length]), len(row.tokens) - row.prompt_length
+            future = [*self._futures[prompt][written : written + 9], *[0] * 9][:9]
+            grown = self._grow(random.Random(1000 * len(prompt) + written), future)
+            tokens.append([row.tokens[-1], *grown[0]])
+            parents.append([-1, *grown[1]])
+        return DraftTree.from_lists(tokens, parents)
+
+    def admit(self, ctx, features) -> None: ...
+
+    def observe(self, ctx, tree, accepted, output) -> None: ...
+
+    def remove(self, ctx, row) -> None: ...
+
+
+def always_wrong(rng: random.Random, future: list[int]):
+    """A wrong token, and the right ones below it: none may be kept."""
+    return [(future[0] + 1) % VOCAB, *future[1:4]], [0, 1, 2, 3]
+
+
+def twins(rng: random.Random, future: list[int]):
+    """Equal siblings, of which the second (and its own second child) goes on rightly: nodes 2, 6, 7 are the path."""
+    a, b, c = future[:3]
+    return [a, a, (a + 1) % VOCAB, (b + 1) % VOCAB, b, b, c], [0, 0, 0, 1, 2, 2, 6]
+
+
+def scattered(rng: random.Random, future: list[int]):
+    """Any shape, unused nodes anywhere, any token of the vocabulary, and often the right one."""
+    tokens, parents, depths = [], [], {0: 0}
+    for node in range(1, 1 + rng.randint(0, 9)):
+        if rng.random() < 0.2:
+            tokens.append(PAD)
+            parents.append(-1)
+            continue
+        parent = rng.choice(list(depths))
+        depths[node] = depths[parent] + 1
+        wrong = rng.choice((0, 2, VOCAB - 1, rng.randrange(VOCAB)))
+        tokens.append(future[depths[parent]] if rng.random() < 0.6 else wrong)
+        parents.append(parent)
+    return tokens, parents
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter, its budget, and what its statistics must show where it drafts for its own family."""
+
+    make: Callable[[Lab, str], Drafter]
+    budget: Budget
+    shows: Callable[[Stats], bool] = lambda stats: stats.num_accepted > 0
+
+
+def scripted(grow) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, kind: Scripted(grow, {PROMPTS[row]: lab.plain(kind, row) for row in range(3)})
+
+
+DRAFTERS = {
+    "lm-chain": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4)),
+    "lm-tree": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3)),
+    "self-chain": Case(
+        lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB),
+        Budget(4),
+        lambda stats: stats.num_accepted == stats.num_drafted,
+    ),
+    "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
+    "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1, 6), Budget(6), lambda stats: True),
+    "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1, 4, num_paths=3), Budget(4), lambda stats: True),
+    "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
+    "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
+    "scattered": Case(scripted(scattered), Budget()),
+}
+# Those that give q, for the classic rules.
+WEIGHED = ("lm-chain", "self-chain", "lookup-chain")
+CLASSIC = {
+    "speculative": Budget(4),
+    "block": Budget(4),
+    "multi-round": Budget(3, 2),
+    "multi-round-replacement": Budget(3, 2),
+}
+
+
+# --- the laboratory --------------------------------------------------------------------------------------------------
+
+
+class Lab:
+    """A target, models that draft for it, and what it says when it decodes plainly: each made once."""
+
+    def __init__(self, family: str, folder_of, tmp_path_factory) -> None:
+        self.is_lean = family != "gpt2"
+        ours = family if self.is_lean else "llama"  # only the lean decoder drafts, so gpt2's drafter is a stranger
+        self.itself = LeanTarget.from_folder(folder_of(ours), torch.float64)
+        self.target: Target = self.itself if self.is_lean else AdapterTarget(build(family))
+        model, folder = build(ours), tmp_path_factory.mktemp("perturbed")
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.02 * torch.randn_like(weight))
+        model.save_pretrained(folder)
+        self.perturbed = LeanTarget.from_folder(folder, torch.float64)
+        self.plain = cache(self._plain)
+
+    def _plain(self, kind: str, row: int) -> tuple[int, ...]:
+        """The row by itself, without a drafter."""
+        texts, stats = run(self.target, [self.request(kind, row)])
+        assert stats.num_forwards == MAX_TOKENS == len(texts[0])
+        return texts[0]
+
+    def request(self, kind: str, row: int, **changes) -> tuple[Sequence[int], Sampling]:
+        parameters = {"max_tokens": MAX_TOKENS, "seed": 10 + row, "ignore_eos": True, **SAMPLINGS[kind], **changes}
+        return PROMPTS[row], Sampling(**parameters)
+
+
+@pytest.fixture(scope="module")
+def lab(folder_of, tmp_path_factory) -> Callable[[str], Lab]:
+    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
+
+
+def run(
+    target: Target,
+    requests: Sequence[tuple[Sequence[int], Sampling]],
+    drafter: Drafter | None = None,
+    budget: Budget | None = None,
+    rule: str = "match",
+    joins: Sequence[int] = (),
+    leaves: dict[int, int] | None = None,
+    lossless: bool = True,
+) -> tuple[dict[int, tuple[int, ...]], Stats]:
+    """Decode to the end and check every step.
+
+    ``joins``: before which step each request is admitted; ``leaves``: after which step a request is retired.
+    """
+    decoder = Decoder(target, drafter, rule, budget, lossless=lossless)
+    waiting = list(zip(requests, joins or [0] * len(requests), strict=True))
+    texts: dict[int, tuple[int, ...]] = {}
+    stats = Stats()
+    for number in count():
+        while waiting and waiting[0][1] <= number:
+            texts[decoder.admit(*waiting.pop(0)[0])] = ()
+        if not decoder.num_running:
+            assert not waiting
+            return texts, stats
+        step = decoder.step()
+        check_step(step)
+        assert step.lossless == get_rule(rule, lossless=lossless).lossless
+        stats.add(step)
+        for row in step.rows:
+            texts[row.request_id] += row.token_ids
+        for request in (request for request, last in (leaves or {}).items() if last == number):
+            decoder.retire(request)
+    raise AssertionError
+
+
+def check_step(step: Step) -> None:
+    """The kept nodes are a path from the root; what is emitted is that path and the bonus, cut where the row ended."""
+    step.tree.check(VOCAB)
+    assert step.timings.total > 0
+    accepted, tree = step.accepted, step.tree
+    columns = (accepted.path, accepted.num, accepted.bonus, tree.tokens, tree.parents)
+    for row, path, num, bonus, tokens, parents in zip(step.rows, *(x.tolist() for x in columns), strict=True):
+        assert path[0] == 0
+        assert set(path[num + 1 :]) <= {PAD}
+        assert [parents[node] for node in path[1 : num + 1]] == path[:num]
+        emitted = [*(tokens[node] for node in path[1 : num + 1]), bonus]
+        assert list(row.token_ids) == emitted[: len(row.token_ids)]
+        assert row.token_ids
+        assert row.finish_reason or len(row.token_ids) == num + 1
+        assert num == row.num_accepted <= row.depth <= row.num_drafted == sum(token != PAD for token in tokens) - 1
+
+
+# --- the keyed rule: equality ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("family", TARGETS)
+def test_text_is_plain_decodings(family, kind, drafter, lab):
+    """Alone, beside others of other lengths and seeds, joining late, and up to where a request is retired."""
+    here, case = lab(family), DRAFTERS[drafter]
+    for name, batch in BATCHES.items():
+        rows, leaves = batch["rows"], batch.get("leaves", {})
+        requests = [here.request(kind, row) for row in rows]
+        joins = batch.get("joins", ())
+        texts, stats = run(here.target, requests, case.make(here, kind), case.budget, joins=joins, leaves=leaves)
+        for request, row in enumerate(rows):
+            wanted = here.plain(kind, row)
+            if request in leaves:
+                wanted = wanted[: len(texts[request])]
+                assert 0 < len(wanted) < MAX_TOKENS
+            assert texts[request] == wanted, name
+        assert stats.num_tokens == sum(map(len, texts.values()))
+        assert stats.num_forwards <= stats.num_tokens
+        assert stats.num_accepted <= stats.num_drafted
+        assert not here.is_lean or case.shows(stats)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_of_different_sampling_share_a_batch(drafter, lab):
+    here, case, kinds = lab("llama"), DRAFTERS[drafter], ("penalties", "greedy", "top-p")
+    made = case.make(here, "greedy")
+    if isinstance(made, Scripted):
+        made._futures = {PROMPTS[row]: here.plain(kind, row) for row, kind in enumerate(kinds)}
+    texts, _ = run(here.target, [here.request(kind, row) for row, kind in enumerate(kinds)], made, case.budget)
+    assert texts == {row: here.plain(kind, row) for row, kind in enumerate(kinds)}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("kind", ["greedy", "t1"])
+def test_a_stop_token_inside_a_draft_ends_the_text_there(kind, drafter, lab):
+    here, case = lab("llama"), DRAFTERS[drafter]
+    stops = [here.plain(kind, row)[7 + row] for row in range(3)]
+    requests = [here.request(kind, row, stop_tokens=(stops[row],)) for row in range(3)]
+    texts, _ = run(here.target, requests, case.make(here, kind), case.budget)
+    for row in range(3):
+        plain = here.plain(kind, row)
+        assert texts[row] == plain[: plain.index(stops[row]) + 1]
+
+
+@pytest.mark.parametrize("draft_length", [40, 34, 20])
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_end_of_the_context(width, draft_length, folder_of):
+    """A row ends where its target's positions do; a drafter with a shorter context stops drafting, and no more."""
+    target, draft = (
+        LeanTarget.from_folder(folder_of("llama", max_position_embeddings=length), torch.float64)
+        for length in (40, draft_length)
+    )
+    requests = [
+        (range(3, 33), Sampling(max_tokens=24, temperature=1.0, ignore_eos=True)),
+        ([7, 8], Sampling(max_tokens=9)),
+    ]
+    plain, _ = run(target, requests)
+    assert len(plain[0]) == 10
+    texts, stats = run(target, requests, CausalLMDrafter(draft, VOCAB), Budget(4, width), leaves={1: 0})
+    assert texts[0] == plain[0]
+    assert (stats.num_drafted > 0) == (draft_length > 32)
+    after, stats = run(target, requests, CausalLMDrafter(draft, VOCAB), Budget(4, width))
+    assert after == plain
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_logprobs_are_those_of_plain_decoding(drafter, lab):
+    here, case = lab("llama"), DRAFTERS[drafter]
+
+    def logprobs(made: Drafter | None):
+        decoder = Decoder(here.target, made, budget=case.budget)
+        decoder.admit(*here.request("penalties", 1, logprobs=64))
+        found = []
+        while decoder.num_running:
+            found += decoder.step().rows[0].logprobs
+        return found
+
+    plain, drafted = logprobs(None), logprobs(case.make(here, "penalties"))
+    assert [found.token for found in drafted] == [found.token for found in plain] == list(here.plain("penalties", 1))
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert len(one.top) == len(other.top) == VOCAB
+        assert [token for token, _ in one.top[:3]] == [token for token, _ in other.top[:3]]
+        assert one.logprob <= one.top[0][1]
+
+
+# --- the classic rules -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", WEIGHED)
+@pytest.mark.parametrize("rule", CLASSIC)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
+def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab):
+    here = lab(family)
+    requests = [here.request("greedy", row) for row in range(3)]
+    texts, stats = run(here.target, requests, DRAFTERS[drafter].make(here, "greedy"), CLASSIC[rule], rule)
+    assert texts == {row: here.plain("greedy", row) for row in range(3)}
+    assert stats.lossless
+    if here.is_lean and drafter != "lookup-chain":
+        assert stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("drafter", WEIGHED)
+@pytest.mark.parametrize("rule", CLASSIC)
+@pytest.mark.parametrize("kind", ["t1", "penalties"])
+def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
+    """Whatever shares the batch. (Their law is the subject of test_laws.)"""
+    here, case = lab("llama"), DRAFTERS[drafter]
+    requests = [here.request(kind, row) for row in range(3)]
+    together, stats = run(here.target, requests, case.make(here, kind), CLASSIC[rule], rule)
+    for row, request in enumerate(requests):
+        alone, _ = run(here.target, [request], case.make(here, kind), CLASSIC[rule], rule)
+        assert alone[0] == together[row]
+    assert stats.lossless
+    if drafter == "self-chain":  # p and q are equal: the first draft is always taken
+        assert stats.alpha[0] == 1.0
+
+
+@pytest.mark.parametrize("rule", ["match", *CLASSIC])
+def test_the_law_of_the_text_through_the_decoder(rule, lab):
+    """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
+    here, num_seeds = lab("llama"), 500
+    settings = {"temperature": 1.0, "top_k": 3, "max_tokens": 3, "ignore_eos": True}
+    requests = [([9], Sampling(seed=seed, **settings)) for seed in range(num_seeds)]
+    drafter = CausalLMDrafter(here.perturbed, VOCAB)
+    texts, stats = run(here.target, requests, drafter, CLASSIC.get(rule, Budget(3, 2)), rule)
+    assert 0 < stats.num_accepted < stats.num_drafted
+    batch = SamplingBatch([Sampling(**settings)], KeyedNoise(VOCAB))
+
+    def law(ids: list[int]) -> dict[int, float]:
+        ctx = here.target.new_context()
+        here.target.prefill(ctx, ids)
+        tree = DraftTree.root(ctx.pending())
+        probs = batch.probs(batch.scores(here.target.forward(ctx, tree).logits, tree, None))[0, 0]
+        return {int(token): float(probs[token]) for token in probs.nonzero()}
+
+    wanted = {(a, b): pa * pb for a, pa in law([9]).items() for b, pb in law([9, a]).items()}
+    found = Counter(text[:2] for text in texts.values())
+    assert set(found) <= set(wanted)
+    chi_square = sum((found[pair] - num_seeds * p) ** 2 / (num_seeds * p) for pair, p in wanted.items())
+    assert len(wanted) == 9
+    assert chi_square < 26.1  # 99.9% of a chi-square of 8 degrees of freedom
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_typical_is_lossy_and_says_so(lab):
+    here, make = lab("llama"), DRAFTERS["lm-tree"].make
+    for rule in ("typical", RULES["typical"]):
+        with pytest.raises(ConfigError, match="changes what the target says: pass lossless=False"):
+            Decoder(here.target, make(here, "t1"), rule)
+    for kind, width in product(("greedy", "t1"), (1, 3)):
+        requests = [here.request(kind, row) for row in range(3)]
+        texts, stats = run(here.target, requests, make(here, kind), Budget(3, width), "typical", lossless=False)
+        assert not stats.lossless
+        assert all(len(text) == MAX_TOKENS for text in texts.values())
+
+
+def test_rules_refuse_what_they_cannot_take(lab):
+    here = lab("llama")
+    with pytest.raises(ConfigError, match="unknown acceptance rule 'none': choose one of match, "):
+        Decoder(here.target, rule="none")
+    for rule in ("speculative", "block"):
+        with pytest.raises(ConfigError, match=f"rule '{rule}' takes chains, found width 2"):
+            Decoder(here.target, rule=rule, budget=Budget(3, 2))
+    for rule in CLASSIC:
+        with pytest.raises(ConfigError, match="weighs the draft's probabilities, and the drafter gives none"):
+            run(here.target, [here.request("t1", 0)], DRAFTERS["twins"].make(here, "t1"), Budget(3), rule)
+        texts, _ = run(here.target, [here.request("greedy", 0)], rule=rule)
+        assert texts[0] == here.plain("greedy", 0)

@@ -1,0 +1,84 @@
+"""The floors, the public names, and that the project speaks of itself alone."""
+
+import ast
+import re
+from pathlib import Path
+
+import draftwing
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "draftwing"
+
+
+def floors():
+    rows = re.findall(r"^\| (\d+) \| `([\w.]+)` \|", (ROOT / "docs" / "structure.md").read_text(), re.M)
+    return {module: int(floor) for floor, module in rows}
+
+
+def modules():
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        if not name.endswith("__init__"):
+            yield name, path
+
+
+def imports(path):
+    """Modules of ours that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "draftwing":
+            yield (node.module or "").removeprefix("draftwing").strip(".")
+        elif isinstance(node, ast.Import):
+            yield from (alias.name[10:] for alias in node.names if alias.name.startswith("draftwing."))
+
+
+def test_the_table_names_every_module_and_no_other():
+    assert set(floors()) == {name for name, _ in modules()}
+
+
+def test_a_file_imports_only_from_lower_floors_or_its_own_folder():
+    floor = floors()
+    wrong = []
+    for name, path in modules():
+        for other in imports(path):
+            same_folder = "." in name and name.rpartition(".")[0] == other.rpartition(".")[0]
+            if other and other in floor and not same_folder and floor[other] >= floor[name]:
+                wrong.append(f"{name} (floor {floor[name]}) imports {other} (floor {floor[other]})")
+    assert not wrong
+
+
+def test_no_import_cycles():
+    graph = {name: {other for other in imports(path) if other in floors()} for name, path in modules()}
+    done: set[str] = set()
+    while ready := {name for name in graph if name not in done and graph[name] <= done}:
+        done |= ready
+    assert done == set(graph), f"in a cycle, or above one: {sorted(set(graph) - done)}"
+
+
+def test_public_names():
+    assert sorted(draftwing.__all__) == [
+        "Budget",
+        "Decoder",
+        "DraftTree",
+        "Drafter",
+        "DraftwingError",
+        "Generation",
+        "LM",
+        "Sampling",
+        "Stats",
+        "Step",
+        "StreamStep",
+        "Target",
+        "load",
+    ]
+    assert all(hasattr(draftwing, name) for name in draftwing.__all__)
+
+
+def test_every_module_states_its_exports():
+    for name, path in modules():
+        names = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
+        exported = [n for n in names if any(isinstance(t, ast.Name) and t.id == "__all__" for t in n.targets)]
+        assert exported, f"{name} has no __all__"
+
+
+def test_the_version_is_one():
+    assert f'version = "{draftwing.__version__}"' in (ROOT / "pyproject.toml").read_text()
