@@ -100,10 +100,10 @@ class Drafting:
     rule: Annotated[str, _draft("match, speculative, multi-round, multi-round-replacement, block or typical.")] = (
         "match"
     )
-    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: 4; lookup takes what it finds, up to 8]")] = (
+    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: 4 by a draft model, up to 8 by lookup]")] = (
         None
     )
-    width: Annotated[int | None, _draft("Nodes on each level of the draft tree. [default: 1, a chain]")] = None
+    width: Annotated[int | None, _draft("Nodes on each level of the draft tree (lookup: paths). [default: 1, a chain]")] = None
     lossy: Annotated[bool, _draft("Allow a rule that changes what the target says (typical).", "--lossy")] = False
 
     def check(self) -> None:

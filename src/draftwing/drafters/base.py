@@ -24,7 +24,7 @@ class Budget:
 
     Attributes:
         depth: tokens on the longest path, the root not counted.
-        width: nodes on each level; 1 is a chain.
+        width: nodes on each level (for lookup: paths); 1 is a chain.
         children: how children are chosen, from the rule: ``keyed``, ``sampled`` or ``distinct``.
 
     Raises:

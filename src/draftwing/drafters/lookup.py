@@ -23,16 +23,13 @@ class LookupDrafter:
     Args:
         vocab_size: V, for the draft law that the classic rules weigh (certain of its one proposal).
         min_match: the shortest suffix worth proposing from.
-        longest: tokens of a proposal, whatever the budget's depth: lookups draft for free.
-        num_paths: continuations merged into one tree; 1 is a chain.
     """
 
     name = "lookup"
     features = NO_FEATURES
 
-    def __init__(self, vocab_size: int, min_match: int = 2, longest: int = 8, num_paths: int = 1) -> None:
+    def __init__(self, vocab_size: int, min_match: int = 2) -> None:
         self._vocab_size, self._min_match = vocab_size, min_match
-        self._longest, self._num_paths = longest, num_paths
         self._automata: list[SuffixAutomaton] = []
         self._read: list[int] = []
 
@@ -48,16 +45,16 @@ class LookupDrafter:
         self._read.pop()
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Up to ``num_paths`` continuations as a tree; one alone where a classic rule needs q."""
+        """Up to ``budget.width`` continuations of ``budget.depth`` tokens; one alone where a classic rule needs q."""
         drawn = budget.children != "keyed"
-        num_paths = 1 if drawn else self._num_paths
+        num_paths = 1 if drawn else budget.width
         all_tokens, all_parents = [], []
         for index, row in enumerate(ctx.rows):
             automaton = self._automata[index]
             automaton.extend_all(row.tokens[self._read[index] :])
             self._read[index] = len(row.tokens)
-            paths = automaton.continuations(self._longest, num_paths, self._min_match) if budget.depth else []
-            tokens, parents = merge_paths(row.tokens[-1], paths, 1 + self._longest * num_paths)
+            paths = automaton.continuations(budget.depth, num_paths, self._min_match)
+            tokens, parents = merge_paths(row.tokens[-1], paths, 1 + budget.depth * num_paths)
             all_tokens.append(tokens)
             all_parents.append(parents)
         tree = DraftTree.from_lists(all_tokens, all_parents, ctx.device)
