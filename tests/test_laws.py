@@ -18,7 +18,7 @@ from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 Law = Callable[[tuple[int, ...]], Tensor]  # of the token after a path
-KINDS = ("random", "zeros", "equal", "one-hot p", "one-hot q", "disjoint", "mixed")
+KINDS = ("random", "zeros", "equal", "rounded", "one-hot p", "one-hot q", "disjoint", "mixed")
 RULE = {
     "with replacement": partial(multi_round, replacement=True),
     "without replacement": partial(multi_round, replacement=False),
@@ -98,7 +98,7 @@ def tables(kind: str, vocab: int, seed: int) -> tuple[Law, Law]:
             some, rest = everything[:cut], everything[cut:]
             p = simplex(rng, {"zeros": some, "one-hot p": some[:1], "disjoint": some}.get(here, everything))
             q = simplex(rng, {"zeros": everything[1:], "one-hot q": rest[:1], "disjoint": rest}.get(here, everything))
-            made[path] = (p, p if here == "equal" else q)
+            made[path] = (p, {"equal": p, "rounded": p / 3 * 3}.get(here, q))  # equal, or but for the last bit
         return made[path]
 
     return lambda path: make(path)[0], lambda path: make(path)[1]

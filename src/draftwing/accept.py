@@ -178,7 +178,7 @@ def block(tokens: Sequence[int], parents: Sequence[int], p: Tensor, q: Tensor, d
             reach.append(joint)
         if i < length:
             mass = float((joint * p[i] - q[i]).clamp(min=0).sum())
-            keeps.append(mass / (mass + 1 - joint) if mass > 0 else 0.0)
+            keeps.append(mass / (mass + (1 - joint)) if mass > 0 else 0.0)
         else:
             keeps.append(joint)
     # Independent decisions, so the largest kept i is found from the end; 0 is kept where nothing else is.
@@ -237,6 +237,8 @@ def _rowwise(pure: PureRule) -> AcceptRule:
             row_parents = [place.get(parents[i], -1) for i in used]
             draws = KeyedDraws(sampling.rows[b].seed, starts[b])
             path, bonus = pure([tokens[i] for i in used], row_parents, p[b, used], q[b, used], draws)
+            if bool(p[b, used[path[-1]]].isnan().any()):  # NaN is no law to draw from: hand it on, it wins every max
+                bonus = int(scores[b, used[path[-1]]].argmax())
             paths.append([used[i] for i in path])
             bonuses.append(bonus)
         width = max(map(len, paths))

@@ -85,7 +85,11 @@ class Decoder:
         sampling.check_vocabulary(self.target.vocab_size)
         self.target.check_prompt(prompt_ids)
         features = self.target.prefill(self.ctx, prompt_ids, self.drafter.features)
-        self.drafter.admit(self.ctx, features)
+        try:
+            self.drafter.admit(self.ctx, features)
+        except BaseException:  # the rows of target and drafter must stay the same ones
+            self.target.remove(self.ctx, self.ctx.num_rows - 1)
+            raise
         self._requests.append((self._next_id, sampling))
         self._batch = None
         self._next_id += 1
@@ -126,7 +130,10 @@ class Decoder:
             if running == request_id:
                 self._drop(row)
                 return
-        raise ConfigError(f"request {request_id} is not running: it finished, or was never admitted")
+        raise ConfigError(
+            f"request {request_id} is not running: it finished, or was never admitted; retire only ids from admit() "
+            f"that no step has finished"
+        )
 
     # --- the parts of a step ---------------------------------------------------------------------------------------
 

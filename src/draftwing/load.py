@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.lookup import LookupDrafter
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import LEAN_MODEL_TYPES, read_config
 from draftwing.model.lean import LeanTarget
@@ -38,7 +39,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 # A draft of one token costs a pass of the draft model, a looked-up one nothing.
-DEFAULT_BUDGETS = {"causal-lm": Budget(depth=4, width=1), "lookup": Budget(depth=8, width=1)}
+DEFAULT_BUDGETS = {"causal-lm": Budget(depth=3, width=1), "lookup": Budget(depth=8, width=1)}
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,24 @@ class LM:
         return Decoder(self.target, self.new_drafter(), self.rule, self.budget, lossless=self.lossless)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a text, of a dialogue (a list of ``{"role", "content"}``), or the ids themselves."""
+        """Ids of a text, of a dialogue (a list of ``{"role", "content"}``), or the ids themselves.
+
+        Raises:
+            PromptError: it is none of these, or empty.
+            TokenizerError: see ``Tokenizer.encode_chat``.
+        """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat([message for message in prompt if isinstance(message, Mapping)])
-        return [int(token) for token in prompt if isinstance(token, int)]
+        items: list[Any] = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            return self.tokenizer.encode_chat(items)
+        odd = next((item for item in items if not isinstance(item, Integral)), None)
+        if odd is not None:
+            raise PromptError(
+                f"a prompt must be a text, token ids (ints) or messages, found {type(odd).__name__} {odd!r:.40} in it: "
+                f"give ids with .tolist(), or a list of messages with role and content"
+            )
+        return [int(token) for token in items]
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Iterator[StreamStep]:
         """Decode one prompt and yield the text of every step as it comes.
@@ -223,7 +236,7 @@ def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    return [items] if items and isinstance(items[0], int | Mapping) else items
+    return [items] if items and isinstance(items[0], Integral | Mapping) else items
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -246,7 +259,8 @@ def load(
     Args:
         target: a folder or a hub id; None is the small Python-writing model that comes with Draftwing.
         draft: a folder or hub id of a smaller causal LM with the same tokenizer, ``"lookup"`` or ``"none"``.
-            None takes the shipped draft model for the shipped target, and ``"lookup"`` for any other.
+            None takes the shipped draft model for the shipped target, ``"lookup"`` for any other, and ``"none"``
+            for one with recurrent layers, which cannot take drafted tokens back.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
         engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean where it can.
@@ -256,13 +270,11 @@ def load(
     Raises:
         CheckpointError, ConfigError, TokenizerError: what is wrong, and the mend.
     """
-    if draft is None:
-        draft = SHIPPED / "draft" if target is None else "lookup"
     folder = resolve(target, revision) if target is not None else _shipped("target")
     model = load_target(folder, dtype=dtype, device=device, engine=engine, name=str(target or "draftwing/target"))
     tokenizer = Tokenizer(folder)
-    if not model.supports_trees and str(draft) == "lookup":
-        draft = "none"
+    if draft is None:
+        draft = SHIPPED / "draft" if target is None else "lookup" if model.supports_trees else "none"
     new_drafter = load_drafter(draft, model, tokenizer, dtype=dtype, device=device)
     return LM(model, tokenizer, new_drafter, rule, budget, lossless=lossless)
 
@@ -319,8 +331,14 @@ def _device(device: str | None) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {device!r}: use cpu or cuda") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r}: PyTorch sees no CUDA device here: use device='cpu'")
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is none that Draftwing runs on: use cpu or cuda")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ConfigError(
+            f"device {device!r}: PyTorch sees {count or 'no'} CUDA device{'s' * (count != 1)} here: "
+            f"use {'a lower number' if count else 'device=' + repr('cpu')}"
+        )
     return found
 
 
@@ -339,7 +357,11 @@ def _generation_eos(folder: Path) -> list[int]:
     try:
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error}): download it again") from error
-    if eos is None:
-        return []
-    return [eos] if isinstance(eos, int) else [int(token) for token in eos]
+        raise CheckpointError(f"{file}: not readable as a JSON object ({error}): download it again") from error
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(
+            f"{file}: `eos_token_id` must be a token id, a list of them or null, found {eos!r:.60}: correct it, or "
+            f"download the file again"
+        )
+    return ids

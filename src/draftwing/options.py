@@ -100,7 +100,7 @@ class Drafting:
     rule: Annotated[str, _draft("match, speculative, multi-round, multi-round-replacement, block or typical.")] = (
         "match"
     )
-    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: 4 by a draft model, up to 8 by lookup]")] = (
+    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: 3 by a draft model, up to 8 by lookup]")] = (
         None
     )
     width: Annotated[int | None, _draft("Nodes on each level of the draft tree (lookup: paths). [default: 1, a chain]")] = None

@@ -84,7 +84,7 @@ class Sampling:
                 if not 0 <= token < vocab_size:
                     raise SamplingError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
         if len(set(self.banned_tokens)) >= vocab_size:
-            raise SamplingError(f"banned_tokens bans all {vocab_size} tokens: nothing is left to draw")
+            raise SamplingError(f"banned_tokens bans all {vocab_size} tokens: nothing is left to draw; leave one out")
 
     @property
     def penalises(self) -> bool:

@@ -154,9 +154,9 @@ class _Level:
             return DraftTree.chain(self._tokens)
         return DraftTree(self._tokens, self._parents)
 
-    def confidence(self) -> Tensor:
-        """(B, N) product of the confidences along each path."""
-        return self._values.exp()
+    def confidence(self) -> Tensor | None:
+        """(B, N) product of the chances along each path; None for chains, which nobody weighs."""
+        return None if self._budget.width == 1 else self._values.exp()
 
     def draft_probs(self) -> Tensor | None:
         """(B, N, V) q after each node for the classic rules; nodes without children hold zeros."""
@@ -196,9 +196,8 @@ class _Level:
         perturbed = self._sampling.perturb(scores, torch.zeros_like(scores[..., 0], dtype=torch.int64), starts, 0)
         if self._budget.width == 1:
             best = perturbed.argmax(-1)
-            parents = torch.full_like(best, self.first)
-            # The chance of the one child: its share among the perturbed scores (T > 0), or q (T = 0).
-            return best, parents, self._values[:, -1:] + self._log_chance(scores, perturbed, best[..., None])[..., 0]
+            # Nobody weighs one node against another here, so its chance (a softmax over V) is not worth its time.
+            return best, torch.full_like(best, self.first), self._values[:, -1:]
         count = min(self._budget.width, vocab)
         tokens = perturbed.topk(count, dim=-1).indices  # (B, W, C)
         values = self._values[:, self.first :, None] + self._log_chance(scores, perturbed, tokens)

@@ -2,12 +2,14 @@
 
 Every row has a cache of its own. A tree is one forward with a 4D additive mask (eager attention reads a bool mask
 silently wrong) and explicit positions; commit gathers the kept entries. When a model is loaded, one small tree is
-compared with the model's own forward: an architecture that ignores our mask or positions, or whose state cannot be
-rolled back, is found there, and is then decoded plainly.
+compared with the model's own forward, and once more under a window of three tokens where the model has a window: an
+architecture that ignores our mask or positions, or whose state cannot be rolled back, is found there, and is then
+decoded plainly.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,16 +22,24 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
+from draftwing.model.weights import check_finite
 from draftwing.tree import PAD, Accepted, DraftTree
 
 __all__ = ["AdapterContext", "AdapterTarget"]
 
+_KINDS = ("full_attention", "sliding_attention")
+_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # cache layers that are keys and values and nothing else
+_NARROW, _SIBLINGS = 3, 24
+# Relative to the largest logit. Even a float64 model may compute its norms or its attention in float32.
+_TOLERANCES = {torch.bfloat16: 0.05, torch.float16: 0.02}
+
 
 @dataclass
 class AdapterContext(Context):
-    """Rows and the transformers cache of each."""
+    """Rows, the transformers cache of each, and how many tokens each cache has read."""
 
     caches: list[Any] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
 
 
 class AdapterTarget(Target):
@@ -41,23 +51,34 @@ class AdapterTarget(Target):
 
     Attributes:
         reason: why trees are not supported, where they are not.
+
+    Raises:
+        UnsupportedError: the model cannot be run step by step.
     """
 
     def __init__(self, model: Any, name: str | None = None) -> None:
         self.model = model.eval()
-        config = model.config.get_text_config()
         self.name = name or type(model).__name__
-        weight = model.get_output_embeddings().weight
-        self.vocab_size = weight.shape[0]
-        self.dtype, self.device = weight.dtype, weight.device
+        self._config = config = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise UnsupportedError(
+                f"{self.name}: it has no output embedding, so it is no causal LM: choose another model"
+            )
+        self.vocab_size = head.weight.shape[0]
+        self.dtype, self.device = head.weight.dtype, head.weight.device
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers
         self.max_length = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 1 << 20))
-        self.eos_ids = _ids(config.eos_token_id)
+        self.eos_ids = _ids(getattr(config, "eos_token_id", None))
         self._layer_types: list[str] = list(getattr(config, "layer_types", None) or [])
         self._window: int | None = getattr(config, "sliding_window", None)
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
-        self.reason = self._why_no_trees()
+        # A prompt's logits are not looked at; for a long one they are larger than the model.
+        brief = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._prefill_options: dict[str, Any] = {"logits_to_keep": 1} if brief else {}
+        self._cache_name, cache = self._native_cache()
+        self.reason = self._why_no_trees(cache)
         self.supports_trees = self.reason is None
         if self.reason is not None:
             warnings.warn(f"{self.name}: {self.reason}; it is decoded plainly", DraftwingWarning, stacklevel=2)
@@ -73,14 +94,28 @@ class AdapterTarget(Target):
         """Load with ``AutoModelForCausalLM``.
 
         Raises:
-            CheckpointError: transformers cannot load the folder; its own reason is quoted.
+            CheckpointError: transformers cannot load the folder (its own reason is quoted), or would make up weights
+                that are missing, or some are not finite.
+            UnsupportedError: see the class.
         """
         from transformers import AutoModelForCausalLM
 
+        load: Any = AutoModelForCausalLM.from_pretrained
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            model, info = load(folder, dtype=dtype, output_loading_info=True, trust_remote_code=False)
         except Exception as error:  # transformers raises anything from KeyError to OSError here
-            raise CheckpointError(f"{folder}: transformers cannot load this model: {error}") from error
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{folder}: transformers cannot load this model ({reason}). Check that the folder is whole, and that "
+                f"your version of transformers knows the architecture."
+            ) from error
+        if info["missing_keys"]:
+            raise CheckpointError(
+                f"{folder}: weight {min(info['missing_keys'])} is missing, and {len(info['missing_keys'])} are in all. "
+                f"Does config.json belong to these weights? Download both again from one place."
+            )
+        for key, weight in model.named_parameters():
+            check_finite(key, weight)
         return cls(model.to(device), name or folder.name)
 
     @property
@@ -102,14 +137,16 @@ class AdapterTarget(Target):
         self.check_prompt(prompt_ids)
         ids, cache, taps = list(prompt_ids), self._empty_cache(), None
         if len(ids) > 1:
-            output = self._run(torch.tensor([ids[:-1]], device=self.device), cache, None, None, features)
-            cache = _cache_of(output)
+            inputs = torch.tensor([ids[:-1]], device=self.device)
+            output = self._run(inputs, cache, features, **self._prefill_options)
+            cache = self._cache_of(output)
             taps = self._taps(output, features)
         elif features.taps:
             width = self.hidden_size * len(features.taps)
             taps = torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
         ctx.rows.append(Row(ids, len(ids) - 1, len(ids)))
         ctx.caches.append(cache)
+        ctx.read.append(len(ids) - 1)
         return taps
 
     @torch.inference_mode()
@@ -120,14 +157,20 @@ class AdapterTarget(Target):
         for row, length in enumerate(ctx.lengths):
             tokens = tree.tokens[row : row + 1].clamp(min=0)
             if self.supports_trees:
+                self._rewind(ctx, row, length)
                 positions = length + tree.depths[row : row + 1]
                 masks = self._masks(tree.ancestors[row], tree.depths[row], length)
-                output = self._run(tokens, ctx.caches[row], masks, positions, features)
+                output = self._run(tokens, ctx.caches[row], features, attention_mask=masks, position_ids=positions)
             else:
-                if tree.num_nodes > 1:
-                    raise UnsupportedError(f"{self.name}: {self.reason}: decode it plainly with draft='none'")
-                output = self._run(tokens, ctx.caches[row], None, None, features)
-            ctx.caches[row] = _cache_of(output)
+                if tree.num_nodes > 1 or ctx.read[row] != length:
+                    what = "a tree was drafted" if tree.num_nodes > 1 else "a step before this one failed"
+                    raise UnsupportedError(
+                        f"{self.name}: {what}, but {self.reason}: decode it plainly with draft='none', and after an "
+                        f"error admit its requests to a new decoder"
+                    )
+                output = self._run(tokens, ctx.caches[row], features)
+            ctx.caches[row] = self._cache_of(output)
+            ctx.read[row] = length + tree.num_nodes
             logits.append(output.logits)
             taps.append(self._taps(output, features))
         found = [tap for tap in taps if tap is not None]
@@ -145,31 +188,40 @@ class AdapterTarget(Target):
             for layer in ctx.caches[row].layers:
                 layer.keys = layer.keys.index_select(2, slots)
                 layer.values = layer.values.index_select(2, slots)
+            ctx.read[row] = length + len(kept)
 
     def remove(self, ctx: Context, row: int) -> None:
         """See ``Target.remove``."""
         assert isinstance(ctx, AdapterContext)
-        ctx.rows[row], ctx.caches[row] = ctx.rows[-1], ctx.caches[-1]
-        ctx.rows.pop()
-        ctx.caches.pop()
+        ctx.rows[row], ctx.caches[row], ctx.read[row] = ctx.rows[-1], ctx.caches[-1], ctx.read[-1]
+        for column in (ctx.rows, ctx.caches, ctx.read):
+            column.pop()
 
     # --- how transformers is called --------------------------------------------------------------------------------
 
     def _empty_cache(self) -> Any:
         """A cache that keeps every position of every layer; None lets a recurrent model make its own."""
-        if not getattr(self, "supports_trees", True):
+        if not self.supports_trees:
             return None
         from transformers import DynamicCache
 
         return DynamicCache()
 
-    def _run(self, ids: Tensor, cache: Any, masks: Any, positions: Tensor | None, features: FeatureSpec) -> Any:
-        extra: dict[str, Any] = {"output_hidden_states": True} if features.taps else {}
+    def _rewind(self, ctx: AdapterContext, row: int, length: int) -> None:
+        """Take back what a step that failed has left in the cache."""
+        if ctx.read[row] > length:
+            for layer in ctx.caches[row].layers:
+                layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+
+    def _run(self, ids: Tensor, cache: Any, features: FeatureSpec = NO_FEATURES, **extra: Any) -> Any:
+        if features.taps:
+            extra["output_hidden_states"] = True
         if cache is not None:
-            extra["cache_params" if _is_cache_params(cache) else "past_key_values"] = cache
-        if masks is not None:
-            extra |= {"attention_mask": masks, "position_ids": positions}
+            extra[self._cache_name] = cache
         return self.model(input_ids=ids, use_cache=True, **extra)
+
+    def _cache_of(self, output: Any) -> Any:
+        return getattr(output, self._cache_name)
 
     def _taps(self, output: Any, features: FeatureSpec) -> Tensor | None:
         if not features.taps:
@@ -190,66 +242,98 @@ class AdapterTarget(Target):
         windowed = full
         if self._window is not None:
             windowed = full & (key_positions > (length + depths)[:, None] - self._window)
-        if not self._layer_types:
-            return additive(windowed)
-        masks = {"full_attention": additive(full), "sliding_attention": additive(windowed)}
-        return {kind: masks[kind] for kind in set(self._layer_types)}
+        kinds = set(self._layer_types)
+        if len(kinds) < 2:  # not every such model takes a dict
+            return additive(full if kinds == {"full_attention"} else windowed)
+        return {"full_attention": additive(full), "sliding_attention": additive(windowed)}
 
     # --- does it keep to our mask? ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _why_no_trees(self) -> str | None:
+    def _native_cache(self) -> tuple[str, Any]:
+        """The cache that the model makes for itself, and the name under which it gives and takes it."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                output = self.model(input_ids=torch.tensor([self._tokens(3)], device=self.device), use_cache=True)
+        except Exception as error:  # an unknown model may raise anything
+            raise UnsupportedError(
+                f"{self.name}: its own forward fails ({type(error).__name__}: {error}): try another dtype, or another "
+                f"version of transformers"
+            ) from error
+        for name in ("past_key_values", "cache_params"):  # the latter is how state-space models call it
+            cache = getattr(output, name, None)
+            if cache is not None:
+                return name, cache
+        raise UnsupportedError(
+            f"{self.name}: it returns no cache, so it cannot be decoded step by step: choose another model, or use "
+            f"transformers' own generate"
+        )
+
+    def _tokens(self, count: int) -> list[int]:
+        return [(7 * i + 3) % self.vocab_size for i in range(count)]
+
+    def _why_no_trees(self, cache: Any) -> str | None:
         """None where a branching tree gives the logits of the model's own forward, else the reason why not."""
-        unknown = set(self._layer_types) - {"full_attention", "sliding_attention"}
+        unknown = set(self._layer_types).difference(_KINDS)
         if unknown:
-            return f"its layers of type {', '.join(sorted(unknown))} keep a state that cannot be rolled back"
-        tokens = [(7 * i + 3) % self.vocab_size for i in range(6)]
+            return f"its layers of type {', '.join(sorted(unknown))} cannot take drafted tokens back"
+        if type(cache).__name__ != "DynamicCache" or any(type(each).__name__ not in _LAYERS for each in cache.layers):
+            return "its state cannot take drafted tokens back"
+        window = self._hidden_window()
+        if window is not None:
+            return f"nothing is known of its attention window `{window}`"
         try:
-            with _quiet():
-                native = self.model(input_ids=torch.tensor([tokens[:3]], device=self.device), use_cache=True)
-            cache = _cache_of(native)
-        except UnsupportedError as error:
-            return str(error)
-        if _is_cache_params(cache) or not all(getattr(layer, "is_croppable", False) for layer in cache.layers):
-            return "its recurrent state cannot be rolled back"
-        try:
-            # Node 2 branches off node 0: 3 -> 4 and 3 -> 5, so that a wrong mask or position shows.
-            tree = DraftTree.from_lists([[tokens[3], tokens[4], tokens[5]]], [[-1, 0, 0]], self.device)
-            ctx = AdapterContext(self.device)
-            self.supports_trees = True
-            self.prefill(ctx, tokens[:4])
-            ours = self.forward(ctx, tree).logits[0]
+            same = self._keeps_to_a_tree()
+            if same and self._window is not None:
+                with self._narrowed():
+                    same = self._keeps_to_a_tree()
         except Exception as error:  # whatever an unknown model raises means the same: not this way
             return f"it cannot run a tree mask ({type(error).__name__}: {error})"
-        for node, path in ((0, tokens[:4]), (1, tokens[:5]), (2, [*tokens[:4], tokens[5]])):
-            own = self.model(input_ids=torch.tensor([path], device=self.device), use_cache=False).logits[0, -1]
-            scale = own.float().abs().max().clamp(min=1.0)
-            if float((own - ours[node]).float().abs().max() / scale) > 50 * torch.finfo(self.dtype).eps ** 0.75:
-                return "it does not keep to a tree mask with explicit positions"
+        return None if same else "it does not keep to a tree mask with explicit positions"
+
+    def _hidden_window(self) -> str | None:
+        """A window under a name that we do not know, too wide for a small tree to show it (gpt_neo has one)."""
+        settings: dict[str, Any] = vars(self._config)
+        for name, value in settings.items():
+            known = name in ("sliding_window", "use_sliding_window", "max_window_layers") or name.endswith("pattern")
+            if "window" in name and not known and isinstance(value, int) and 1 < value < self.max_length:
+                return name
         return None
+
+    @contextmanager
+    def _narrowed(self) -> Iterator[None]:
+        """With a window so narrow that a small tree shows whether the model's is ours."""
+        kept = self._config.sliding_window, self._window
+        self._config.sliding_window = self._window = _NARROW
+        try:
+            yield
+        finally:
+            self._config.sliding_window, self._window = kept
+
+    @torch.inference_mode()
+    def _keeps_to_a_tree(self) -> bool:
+        """Whether the nodes of a tree have the logits of their paths in the model's own forward.
+
+        Many siblings, the last with a child: under a mask or positions that count slots instead of ancestors (alibi),
+        the last two are far off, by more than half precision could explain.
+        """
+        last = _SIBLINGS
+        prompt, drafts = self._tokens(4), self._tokens(5 + last)[4:]
+        tree = DraftTree.from_lists([[prompt[-1], *drafts]], [[-1, *[0] * last, last]], self.device)
+        ctx = self.new_context()
+        self.prefill(ctx, prompt)
+        ours = self.forward(ctx, tree).logits[0]
+        for node, path in ((0, []), (1, [0]), (last, [last - 1]), (last + 1, [last - 1, last])):
+            ids = torch.tensor([[*prompt, *(drafts[i] for i in path)]], device=self.device)
+            own = self.model(input_ids=ids, use_cache=False).logits[0, -1].double()
+            error = float((own - ours[node]).abs().max() / own.abs().max().clamp(min=1.0))
+            if not error <= _TOLERANCES.get(self.dtype, 3e-4):  # NaN, too, is no agreement
+                return False
+        return True
 
 
 def _ids(ids: int | Sequence[int] | None) -> tuple[int, ...]:
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-def _is_cache_params(cache: Any) -> bool:
-    """State-space models hand their state on under another name."""
-    return cache is not None and not hasattr(cache, "layers")
-
-
-def _cache_of(output: Any) -> Any:
-    for name in ("past_key_values", "cache_params"):
-        cache = getattr(output, name, None)
-        if cache is not None:
-            return cache
-    raise UnsupportedError("the model returns no cache, so nothing can be decoded with it step by step")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -1,0 +1,294 @@
+"""Models of transformers behind the same target: trees, features and commits, and those that take no trees."""
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+
+from conftest import FAMILIES, SMALL
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget, NoDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.errors import CheckpointError, DraftwingWarning, NumericsError, UnsupportedError
+from draftwing.load import load_target
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import FeatureSpec
+from draftwing.sampling import Sampling
+from draftwing.tree import Accepted, DraftTree
+
+VOCAB = SMALL["vocab_size"]
+# The windows are shorter than the prompts, and not all layers have one.
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+ATTENTION = {
+    "gpt2": FAMILIES["gpt2"],
+    "gemma2": ("Gemma2Config", {**FAMILIES["gemma2"][1], "layer_types": MIXED}),
+    "gpt-neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "smollm3": ("SmolLM3Config", {}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 6, "layer_types": MIXED, "logit_scale": 1.0}),
+    "gpt-oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 6, "layer_types": MIXED}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 6}),
+}
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+RECURRENT = {
+    "mamba": ("MambaConfig", {"state_size": 4}),
+    "jamba": (
+        "JambaConfig",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 4,
+            "num_experts": 2,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 4,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            "layer_types": HYBRID,
+            "head_dim": 8,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
+}
+# Attention models that a tree does not fit: distances counted in slots, or a window of another name.
+ODD = {
+    "mpt": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 3}),
+    "bloom": ("BloomConfig", {"n_head": 4, "n_layer": 3}),
+    "gpt-neo": (
+        "GPTNeoConfig",
+        {"num_layers": 3, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": 6},
+    ),
+}
+REASONS = {
+    "mamba": "layers of type linear_attention cannot take drafted tokens back",
+    "jamba": "layers of type linear_attention cannot take drafted tokens back",
+    "qwen3-next": "layers of type linear_attention cannot take drafted tokens back",
+    "lfm2": "layers of type conv cannot take drafted tokens back",
+    "mpt": "does not keep to a tree mask",
+    "bloom": "cannot run a tree mask",
+    "gpt-neo": "nothing is known of its attention window `window_size`",
+}
+TREE = ([5, 9, 11, 9, 3, 7, 8], [-1, 0, 0, 1, 1, 2, 5])
+PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
+PROMPTS = [list(range(3, 23)), [4], [9, 9, 30, 31, 32]]
+
+
+def make(name, dtype=torch.float64):
+    """A tiny random model, its norms and biases off their usual ones and zeros."""
+    kind, extra = {**ATTENTION, **RECURRENT, **ODD}[name]
+    config = getattr(transformers, kind)(**{**SMALL, **extra})
+    config._experts_implementation = "eager"  # the grouped kernel knows no float64
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def reference(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+
+
+@contextmanager
+def reason_for(name):
+    with pytest.warns(DraftwingWarning, match=f"{REASONS[name]}.*; it is decoded plainly"):
+        yield
+
+
+def greedy(model, prompt, count):
+    """transformers' own decoding."""
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return made[0, len(prompt) :].tolist()
+
+
+def decode(target, prompts, drafter=None, budget=None, **options):
+    decoder, texts = Decoder(target, drafter, budget=budget), {}
+    sampling = Sampling(**{"max_tokens": 12, "ignore_eos": True, **options})
+    for prompt in prompts:
+        texts[decoder.admit(prompt, sampling)] = ()
+    while decoder.num_running:
+        for row in decoder.step().rows:
+            texts[row.request_id] += row.token_ids
+    return [list(text) for text in texts.values()]
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_logits_and_features(name, dtype):
+    """Of ragged rows with a tree each, after the commit of different paths, and after a row has left."""
+    model = make(name, dtype)
+    target = AdapterTarget(model)
+    # Some of these compute in float32 here and there, whatever the model's dtype.
+    close = {"atol": 1e-5 if dtype == torch.float64 else 1e-3, "rtol": 0}
+    assert target.supports_trees
+    assert (target.vocab_size, target.num_layers, target.hidden_size) == (VOCAB, 3, 32)
+    assert (target.max_length, target.dtype, target.eos_ids) == (256, dtype, (2,))
+    taps = FeatureSpec((0, 2, 3))
+    ctx = target.new_context()
+    for prompt in PROMPTS:
+        features = target.prefill(ctx, prompt, taps)
+        assert features.shape == (1, len(prompt) - 1, 3 * 32)
+        if len(prompt) > 1:
+            hidden = reference(model, prompt[:-1]).hidden_states
+            assert torch.allclose(features, torch.cat([hidden[i] for i in taps.taps], -1), **close)
+    tokens = [[prompt[-1], *TREE[0][1:]] for prompt in PROMPTS]
+    tree = DraftTree.from_lists(tokens, [TREE[1]] * 3)
+    for _ in range(2):  # a step that failed after its forward is taken back by the next one's
+        output = target.forward(ctx, tree, taps)
+    for row, prompt in enumerate(PROMPTS):
+        for node, path in enumerate(PATHS):
+            expected = reference(model, [*prompt[:-1], *(tokens[row][i] for i in path)])
+            assert torch.allclose(output.logits[row, node], expected.logits[0, -1], **close)
+            wanted = torch.cat([expected.hidden_states[i][0, -1] for i in taps.taps])
+            assert torch.allclose(output.features[row, node], wanted, **close)
+    kept = [PATHS[-1], PATHS[4], PATHS[0]]
+    path = torch.tensor([[*path, *[-1] * (4 - len(path))] for path in kept])
+    accepted = Accepted(path, (path >= 0).sum(1) - 1, torch.tensor([13, 13, 13]))
+    target.commit(ctx, tree, accepted)
+    for row, nodes in zip(ctx.rows, kept, strict=True):
+        row.tokens += [*(TREE[0][i] for i in nodes[1:]), 13]
+        row.length += len(nodes)
+    target.remove(ctx, 0)
+    second = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6], [13, 6, -1]])))
+    assert second.features is None
+    for row, drafted in enumerate([[4, 6], [6]]):
+        state = ctx.rows[row]
+        expected = reference(model, [*state.tokens[: state.length], 13, *drafted]).logits[0, -len(drafted) - 1 :]
+        assert torch.allclose(second.logits[row, : len(drafted) + 1], expected, **close)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "cohere2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_nothing(name, temperature):
+    model = make(name)
+    target = AdapterTarget(model)
+    plain = decode(target, PROMPTS, temperature=temperature, max_tokens=20)
+    drafted = decode(target, PROMPTS, LookupDrafter(VOCAB, 1), Budget(4), temperature=temperature, max_tokens=20)
+    assert drafted == plain
+    if temperature == 0:
+        assert plain == [greedy(model, prompt, 20) for prompt in PROMPTS]
+
+
+def test_half_precision_tells_right_from_wrong():
+    for dtype in (torch.bfloat16, torch.float16):
+        assert AdapterTarget(make("gemma2", dtype)).supports_trees
+        with reason_for("mpt"):
+            assert not AdapterTarget(make("mpt", dtype)).supports_trees
+
+
+def test_a_window_that_a_model_does_not_keep_to(monkeypatch):
+    """Its config names a window, but its layers look at everything: too few tokens to show it are not enough."""
+    model = make("gpt-neox")
+    model.config.sliding_window = 128
+    with pytest.warns(DraftwingWarning, match="does not keep to a tree mask"):
+        assert not AdapterTarget(model, "odd").supports_trees
+    assert model.config.sliding_window == 128
+
+
+# --- no trees --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *ODD])
+def test_without_trees(name):
+    model = make(name)
+    with reason_for(name):
+        target = AdapterTarget(model)
+    assert not target.supports_trees
+    wanted = [greedy(model, prompt, 12) for prompt in PROMPTS]
+    assert decode(target, PROMPTS) == wanted
+    assert decode(target, PROMPTS, NoDrafter()) == wanted
+    with pytest.raises(UnsupportedError, match=r"cannot be rolled back.*decode it plainly with draft='none'"):
+        Decoder(target, LookupDrafter(VOCAB))
+
+
+def test_a_tree_for_a_recurrent_state_is_refused():
+    with reason_for("mamba"):
+        target = AdapterTarget(make("mamba"), "snake")
+    ctx = target.new_context()
+    target.prefill(ctx, [3, 4])
+    with pytest.raises(
+        UnsupportedError, match=r"^snake: a tree was drafted, but .*decode it plainly with draft='none'"
+    ):
+        target.forward(ctx, DraftTree.chain(torch.tensor([[4, 5]])))
+
+
+def test_a_recurrent_state_is_not_read_twice():
+    """A step that failed has moved it on, so that another step would be wrong without a sign."""
+    with reason_for("mamba"):
+        target = AdapterTarget(make("mamba"))
+    good, decoder = target.model.lm_head.weight.clone(), Decoder(target)
+    decoder.admit([3, 4], Sampling())
+    with torch.no_grad():
+        target.model.lm_head.weight[5] = torch.nan
+    with pytest.raises(NumericsError):
+        decoder.step()
+    with torch.no_grad():
+        target.model.lm_head.weight.copy_(good)
+    with pytest.raises(UnsupportedError, match=r"a step before this one failed.*admit its requests to a new decoder"):
+        decoder.step()
+
+
+def test_a_model_without_a_cache_is_refused():
+    config = transformers.OpenAIGPTConfig(**{**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedError, match=r"returns no cache, .*choose another model"):
+        AdapterTarget(model, "old")
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_the_lean_decoder_reads_too(folder_of):
+    folder = folder_of("qwen3")
+    targets = [AdapterTarget.from_folder(folder, torch.float64), LeanTarget.from_folder(folder, torch.float64)]
+    texts = [decode(target, PROMPTS, temperature=1.0, seed=3) for target in targets]
+    assert texts[0] == texts[1]
+    assert targets[0].num_weight_bytes == pytest.approx(targets[1].num_weight_bytes, rel=0.02)
+    assert targets[0].name == folder.name
+
+
+def test_folders_that_cannot_be_loaded(tmp_path):
+    model = make("gpt2")
+    model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if "h.1.mlp" not in k})
+    with pytest.raises(CheckpointError, match=r"weight transformer\.h\.1\.mlp\S+ is missing.*Download both again"):
+        load_target(tmp_path)
+    with torch.no_grad():
+        model.transformer.h[2].attn.c_proj.weight[3, 4] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"h\.2\.attn\.c_proj\.weight: .*NaN.*Download the checkpoint again"):
+        load_target(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"transformers cannot load this model.*Check that the folder is whole"):
+        load_target(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "none_such"}')
+    with pytest.raises(CheckpointError, match=r"none_such.*your version of transformers"):
+        load_target(tmp_path)
+
+
+def test_no_warnings_on_the_way(folder_of):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target = load_target(folder_of("gpt2"), dtype="float64")
+    assert isinstance(target, AdapterTarget)
