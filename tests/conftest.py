@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -90,3 +92,29 @@ def float64_norms(model: Any) -> Any:
 
             module.forward = forward
     return model
+
+
+TEXTS = [
+    "def add(a, b):\n    return a",
+    "class Table:\n    def add(self, row):\n        self.rows.append(row)\n",
+    "for row in rows: print(row)",
+]
+
+
+def add_tokenizer(folder: Path, vocab_size: int = 300, texts: list[str] = TEXTS, **settings: Any) -> Path:
+    """Put a byte-level BPE trained on a few lines into a folder; ``settings`` go into its tokenizer_config.json."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **settings})
+    )
+    return folder

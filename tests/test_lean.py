@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from conftest import LEAN, build, float64_norms
+from draftwing.decode import Decoder
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec
+from draftwing.sampling import Sampling
 from draftwing.tree import Accepted, DraftTree
 
 TREE = ([5, 9, 11, 9, 3, 7, 8], [-1, 0, 0, 1, 1, 2, 5])
@@ -83,3 +85,37 @@ def test_every_rope(rope, folder_of):
     changes = {"rope_parameters": ROPES[rope]}
     target = LeanTarget.from_folder(folder_of("llama", **changes), torch.float64)
     check_trees(float64_norms(build("llama", **changes)), target, [list(range(3, 50)), [7, 8]])
+
+
+@pytest.mark.parametrize(("rope", "room"), [("linear", 128), ("dynamic", 64), ("yarn", 256)])
+def test_a_stretched_context_is_used_and_equals_generate(rope, room, folder_of):
+    """Prompt and text lie beyond the length before stretching; dynamic angles then move with every token."""
+    changes = {"rope_parameters": ROPES[rope], "max_position_embeddings": 32}
+    target = LeanTarget.from_folder(folder_of("llama", **changes), torch.float64)
+    assert target.max_length == room
+    model = float64_norms(build("llama", **changes))
+    prompt = list(range(3, 40))
+    decoder = Decoder(target)
+    decoder.admit(prompt, Sampling(max_tokens=20, ignore_eos=True))
+    ours = []
+    while decoder.num_running:
+        ours += decoder.step().rows[0].token_ids
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
+    assert ours == theirs.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_follows_float64(dtype, folder_of):
+    exact = LeanTarget.from_folder(folder_of("qwen3", initializer_range=0.1), torch.float64)
+    rough = LeanTarget.from_folder(folder_of("qwen3", initializer_range=0.1), dtype)
+    tree = DraftTree.from_lists([[5, 9, 11, 9]], [[-1, 0, 0, 1]])
+    logits = []
+    for target in (exact, rough):
+        ctx = target.new_context()
+        target.prefill(ctx, [3, 8, 12, 5])
+        logits.append(target.forward(ctx, tree).logits.double())
+    scale = logits[0].abs().max()
+    assert (logits[1] - logits[0]).abs().max() < 0.05 * scale
+    assert (logits[1] - logits[0]).abs().max() > 0

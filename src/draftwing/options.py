@@ -100,10 +100,10 @@ class Drafting:
     rule: Annotated[str, _draft("match, speculative, multi-round, multi-round-replacement, block or typical.")] = (
         "match"
     )
-    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: 3 by a draft model, up to 8 by lookup]")] = (
-        None
-    )
-    width: Annotated[int | None, _draft("Nodes on each level of the draft tree (lookup: paths). [default: 1, a chain]")] = None
+    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: 3; lookup: up to 8]")] = None
+    width: Annotated[
+        int | None, _draft("Nodes on each level of the draft tree (lookup: paths). [default: 1, a chain]")
+    ] = None
     lossy: Annotated[bool, _draft("Allow a rule that changes what the target says (typical).", "--lossy")] = False
 
     def check(self) -> None:

@@ -120,6 +120,16 @@ class ModelConfig:
     pad_id: int | None
     dtype: str | None
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that a row may hold: RoPE that stretches the context counts, as configs write the length before it."""
+        positions, rope = self.max_position_embeddings, self.rope
+        if rope.type in ("linear", "dynamic"):
+            return int(positions * rope.factor)
+        if rope.type == "yarn" and rope.original_max_position_embeddings is not None:
+            return max(positions, int(rope.original_max_position_embeddings * rope.factor))
+        return positions
+
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> ModelConfig:
         """Read the dict of a Hugging Face ``config.json``; ``where`` begins every error message.

@@ -51,7 +51,7 @@ class LeanTarget(Target):
         self.config, self.name = config, name
         self.embedding, self.layers, self.norm, self.head = embedding, layers, norm, head
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
-        self.num_layers, self.max_length = config.num_layers, config.max_position_embeddings
+        self.num_layers, self.max_length = config.num_layers, config.context_length
         self.dtype, self.device = embedding.dtype, embedding.device
         self.eos_ids = config.eos_ids
         self.rotary = Rotary(config.rope, self.dtype, self.device)
