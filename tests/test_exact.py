@@ -91,14 +91,12 @@ def scattered(rng: random.Random, future: list[int]):
     """Any shape, unused nodes anywhere, any token of the vocabulary, and often the right one."""
     tokens, parents, depths = [], [], {0: 0}
     for node in range(1, 1 + rng.randint(0, 9)):
-        if rng.random() < 0.2:
-            tokens.append(PAD)
-            parents.append(-1)
-            continue
-        parent = rng.choice(list(depths))
-        depths[node] = depths[parent] + 1
-        wrong = rng.choice((0, 2, VOCAB - 1, rng.randrange(VOCAB)))
-        tokens.append(future[depths[parent]] if rng.random() < 0.6 else wrong)
+        token, parent = PAD, -1
+        if rng.random() < 0.8:
+            parent, wrong = rng.choice(list(depths)), rng.choice((0, 2, VOCAB - 1, rng.randrange(VOCAB)))
+            token = future[depths[parent]] if rng.random() < 0.6 else wrong
+            depths[node] = depths[parent] + 1
+        tokens.append(token)
         parents.append(parent)
     return tokens, parents
 
@@ -131,8 +129,7 @@ DRAFTERS = {
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-# Those that give q, for the classic rules.
-WEIGHED = ("lm-chain", "self-chain", "lookup-chain")
+WEIGHED = ("lm-chain", "self-chain", "lookup-chain")  # they give q, for the classic rules
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),

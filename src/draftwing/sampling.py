@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from draftwing.errors import SamplingError
 from draftwing.tree import DraftTree
 
 __all__ = ["History", "KeyedNoise", "Sampling", "SamplingBatch", "gumbel", "hash_bits", "uniform"]
+
+_PENALTIES = ("repetition", "presence", "frequency")
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,20 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop_tokens", "banned_tokens"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        stop: object = self.stop  # a lone string is what people write
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
+            value: object = getattr(self, name)
+            lone = isinstance(value, str)  # what people write for a single stop string
+            items = (value,) if lone else tuple(value) if isinstance(value, Iterable) else None
+            if items is None or not all(isinstance(item, kind) for item in items):
+                what = "strings" if kind is str else "token ids"
+                raise SamplingError(f"{name} must be a list of {what}, found {value!r}: leave it out for none")
+            object.__setattr__(self, name, items)
+        whole = ("top_k", "max_tokens", "seed", "logprobs")
+        for name in ("temperature", "top_p", "min_p", *whole, *(f"{of}_penalty" for of in _PENALTIES)):
+            value = getattr(self, name)
+            none = value is None and name in ("top_k", "logprobs")
+            if not none and not isinstance(value, Integral if name in whole else Real):
+                raise SamplingError(f"{name} must be {'an integer' if name in whole else 'a number'}, found {value!r}")
         ranges: list[tuple[str, bool, str]] = [
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
