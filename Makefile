@@ -21,7 +21,7 @@ $(READY): pyproject.toml tools/install_torch.py
 setup: $(READY)  ## Create .venv with everything needed.
 
 demo: $(READY)  ## Decode held-out Python plainly and speculatively: the same text, and the speed of each.
-	$(BIN)/draftwing compare
+	$(BIN)/draftwing compare --texts
 
 test: $(READY)  ## Run the test suite.
 	$(BIN)/python -m pytest

@@ -248,12 +248,21 @@ def test_compare_table(target, prompts):
     assert "num prompts 2" in result.stdout
 
 
+def test_compare_shows_the_texts(target, prompts):
+    args = ["compare", "-t", target, "--prompts", prompts, "--num-prompts", 1, "-n", 5]
+    shown, plain = run(*args, "--texts").stdout, run(*args).stdout
+    for title in ("plain decoding: ", "lookup: "):
+        assert f"─ {title}" in shown
+        assert f"─ {title}" not in plain
+
+
 def test_compare_json_and_default_drafters(target, prompts):
     result = run("compare", "-t", target, "--prompts", prompts, "--num-prompts", 1, "-n", 5, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [method["name"] for method in found["methods"]] == ["none", "lookup"]
     assert found["all_identical"] is True
+    assert found["texts"]["none"] == found["texts"]["lookup"]
 
 
 def test_compare_fails_where_a_text_differs(target, prompts, monkeypatch):

@@ -190,8 +190,7 @@ def run(
     """
     decoder = Decoder(target, drafter, rule, budget, lossless=lossless)
     waiting = list(zip(requests, joins or [0] * len(requests), strict=True))
-    texts: dict[int, tuple[int, ...]] = {}
-    stats = Stats()
+    texts, stats = {}, Stats()
     for number in count():
         while waiting and waiting[0][1] <= number:
             texts[decoder.admit(*waiting.pop(0)[0])] = ()
@@ -203,6 +202,9 @@ def run(
         assert step.lossless == get_rule(rule, lossless=lossless).lossless
         stats.add(step)
         for row in step.rows:
+            prompt, sampling = requests[row.request_id]
+            room = min(sampling.max_tokens, target.max_length - len(prompt)) - len(texts[row.request_id])
+            assert row.depth < room  # nothing is drafted that could not be emitted
             texts[row.request_id] += row.token_ids
         for request in (request for request, last in (leaves or {}).items() if last == number):
             decoder.retire(request)
@@ -212,13 +214,11 @@ def run(
 def check_step(step: Step) -> None:
     """The kept nodes are a path from the root; what is emitted is that path and the bonus, cut where the row ended."""
     step.tree.check(VOCAB)
-    assert step.timings.total > 0
     accepted, tree = step.accepted, step.tree
     columns = (accepted.path, accepted.num, accepted.bonus, tree.tokens, tree.parents)
     for row, path, num, bonus, tokens, parents in zip(step.rows, *(x.tolist() for x in columns), strict=True):
-        assert path[0] == 0
         assert set(path[num + 1 :]) <= {PAD}
-        assert [parents[node] for node in path[1 : num + 1]] == path[:num]
+        assert [parents[node] for node in path[: num + 1]] == [-1, *path[:num]]
         emitted = [*(tokens[node] for node in path[1 : num + 1]), bonus]
         assert list(row.token_ids) == emitted[: len(row.token_ids)]
         assert row.token_ids

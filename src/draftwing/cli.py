@@ -201,6 +201,7 @@ def compare(
     prompts: Prompts = None,
     num_prompts: NumPrompts = 10,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decode every prompt so often.")] = 1,
+    texts: Annotated[bool, typer.Option("--texts", help="Show what each wrote after the first prompt.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure drafters against plain decoding on the same prompts.
@@ -225,9 +226,8 @@ def compare(
     if as_json:
         console.print_json(found.to_dict())
     else:
-        console.print_comparison(
-            found, f"rule {drafting.rule}: {_LAW_ONLY}" if drafting.keeps_law_alone(checked) else ""
-        )
+        note = f"rule {drafting.rule}: {_LAW_ONLY}" if drafting.keeps_law_alone(checked) else ""
+        console.print_comparison(found, note, texts=texts)
     if not (found.all_identical or drafting.keeps_law_alone(checked)):
         raise typer.Exit(1)
 

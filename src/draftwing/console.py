@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
@@ -212,9 +213,14 @@ def format_alpha(alpha: Sequence[float]) -> str:
 # --- compare, verify, info -------------------------------------------------------------------------------------------
 
 
-def print_comparison(comparison: Comparison, note: str = "") -> None:
-    """One table, and under it what it was measured against and on."""
+def print_comparison(comparison: Comparison, note: str = "", *, texts: bool = False) -> None:
+    """One table, and under it what it was measured against and on; ``texts`` of the first prompt above it."""
     console = _console()
+    if texts:
+        rates = {method.name: f"{method.tokens_per_s:.0f} tokens/s" for method in comparison.methods}
+        for name, text in comparison.texts.items():
+            title = Text(f"{'plain decoding' if name == 'none' else printable(name)}: {rates[name]}")
+            console.print(Panel(Text(printable(text.strip("\n"))), title=title, title_align="left", expand=False))
     table = Table("drafter")
     for name in ("tokens/s", "speedup", "tau", "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -175,9 +175,8 @@ class LM:
         if max_batch < 1:
             raise ConfigError(f"max_batch must be at least 1, found {max_batch}")
         wanted = _sampling(sampling, options)
+        # A bad prompt is refused here, before any work is done.
         requests = [_Request(self, prompt, wanted) for prompt in _as_list(prompts)]
-        for request in requests:  # a bad prompt is refused before any work is done
-            self.target.check_prompt(request.result.prompt_ids)
         decoder, waiting, running = self.decoder(), deque(requests), dict[int, _Request]()
         while waiting or running:
             while waiting and decoder.num_running < max_batch:
@@ -201,6 +200,7 @@ class _Request:
     def __init__(self, lm: LM, prompt: Prompt, sampling: Sampling) -> None:
         self.sampling, self.id, self.done = sampling, -1, False
         self.result = Generation(lm.encode(prompt), logprobs=None if sampling.logprobs is None else [])
+        lm.target.check_prompt(self.result.prompt_ids)
         self._text = TextStream(lm.tokenizer, self.result.prompt_ids, sampling.stop)
 
     def take(self, step: Step, row: RowStep) -> str:

@@ -91,13 +91,11 @@ class CausalLMDrafter:
     def _catch_up(self, ctx: Context) -> Tensor:
         """Commit what the target accepted but this model has not read; logits (B, 1, V) after the pending token.
 
-        A row without room is forwarded along as if it began with its pending token, and nothing comes of it.
+        A row without room is forwarded along with its pending token alone, and nothing comes of it.
         """
         missing = []
         for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
-            own.tokens, read = row.tokens, own.length
-            if self._room(row) <= 0:
-                own.length, read = 0, row.length
+            own.tokens, read = row.tokens, own.length if self._room(row) > 0 else row.length
             missing.append(row.tokens[read : row.length + 1])
         width = max(map(len, missing))
         padded = [tokens + [PAD] * (width - len(tokens)) for tokens in missing]

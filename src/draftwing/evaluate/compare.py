@@ -44,12 +44,16 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` found; ``methods[0]`` is plain decoding."""
+    """What ``compare`` found; ``methods[0]`` is plain decoding.
+
+    ``texts`` holds what each method wrote after the first prompt, by name.
+    """
 
     methods: list[MethodResult]
     baseline: str
     settings: dict[str, Any]
     machine: dict[str, Any]
+    texts: dict[str, str]
 
     @property
     def all_identical(self) -> bool:
@@ -114,7 +118,8 @@ def compare(
     }
     methods = [_fold(lm, own, runs[0], len(prompts)) for lm, own in zip(lms, runs, strict=True)]
     baseline = f"plain decoding, {type(target).__name__}, same settings, batch 1"
-    return Comparison(methods, baseline, settings, describe_machine())
+    texts = {lm.drafter_name: own[0].text for lm, own in zip(lms, runs, strict=True)}
+    return Comparison(methods, baseline, settings, describe_machine(), texts)
 
 
 def _fold(lm: LM, runs: list[Generation], plain: list[Generation], num_prompts: int) -> MethodResult:

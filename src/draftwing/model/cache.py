@@ -59,6 +59,10 @@ class KVCache:
         grown[:, :, :rows, :, :slots] = self.data
         self.data = grown
 
+    def clear(self, row: int) -> None:
+        """Zero a row's slots: a former request may have left NaN there, which no mask keeps out (0 * NaN is NaN)."""
+        self.data[:, :, row].zero_()
+
     def move_row(self, source: int, target: int) -> None:
         """Copy one row over another: how a batch stays dense when a row leaves."""
         if source != target:

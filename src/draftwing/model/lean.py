@@ -113,6 +113,7 @@ class LeanTarget(Target):
         ids = list(prompt_ids)
         row = ctx.num_rows
         ctx.cache.reserve(row + 1, len(ids))
+        ctx.cache.clear(row)
         pieces = []
         for start in range(0, len(ids) - 1, PREFILL_CHUNK):
             chunk = ids[start : min(start + PREFILL_CHUNK, len(ids) - 1)]

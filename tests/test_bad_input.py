@@ -1,0 +1,553 @@
+"""What is wrong, and the mend: every kind of bad input, the class of its error and what its message says."""
+
+import json
+import re
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import draftwing as dw
+from conftest import SMALL, add_tokenizer
+from draftwing.accept import RULES
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.errors import (
+    CheckpointError,
+    ConfigError,
+    DraftwingError,
+    NumericsError,
+    PromptError,
+    SamplingError,
+    TokenizerError,
+    TreeError,
+    UnsupportedError,
+)
+from draftwing.load import load_target
+from draftwing.model.lean import LeanTarget
+from draftwing.sampling import Sampling
+from draftwing.tree import PAD, DraftTree
+
+VOCAB = SMALL["vocab_size"]
+PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12])
+
+
+@contextmanager
+def refused(kind, *parts):
+    """Expects exactly this class of error, and a message that has all the parts in this order."""
+    with pytest.raises(DraftwingError) as caught:
+        yield
+    assert type(caught.value) is kind
+    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
+
+
+@pytest.fixture
+def folder(folder_of, tmp_path):
+    """A whole folder, to be damaged."""
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def target(folder_of):
+    return LeanTarget.from_folder(folder_of("llama"), torch.float64, name="tiny")
+
+
+@pytest.fixture(scope="module")
+def lm(folder_of, tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "model"
+    return dw.load(add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path)), dtype="float64")
+
+
+def load(folder, *args, **options):
+    return dw.load(folder, *args, **{"dtype": "float64", "device": "cpu", **options})
+
+
+def set_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_such_folder(tmp_path):
+    with refused(CheckpointError, "nowhere: expected a model folder", "found no", "Check the path"):
+        load(tmp_path / "nowhere")
+    with refused(CheckpointError, "nowhere: expected a model folder", "Check the path"):
+        load_target(tmp_path / "nowhere")
+
+
+def test_a_file_for_a_folder(folder):
+    with refused(CheckpointError, "model.safetensors: expected a model folder, found a file", "Give the folder"):
+        load(folder / "model.safetensors")
+
+
+def test_hub_id_while_offline():
+    with refused(CheckpointError, "some-org/some-model", "no such local folder", "switched off", "Unset it, or give"):
+        load("some-org/some-model")
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    with refused(CheckpointError, str(folder), "expected config.json", "found none", "download the model again"):
+        load(folder)
+
+
+def test_config_that_is_no_json(folder):
+    (folder / "config.json").write_text('{"model_type": "llama"')
+    with refused(ConfigError, "config.json: expected JSON", "Download it again"):
+        load(folder)
+    (folder / "config.json").write_text("[1]")
+    with refused(ConfigError, "config.json: expected a JSON object, found list", "Download it again"):
+        load(folder)
+
+
+def test_config_without_a_size(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "hidden_size"}))
+    with refused(ConfigError, "config.json: required key `hidden_size` is missing", "Add it"):
+        load(folder)
+
+
+def test_unknown_architecture(folder_of):
+    with refused(UnsupportedError, "GPT2LMHeadModel is not supported", "expected one of", 'Use engine="transformers"'):
+        load_target(folder_of("gpt2"), engine="lean")
+
+
+def test_unknown_rope_type(folder):
+    set_config(folder, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+    with refused(UnsupportedError, 'RoPE type "spiral"', "expected one of default, linear", 'engine="transformers"'):
+        load(folder)
+
+
+def test_quantised(folder):
+    set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with refused(UnsupportedError, "`quantization_config` is set", 'Use engine="transformers"'):
+        load(folder)
+
+
+def test_generation_config(folder):
+    file = folder / "generation_config.json"
+    for text in ('{"eos_token_id": ', "[2]"):
+        file.write_text(text)
+        with refused(CheckpointError, "generation_config.json: not readable as a JSON object", "download it again"):
+            load(folder)
+    for eos in ("</s>", [2, None], {"id": 2}):
+        file.write_text(json.dumps({"eos_token_id": eos}))
+        with refused(CheckpointError, "`eos_token_id` must be a token id", "found", "correct it, or download"):
+            load(folder)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with refused(CheckpointError, "expected model.safetensors", "found no weights", "download the model again"):
+        load(folder)
+
+
+def test_truncated_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with refused(CheckpointError, "model.safetensors", "truncated or corrupt", "Download it again"):
+        load(folder)
+
+
+def test_missing_weight(folder):
+    change_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with refused(CheckpointError, "weight model.layers.1.mlp.up_proj.weight is missing", "Download both again"):
+        load(folder)
+
+
+def test_weight_of_another_shape(folder):
+    set_config(folder, intermediate_size=40)
+    with refused(CheckpointError, "mlp.", "must have shape (40, 32), found (48, 32)", "Download both again"):
+        load(folder)
+
+
+def test_foreign_weight(folder):
+    change_weights(folder, lambda weights: weights.update({"model.layers.7.extra.weight": torch.ones(2)}))
+    with refused(CheckpointError, "1 weights have no place in a llama model", "layers.7.extra", "is config.json that"):
+        load(folder)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(bad, folder):
+    change_weights(folder, lambda weights: weights["model.layers.2.self_attn.k_proj.weight"][3].fill_(bad))
+    with refused(CheckpointError, "layers.2.self_attn.k_proj.weight", "32 of 512", "NaN or infinite", "Download"):
+        load(folder)
+
+
+# --- tokenizers and draft models -------------------------------------------------------------------------------------
+
+
+def test_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    with refused(TokenizerError, str(folder), "no tokenizer can be read", "put the model's tokenizer.json beside"):
+        load(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with refused(TokenizerError, str(folder), "no tokenizer can be read", "put the model's tokenizer.json beside"):
+        load(folder)
+
+
+def test_tokenizer_config_that_is_no_json(folder):
+    (folder / "tokenizer_config.json").write_text("{")
+    loaded = load(folder)
+    with refused(TokenizerError, "tokenizer_config.json: not readable as JSON", "download it again"):
+        loaded.encode([{"role": "user", "content": "hi"}])
+
+
+def test_draft_with_other_tokens(folder, tmp_path):
+    draft = add_tokenizer(shutil.copytree(folder, tmp_path / "draft"), 290)
+    with refused(TokenizerError, "draft model", "another tokenizer", "for the target and None", "or draft='lookup'"):
+        load(folder, draft)
+    with refused(TokenizerError, "draft model", "another tokenizer", "more tokens", "or draft='lookup'"):
+        load(draft, folder)
+
+
+def test_draft_with_the_same_tokens_in_another_order(folder, tmp_path):
+    draft = shutil.copytree(folder, tmp_path / "draft")
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with refused(TokenizerError, "another tokenizer", "is 'a' for the target and 'b' for the draft", "or draft="):
+        load(folder, draft)
+
+
+def test_draft_with_another_vocabulary_size(folder, folder_of, tmp_path):
+    draft = add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=310), tmp_path / "draft"))
+    with refused(TokenizerError, "draft model draft has a vocabulary of 310, the target 300", "or draft='lookup'"):
+        load(folder, draft)
+
+
+def test_draft_of_an_unsupported_architecture(folder, folder_of, tmp_path):
+    draft = add_tokenizer(shutil.copytree(folder_of("gpt2", vocab_size=300), tmp_path / "draft"))
+    with refused(UnsupportedError, "is of type 'gpt2'", "must be one of llama, mistral", "or use draft='lookup'"):
+        load(folder, draft)
+
+
+def test_no_such_draft(folder):
+    with refused(CheckpointError, "./draft: expected a model folder", "Check the path"):
+        load(folder, "./draft")
+
+
+# --- options of load -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"dtype": "int8"}, ("unknown dtype 'int8'", "choose one of float64, float32")),
+        ({"engine": "warp"}, ("unknown engine 'warp'", "choose auto, lean or transformers")),
+        ({"device": "nonsense"}, ("unknown device 'nonsense'", "use cpu or cuda")),
+        ({"device": "meta"}, ("device 'meta'", "use cpu or cuda")),
+        ({"rule": "none"}, ("unknown acceptance rule 'none'", "choose one of match, speculative")),
+        ({"rule": "typical"}, ("'typical' changes what the target says", "pass lossless=False")),
+        ({"rule": "block", "budget": Budget(3, 2)}, ("'block' takes chains, found width 2", "use width 1 or 'match'")),
+    ],
+)
+def test_options_of_load(options, parts, folder):
+    with refused(ConfigError, *parts):
+        load(folder, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(folder):
+    for device in ("cuda", "cuda:1"):
+        with refused(ConfigError, f"device '{device}'", "no CUDA devices", "use device='cpu'"):
+            load(folder, device=device)
+
+
+@pytest.mark.parametrize("budget", [{"depth": -1}, {"width": 0}])
+def test_budgets(budget):
+    with refused(ConfigError, "needs depth >= 0 and width >= 1, found", str(next(iter(budget.values())))):
+        Budget(**budget)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        ("", ("the prompt is empty", "give some text")),
+        ([1, 300], ("token id 300 is outside the vocabulary of 300", "another tokenizer?")),
+        ([1, -1, 299], ("token id -1 is outside the vocabulary of 300", "another tokenizer?")),
+        ([5] * 256, ("the prompt has 256 tokens", "room for 256 with at least one new token", "shorten it")),
+        ("x" * 300, ("the prompt has 301 tokens", "room for 256 with at least one new token", "shorten it")),
+        ([1, "x"], ("must be a text, token ids (ints) or messages, found str 'x'", "give ids")),
+        ([1, 2.0], ("must be a text, token ids (ints) or messages, found float 2.0", "give ids")),
+        (torch.tensor([1, 2]), ("found Tensor tensor(", ".tolist()")),
+        ([{"role": "user", "content": "x"}, "x"], ("found", "list of messages with role and content")),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else repr(value)[:20],
+)
+def test_prompts(prompt, parts, call, lm):
+    prompts = [prompt] if call == "generate" else prompt
+    with refused(PromptError, *parts):
+        list(getattr(lm, call)(prompts, max_tokens=2))
+
+
+def test_prompts_without_a_token(lm):
+    for prompts in ([[]], [[1, 2], []]):
+        with refused(PromptError, "the prompt is empty", "give at least one token"):
+            lm.generate(prompts)
+    with refused(PromptError, "the prompt is empty", "give at least one token"):
+        next(lm.stream([]))
+
+
+def test_messages(folder, lm):
+    messages = [{"role": "user", "content": ""}]
+    with refused(TokenizerError, "has no chat template", "prompt it with plain text"):
+        lm.generate(messages)
+    loaded = load(add_tokenizer(folder, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"))
+    with refused(PromptError, "the prompt is empty", "give at least one token"):
+        loaded.generate(messages)
+    loaded = load(add_tokenizer(folder, chat_template="{{ raise_exception('no system role') }}"))
+    with refused(TokenizerError, "the chat template refuses these messages", "no system role"):
+        loaded.generate(messages)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"temperature": -0.1}, ("temperature must be 0 (greedy) or more", "found -0.1")),
+        ({"temperature": float("nan")}, ("temperature must be 0 (greedy) or more", "found nan")),
+        ({"temperature": None}, ("temperature must be a number", "found None")),
+        ({"temperature": "hot"}, ("temperature must be a number", "found 'hot'")),
+        ({"top_p": 0}, ("top_p must be in (0, 1]", "found 0")),
+        ({"top_k": 0}, ("top_k must be None or at least 1", "found 0")),
+        ({"max_tokens": 0}, ("max_tokens must be at least 1", "found 0")),
+        ({"max_tokens": 2.5}, ("max_tokens must be an integer", "found 2.5")),
+        ({"max_tokens": None}, ("max_tokens must be an integer", "found None")),
+        ({"stop": ""}, ("stop must be without empty strings", "found ('',)")),
+        ({"stop": ("a", "")}, ("stop must be without empty strings", "found ('a', '')")),
+        ({"stop": None}, ("stop must be a list of strings, found None", "leave it out")),
+        ({"stop": ["a", 3]}, ("stop must be a list of strings, found ['a', 3]", "leave it out")),
+        ({"stop_tokens": "</s>"}, ("stop_tokens must be a list of token ids, found '</s>'", "leave it out")),
+        ({"banned_tokens": 5}, ("banned_tokens must be a list of token ids, found 5", "leave it out")),
+        ({"banned_tokens": (3, 300)}, ("banned_tokens: token id 300 is outside the target's vocabulary of 300",)),
+        ({"stop_tokens": (-1,)}, ("stop_tokens: token id -1 is outside the target's vocabulary of 300",)),
+        ({"logit_bias": {300: 1.0}}, ("logit_bias: token id 300 is outside the target's vocabulary of 300",)),
+        ({"banned_tokens": range(300)}, ("banned_tokens bans all 300 tokens", "leave one out")),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else repr(value)[:40],
+)
+def test_sampling(options, parts, lm):
+    with refused(SamplingError, *parts):
+        lm.generate("x", **options)
+    with refused(SamplingError, *parts):
+        next(lm.stream("x", **options))
+
+
+def test_options_of_generate(lm):
+    with refused(ConfigError, "unknown sampling option 'temprature'", "the options are temperature, top_k"):
+        lm.generate("x", temprature=1.0)
+    with refused(ConfigError, "max_batch must be at least 1, found 0"):
+        lm.generate("x", max_batch=0)
+
+
+# --- the decode loop -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_decode(target):
+    decoder = Decoder(target)
+    with refused(ConfigError, "nothing to decode", "admit a prompt first"):
+        decoder.step()
+
+
+def test_retiring_what_does_not_run(target):
+    decoder = Decoder(target)
+    request = decoder.admit(PROMPTS[0], Sampling(max_tokens=1))
+    with refused(ConfigError, "request 7 is not running", "retire only ids from admit()"):
+        decoder.retire(7)
+    decoder.step()
+    with refused(ConfigError, f"request {request} is not running", "retire only ids from admit()"):
+        decoder.retire(request)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "parts"),
+    [
+        ([5, 6, 7], [-1, 2, 0], ("row 0, node 1: parent 2 is out of order", "sort the nodes")),
+        ([5, 61], [-1, 0], ("row 0, node 1: token 61 is outside the target's vocabulary of 61",)),
+        ([PAD, 6], [-1, 0], ("row 0: node 0 must hold the pending token",)),
+        ([5, PAD, 6], [-1, -1, 1], ("row 0, node 2: its parent 1 is unused",)),
+    ],
+)
+def test_trees(tokens, parents, parts):
+    with refused(TreeError, *parts):
+        DraftTree.from_lists([tokens], [parents]).check(VOCAB)
+
+
+def decode(decoder, wanted=()):
+    texts = dict.fromkeys(wanted, ())
+    while decoder.num_running:
+        for row in decoder.step().rows:
+            texts[row.request_id] = texts.get(row.request_id, ()) + row.token_ids
+    return texts
+
+
+def plain(target, prompt, sampling):
+    decoder = Decoder(target)
+    request = decoder.admit(prompt, sampling)
+    return decode(decoder)[request]
+
+
+class Picky(LookupDrafter):
+    """Fails on some prompts, after the target has read them."""
+
+    def admit(self, ctx, features):
+        if ctx.rows[-1].tokens[0] == 13:
+            raise DraftwingError("no thirteen")
+        super().admit(ctx, features)
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "lm"])
+def test_a_bad_request_leaves_the_others_alone(drafter, target):
+    make = {
+        "none": lambda: None,
+        "lookup": lambda: Picky(VOCAB, 1),
+        "lm": lambda: CausalLMDrafter(target, VOCAB),
+    }[drafter]
+    decoder = Decoder(target, make(), budget=Budget(3))
+    requests = [Sampling(max_tokens=15, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
+    texts = {decoder.admit(prompt, sampling): () for prompt, sampling in zip(PROMPTS[:2], requests[:2], strict=True)}
+    bad = [
+        ([], Sampling()),
+        ([5, VOCAB], Sampling()),
+        ([5] * 256, Sampling()),
+        ([5], Sampling(banned_tokens=range(VOCAB))),
+        *([([13, 5, 6], Sampling())] if drafter == "lookup" else []),
+    ]
+    for prompt, sampling in bad:
+        with pytest.raises(DraftwingError):
+            decoder.admit(prompt, sampling)
+        assert decoder.num_running == 2
+        assert decoder.ctx.num_rows == 2
+        for row in decoder.step().rows:
+            texts[row.request_id] += row.token_ids
+    last = decoder.admit(PROMPTS[2], requests[2])
+    assert last == 2
+    for request, text in decode(decoder, range(3)).items():
+        assert texts.get(request, ()) + text == plain(target, PROMPTS[request], requests[request])
+
+
+# --- NaN -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(folder_of):
+    """A target of its own, to be poisoned."""
+    return LeanTarget.from_folder(folder_of("llama"), torch.float64, name="tiny")
+
+
+def poison(target, where):
+    with torch.no_grad():
+        if where == "norm":
+            target.norm.weight[3] = torch.nan
+        elif where == "embedding":
+            target.embedding[5] = torch.nan
+        else:
+            target.head.weight[17] = torch.nan
+
+
+@pytest.mark.parametrize("where", ["norm", "embedding", "head"])
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "typical"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_while_decoding(temperature, rule, where, broken):
+    """Whatever the rule: a law with a hole in it is never drawn from."""
+    poison(broken, where)
+    decoder = Decoder(broken, LookupDrafter(VOCAB, 1), rule)
+    decoder.admit(PROMPTS[2], Sampling())
+    request = decoder.admit(PROMPTS[0], Sampling(temperature=temperature))
+    if where == "embedding":  # only the second prompt has that token
+        decoder.retire(0)
+    name = f"request {request if where == 'embedding' else 0} at position"
+    with refused(NumericsError, "tiny: the logits of", name, "NaN", "check the weights", "dtype='float32'"):
+        while decoder.num_running:
+            decoder.step()
+
+
+def test_typical_sees_nan_too(broken):
+    poison(broken, "head")
+    decoder = Decoder(broken, LookupDrafter(VOCAB, 1), "typical", lossless=False)
+    decoder.admit(PROMPTS[0], Sampling(temperature=1.0))
+    with refused(NumericsError, "request 0", "check the weights"):
+        decoder.step()
+
+
+def test_one_request_with_nan_can_be_retired(broken):
+    """Its neighbours go on as if it had never been there, and so does one that takes its place."""
+    sampling = Sampling(max_tokens=12, banned_tokens=(5,), ignore_eos=True)
+    wanted = [plain(broken, prompt, sampling) for prompt in PROMPTS[1:]]
+    poison(broken, "embedding")
+    decoder = Decoder(broken, CausalLMDrafter(broken, VOCAB), budget=Budget(2))
+    first, bad = decoder.admit(PROMPTS[1], sampling), decoder.admit([*range(14, 34), 5, 6], sampling)
+    with refused(NumericsError, f"request {bad} at position 22", "check the weights"):
+        decoder.step()
+    decoder.retire(bad)
+    after = decoder.admit(PROMPTS[2], sampling)
+    assert decode(decoder) == {first: wanted[0], after: wanted[1]}
+
+
+# --- a draft model with a shorter context ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("rule", ["match", "multi-round"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_with_a_shorter_context(temperature, rule, width, target, folder_of):
+    """Rows beyond it are not drafted for, the others are, and a row that grows beyond it goes on plainly."""
+    draft = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=24), torch.float64)
+    prompts = [list(range(3, 43)), [8, 9], list(range(30, 50)), list(range(5, 29)), [4]]
+    sampling = [
+        Sampling(max_tokens=20, temperature=temperature, seed=seed, ignore_eos=True, repetition_penalty=1.1)
+        for seed in range(5)
+    ]
+    decoder = Decoder(target, CausalLMDrafter(draft, VOCAB), rule, Budget(4, width))
+    texts, drafted = {}, {}
+    for number in range(100):
+        if number < len(prompts):  # they come one by one, and the short ones after the long one
+            texts[decoder.admit(prompts[number], sampling[number])] = ()
+        if not decoder.num_running:
+            break
+        lengths = {request: row.length for (request, _), row in zip(decoder._requests, decoder.ctx.rows, strict=True)}
+        step = decoder.step()
+        step.tree.check(VOCAB)
+        for row in step.rows:
+            texts[row.request_id] += row.token_ids
+            drafted.setdefault(row.request_id, []).append(row.num_drafted > 0)
+            assert (row.num_drafted > 0) <= (lengths[row.request_id] < 22)
+    assert {request for request, steps in drafted.items() if any(steps)} == {1, 2, 4}
+    assert not any(steps[-1] for request, steps in drafted.items() if request in (0, 2, 3))
+    if rule == "match" or temperature == 0:
+        for request, text in texts.items():
+            assert text == plain(target, prompts[request], sampling[request])
+
+
+def test_a_draft_too_short_for_every_row(target, folder_of):
+    draft = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=24), torch.float64)
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    prompts = [list(range(3, 43)), list(range(5, 29))]
+    decoder = Decoder(target, CausalLMDrafter(draft, VOCAB))
+    gone, *rest = [decoder.admit(prompt, sampling) for prompt in (prompts[0], *prompts)]
+    decoder.retire(gone)
+    texts = decode(decoder)
+    assert [texts[request] for request in rest] == [plain(target, prompt, sampling) for prompt in prompts]
