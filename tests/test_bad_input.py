@@ -475,14 +475,11 @@ def test_nan_while_decoding(temperature, rule, where, broken):
     """Whatever the rule: a law with a hole in it is never drawn from."""
     poison(broken, where)
     decoder = Decoder(broken, LookupDrafter(VOCAB, 1), rule)
-    decoder.admit(PROMPTS[2], Sampling())
-    request = decoder.admit(PROMPTS[0], Sampling(temperature=temperature))
-    if where == "embedding":  # only the second prompt has that token
-        decoder.retire(0)
-    name = f"request {request if where == 'embedding' else 0} at position"
-    with refused(NumericsError, "tiny: the logits of", name, "NaN", "check the weights", "dtype='float32'"):
-        while decoder.num_running:
-            decoder.step()
+    for prompt in (PROMPTS[2], PROMPTS[0]):
+        decoder.admit(prompt, Sampling(temperature=temperature))
+    bad = 1 if where == "embedding" else 0  # only the second prompt has that token
+    with refused(NumericsError, f"tiny: the logits of request {bad} at", "NaN", "check the weights", "dtype='float32'"):
+        decoder.step()
 
 
 def test_typical_sees_nan_too(broken):
