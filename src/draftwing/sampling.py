@@ -148,7 +148,7 @@ class KeyedNoise:
     """Gumbel noise of a (seed, position) over the whole vocabulary, each computed once while it is near.
 
     The drafter, the verification and the next step's verification ask for the same positions; a bounded
-    cache serves them. It holds no state that could change a result.
+    cache serves them, the least recently used going first. It holds no state that could change a result.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = 256) -> None:
@@ -164,6 +164,8 @@ class KeyedNoise:
             found = self._cache[key] = gumbel(hash_bits(seed, (TARGET, position), self._ids))
             if len(self._cache) > self._capacity:
                 self._cache.popitem(last=False)
+        else:
+            self._cache.move_to_end(key)
         return found
 
     def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
