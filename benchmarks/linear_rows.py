@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from draftwing.evaluate.machine import describe_machine
 from draftwing.model.linear import Linear
+from plain_decoding import commit
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -69,7 +69,6 @@ def main(
     table.add_row("prepacked, us", *(f"{found['prepacked'][rows]:.0f}" for rows in ROWS))
     Console().print(table)
     if output is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         result = {
             "matrix": [num_out, num_in],
             "microseconds": found,
@@ -77,7 +76,7 @@ def main(
             "rounds": rounds,
             "machine": describe_machine(),
             "date": datetime.now(UTC).date().isoformat(),
-            "commit": commit.stdout.strip(),
+            "commit": commit(),
         }
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import corpus
 import training
@@ -28,27 +28,7 @@ TargetRun = Annotated[Path, typer.Option(help="Folder of the target's run: its t
 
 
 def build_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        rms_norm_eps=1e-5,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.zeros_(weight)
-    return model
+    return training.llama(VOCAB, hidden=256, intermediate=768, layers=2, heads=4, kv_heads=2)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import typer
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 import corpus
 import training
@@ -33,27 +33,7 @@ Out = Annotated[Path, typer.Option(help="Folder of the run: tokenizer, tokens, c
 
 
 def build_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=384,
-        intermediate_size=896,
-        num_hidden_layers=12,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        rms_norm_eps=1e-5,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.zeros_(weight)  # every layer starts as the identity
-    return model
+    return training.llama(VOCAB, hidden=384, intermediate=896, layers=12, heads=6, kv_heads=2)
 
 
 @app.command()

@@ -19,12 +19,40 @@ import torch
 import typer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import corpus
 
 TOKENS_PER_ITERATION, FLAT_UNTIL = 6144, 0.45
 WINDOWS = ((0.55, 256), (0.9, 512), (1.0, 1024))  # (until this share of the training, window length)
 LossOf = Callable[[Tensor, Tensor], Tensor]
+
+
+def llama(
+    vocab_size: int, *, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
+) -> LlamaForCausalLM:
+    """A new Llama for the demo tokenizer; every layer starts as the identity."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.zeros_(weight)
+    return model
 
 
 def load_tokens(out: Path, vocab_size: int) -> tuple[Tokenizer, np.ndarray]:

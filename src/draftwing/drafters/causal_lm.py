@@ -136,7 +136,6 @@ class _Level:
         self._tokens, self._parents = pending, torch.full_like(pending, -1)
         # A root without value has no children: how rows are left out.
         self._values = torch.zeros(pending.shape, device=pending.device).masked_fill(~wanted, -torch.inf)
-        self._depths = torch.zeros_like(pending)
         self._probs: list[Tensor] = []
         self.first = 0
 
