@@ -1,6 +1,7 @@
 """The acceptance rules: which drafted nodes are kept, and the token that follows them.
 
     match          the target draws its own token at every node; descend while a child carries it
+    match-top      the same over the draft's most probable tokens: the way of EAGLE-2 and -3, for comparison
     speculative    accept x with min(1, p(x)/q(x)), else the residual norm(max(0, p - q))     chains
     multi_round    siblings tried in turn, with or without replacement                         trees
     block          joint acceptance of the whole block, never worse than token by token         chains
@@ -102,7 +103,7 @@ def _deepest(tree: DraftTree, agrees: Tensor, drawn: Tensor) -> Accepted:
     last = key.argmax(1, keepdim=True)
     num = tree.depths.gather(1, last)[:, 0]
     on_path = tree.ancestors.gather(1, last[:, :, None].expand(-1, -1, tree.num_nodes))[:, 0]
-    path = torch.where(on_path, index, tree.num_nodes).sort(1).values
+    path = torch.where(on_path, index, tree.num_nodes).sort(1).values[:, : tree.max_depth + 1]
     return Accepted(path.masked_fill(path == tree.num_nodes, PAD), num, drawn.gather(1, last)[:, 0])
 
 
@@ -260,7 +261,8 @@ class Rule:
         apply: the rule over a batch.
         lossless: whether the law of the text is the target's.
         children: how a drafter must choose a node's children: ``keyed`` (any way; best with the target's own
-            noise), ``sampled`` (independent draws of q), ``distinct`` (draws of q without replacement).
+            noise), ``top`` (the best of q), ``sampled`` (independent draws of q), ``distinct`` (draws of q without
+            replacement).
         chain_only: whether every node may have one child at most.
     """
 
@@ -275,6 +277,7 @@ RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule("match", match),
+        Rule("match-top", match, children="top"),
         Rule("speculative", _rowwise(partial(multi_round, replacement=True)), children="sampled", chain_only=True),
         Rule("multi-round", _rowwise(partial(multi_round, replacement=False)), children="distinct"),
         Rule("multi-round-replacement", _rowwise(partial(multi_round, replacement=True)), children="sampled"),

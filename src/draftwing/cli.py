@@ -1,4 +1,4 @@
-"""The command line: ``draftwing generate | compare | verify | info``.
+"""The command line: ``draftwing generate | compare | verify | info``; those around heads are in ``cli_heads``.
 
 What takes long to import (torch above all) is imported by the commands, so that ``--help`` does not wait for it.
 Errors raised on purpose become one line and exit code 2; a check that fails (a text that differs) exits with 1.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from draftwing import console
+from draftwing import cli_heads, console
 from draftwing.errors import ConfigError, DraftwingError, PromptError
 from draftwing.options import (
     Draft,
@@ -308,6 +308,9 @@ def info(
         console.print_json(sections)
     else:
         console.print_info(sections)
+
+
+cli_heads.register(app)
 
 
 def main() -> None:

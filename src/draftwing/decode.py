@@ -52,7 +52,7 @@ class Decoder:
         self.drafter: Drafter = drafter or NoDrafter()
         self.rule = get_rule(rule, lossless=lossless)
         budget = budget or Budget()
-        if self.rule.chain_only and budget.width > 1:
+        if self.rule.chain_only and not budget.is_chain:
             raise ConfigError(
                 f"rule {self.rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'"
             )

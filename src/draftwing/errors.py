@@ -6,6 +6,7 @@
     ├── CheckpointError    a folder or a file of weights: missing, truncated, foreign, wrong shapes
     ├── TokenizerError     no tokenizer, or one that is not the target's
     ├── PromptError        empty, too long, or with ids outside the vocabulary
+    ├── DataError          training data, or a source of it, that is missing, malformed or empty
     ├── SamplingError      a sampling parameter outside its range
     ├── TreeError          a draft tree that is not one
     ├── NumericsError      NaN or infinity where a probability should be
@@ -20,6 +21,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataError",
     "DraftwingError",
     "DraftwingWarning",
     "NumericsError",
@@ -53,6 +55,10 @@ class TokenizerError(DraftwingError):
 
 class PromptError(DraftwingError, ValueError):
     """An empty prompt, one longer than the context, or ids outside the vocabulary."""
+
+
+class DataError(DraftwingError, ValueError):
+    """Training data that is missing, malformed or empty, or a server of it that does not answer."""
 
 
 class SamplingError(DraftwingError, ValueError):

@@ -16,8 +16,11 @@ import torch
 from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.eagle import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
+from draftwing.formats.eagle import is_head, read_head
+from draftwing.formats.identity import target_id
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import LEAN_MODEL_TYPES, read_config
 from draftwing.model.lean import LeanTarget
@@ -38,8 +41,14 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+SHIPPED_DRAFTS = {"eagle3": "eagle3", "eagle1": "eagle1", "causal-lm": "draft"}  # for the shipped target
 # A draft of one token costs a pass of the draft model, a looked-up one nothing.
-DEFAULT_BUDGETS = {"causal-lm": Budget(depth=3, width=1), "lookup": Budget(depth=8, width=1)}
+DEFAULT_BUDGETS = {
+    "causal-lm": Budget(depth=3, width=1),
+    "lookup": Budget(depth=8, width=1),
+    "eagle1": Budget(depth=4, width=1),
+    "eagle3": Budget(depth=5, width=1),
+}
 
 
 @dataclass(frozen=True)
@@ -258,8 +267,8 @@ def load(
 
     Args:
         target: a folder or a hub id; None is the small Python-writing model that comes with Draftwing.
-        draft: a folder or hub id of a smaller causal LM with the same tokenizer, ``"lookup"`` or ``"none"``.
-            None takes the shipped draft model for the shipped target, ``"lookup"`` for any other, and ``"none"``
+        draft: a folder or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same tokenizer,
+            ``"lookup"`` or ``"none"``. None takes the shipped EAGLE-3 head for the shipped target, ``"lookup"`` for any other, and ``"none"``
             for one with recurrent layers, which cannot take drafted tokens back.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
@@ -274,15 +283,21 @@ def load(
     model = load_target(folder, dtype=dtype, device=device, engine=engine, name=str(target or "draftwing/target"))
     tokenizer = Tokenizer(folder)
     if draft is None:
-        draft = SHIPPED / "draft" if target is None else "lookup" if model.supports_trees else "none"
+        draft = "eagle3" if target is None else "lookup" if model.supports_trees else "none"
     new_drafter = load_drafter(draft, model, tokenizer, dtype=dtype, device=device)
     return LM(model, tokenizer, new_drafter, rule, budget, lossless=lossless)
 
 
 def load_target(
-    folder: Path, *, dtype: str = "float32", device: str | None = None, engine: str = "auto", name: str | None = None
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    engine: str = "auto",
+    name: str | None = None,
+    prepack: bool = True,
 ) -> Target:
-    """Load a folder as a ``Target``. Arguments and errors as ``load``."""
+    """Load a folder as a ``Target``. Arguments and errors as ``load``; ``prepack=False`` keeps plain weights."""
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     if engine not in ("auto", "lean", "transformers"):
@@ -292,7 +307,7 @@ def load_target(
     lean = config.get("model_type") in LEAN_MODEL_TYPES
     model: Target
     if engine == "lean" or (engine == "auto" and lean):
-        model = LeanTarget.from_folder(folder, DTYPES[dtype], where, name=name)
+        model = LeanTarget.from_folder(folder, DTYPES[dtype], where, prepack=prepack, name=name)
     else:
         model = AdapterTarget.from_folder(folder, DTYPES[dtype], where, name=name)
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder)]))
@@ -302,19 +317,26 @@ def load_target(
 def load_drafter(
     draft: str | Path, target: Target, tokenizer: Tokenizer, *, dtype: str = "float32", device: str | None = None
 ) -> Callable[[], Drafter]:
-    """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a folder or hub id of a causal LM.
+    """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a folder or hub id of a head or a causal LM.
+
+    For the shipped target there are ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` too.
 
     Raises:
         TokenizerError: the draft model's tokenizer is not the target's.
+        CheckpointError: a head that was trained for another target, or is damaged.
         UnsupportedError: the draft model is not one of the lean decoder's families.
     """
     if str(draft) == "none":
         return NoDrafter
     if str(draft) == "lookup":
         return partial(LookupDrafter, target.vocab_size)
-    folder = _shipped("draft") if Path(draft) == SHIPPED / "draft" else resolve(draft)
-    tokenizer.check_same(Tokenizer(folder), str(draft))
+    folder = _shipped(SHIPPED_DRAFTS[str(draft)]) if str(draft) in SHIPPED_DRAFTS else resolve(draft)
     config = read_config(folder)
+    if is_head(config, folder):
+        own = target_id(target, tokenizer)
+        net = read_head(folder, target.embedding, target.head, own, target.dtype).prepack()
+        return partial(EagleDrafter, net, target, folder.name)
+    tokenizer.check_same(Tokenizer(folder), str(draft))
     if config.get("model_type") not in LEAN_MODEL_TYPES:
         raise UnsupportedError(
             f"draft model {draft} is of type {config.get('model_type')!r}: a draft model must be one of "

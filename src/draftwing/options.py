@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -39,8 +40,8 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        help="Folder or hub id of a draft model, lookup, or none. [default: the shipped draft model for the shipped "
-        "target, else lookup]",
+        help="Folder or hub id of an EAGLE head or a draft model, lookup, or none; for the shipped target eagle3, "
+        "eagle1 or causal-lm too. [default: eagle3 for the shipped target, else lookup]",
     ),
 ]
 Prompts = Annotated[
@@ -78,12 +79,10 @@ class Model:
 
     def load_many(self, drafts: Sequence[str] | None, drafting: Drafting) -> list[LM]:
         """Plain decoding, then one ``LM`` for each drafter (by default each at hand), all on one target."""
-        from draftwing.load import LM, SHIPPED, load, load_drafter
+        from draftwing.load import LM, load, load_drafter
 
         plain = load(**vars(self), draft="none")
-        wanted: list[str | Path] = list(drafts or ())
-        if not drafts:
-            wanted = ["lookup", *([SHIPPED / "draft"] if self.target is None else [])]
+        wanted = list(drafts or ["lookup", *(["causal-lm", "eagle1", "eagle3"] if self.target is None else [])])
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again
@@ -97,12 +96,18 @@ class Model:
 class Drafting:
     """How much is drafted, and what is kept of it."""
 
-    rule: Annotated[str, _draft("match, speculative, multi-round, multi-round-replacement, block or typical.")] = (
-        "match"
-    )
-    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: 3; lookup: up to 8]")] = None
+    rule: Annotated[
+        str, _draft("match, match-top, speculative, multi-round, multi-round-replacement, block or typical.")
+    ] = "match"
+    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: by the kind of drafter]")] = None
     width: Annotated[
-        int | None, _draft("Nodes on each level of the draft tree (lookup: paths). [default: 1, a chain]")
+        int | None, _draft("Nodes expanded on each level of the draft tree (lookup: paths). [default: 1, a chain]")
+    ] = None
+    nodes: Annotated[
+        int | None, _draft("Verify the best so many of all nodes drafted (EAGLE-2); with --width 10, say.")
+    ] = None
+    tree: Annotated[
+        str | None, _draft("A static tree: eagle1, or a JSON file with a list of paths of ranks.", "--tree")
     ] = None
     lossy: Annotated[bool, _draft("Allow a rule that changes what the target says (typical).", "--lossy")] = False
 
@@ -121,11 +126,30 @@ class Drafting:
 
     def fit(self, lm: LM) -> LM:
         """``lm`` with the depth and width that were asked for; what was not keeps the drafter's default."""
-        wanted = {name: value for name in ("depth", "width") if (value := getattr(self, name)) is not None}
+        wanted: dict[str, Any] = {
+            name: value for name in ("depth", "width", "nodes") if (value := getattr(self, name)) is not None
+        }
+        if self.tree is not None:
+            wanted["paths"] = _read_tree(self.tree)
         if not wanted:
             return lm
         budget = dataclasses.replace(lm.budget, **wanted)
         return type(lm)(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, budget, lossless=lm.lossless)
+
+
+def _read_tree(name: str) -> tuple[tuple[int, ...], ...]:
+    """A static tree by name or from a file."""
+    from draftwing.drafters.base import EAGLE_TREE
+
+    if name == "eagle1":
+        return EAGLE_TREE
+    try:
+        return tuple(tuple(path) for path in json.loads(Path(name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--tree must be eagle1 or a JSON file with a list of paths such as [[0], [1], [0, 0]], found {name!r} "
+            f"({error})"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ and for chat templates.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -64,6 +65,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether prompts are meant to be wrapped as a dialogue."""
         return bool(self._config.get("chat_template")) or (self.folder / "chat_template.jinja").exists()
+
+    @cached_property
+    def vocab_hash(self) -> str:
+        """16 hexadecimal digits that stand for every token and its id."""
+        pairs = json.dumps(sorted(self.fast.get_vocab().items()))
+        return hashlib.sha256(pairs.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the model expects in front.

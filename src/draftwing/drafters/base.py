@@ -15,29 +15,76 @@ from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutp
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["Budget", "Drafter", "NoDrafter"]
+__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to draft in one step.
+    """How much to draft in one step, and in what shape.
 
     Attributes:
         depth: tokens on the longest path, the root not counted.
-        width: nodes on each level (for lookup: paths); 1 is a chain.
-        children: how children are chosen, from the rule: ``keyed``, ``sampled`` or ``distinct``.
+        width: nodes expanded on each level, and children of each; 1 is a chain. For lookup: paths.
+        nodes: nodes to verify beside the root: the best of all that the drafter met (EAGLE-2's re-ranking); None
+            keeps the ``width`` best of each level.
+        paths: a static tree instead: every node as the ranks of the children on its path, such as
+            ``((0,), (1,), (0, 0))``. ``depth`` and ``width`` then follow from it. ``EAGLE_TREE`` is EAGLE-1's.
+        children: how children are chosen, from the rule: ``keyed``, ``top``, ``sampled`` or ``distinct``.
 
     Raises:
-        ConfigError: depth below 0 or width below 1.
+        ConfigError: depth below 0, width or nodes below 1, or paths that are no tree.
     """
 
     depth: int = 5
     width: int = 1
+    nodes: int | None = None
+    paths: tuple[tuple[int, ...], ...] | None = None
     children: str = "keyed"
 
     def __post_init__(self) -> None:
+        if self.paths is not None:
+            paths = tuple(tuple(path) for path in self.paths)
+            object.__setattr__(self, "paths", paths)
+            _check_paths(paths)
+            object.__setattr__(self, "depth", max(map(len, paths)))
+            object.__setattr__(self, "width", 1 + max(max(path) for path in paths))
         if self.depth < 0 or self.width < 1:
             raise ConfigError(f"a budget needs depth >= 0 and width >= 1, found depth {self.depth}, width {self.width}")
+        if self.nodes is not None and self.nodes < 1:
+            raise ConfigError(f"a budget needs at least one node, found nodes {self.nodes}: use depth 0 to draft none")
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has more than one child."""
+        return self.width == 1
+
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """The static tree: ``paths``, or ``width`` children of the root that go on as chains."""
+        if self.paths is not None:
+            return self.paths
+        return tuple((first, *[0] * rest) for rest in range(self.depth) for first in range(self.width))
+
+
+def _check_paths(paths: tuple[tuple[int, ...], ...]) -> None:
+    known = {(), *paths}
+    for path in paths:
+        if not path or not all(isinstance(rank, int) and rank >= 0 for rank in path) or path[:-1] not in known:
+            raise ConfigError(
+                f"a static tree is a list of paths of ranks, each with its parent in the list too, found {path}: "
+                f"write ((0,), (1,), (0, 0)) for two children of the root and one grandchild"
+            )
+    if not paths or len(known) != len(paths) + 1:
+        raise ConfigError(f"a static tree needs at least one path, and each of them once, found {len(paths)}")
+
+
+# EAGLE-1's tree (2401.15077): 4, 8, 8, 3 and 2 nodes on its five levels.
+EAGLE_TREE: tuple[tuple[int, ...], ...] = (
+    *((rank,) for rank in range(4)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
+)
 
 
 class Drafter(Protocol):

@@ -46,7 +46,7 @@ class LookupDrafter:
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Up to ``budget.width`` continuations of ``budget.depth`` tokens; one alone where a classic rule needs q."""
-        drawn = budget.children != "keyed"
+        drawn = budget.children in ("sampled", "distinct")
         num_paths = 1 if drawn else budget.width
         all_tokens, all_parents = [], []
         for index, row in enumerate(ctx.rows):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
+from draftwing.model.linear import Linear
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.model.weights import check_finite
 from draftwing.tree import PAD, Accepted, DraftTree
@@ -175,6 +176,24 @@ class AdapterTarget(Target):
             taps.append(self._taps(output, features))
         found = [tap for tap in taps if tap is not None]
         return TargetOutput(torch.cat(logits), torch.cat(found) if found else None)
+
+    @torch.no_grad()
+    def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
+        """See ``Target.score``: the model's own causal forward."""
+        output = self._run(ids, self._empty_cache(), features)
+        return TargetOutput(output.logits, self._taps(output, features))
+
+    @property
+    def embedding(self) -> Tensor:
+        """See ``Target``."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
+    def head(self) -> Linear:
+        """See ``Target``."""
+        own = self.model.get_output_embeddings()
+        return Linear(own.weight.detach(), None if own.bias is None else own.bias.detach())
 
     @torch.inference_mode()
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:

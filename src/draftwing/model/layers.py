@@ -122,6 +122,7 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream.
 
     Args:
+        input_norm: of the stream before attention; None where there is none (EAGLE-1).
         qkv: (H_in, (num_heads + 2 * num_kv_heads) * head_dim), queries first.
         out: attention output.
         mlp: a ``GatedMLP`` or ``Experts``.
@@ -130,7 +131,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        input_norm: RMSNorm,
+        input_norm: RMSNorm | None,
         qkv: Linear,
         out: Linear,
         post_norm: RMSNorm,
@@ -151,8 +152,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cis: Tensor, attend: Attend, layer: int) -> Tensor:
         """(R, H) -> (R, H). ``cis`` (real rows, 1, D / 2); ``layer`` is passed on to ``attend``."""
+        return self.mix(x if self.input_norm is None else self.input_norm.forward(x), x, cis, attend, layer)
+
+    def mix(self, normed: Tensor, x: Tensor, cis: Tensor, attend: Attend, layer: int) -> Tensor:
+        """The layer with its attention's input ``normed`` (R, H_in) given: draft nets read more than the stream x."""
         rows = cis.shape[0]  # those past it only pad the matrix products
-        mixed_in = self.qkv.forward(self.input_norm.forward(x))[:rows].view(rows, -1, self.head_dim)
+        mixed_in = self.qkv.forward(normed)[:rows].view(rows, -1, self.head_dim)
         turning, v = _split(mixed_in, self._turning_and_values, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _split(turning, self._queries_and_keys, 1)

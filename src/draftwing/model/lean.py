@@ -16,8 +16,9 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.model.cache import KVCache, TreeAttention
+from draftwing.model.causal import CausalAttention
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm
+from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import MIN_ROWS, Linear
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
@@ -49,7 +50,7 @@ class LeanTarget(Target):
         name: str = "model",
     ) -> None:
         self.config, self.name = config, name
-        self.embedding, self.layers, self.norm, self.head = embedding, layers, norm, head
+        self._embedding, self.layers, self.norm, self._head = embedding, layers, norm, head
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_length = config.num_layers, config.context_length
         self.dtype, self.device = embedding.dtype, embedding.device
@@ -99,6 +100,16 @@ class LeanTarget(Target):
         """Bytes of weights read by one forward of one token."""
         return self._num_weight_bytes
 
+    @property
+    def embedding(self) -> Tensor:
+        """See ``Target``."""
+        return self._embedding
+
+    @property
+    def head(self) -> Linear:
+        """See ``Target``."""
+        return self._head
+
     def new_context(self) -> LeanContext:
         """An empty context; slots are made as rows come."""
         c = self.config
@@ -140,7 +151,7 @@ class LeanTarget(Target):
         prompts = [row.prompt_length for row in ctx.rows]
         hidden, taps = self._hidden(ctx.cache, 0, ctx.lengths, prompts, tree, first_node, features)
         rows, nodes = tree.num_rows, tree.num_nodes - first_node
-        logits = self.head.forward(hidden)[: rows * nodes].view(rows, nodes, -1)
+        logits = self._head.forward(hidden)[: rows * nodes].view(rows, nodes, -1)
         return TargetOutput(logits, taps)
 
     def _hidden(
@@ -161,13 +172,20 @@ class LeanTarget(Target):
         positions = lengths_B[:, None] + tree.depths[:, first_node:]
         prompts_B = torch.tensor(prompt_lengths, device=self.device)[:, None]
         cis = self.rotary.cis(positions, prompts_B).view(real, 1, -1)
-        x = F.embedding(tree.tokens[:, first_node:].clamp(min=0).reshape(-1), self.embedding)
+        x = F.embedding(tree.tokens[:, first_node:].clamp(min=0).reshape(-1), self._embedding)
         if real < MIN_ROWS:  # padded once here, not in every matrix
             x = F.pad(x, (0, 0, 0, MIN_ROWS - real))
         windows, heads = self.config.sliding_windows, self.config.num_heads
         attend = TreeAttention(
             cache, first_row, lengths, lengths_B, tree, first_node, windows, heads, self._scale, max(real, MIN_ROWS)
         )
+        x, taps = self._run_layers(x, cis, attend, features)
+        return x, None if taps is None else taps[:real].view(rows, nodes, -1)
+
+    def _run_layers(
+        self, x: Tensor, cis: Tensor, attend: Attend, features: FeatureSpec
+    ) -> tuple[Tensor, Tensor | None]:
+        """(R, H) embeddings -> (R, H) after the final norm, and the taps (R, F)."""
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in features.taps:
@@ -177,7 +195,21 @@ class LeanTarget(Target):
         if not features.taps:
             return x, None
         tapped[self.num_layers] = x
-        return x, torch.cat([tapped[tap][:real] for tap in features.taps], -1).view(rows, nodes, -1)
+        return x, torch.cat([tapped[tap] for tap in features.taps], -1)
+
+    @torch.no_grad()
+    def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
+        """See ``Target.score``."""
+        rows, length = ids.shape
+        real = rows * length
+        positions = torch.arange(length, device=self.device).repeat(rows)
+        lengths = torch.full_like(positions, length)
+        cis = self.rotary.cis(positions, lengths, upto=length).view(real, 1, -1)
+        attend = CausalAttention(rows, length, self.config.sliding_windows, self._scale)
+        x, taps = self._run_layers(F.embedding(ids.reshape(-1), self._embedding), cis, attend, features)
+        return TargetOutput(
+            self._head.forward(x).view(rows, length, -1), None if taps is None else taps.view(rows, length, -1)
+        )
 
     @torch.inference_mode()
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:

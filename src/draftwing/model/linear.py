@@ -39,6 +39,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=bias.requires_grad)
         self.num_out, self.num_in = weight.shape
+        self.dtype = weight.dtype
         self._packed: Tensor | None = None
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import PromptError
+from draftwing.model.linear import Linear
 from draftwing.sampling import History
 from draftwing.tree import Accepted, DraftTree
 
@@ -119,6 +120,16 @@ class Target(ABC):
     def num_weight_bytes(self) -> int:
         """Bytes of weights read by one forward of one token (for bandwidth figures)."""
 
+    @property
+    @abstractmethod
+    def embedding(self) -> Tensor:
+        """(V, H) of the input tokens: nets read it too."""
+
+    @property
+    @abstractmethod
+    def head(self) -> Linear:
+        """The LM head: (R, H) after the final norm -> (R, V)."""
+
     @abstractmethod
     def new_context(self) -> Context:
         """An empty context."""
@@ -134,6 +145,18 @@ class Target(ABC):
     @abstractmethod
     def forward(self, ctx: Context, tree: DraftTree, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
         """Score every node. Writes the nodes' slots, commits nothing."""
+
+    @abstractmethod
+    def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
+        """Whole texts in one causal forward, for training: no context, no cache.
+
+        Args:
+            ids: (B, T) int64, padding (any token) at the ends of rows.
+            features: which hidden states to return.
+
+        Returns:
+            logits (B, T, V) and features (B, T, F).
+        """
 
     @abstractmethod
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:

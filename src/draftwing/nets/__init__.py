@@ -1,0 +1,1 @@
+"""Trainable draft nets, built of `model.layers`."""

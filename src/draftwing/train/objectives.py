@@ -1,0 +1,134 @@
+"""What a draft net is trained for, at every step of an unroll.
+
+    eagle1   Smooth L1 between predicted and true features, + 0.1 soft cross-entropy        (2401.15077)
+    hass     eagle1 + top-K distillation: cross-entropy over the target's K best tokens      (2408.15766)
+    eagle3   soft cross-entropy on the draft vocabulary, no feature loss                     (2503.01840)
+    tv       total variation, 1 - sum min(p, q): the chance that speculative sampling rejects (DistillSpec 2310.08461)
+
+Entries that do not count stay outside every mean. p = target, q = draft.
+Shape suffixes: R rows (entries), H hidden, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["OBJECTIVES", "Divergence", "Objective", "feature_loss", "head_loss", "soft_cross_entropy", "top_k", "tv"]
+
+Divergence = Callable[[Tensor, Tensor], Tensor]  # logits (R, V), p (R, V) -> (R,)
+CHUNK = {"cpu": 64}  # rows whose logits fit a processor's cache; elsewhere ``GPU_CHUNK``
+GPU_CHUNK = 4096
+
+
+def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
+    """- sum p log q."""
+    return logits.logsumexp(-1) - (probs * logits).sum(-1)
+
+
+def top_k(logits: Tensor, probs: Tensor, num_best: int = 10) -> Tensor:
+    """The part of the cross-entropy that falls on the target's ``num_best`` tokens (HASS)."""
+    best = probs.topk(min(num_best, probs.shape[-1]), dim=-1)
+    return (best.values * (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, best.indices))).sum(-1)
+
+
+def tv(logits: Tensor, probs: Tensor) -> Tensor:
+    """1 - sum min(p, q), in [0, 1]."""
+    return 1 - torch.minimum(probs, logits.softmax(-1)).sum(-1)
+
+
+def feature_loss(states: Tensor, features: Tensor) -> Tensor:
+    """Smooth L1, the mean over H: (R, H), (R, H) -> (R,)."""
+    return F.smooth_l1_loss(_wide(states), _wide(features), reduction="none").mean(-1)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss for one entry: ``feature_weight * feature_loss + sum of weight * divergence``.
+
+    Attributes:
+        divergences: (weight, function) of p and q.
+        feature_weight: of the regression onto the target's features; 0 for none.
+        decay: weight of step s is ``decay ** s``.
+    """
+
+    divergences: tuple[tuple[float, Divergence], ...]
+    feature_weight: float = 0.0
+    decay: float = 1.0
+
+    def divergence(self, logits: Tensor, probs: Tensor) -> Tensor:
+        """(R, V), (R, V) -> (R,)."""
+        parts = [weight * function(logits, probs) for weight, function in self.divergences]
+        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "eagle1": Objective(((0.1, soft_cross_entropy),), feature_weight=1.0),
+    "hass": Objective(((0.1, soft_cross_entropy), (1.0, top_k)), feature_weight=1.0),
+    "eagle3": Objective(((1.0, soft_cross_entropy),), decay=0.8),
+    "tv": Objective(((1.0, tv),), decay=0.8),
+}
+
+
+def head_loss(
+    read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor, divergence: Divergence, dtype: torch.dtype
+) -> Tensor:
+    """Sum over R of the divergence between softmax(read @ weight.T) and ``probs[rows]``.
+
+    The logits live for a few rows at a time, and so do their gradients: with them in memory whole, most of a
+    training update on a CPU would be their traffic, and on a GPU they would be its largest tensors.
+
+    Args:
+        read: (R, H).
+        weight: (V, H); gets a gradient if it wants one.
+        probs: (S, V) p, of which ``rows`` (R,) are meant.
+        dtype: of the matrix products.
+
+    Returns:
+        A scalar, float32 or wider.
+    """
+    found: Tensor = _HeadLoss.apply(read, weight, probs, rows, divergence, dtype)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Computes the gradients in the forward, row chunk by row chunk, over the logits' own memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor, divergence: Divergence, dtype: torch.dtype
+    ) -> Tensor:
+        device = read.device.type
+        with torch.autocast(device, enabled=False):
+            narrow, matrix = read.detach().to(dtype), weight.detach().to(dtype)
+            logits = narrow @ matrix.T
+            total = torch.zeros((), dtype=probs.dtype, device=read.device)
+            chunk = CHUNK.get(device, GPU_CHUNK)
+            for start in range(0, len(logits), chunk):
+                piece = logits[start : start + chunk]
+                wide = piece.to(probs.dtype, copy=True).requires_grad_()
+                with torch.enable_grad():
+                    loss = divergence(wide, probs[rows[start : start + chunk]]).sum()
+                (gradient,) = torch.autograd.grad(loss, wide)
+                piece.copy_(gradient)
+                total += loss.detach()
+            ctx.save_for_backward(
+                (logits @ matrix).to(read.dtype), (logits.T @ narrow).to(weight.dtype) if weight.requires_grad else None
+            )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = outputs
+        by_read, by_weight = ctx.saved_tensors
+        return by_read * scale, None if by_weight is None else by_weight * scale, None, None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Losses are taken in float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,148 @@
+"""What a training run is told: one frozen dataclass, written beside the checkpoint and compared on resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from draftwing.errors import ConfigError
+from draftwing.nets.eagle import Inputs
+from draftwing.train.objectives import OBJECTIVES
+
+__all__ = ["METHODS", "Method", "TrainOptions"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe of the literature: which net, which objective, how many unrolled steps, how much noise."""
+
+    version: int
+    objective: str
+    unroll_steps: int
+    noise: float = 0.0
+
+
+METHODS = {
+    "eagle1": Method(1, "eagle1", 1, 0.2),
+    "hass": Method(1, "hass", 3),
+    "eagle3": Method(3, "eagle3", 5),
+}
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a head is trained.
+
+    Attributes:
+        method: ``eagle1``, ``hass`` or ``eagle3``.
+        objective: overrides the method's own (``tv``: acceptance-aligned).
+        unroll_steps: of training-time test; None takes the method's own.
+        later_share: share of the entries that the unroll goes on with after its first step; less is faster.
+        inputs: what an entry reads (the EAGLE paper's ablation).
+        draft_vocab_size: of EAGLE-3's own head; None is the whole vocabulary.
+        fc_norm, norm_output: EAGLE-3.1.
+        max_length: tokens of a window or dialogue. ``tokens_per_batch``: of an update's micro-batch.
+        accumulation: micro-batches of one update.
+        iterations: updates; or ``minutes`` of wall time, from which they are reckoned once the speed is known.
+        optimizer: ``adamw``, or ``muon`` for the matrices with AdamW for the rest.
+        lr: the peak; None is 1e-3 (adamw) or 4e-3 (muon; its matrices take 20 times that). Cosine to 2% of it.
+        warmup: share of the run. ``clip``: norm of the gradient (adamw).
+        ema: decay of an average of the weights, which is what is then saved; 0 is off.
+        precision: ``bf16`` autocast, or ``no``.
+        validation_share: of the data, held out.
+        eval_every, save_every: iterations.
+        eval_prompts, eval_tokens, eval_depth: for tau, measured by decoding greedily with chains.
+        data_share: train on this share of the data alone.
+
+    Raises:
+        ConfigError: values that cannot be meant.
+    """
+
+    method: str = "eagle3"
+    objective: str | None = None
+    unroll_steps: int | None = None
+    later_share: float = 1.0
+    inputs: Inputs = "feature-shifted"
+    draft_vocab_size: int | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    max_length: int = 512
+    tokens_per_batch: int = 4096
+    accumulation: int = 1
+    iterations: int | None = None
+    minutes: float | None = None
+    optimizer: str = "adamw"
+    lr: float | None = None
+    warmup: float = 0.04
+    clip: float = 0.5
+    ema: float = 0.0
+    precision: str = "bf16"
+    validation_share: float = 0.02
+    eval_every: int = 200
+    save_every: int = 100
+    eval_prompts: int = 8
+    eval_tokens: int = 64
+    eval_depth: int = 5
+    data_share: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.method in METHODS, "method", f"one of {', '.join(METHODS)}"),
+            (self.objective is None or self.objective in OBJECTIVES, "objective", f"one of {', '.join(OBJECTIVES)}"),
+            (self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon"),
+            (self.precision in ("bf16", "no"), "precision", "bf16 or no"),
+            (self.unroll_steps is None or 1 <= self.unroll_steps <= 16, "unroll_steps", "from 1 to 16"),
+            (0 < self.later_share <= 1, "later_share", "in (0, 1]"),
+            (self.max_length >= 8, "max_length", "at least 8"),
+            (self.accumulation >= 1, "accumulation", "at least 1"),
+            (self.iterations is None or self.iterations >= 1, "iterations", "at least 1"),
+            (self.minutes is None or self.minutes > 0, "minutes", "above 0"),
+            (self.lr is None or self.lr > 0, "lr", "above 0"),
+            (0 <= self.warmup < 1, "warmup", "in [0, 1)"),
+            (self.clip > 0, "clip", "above 0"),
+            (0 <= self.ema < 1, "ema", "in [0, 1)"),
+            (0 < self.data_share <= 1, "data_share", "in (0, 1]"),
+            (self.eval_every >= 1, "eval_every", "at least 1"),
+            (self.save_every >= 1, "save_every", "at least 1"),
+            (self.eval_prompts >= 0, "eval_prompts", "0 or more"),
+        )
+        for good, name, wanted in checks:
+            if not good:
+                raise ConfigError(f"training: {name} must be {wanted}, found {getattr(self, name)!r}")
+        if (self.iterations is None) == (self.minutes is None):
+            raise ConfigError("training: give either iterations or minutes")
+        if self.method != "eagle3" and (self.fc_norm or self.norm_output or self.draft_vocab_size):
+            raise ConfigError(
+                f"training: fc_norm, norm_output and draft_vocab_size belong to eagle3, found method {self.method!r}"
+            )
+
+    @property
+    def recipe(self) -> Method:
+        """The method with what was overridden."""
+        found = METHODS[self.method]
+        return dataclasses.replace(
+            found,
+            objective=self.objective or found.objective,
+            unroll_steps=self.unroll_steps or found.unroll_steps,
+        )
+
+    @property
+    def peak_lr(self) -> float:
+        """Of AdamW's parameters."""
+        return self.lr or (4e-3 if self.optimizer == "muon" else 1e-3)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return dataclasses.asdict(self)
+
+    def check_resumes(self, saved: dict[str, Any], where: str) -> None:
+        """Raise ConfigError unless a run saved with ``saved`` may go on with these; how often it reports may change."""
+        free = {"eval_every", "save_every", "eval_prompts", "eval_tokens", "eval_depth"}
+        for name, value in self.to_dict().items():
+            if name not in free and saved.get(name, value) != value:
+                raise ConfigError(
+                    f"{where} holds a run with {name} {saved[name]!r}, and this one has {value!r}: choose "
+                    f"another --out, or give what that run had to go on with it"
+                )

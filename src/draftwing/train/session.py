@@ -1,0 +1,237 @@
+"""A training run from names to a head: load the target and the data, make the net, train, draw the curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget
+from draftwing.drafters.eagle import EagleDrafter
+from draftwing.errors import UnsupportedError
+from draftwing.formats.identity import chat_template_hash, target_id
+from draftwing.load import SHIPPED, load_target
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.target import Target
+from draftwing.model.weights import resolve
+from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.sampling import Sampling
+from draftwing.stats import Stats
+from draftwing.tokenizer import Tokenizer
+from draftwing.train.batches import Batches
+from draftwing.train.corpus import Corpus, split
+from draftwing.train.curves import read_metrics
+from draftwing.train.data import read_examples
+from draftwing.train.features import OnlineFeatures
+from draftwing.train.initial import initialise
+from draftwing.train.loss import Truth, UnrolledLoss
+from draftwing.train.objectives import OBJECTIVES
+from draftwing.train.options import TrainOptions
+from draftwing.train.trainer import Progress, Trainer
+from draftwing.train.vocabulary import DraftVocabulary
+
+__all__ = ["Session", "measure_tau", "new_net", "prepare", "validation_prompts"]
+
+PROMPT_LENGTH = 128  # tokens of a document from which tau is measured
+VALIDATION_BATCHES = 4
+
+
+@dataclass
+class Session:
+    """A run that is ready to start.
+
+    Attributes:
+        trainer: its loop.
+        training, validation: the data.
+        coverage: share of the training tokens in the draft vocabulary.
+    """
+
+    trainer: Trainer
+    target: Target
+    tokenizer: Tokenizer
+    training: Corpus
+    validation: Corpus
+    coverage: float
+
+    def run(self) -> Progress:
+        """Train; see ``Trainer.run``."""
+        return self.trainer.run()
+
+    def describe(self) -> str:
+        """One line: what is trained, on what."""
+        net, options = self.trainer.net, self.trainer.options
+        millions = sum(p.numel() for p in net.parameters()) / 1e6
+        vocabulary = f"{net.config.draft_vocab_size} of {net.config.vocab_size} tokens"
+        return (
+            f"{options.method} head of {millions:.2f}M parameters for {self.target.name}, draft vocabulary "
+            f"{vocabulary} ({self.coverage:.1%} of the data), {self.training.num_tokens:,} tokens to train on, "
+            f"{self.validation.num_tokens:,} held out"
+        )
+
+    def final_metrics(self) -> dict[str, Any]:
+        """The last evaluation's, and coverage."""
+        judged = [each for each in read_metrics(self.trainer.out) if "val_loss" in each]
+        last = judged[-1] if judged else {}
+        return {
+            "coverage": self.coverage,
+            **{name: last[name] for name in ("val_loss", "tau", "alpha") if name in last},
+        }
+
+
+def prepare(
+    target: str | Path | None,
+    sources: Sequence[str | Path],
+    options: TrainOptions,
+    out: Path,
+    *,
+    exclude: Path | None = None,
+    dtype: str = "bfloat16",
+    device: str | None = None,
+    on_data: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Session:
+    """Load everything that a run needs.
+
+    Args:
+        target: folder or hub id; None is the shipped one.
+        sources: files and folders, see ``read_examples``.
+        exclude: a file of names to leave out of folders.
+        dtype: of the target.
+        on_data: called with bytes read and bytes in all.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, TokenizerError: what is wrong, and the mend.
+        UnsupportedError: an architecture whose shape is unknown here.
+    """
+    accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
+    torch.manual_seed(options.seed)
+    folder = resolve(target) if target is not None else SHIPPED / "target"
+    tokenizer = Tokenizer(folder)
+    corpus = read_examples(sources, tokenizer, max_length=options.max_length, exclude=exclude, on_progress=on_data)
+    training, validation = split(corpus, options.validation_share, options.seed)
+    if options.data_share < 1:
+        _, training = split(training, options.data_share, options.seed + 1)
+    model = load_target(folder, dtype=dtype, device=device, name=str(target or "draftwing/target"), prepack=False)
+    vocabulary = DraftVocabulary.build(
+        training, model.vocab_size, options.draft_vocab_size or model.vocab_size, always=model.eos_ids
+    )
+    net = new_net(model, folder, options, vocabulary, tokenizer)
+    batches = Batches(training, options.tokens_per_batch, options.max_length, options.seed)
+    source = OnlineFeatures(model, batches, net.config.taps)
+    initialise(net, model.head, source.batch(0).features)
+    evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
+    describe = {
+        **{key: value for key, value in options.to_dict().items() if value is not None},
+        "tokens_in_data": training.num_tokens,
+        "coverage": vocabulary.coverage,
+        "chat_template": chat_template_hash(folder),
+    }
+    trainer = Trainer(net, model.head, source, options, out, evaluate, on_progress, accelerator, describe)
+    return Session(trainer, model, tokenizer, training, validation, vocabulary.coverage)
+
+
+def new_net(
+    target: Target, folder: Path, options: TrainOptions, vocabulary: DraftVocabulary, tokenizer: Tokenizer
+) -> EagleNet:
+    """A net of the target's own shape, with random weights in float32."""
+    shape = _shape_of(target, folder)
+    whole = len(vocabulary.target_ids) == target.vocab_size
+    config = EagleConfig.for_target(
+        options.recipe.version,
+        shape,
+        None if whole else len(vocabulary.target_ids),
+        inputs=options.inputs,
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output,
+        target=target_id(target, tokenizer),
+    )
+    ids = None if whole or config.version == 1 else vocabulary.target_ids.to(target.device)
+    return EagleNet(config, target.embedding.float(), target.head, ids)
+
+
+def _shape_of(target: Target, folder: Path) -> ModelConfig:
+    """The target's shape as the lean decoder reads it; for other architectures, a Llama of their size."""
+    config = read_config(folder)
+    try:
+        return dataclasses.replace(
+            ModelConfig.from_hf(config, str(folder / "config.json")), vocab_size=target.vocab_size
+        )
+    except UnsupportedError:
+        heads = config.get("num_attention_heads") or config.get("n_head")
+        if not isinstance(heads, int) or target.hidden_size % heads:
+            raise
+        length = min(target.max_length, 1 << 17)
+        llama = {
+            "model_type": "llama",
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "intermediate_size": config.get("intermediate_size") or 4 * target.hidden_size,
+            "num_hidden_layers": target.num_layers,
+            "num_attention_heads": heads,
+            "max_position_embeddings": length,
+        }
+        return ModelConfig.from_hf(llama, str(folder / "config.json"))
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
+    """Prompts cut from held-out data: dialogues up to their first answer, documents after ``PROMPT_LENGTH`` tokens."""
+    prompts = [ids[: int(e.mask.argmax())].tolist() for e in corpus.examples for ids in [e.ids] if e.mask.argmax() > 1]
+    room = len(corpus.stream) - PROMPT_LENGTH
+    if room > 0:
+        # Even steps through the stream, so that a run with more prompts sees other places too.
+        starts = [int(room * (i + 0.5) / max(num, 1)) for i in range(num)]
+        prompts += [[*corpus.prefix, *corpus.stream[at : at + PROMPT_LENGTH].tolist()] for at in starts]
+    step = max(1, len(prompts) // max(num, 1))
+    return prompts[::step][:num]
+
+
+@torch.inference_mode()
+def measure_tau(target: Target, net: EagleNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
+    """Decode greedily with the net as it stands, all prompts in one batch."""
+    drafter = EagleDrafter(net, target)
+    decoder, stats = Decoder(target, drafter, budget=budget), Stats()
+    for prompt in prompts:
+        decoder.admit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
+    while decoder.num_running:
+        stats.add(decoder.step())
+    return stats
+
+
+def _evaluate(target: Target, validation: Corpus, options: TrainOptions, net: EagleNet) -> dict[str, Any]:
+    """Loss and agreement on held-out data, and tau through the real decoder."""
+    began = time.perf_counter()
+    source = OnlineFeatures(
+        target, Batches(validation, options.tokens_per_batch, options.max_length, options.seed), net.config.taps
+    )
+    recipe = options.recipe
+    scorer = UnrolledLoss(net, OBJECTIVES[recipe.objective], recipe.unroll_steps).eval()
+    wide = torch.promote_types(net.fc.weight.dtype, torch.float32)
+    loss = torch.zeros(recipe.unroll_steps)
+    count, agreed = torch.zeros_like(loss), torch.zeros_like(loss)
+    for number in range(min(VALIDATION_BATCHES, source.num_batches_per_epoch)):
+        found = source.batch(number)
+        sums = scorer(found, Truth.of(found, target.head, net.target_ids, wide), agreement=True)
+        loss += torch.tensor([float(s.loss) for s in sums])
+        count += torch.tensor([float(s.count) for s in sums])
+        agreed += torch.tensor([float(s.agreed) for s in sums if s.agreed is not None])
+    result: dict[str, Any] = {
+        "val_loss": float((loss / count.clamp(min=1)).sum()),
+        "val_agreement": (agreed / count.clamp(min=1)).tolist(),
+    }
+    prompts = validation_prompts(validation, options.eval_prompts)
+    prompts = [prompt for prompt in prompts if len(prompt) + options.eval_tokens < target.max_length]
+    if prompts:
+        stats = measure_tau(target, net, prompts, Budget(options.eval_depth), options.eval_tokens)
+        result |= {"tau": stats.tau, "alpha": stats.alpha}
+    return {**result, "eval_seconds": time.perf_counter() - began}

@@ -1,0 +1,279 @@
+"""Sources of training data: which files there are, and the documents and dialogues in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from draftwing.errors import DataError
+
+__all__ = ["Message", "Record", "SourceFile", "find_files", "read_records"]
+
+# role (system, user, assistant or tool) and content; finish_reason "length" where an answer was cut off
+Message = dict[str, str]
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+_KNOWN_KEYS = "'conversations', 'messages', 'prompt' (with 'response' or 'completion') or 'text'"
+_JSON_LINES = (".jsonl", ".ndjson")
+# Installed packages and compiled files are not what a folder is named for.
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+_HEAD_BYTES = 8192  # enough to tell text from anything else before a file of gigabytes is read
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file with data.
+
+    Attributes:
+        name: for messages: as it was given, or relative to the folder that was.
+        in_folder: found in a folder; then it may be skipped where it is no text.
+    """
+
+    path: Path
+    name: str
+    num_bytes: int
+    in_folder: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document or one dialogue.
+
+    Attributes:
+        where: file and line, for messages.
+        text: of a document; None for a dialogue.
+        messages: of a dialogue.
+        num_bytes: its share of the file, for progress.
+        ended: False for a document that was cut off (``finish_reason`` is ``length``): no end token closes it.
+    """
+
+    where: str
+    text: str | None
+    messages: tuple[Message, ...]
+    num_bytes: int
+    ended: bool = True
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def find_files(
+    sources: Sequence[str | Path], exclude: Path | None = None, *, output: Path | None = None
+) -> list[SourceFile]:
+    """Every file of the sources, folders in the order of their relative names.
+
+    Hidden files and folders, ``__pycache__``, installed packages and ``output`` are left out of folders.
+
+    Args:
+        exclude: a file with one relative name per line to leave out of folders: a name, a folder with a slash at
+            its end, or a pattern with ``*`` (which stands for slashes too). Empty lines and ``#`` lines say nothing.
+        output: a file that is being written, and therefore no source.
+
+    Raises:
+        DataError: there is no source, one is missing, or one is an empty file or a folder without files.
+    """
+    if not sources:
+        raise DataError("there is no source of data: give at least one file or folder")
+    patterns = _read_patterns(exclude)
+    found: list[SourceFile] = []
+    for source in map(Path, sources):
+        if source.is_dir():
+            inside = [file for file in _walk(source, patterns) if not _same(file.path, output)]
+            if not inside:
+                raise DataError(f"{source}: this folder has no file to read: check the path and what is excluded")
+            found += inside
+        elif not source.exists():
+            raise DataError(f"{source}: there is no such file or folder: check the path")
+        elif source.stat().st_size == 0:
+            raise DataError(f"{source}: this file is empty: give one with text or dialogues")
+        elif _same(source, output):
+            raise DataError(f"{source}: this file is both a source and the output: write to another file")
+        else:
+            found.append(SourceFile(source, str(source), source.stat().st_size, in_folder=False))
+    return found
+
+
+def _same(path: Path, other: Path | None) -> bool:
+    return other is not None and path.resolve() == other.resolve()
+
+
+def _read_patterns(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{file}: the names to exclude cannot be read ({error}): give a UTF-8 file with one name per line"
+        ) from error
+    return [line for raw in lines if (line := raw.strip()) and not line.startswith("#")]
+
+
+def _walk(folder: Path, patterns: list[str]) -> Iterator[SourceFile]:
+    paths = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+        paths += [Path(root, name) for name in files if not name.startswith(".")]
+    for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
+        size = path.stat().st_size if path.is_file() else 0
+        if size and not any(_matches(name, pattern) for pattern in patterns):
+            yield SourceFile(path, name, size, in_folder=True)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.endswith("/"):
+        pattern += "*"
+    return fnmatch(name, pattern) if "*" in pattern else name == pattern
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def read_records(file: SourceFile) -> Iterator[Record]:
+    """The documents and dialogues of a file.
+
+    ``.jsonl`` has one object per line, ``.json`` a list of them; anything else is one document. Of the files of a
+    folder, those that are not UTF-8 text are skipped, and a ``.json`` file that is no list of such objects is a
+    document like any other.
+
+    Raises:
+        DataError: the file cannot be read, or a line or an object means nothing here.
+    """
+    suffix = file.path.suffix.lower()
+    if suffix in _JSON_LINES:
+        yield from _read_lines(file)
+        return
+    text = _read_text(file)
+    if text is None:
+        return
+    if suffix == ".json":
+        objects = _list_of_objects(file, text)
+        if objects is not None:
+            for number, entry in enumerate(objects, 1):
+                yield _record(entry, f"{file.name}, entry {number}", file.num_bytes // len(objects))
+            return
+    yield Record(file.name, text, (), file.num_bytes)
+
+
+def _read_text(file: SourceFile) -> str | None:
+    """The text with plain newlines; None for a file of a folder that has none."""
+    try:
+        with file.path.open("rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+            if b"\0" in head:  # valid UTF-8, but in no text
+                raise ValueError("it has zero bytes")
+            text = (head + stream.read()).decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{file.name}: this file cannot be read ({error}): check its permissions") from error
+    except ValueError as error:
+        if file.in_folder:
+            return None
+        raise DataError(
+            f"{file.name}: expected UTF-8 text, found other bytes ({error}): convert it to UTF-8"
+        ) from error
+    return text.replace("\r\n", "\n")
+
+
+def _read_lines(file: SourceFile) -> Iterator[Record]:
+    with file.path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            where = f"{file.name}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                raise DataError(
+                    f"{where}: not JSON ({error}): each line must be one object; mend or delete the line"
+                ) from error
+            yield _record(entry, where, len(line))
+
+
+def _list_of_objects(file: SourceFile, text: str) -> list[Any] | None:
+    """What a ``.json`` file lists; None for a file of a folder that means something else (settings, say)."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        if file.in_folder:
+            return None
+        raise DataError(
+            f"{file.name}: not JSON ({error}): expected a list of objects; name the file .jsonl if it has one per line"
+        ) from error
+    listed = isinstance(found, list) and bool(found) and isinstance(found[0], dict)
+    if listed and (not file.in_folder or {"conversations", "messages", "prompt", "text"} & set(found[0])):
+        return list(found)
+    if file.in_folder:
+        return None
+    raise DataError(
+        f"{file.name}: expected a list of objects with {_KNOWN_KEYS}, found {str(found)[:60]!r}: give such a list, "
+        f"or a .jsonl file"
+    )
+
+
+def _record(entry: Any, where: str, num_bytes: int) -> Record:
+    if not isinstance(entry, dict):
+        raise DataError(f"{where}: expected an object with {_KNOWN_KEYS}, found {entry!r:.60}: mend or delete it")
+    for key in ("conversations", "messages"):
+        if key in entry:
+            return Record(where, None, _messages(entry[key], f"{where}, {key!r}"), num_bytes)
+    if "prompt" in entry:
+        messages = [{"role": "user", "content": _string(entry, "prompt", where)}]
+        answer = next((key for key in ("response", "completion") if key in entry), None)
+        if answer is not None:
+            messages.append({"role": "assistant", "content": _string(entry, answer, where)})
+        return Record(where, None, tuple(messages), num_bytes)
+    if "text" in entry:
+        ended = entry.get("finish_reason") != "length"
+        return Record(where, _string(entry, "text", where), (), num_bytes, ended)
+    found = ", ".join(map(repr, entry)) or "none"
+    raise DataError(f"{where}: expected one of the keys {_KNOWN_KEYS}, found {found}: rename the key that has the text")
+
+
+def _messages(listed: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(listed, list):
+        raise DataError(f"{where}: expected a list of messages, found {type(listed).__name__}: mend or delete it")
+    messages = []
+    for number, message in enumerate(listed, 1):
+        here = f"{where}, message {number}"
+        if not isinstance(message, dict):
+            raise DataError(f"{here}: expected an object, found {message!r:.60}: mend or delete it")
+        who, what = ("from", "value") if "from" in message else ("role", "content")
+        role = _ROLES.get(_string(message, who, here).lower())
+        if role is None:
+            raise DataError(
+                f"{here}: unknown role {message[who]!r}: rename it to one of {', '.join(sorted(set(_ROLES.values())))}"
+            )
+        messages.append({"role": role, "content": _string(message, what, here)})
+        if message.get("finish_reason") == "length":
+            messages[-1]["finish_reason"] = "length"
+    return tuple(messages)
+
+
+def _string(entry: dict[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str):
+        found = "no such key" if key not in entry else f"{type(value).__name__} {value!r:.40}"
+        raise DataError(
+            f"{where}: expected a string under {key!r}, found {found}: write it as text, or delete the entry"
+        )
+    # Half of a surrogate pair ("\ud83d" alone) is legal in JSON, but no text: it cannot be encoded.
+    return value.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,318 @@
+"""The training loop: batches by number, an unrolled loss, checkpoints that survive a kill, and tau as it will be used.
+
+What a run does next depends only on its checkpoint: the data by the iteration's number, the noise by a seed made of
+it. A killed and resumed run therefore equals an unbroken one, bit for bit on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from draftwing.errors import NumericsError
+from draftwing.formats.eagle import write_head
+from draftwing.model.linear import Linear
+from draftwing.nets.eagle import EagleNet
+from draftwing.train.checkpoint import read_checkpoint, write_checkpoint
+from draftwing.train.features import FeatureSource
+from draftwing.train.loss import Truth, UnrolledLoss
+from draftwing.train.objectives import OBJECTIVES
+from draftwing.train.options import TrainOptions
+
+__all__ = ["Progress", "Trainer"]
+
+METRICS = "metrics.jsonl"
+WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is measured
+REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run at which the number of iterations is reckoned anew
+
+
+@dataclass
+class Progress:
+    """Where a run stands; ``metrics`` is the line that was just logged.
+
+    Attributes:
+        iteration: updates done; ``iterations`` in all (an estimate while a timed run measures its speed).
+        metrics: loss, lr, tokens_per_s, ``agreement`` of each step, and after an evaluation ``val_*`` and ``tau``.
+    """
+
+    iteration: int
+    iterations: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class Trainer:
+    """Trains ``net``, and resumes from ``out`` where a checkpoint lies there.
+
+    Args:
+        net: to be trained, in float32 (or float64).
+        target_head: the target's LM head, plain (not prepacked).
+        source: batches with features.
+        options: see ``TrainOptions``.
+        out: folder of checkpoint, metrics and head.
+        evaluate: called with the net as it would be saved; returns metrics such as ``tau``. On the main process only.
+        on_progress: called after every iteration on the main process.
+        accelerator: None makes one for ``options.precision``.
+        describe: what is written into the head about its training.
+    """
+
+    def __init__(
+        self,
+        net: EagleNet,
+        target_head: Linear,
+        source: FeatureSource,
+        options: TrainOptions,
+        out: Path,
+        evaluate: Callable[[EagleNet], dict[str, Any]] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        accelerator: Accelerator | None = None,
+        describe: dict[str, Any] | None = None,
+    ) -> None:
+        self.net, self.source, self.options, self.out = net, source, options, out
+        self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
+        self._head, self._evaluate, self.on_progress = target_head, evaluate, on_progress
+        self._describe = describe or {}
+        recipe = options.recipe
+        self._loss = UnrolledLoss(
+            net, OBJECTIVES[recipe.objective], recipe.unroll_steps, recipe.noise, options.later_share
+        )
+        self._optimizers = _optimizers(net, options)
+        self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
+        prepared = self.accelerator.prepare(self._loss, *self._optimizers)
+        self._wrapped, self._prepared = prepared[0], list(prepared[1:])
+        self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
+        self._wide = torch.promote_types(net.fc.weight.dtype, torch.float32)
+        self.iteration, self.iterations = 0, options.iterations or 10**9
+        self._seconds = 0.0  # of training in all sessions, for timed runs
+        self._replanned = 0
+        self.stopping = False  # set it (from a signal handler) to stop after the present iteration
+
+    # --- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Progress:
+        """Train to the end, or until ``stopping``; always leaves a checkpoint and a head behind.
+
+        Raises:
+            NumericsError: the loss is no longer finite.
+            CheckpointError: the folder holds another run, or cannot be written.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._resume()
+        progress = Progress(self.iteration, self.iterations)
+        options, began = self.options, time.perf_counter()
+        while self.iteration < self.iterations and not self.stopping:
+            metrics = self._update()
+            now = time.perf_counter()
+            self._seconds += now - began
+            began = now
+            self._plan()
+            last = self.iteration >= self.iterations
+            if self._evaluate is not None and (self.iteration % options.eval_every == 0 or last):
+                metrics |= self._evaluated()
+            if self.iteration % options.save_every == 0 or last or self.stopping:
+                self.save()
+            progress = Progress(self.iteration, self.iterations, metrics)
+            if self.accelerator.is_main_process:
+                self._log(metrics)
+                if self.on_progress is not None:
+                    self.on_progress(progress)
+        return progress
+
+    def save(self) -> None:
+        """Write the checkpoint, and the head as it stands."""
+        self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        write_checkpoint(
+            self.out,
+            {
+                "options": self.options.to_dict(),
+                "iteration": self.iteration,
+                "iterations": self.iterations,
+                "seconds": self._seconds,
+                "replanned": self._replanned,
+                "net": self.net.state_dict(),
+                "average": self._average,
+                "optimizers": [each.state_dict() for each in self._optimizers],
+            },
+        )
+        with self._averaged():
+            write_head(self.out / "head", self.net, training={**self._describe, "iterations": self.iteration})
+
+    def _resume(self) -> None:
+        state = read_checkpoint(self.out)
+        if state is None:
+            return
+        self.options.check_resumes(state["options"], str(self.out))
+        self.net.load_state_dict(state["net"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        device = self.net.fc.weight.device
+        self._average = {name: each.to(device) for name, each in state["average"].items()}
+        self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
+        self._seconds, self._replanned = state["seconds"], state["replanned"]
+        if self.accelerator.is_main_process:
+            self._drop_later_metrics()
+
+    def _update(self) -> dict[str, Any]:
+        """One update; returns its metrics."""
+        options, accelerator = self.options, self.accelerator
+        began, tokens = time.perf_counter(), 0
+        rate = self._rate()
+        for optimizer, rates in zip(self._optimizers, self._base_rates, strict=True):
+            for group, base in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = base * rate
+        watched = (self.iteration + 1) % 10 == 0 or self.iteration == 0
+        self._wrapped.train()
+        total = 0.0
+        agreement: list[float] = []
+        for micro in range(options.accumulation):
+            number = self.iteration * options.accumulation + micro
+            torch.manual_seed(_mixed(options.seed, number, accelerator.process_index))
+            found = self.source.batch(number, accelerator.process_index, accelerator.num_processes)
+            truth = Truth.of(found, self._head, self.net.target_ids, self._wide)
+            last = micro + 1 == options.accumulation
+            with nullcontext() if last else accelerator.no_sync(self._wrapped):
+                with accelerator.autocast():
+                    sums = self._wrapped(found, truth, agreement=watched)
+                counts = self._everywhere(
+                    torch.tensor([float(s.count) for s in sums], device=self.net.fc.weight.device)
+                )
+                decay = self._loss.objective.decay
+                parts = [s.loss * (decay**i / max(float(counts[i]), 1.0)) for i, s in enumerate(sums)]
+                # Data-parallel wrappers average gradients over the processes; these are shares of one mean.
+                loss = torch.stack(parts).sum() * accelerator.num_processes / options.accumulation
+                accelerator.backward(loss)
+            total += float(self._everywhere(loss.detach() / accelerator.num_processes))
+            tokens += found.batch.ids.numel() * accelerator.num_processes
+            if watched:
+                agreed = self._everywhere(torch.stack([s.agreed for s in sums if s.agreed is not None]).float())
+                agreement = (agreed / counts.clamp(min=1)).tolist()
+        if not math.isfinite(total):
+            raise NumericsError(
+                f"the loss is {total} at iteration {self.iteration + 1}: lower --lr, or train with --precision no; the "
+                f"last checkpoint in {self.out} is whole"
+            )
+        if options.optimizer == "adamw":
+            accelerator.clip_grad_norm_(self.net.parameters(), options.clip)
+        for optimizer in self._prepared:
+            optimizer.step()
+            optimizer.zero_grad()
+        self._update_average()
+        self.iteration += 1
+        seconds = time.perf_counter() - began
+        metrics = {
+            "iteration": self.iteration,
+            "loss": total,
+            "lr": self._base_rates[-1][0] * rate,
+            "tokens_per_s": tokens / seconds,
+        }
+        return {**metrics, "agreement": agreement} if agreement else metrics
+
+    def _everywhere(self, value: Tensor) -> Tensor:
+        """The sum over all processes."""
+        found: Tensor = self.accelerator.reduce(value, "sum") if self.accelerator.num_processes > 1 else value
+        return found
+
+    # --- its parts -------------------------------------------------------------------------------------------------
+
+    def _rate(self) -> float:
+        """Share of the peak learning rate: linear warm-up, then a cosine to 2%."""
+        options = self.options
+        if options.minutes is not None and self.iterations >= 10**9:
+            return min(1.0, (self.iteration + 1) / 20)  # until the speed is known
+        warm = max(1, round(options.warmup * self.iterations), min(20, self.iterations // 10))
+        if self.iteration < warm:
+            return (self.iteration + 1) / warm
+        through = (self.iteration - warm) / max(1, self.iterations - warm)
+        return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * through))
+
+    def _plan(self) -> None:
+        """For a timed run: how many iterations fit. The number is kept in checkpoints, so that a resumed run has it."""
+        minutes = self.options.minutes
+        if minutes is None or self._replanned >= len(REPLAN) or self.iteration < 2 * WARM_UP_ITERATIONS:
+            return
+        if self._seconds < REPLAN[self._replanned] * minutes * 60:
+            return
+        self._replanned += 1
+        each = self._seconds / self.iteration
+        left = torch.tensor([max(0.0, minutes * 60 - self._seconds) / each], device=self.net.fc.weight.device)
+        # The processes must agree.
+        left = self._everywhere(left) / self.accelerator.num_processes
+        self.iterations = self.iteration + max(1, int(left))
+
+    def _evaluated(self) -> dict[str, Any]:
+        if self._evaluate is None or not self.accelerator.is_main_process:
+            return {}
+        self.net.eval()
+        with self._averaged(), torch.no_grad():
+            return self._evaluate(self.net)
+
+    def _update_average(self) -> None:
+        if self.options.ema:
+            with torch.no_grad():
+                for name, p in self.net.named_parameters():
+                    self._average[name].lerp_(p, 1 - self.options.ema)
+
+    def _averaged(self) -> _Swapped:
+        """Within it the net has its averaged weights."""
+        return _Swapped(self.net, self._average)
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        with (self.out / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def _drop_later_metrics(self) -> None:
+        """A killed run may have logged iterations that its checkpoint does not have."""
+        file = self.out / METRICS
+        if file.exists():
+            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+            kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+            file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+class _Swapped:
+    """Puts other weights into a net for a while."""
+
+    def __init__(self, net: nn.Module, weights: dict[str, Tensor]) -> None:
+        self._net, self._weights = net, weights
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, p in self._net.named_parameters():
+            if name in self._weights:
+                own = p.detach().clone()
+                p.copy_(self._weights[name])
+                self._weights[name].copy_(own)
+
+
+def _mixed(seed: int, number: int, rank: int) -> int:
+    """A seed of its own for each batch and process."""
+    return (seed * 1_000_003 + number) * 1_009 + rank
+
+
+def _optimizers(net: EagleNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
+    """AdamW for everything; or Muon (Jordan et al. 2024) for the matrices between hidden states, AdamW for the rest."""
+    lr = options.peak_lr
+    trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    if options.optimizer == "adamw":
+        return [torch.optim.AdamW([p for _, p in trained], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    inner = [p for name, p in trained if p.ndim == 2 and not name.startswith("head.")]
+    rest = [p for name, p in trained if p.ndim != 2 or name.startswith("head.")]
+    muon = torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0)
+    return [muon, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else [muon]

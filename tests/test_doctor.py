@@ -1,0 +1,405 @@
+"""The doctor: a sound head passes, and every trap is found by the check that is named for it, and by no other."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import add_tokenizer
+from draftwing.formats.convert import convert
+from draftwing.formats.doctor import CHECKS, diagnose
+from draftwing.formats.eagle import read_config, write_head
+from draftwing.formats.identity import chat_template_hash, target_id_of_folder
+from draftwing.model.config import ModelConfig
+from draftwing.model.linear import Linear
+from draftwing.nets.eagle import EagleConfig, EagleNet
+
+VOCAB, HIDDEN, LAYERS, DRAFT = 300, 32, 8, 100
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+KEPT = torch.cat([torch.arange(60), torch.arange(70, 109), torch.tensor([299])])  # with the end token, 2
+
+
+@pytest.fixture(scope="module")
+def target(folder_of, tmp_path_factory):
+    model = folder_of("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS, rope_theta=500000.0)
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("doctor") / "model")
+    return add_tokenizer(folder, VOCAB, chat_template=TEMPLATE)
+
+
+@pytest.fixture
+def training(target):
+    return {"chat_template": chat_template_hash(target), "coverage": 0.98}
+
+
+def net_for(target, version=3, dtype=torch.float32, **changes):
+    config = EagleConfig.for_target(
+        version, ModelConfig.from_hf(read_config(target)), changes.pop("draft_vocab_size", DRAFT), **changes
+    )
+    config = replace(config, target=target_id_of_folder(target))
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].to(dtype)
+    torch.manual_seed(0)
+    return EagleNet(config, embedding, Linear(embedding), KEPT if config.has_draft_vocab else None, dtype)
+
+
+@pytest.fixture
+def head(target, training, tmp_path):
+    write_head(tmp_path / "head", net_for(target), training=training)
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def first(target, training, tmp_path):
+    write_head(tmp_path / "first", net_for(target, 1), training=training)
+    return tmp_path / "first"
+
+
+def set_config(folder, *drop, **changes):
+    file = folder / "config.json"
+    found = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in found.items() if key not in drop}))
+
+
+def set_block(folder, *drop, **changes):
+    block = {**json.loads((folder / "config.json").read_text())["draftwing"], **changes}
+    set_config(folder, draftwing={key: value for key, value in block.items() if key not in drop})
+
+
+def set_weights(folder, **changes):
+    weights = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: each for name, each in weights.items() if each is not None}, folder / "model.safetensors")
+
+
+def troubles(folder, target=None):
+    """Every finding that is not ok, by name."""
+    return {finding.name: finding for finding in diagnose(folder, target) if finding.status != "ok"}
+
+
+def found(folder, target, name, status, *parts):
+    """Exactly one finding is not ok; it has the name and the status, and its text has the parts and a mend."""
+    wrong = troubles(folder, target)
+    assert list(wrong) == [name], wrong
+    finding = wrong[name]
+    assert finding.status == status, finding
+    for part in parts:
+        assert part in f"{finding.detail} -> {finding.mend}", finding
+    assert finding.mend
+
+
+# --- sound heads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("version", "changes"),
+    [
+        (1, {}),
+        (3, {}),
+        (3, {"draft_vocab_size": None}),
+        (3, {"fc_norm": True, "norm_output": True}),
+        (3, {"taps": (1, 3, 6)}),
+    ],
+)
+def test_a_sound_head_passes(target, training, tmp_path, version, changes, dtype):
+    write_head(tmp_path / "head", net_for(target, version, dtype, **changes), training=training)
+    findings = diagnose(tmp_path / "head", target)
+    assert [(finding.name, finding.detail) for finding in findings if finding.status != "ok"] == []
+    assert len(findings) == len(CHECKS) == len({finding.name for finding in findings})
+    assert all(finding.detail and not finding.mend for finding in findings)
+
+
+@pytest.mark.parametrize("layout", ["eagle", "vllm", "sglang", "speculators"])
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_sound_export_passes(target, head, first, tmp_path, version, layout):
+    if (version, layout) == (1, "speculators"):
+        return
+    convert(head if version == 3 else first, tmp_path / "out", layout)
+    assert troubles(tmp_path / "out", target) == {}
+
+
+def test_without_a_target_nothing_is_guessed(head):
+    wrong = troubles(head)
+    assert {finding.status for finding in wrong.values()} == {"unknown"}
+    assert set(wrong) == {
+        "rope-theta", "max-positions", "hidden-size", "num-layers", "vocabulary", "chat-template"
+    }  # fmt: skip
+    assert all(finding.mend == "give the target's folder" for finding in wrong.values())
+
+
+def test_a_foreign_head_leaves_some_things_open(target, head):
+    set_config(head, "draftwing")
+    wrong = troubles(head, target)
+    assert {name: finding.status for name, finding in wrong.items()} == dict.fromkeys(
+        ("draft-coverage", "num-layers", "vocabulary", "chat-template"), "unknown"
+    )
+    assert "on which text they were chosen is not said" in wrong["draft-coverage"].detail
+    assert "does not say which tokenizer" in wrong["vocabulary"].detail
+
+
+# --- folders that cannot be read -------------------------------------------------------------------------------------
+
+
+def test_nothing_about_a_head_raises(target, head, tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        wrong = troubles(folder, target)
+        assert wrong["config"].status == wrong["weights"].status == "fail"
+        assert wrong["missing-tensors"].status == "unknown"
+    (head / "config.json").write_text("{")
+    assert "expected JSON" in troubles(head, target)["config"].detail
+    model = troubles(target, target)
+    assert model["config"].status == "fail"
+    assert "num_hidden_layers` is 8" in model["config"].detail
+
+
+def test_damaged_weights(target, head):
+    whole = (head / "model.safetensors").read_bytes()
+    (head / "model.safetensors").write_bytes(whole[:-50])
+    assert "truncated or corrupt" in troubles(head, target)["weights"].detail
+    (head / "model.safetensors").write_bytes(whole)
+    torch.save({}, head / "pytorch_model.bin")
+    found(head, target, "weights", "warn", "side by side", "remove the one that is older")
+
+
+def test_a_config_of_another_kind(target, head):
+    set_config(head, num_hidden_layers=2)
+    wrong = troubles(head, target)
+    assert wrong["config"].status == "fail"
+    assert "`num_hidden_layers` is 2" in wrong["config"].detail
+    set_config(head, num_hidden_layers=1)
+    set_block(head, version=1)
+    assert "those of EAGLE-3" in troubles(head, target)["config"].detail
+    set_block(head, version=3)
+    set_config(head, hidden_size="wide")
+    assert "`hidden_size` must be an integer" in troubles(head, target)["config"].detail
+
+
+def test_a_model_type_beside_speculators(target, head, tmp_path):
+    convert(head, tmp_path / "out", "speculators")
+    set_config(tmp_path / "out", model_type="llama")
+    found(tmp_path / "out", target, "config", "warn", "misses the format", "remove the outer `model_type`")
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_missing_tensors(target, head):
+    set_weights(head, **{"midlayer.hidden_norm.weight": None, "midlayer.mlp.up_proj.weight": None})
+    found(head, target, "missing-tensors", "fail", "2 missing: midlayer.hidden_norm.weight, midlayer.mlp", "take")
+
+
+def test_unknown_tensors(target, head):
+    set_weights(head, **{"fc_norm.0.weight": torch.ones(HIDDEN), "more": torch.ones(2)})
+    found(head, target, "unknown-tensors", "fail", "2 that the config has no place for: fc_norm.0.weight, more", "flag")
+
+
+def test_shapes(target, head):
+    set_weights(head, **{"norm.weight": torch.ones(31)})
+    found(head, target, "shapes", "fail", "1 differ from the config: norm.weight (31,) for (32,)", "take config.json")
+
+
+def test_numbers_that_are_none(target, head):
+    bad = torch.ones(HIDDEN)
+    bad[3] = float("nan")
+    set_weights(head, **{"norm.weight": bad})
+    found(head, target, "finite", "fail", "NaN or infinity in norm.weight", "bfloat16")
+
+
+# --- the draft vocabulary --------------------------------------------------------------------------------------------
+
+
+def test_a_map_of_ids(target, head):
+    set_weights(head, d2t=KEPT.clone())
+    found(head, target, "draft-map", "fail", "target ids, not offsets", "draftwing convert")
+
+
+def test_a_map_that_is_none(target, head):
+    mask = load_file(head / "model.safetensors")["t2d"]
+    set_weights(head, t2d=mask.roll(1))
+    wrong = troubles(head, target)
+    assert "disagree" in wrong["draft-map"].detail
+    assert wrong["draft-map"].status == "fail"
+    set_weights(head, d2t=None, t2d=mask)
+    assert "there is no d2t" in troubles(head, target)["draft-map"].detail
+
+
+def test_a_map_that_is_not_needed(target, training, tmp_path):
+    write_head(tmp_path / "head", net_for(target, draft_vocab_size=None), training=training)
+    set_weights(tmp_path / "head", d2t=torch.zeros(VOCAB, dtype=torch.int64))
+    found(tmp_path / "head", target, "draft-map", "warn", "vLLM stops at tensors", "leaves it out")
+
+
+def test_a_draft_vocabulary_of_other_text(target, head):
+    set_block(head, training={"chat_template": chat_template_hash(target)})
+    found(head, target, "draft-coverage", "unknown", "100 of 300 tokens", "prompts of your own")
+    set_block(head, training={"chat_template": chat_template_hash(target), "coverage": 0.9})
+    found(head, target, "draft-coverage", "warn", "90.0% of the training text", "larger draft vocabulary")
+
+
+def test_an_end_token_that_is_never_drafted(target, head):
+    weights = load_file(head / "model.safetensors")
+    ids = KEPT.clone()
+    ids[:60] = torch.cat([torch.arange(2), torch.arange(3, 61)])  # all but 2
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[ids] = True
+    set_weights(head, **{**weights, "d2t": ids - torch.arange(DRAFT), "t2d": mask})
+    found(head, target, "draft-coverage", "warn", "end token 2 is not among them", "has the end tokens")
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rotation_that_is_not_said(target, head):
+    set_config(head, "rope_theta")
+    found(head, target, "rope-theta", "warn", "missing: everyone takes 10000, the target has 500000", "add")
+    set_config(head, rope_theta=10000.0)
+    found(head, target, "rope-theta", "warn", "10000, the target has 500000", "compare acceptance")
+    set_config(head, rope_theta=500000.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    found(head, target, "rope-theta", "warn", "rotation of type 'linear', the target's is 'default'", "rope_scaling")
+
+
+def test_a_missing_theta_that_is_right(head, folder_of, tmp_path):
+    plain = folder_of("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS)
+    set_config(head, "rope_theta")
+    assert "rope-theta" not in troubles(head, plain)
+
+
+def test_short_positions(target, head):
+    set_config(head, max_position_embeddings=128)
+    found(
+        head, target, "max-positions", "warn", "128 tokens, the target has 256", "set `max_position_embeddings` to 256"
+    )
+
+
+def test_a_residual_that_engines_disagree_about(target, training, head, tmp_path):
+    write_head(tmp_path / "normed", net_for(target, norm_before_residual=True), training=training)
+    found(tmp_path / "normed", target, "norm-before-residual", "warn", "SGLang and EAGLE's own code ignore it", "vLLM")
+    convert(head, tmp_path / "out", "speculators")
+    set_config(tmp_path / "out", "norm_before_residual")
+    found(tmp_path / "out", target, "norm-before-residual", "warn", "not said: vLLM takes true", "add")
+    set_config(head, "norm_before_residual")
+    assert troubles(head, target) == {}
+
+
+def test_biases(target, training, first, head, tmp_path):
+    write_head(tmp_path / "bias", net_for(target, 1, fc_bias=True), training=training)
+    assert troubles(tmp_path / "bias", target) == {}  # zeros
+    set_weights(tmp_path / "bias", **{"fc.bias": torch.ones(HIDDEN)})
+    found(tmp_path / "bias", target, "fc-bias", "warn", "not zero: vLLM has no place for it", "serve it with SGLang")
+    set_config(tmp_path / "bias", bias=True)
+    found(tmp_path / "bias", target, "fc-bias", "warn", "biases in attention", "remove `bias`")
+    set_config(tmp_path / "bias", bias=False)
+    wrong = troubles(tmp_path / "bias", target)
+    assert (wrong["fc-bias"].status, wrong["fc-bias"].detail[:11]) == ("fail", "config.json")
+
+    set_config(first, "bias")
+    found(first, target, "fc-bias", "warn", "a random one", "set `bias` to false")
+    set_config(head, bias=True)
+    found(head, target, "fc-bias", "fail", "biases in attention", "there is no fc.bias either")
+
+
+def test_lm_heads(target, head, first):
+    set_config(head, tie_word_embeddings=True)
+    found(head, target, "lm-head", "warn", "SGLang then reads the embedding", "set it to false")
+    set_weights(first, **{"lm_head.weight": torch.randn(VOCAB, HIDDEN)})
+    found(first, target, "lm-head", "warn", "vLLM stops at it", "--to vllm")
+    set_config(head, tie_word_embeddings=False)
+    set_weights(head, **{"lm_head.weight": None})
+    assert troubles(head, target)["lm-head"].status == "fail"
+
+
+# --- taps ------------------------------------------------------------------------------------------------------------
+
+
+def test_taps_counted_as_outputs(target, head):
+    nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    set_config(head, eagle_config=nested)
+    found(
+        head, target, "taps", "warn", "(1, 3, 4), the outputs", "vLLM takes them for inputs", "these are the defaults"
+    )
+    set_block(head, taps=None)
+    set_config(head, eagle_config={**nested, "eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
+    found(head, target, "taps", "warn", "SGLang and Draftwing read the outputs", "ask the head's author")
+
+
+def test_taps_that_look_off_by_one(target, head):
+    set_block(head, taps=None)
+    set_config(head, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    found(head, target, "taps", "warn", "one below the usual (2, 4, 5)", "one higher each")
+    set_config(head, "draftwing", eagle_aux_hidden_state_layer_ids=[1, 3, 6])
+    wrong = troubles(head, target)["taps"]
+    assert (wrong.status, "SGLang only `eagle_config`" in wrong.detail) == ("warn", True)
+    assert troubles(head)["taps"].status == "unknown"
+
+
+def test_taps_that_cannot_be(target, head, folder_of, tmp_path):
+    set_block(head, taps=[2, 4, 9])
+    found(head, target, "taps", "fail", "(2, 4, 9) of a target with 8 layers", "its own target")
+    set_block(head, taps=[5, 4, 2])
+    found(head, target, "taps", "warn", "not different ones, low to high", "with Draftwing")
+    set_config(head, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    wrong = troubles(head, target)
+    assert wrong["taps"].status == "fail"
+    assert "twice" in wrong["taps"].detail
+
+
+def test_a_shallow_target_has_no_three_taps(folder_of, head, tmp_path):
+    set_config(head, "draftwing")
+    shallow = folder_of("llama", vocab_size=VOCAB, num_hidden_layers=5, rope_theta=500000.0)
+    assert "(2, 2, 2) are not different ones" in troubles(head, shallow)["taps"].detail
+
+
+# --- the target ------------------------------------------------------------------------------------------------------
+
+
+def test_another_target(target, head, folder_of):
+    other = folder_of("llama", vocab_size=61, num_hidden_layers=5, hidden_size=64)
+    wrong = troubles(head, other)
+    assert {name for name, finding in wrong.items() if finding.status == "fail"} == {
+        "hidden-size", "num-layers", "vocabulary"
+    }  # fmt: skip
+    assert wrong["hidden-size"].detail == "hidden_size 32, the target has 64"
+    assert wrong["num-layers"].detail == "made for 8 layers, the target has 5"
+    assert wrong["vocabulary"].detail == "vocab_size 300, the target has 61"
+
+
+def test_another_tokenizer(target, head, tmp_path):
+    other = shutil.copytree(target, tmp_path / "other")
+    add_tokenizer(other, VOCAB, texts=["quite other words " * 5], chat_template=TEMPLATE)
+    found(head, other, "vocabulary", "fail", "another tokenizer", "ids mean other words", "trained for")
+    (other / "tokenizer.json").unlink()
+    (other / "tokenizer_config.json").unlink()
+    (other / "chat_template.jinja").write_text(TEMPLATE)
+    found(head, other, "vocabulary", "unknown", "target's folder has no tokenizer", "the same model")
+    set_config(head, "draftwing")
+    add_tokenizer(head, VOCAB, chat_template=TEMPLATE)  # foreign heads may bring their own
+    wrong = troubles(head, target)
+    assert {"vocabulary", "chat-template"}.isdisjoint(wrong)
+
+
+def test_another_chat_template(target, head, tmp_path):
+    other = shutil.copytree(target, tmp_path / "other")
+    add_tokenizer(other, VOCAB, chat_template="{{ messages }}")
+    found(head, other, "chat-template", "warn", "another template", "the template that it was trained with")
+    set_block(head, training={"coverage": 0.98})
+    found(head, target, "chat-template", "unknown", "does not say with which template", "compare")
+
+
+def test_a_copy_of_the_embedding(target, head):
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    set_weights(head, **{"embed_tokens.weight": embedding.to(torch.bfloat16)})
+    assert troubles(head, target) == {}
+    assert troubles(head)["embedding"].status == "unknown"
+    set_weights(head, **{"embed_tokens.weight": embedding + 0.5})
+    found(
+        head, target, "embedding", "fail", "is not the target's: vLLM would use this one", "remove embed_tokens.weight"
+    )
+
+
+def test_targets_of_other_families(head, folder_of):
+    """What is not a lean family is still compared by its sizes."""
+    wrong = troubles(head, folder_of("gpt2"))
+    assert wrong["vocabulary"].detail == "vocab_size 300, the target has 61"
+    assert wrong["max-positions"].status == "unknown"
+    assert wrong["rope-theta"].status == "unknown"

@@ -1,0 +1,1015 @@
+"""Heads on disk: every layout, there and back bit for bit, and what each broken head is told."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import SMALL, add_tokenizer
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, DraftwingWarning, UnsupportedError
+from draftwing.formats import files
+from draftwing.formats.convert import convert, serve_command
+from draftwing.formats.eagle import is_head, load_head, read_config, read_head, write_head
+from draftwing.formats.head import expected_shapes
+from draftwing.formats.identity import chat_template_hash, target_id, target_id_of_folder
+from draftwing.formats.vocab import read_draft_vocab, to_maps
+from draftwing.load import load_target
+from draftwing.model.config import ModelConfig
+from draftwing.model.linear import Linear
+from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.tokenizer import Tokenizer
+
+VOCAB, HIDDEN, LAYERS, DRAFT = SMALL["vocab_size"], SMALL["hidden_size"], 8, 20
+SHAPE = {**SMALL, "num_hidden_layers": LAYERS, "model_type": "llama", "rope_theta": 500000.0}
+TARGET = TargetId("some/target", HIDDEN, LAYERS, VOCAB, "0123456789abcdef")
+KEPT = torch.tensor([0, 1, 2, 3, 5, 8, 9, 11, 14, 20, 21, 22, 30, 31, 40, 45, 50, 52, 59, 60])
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "eagle1": (1, {}),
+    "eagle1-bias": (1, {"fc_bias": True}),
+    "eagle3": (3, {}),
+    "eagle3-whole": (3, {"draft_vocab_size": None}),
+    "eagle3.1": (3, {"fc_norm": True, "norm_output": True}),
+    "eagle3-before-fc": (3, {"norm_before_fc": True}),
+    "eagle3-residual": (3, {"norm_before_residual": True}),
+    "eagle3-taps": (3, {"taps": (1, 3, 6)}),
+    "eagle3-two-taps": (3, {"taps": (2, 5)}),
+    "eagle3-llama3": (3, {"rope_scaling": LLAMA3}),
+    "eagle3-wide": (3, {"head_dim": 16}),
+    "eagle3-token": (3, {"inputs": "token"}),
+    "eagle3-gelu": (3, {"hidden_act": "gelu"}),
+    "eagle3-partial": (3, {"rotary_dim": 4}),
+}
+# The layouts that can express each of them, besides our own; the rest refuse with this word.
+EXPRESS = {
+    "eagle1": {"eagle", "vllm", "sglang"},
+    "eagle1-bias": {"eagle", "sglang"},
+    "eagle3": {"eagle", "vllm", "sglang", "speculators"},
+    "eagle3-whole": {"eagle", "vllm", "sglang", "speculators"},
+    "eagle3.1": {"vllm", "sglang", "speculators"},
+    "eagle3-before-fc": {"vllm", "sglang", "speculators"},
+    "eagle3-residual": {"vllm", "speculators"},
+    "eagle3-taps": {"vllm", "sglang", "speculators"},
+    "eagle3-two-taps": {"vllm", "sglang", "speculators"},
+    "eagle3-llama3": {"vllm", "sglang", "speculators"},
+    "eagle3-wide": {"vllm", "sglang", "speculators"},
+    "eagle3-token": set(),
+    "eagle3-gelu": {"eagle"},
+    "eagle3-partial": set(),
+}
+REASONS = {
+    ("eagle1", "speculators"): "EAGLE-1",
+    ("eagle1-bias", "vllm"): "fc.bias that is not zero",
+    ("eagle1-bias", "speculators"): "EAGLE-1",
+    ("eagle3.1", "eagle"): "fc_norm",
+    ("eagle3-before-fc", "eagle"): "norm_before_fc",
+    ("eagle3-residual", "eagle"): "norm_before_residual",
+    ("eagle3-residual", "sglang"): "norm_before_residual",
+    ("eagle3-taps", "eagle"): "taps (1, 3, 6)",
+    ("eagle3-two-taps", "eagle"): "taps (2, 5)",
+    ("eagle3-llama3", "eagle"): "RoPE of type 'llama3'",
+    ("eagle3-wide", "eagle"): "heads of width 16",
+    ("eagle3-token", None): "draft inputs 'token'",
+    ("eagle3-gelu", None): "activation 'gelu'",
+    ("eagle3-partial", None): "rotation of 4 of 8 numbers",
+}
+LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators")
+
+
+@contextmanager
+def refused(kind, *parts):
+    """Expects exactly this class of error, and a message that has all the parts in this order."""
+    with pytest.raises(DraftwingError) as caught:
+        yield
+    assert type(caught.value) is kind, repr(caught.value)
+    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
+
+
+def config_of(variant, **more):
+    version, changes = VARIANTS[variant]
+    changes = {"draft_vocab_size": DRAFT, **changes, **more}
+    shape = {**SHAPE, **{key: changes.pop(key) for key in ("rope_scaling", "head_dim", "hidden_act") if key in changes}}
+    model = ModelConfig.from_hf(shape)
+    rotary_dim = changes.pop("rotary_dim", model.head_dim)
+    config = EagleConfig.for_target(
+        version, model, changes.pop("draft_vocab_size"), rope=replace(model.rope, rotary_dim=rotary_dim), **changes
+    )
+    return replace(config, target=TARGET)
+
+
+def net_of(variant="eagle3", dtype=torch.float32, **more):
+    """A random net with norms and biases that are not their starting values."""
+    torch.manual_seed(7)
+    config = config_of(variant, **more)
+    ids = KEPT if config.has_draft_vocab else None
+    net = EagleNet(config, EMBEDDING.to(dtype), Linear(LM_HEAD), ids, dtype)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return net
+
+
+torch.manual_seed(3)
+EMBEDDING, LM_HEAD = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+
+
+def assert_same_net(one, other):
+    assert one.config == other.config
+    assert (one.target_ids is None) == (other.target_ids is None)
+    assert one.target_ids is None or torch.equal(one.target_ids, other.target_ids)
+    assert_same_tensors(one.tensors(), other.tensors())
+
+
+def assert_same_tensors(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+def assert_same_folder(one, other):
+    assert read_config(one) == read_config(other)
+    assert_same_tensors(load_file(one / "model.safetensors"), load_file(other / "model.safetensors"))
+
+
+def load(folder, dtype=torch.float32, target=TARGET, **options):
+    return read_head(folder, EMBEDDING.to(dtype), Linear(LM_HEAD), target, dtype, **options)
+
+
+def set_config(folder, *drop, **changes):
+    file = folder / "config.json"
+    found = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in found.items() if key not in drop}))
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.fixture
+def head(tmp_path):
+    """A whole EAGLE-3 head of ours, to be damaged."""
+    write_head(tmp_path / "head", net_of(), training={"steps": 3})
+    return tmp_path / "head"
+
+
+# --- there and back --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_our_own_folder_comes_back_as_it_was(tmp_path, variant, dtype):
+    net = net_of(variant, dtype)
+    write_head(tmp_path / "head", net, training={"steps": 3, "data": ["a", "b"]})
+    assert_same_net(net, load(tmp_path / "head", dtype))
+    assert load_head(tmp_path / "head").training == {"steps": 3, "data": ["a", "b"]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("variant", "one", "other"),
+    [
+        (variant, one, other)
+        for variant in VARIANTS
+        for one, other in product(LAYOUTS, LAYOUTS)
+        if {one, other} <= {"draftwing", *EXPRESS[variant]}
+    ],
+)
+def test_every_pair_of_layouts_there_and_back(tmp_path, variant, one, other, dtype):
+    net = net_of(variant, dtype)
+    write_head(tmp_path / "start", net, training={"steps": 3})
+    convert(tmp_path / "start", tmp_path / "one", one)
+    convert(tmp_path / "one", tmp_path / "other", other)
+    convert(tmp_path / "other", tmp_path / "again", one)
+    assert_same_folder(tmp_path / "one", tmp_path / "again")
+    convert(tmp_path / "again", tmp_path / "end", "draftwing")
+    assert_same_folder(tmp_path / "start", tmp_path / "end")
+    assert_same_net(net, load(tmp_path / "other", dtype))
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [(variant, layout) for variant in VARIANTS for layout in LAYOUTS[1:] if layout not in EXPRESS[variant]],
+)
+def test_what_a_layout_cannot_express_is_named(tmp_path, variant, layout):
+    write_head(tmp_path / "start", net_of(variant))
+    reason = REASONS.get((variant, layout)) or REASONS[variant, None]
+    with refused(UnsupportedError, f"the {layout} layout cannot express", reason, "write it in another layout"):
+        convert(tmp_path / "start", tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_engines_cannot_express_of_norms_and_taps(tmp_path):
+    for name, changes, reason in (
+        ("norms", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc together with fc_norm"),
+        ("order", {"taps": (5, 2, 4)}, "taps (5, 2, 4) (each hidden state is read once"),
+        ("twice", {"taps": (2, 2, 4)}, "taps (2, 2, 4)"),
+        ("last", {"taps": (2, 4, LAYERS)}, f"tap {LAYERS} (the target's last state after its norm"),
+        ("bias", {"fc_bias": True}, "an fc.bias in EAGLE-3"),
+    ):
+        write_head(tmp_path / name, net_of(**changes))
+        assert_same_net(net_of(**changes), load(tmp_path / name))
+        for layout in ("vllm", "sglang", "speculators"):
+            with refused(UnsupportedError, f"the {layout} layout cannot express", reason):
+                convert(tmp_path / name, tmp_path / "out", layout)
+
+
+def test_zero_biases_come_and_go(tmp_path):
+    write_head(tmp_path / "plain", net_of("eagle1"))
+    convert(tmp_path / "plain", tmp_path / "sglang", "sglang")
+    bias = load_file(tmp_path / "sglang" / "model.safetensors")["fc.bias"]
+    assert bias.shape == (HIDDEN,)
+    assert not bias.any()
+
+    zero = net_of("eagle1-bias")
+    zero.fc.bias.data.zero_()
+    write_head(tmp_path / "zero", zero)
+    convert(tmp_path / "zero", tmp_path / "vllm", "vllm")
+    assert "fc.bias" not in load_file(tmp_path / "vllm" / "model.safetensors")
+    assert_same_net(zero, load(tmp_path / "vllm"))
+
+    change_weights(tmp_path / "sglang", lambda weights: weights.update({"fc.bias": torch.ones(HIDDEN)}))
+    with refused(CheckpointError, "exported with an fc.bias of zeros", "not zero", "original place"):
+        load(tmp_path / "sglang")
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_the_published_layout(head):
+    config, weights = read_config(head), load_file(head / "model.safetensors")
+    expected = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": DRAFT,
+        "hidden_size": HIDDEN,
+        "max_position_embeddings": 256,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "torch_dtype": "float32",
+    }
+    assert {key: config.get(key) for key in expected} == expected
+    assert "eagle_aux_hidden_state_layer_ids" not in config
+    assert config["draftwing"] == {
+        "format": 1,
+        "version": 3,
+        "inputs": "feature-shifted",
+        "taps": [2, 4, 5],
+        "target": {
+            "name": "some/target",
+            "hidden_size": HIDDEN,
+            "num_layers": LAYERS,
+            "vocab_size": VOCAB,
+            "vocab_hash": "0123456789abcdef",
+        },
+        "training": {"steps": 3},
+    }
+    shapes = {
+        "fc.weight": (32, 96),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "midlayer.self_attn.q_proj.weight": (32, 64),
+        "midlayer.self_attn.k_proj.weight": (16, 64),
+        "midlayer.self_attn.v_proj.weight": (16, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 32),
+        "midlayer.mlp.gate_proj.weight": (48, 32),
+        "midlayer.mlp.up_proj.weight": (48, 32),
+        "midlayer.mlp.down_proj.weight": (32, 48),
+        "norm.weight": (32,),
+        "lm_head.weight": (20, 32),
+        "d2t": (20,),
+        "t2d": (61,),
+    }
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shapes
+    assert weights["d2t"].dtype == torch.int64
+    assert weights["t2d"].dtype == torch.bool
+    assert torch.equal(weights["d2t"] + torch.arange(DRAFT), KEPT)
+    assert torch.equal(weights["t2d"].nonzero().flatten(), KEPT)
+
+
+def test_the_published_layout_of_eagle_1(tmp_path):
+    write_head(tmp_path / "plain", net_of("eagle1"))
+    write_head(tmp_path / "bias", net_of("eagle1-bias"))
+    plain, bias = read_config(tmp_path / "plain"), read_config(tmp_path / "bias")
+    assert plain["architectures"] == bias["architectures"] == ["LlamaForCausalLM"]
+    assert plain["bias"] is False
+    assert "bias" not in bias  # EAGLE's code takes that for true; engines would add biases to attention for a true
+    assert not {"draft_vocab_size", "fc_norm", "norm_output"} & plain.keys()
+    assert set(load_file(tmp_path / "plain" / "model.safetensors")) == {
+        "fc.weight",
+        "layers.0.post_attention_layernorm.weight",
+        *(f"layers.0.self_attn.{each}_proj.weight" for each in "qkvo"),
+        *(f"layers.0.mlp.{each}_proj.weight" for each in ("gate", "up", "down")),
+    }
+
+
+def test_the_layouts_of_engines(tmp_path):
+    write_head(tmp_path / "one", net_of("eagle1"))
+    write_head(tmp_path / "three", net_of("eagle3-two-taps"))
+    for layout in ("vllm", "sglang"):
+        convert(tmp_path / "one", tmp_path / f"one-{layout}", layout)
+        convert(tmp_path / "three", tmp_path / f"three-{layout}", layout)
+    convert(tmp_path / "three", tmp_path / "speculators", "speculators", depth=4)
+    vllm, sglang = read_config(tmp_path / "one-vllm"), read_config(tmp_path / "one-sglang")
+    assert (vllm["architectures"], vllm["bias"]) == (["LlamaForCausalLM"], False)
+    assert sglang["architectures"] == ["LlamaForCausalLMEagle"]
+    assert "bias" not in sglang
+    vllm, sglang = read_config(tmp_path / "three-vllm"), read_config(tmp_path / "three-sglang")
+    assert vllm["eagle_aux_hidden_state_layer_ids"] == [2, 5]
+    assert sglang["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 4]}
+    assert "eagle_aux_hidden_state_layer_ids" not in sglang
+    assert vllm["num_aux_hidden_states"] == sglang["num_aux_hidden_states"] == 2
+
+    config = read_config(tmp_path / "speculators")
+    assert "model_type" not in config
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5]
+    assert config["norm_before_residual"] is False
+    assert config["transformer_layer_config"]["model_type"] == "llama"
+    assert config["transformer_layer_config"]["vocab_size"] == VOCAB
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    names = set(load_file(tmp_path / "speculators" / "model.safetensors"))
+    assert {"layers.0.hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "d2t", "t2d", "lm_head.weight"} <= names
+    assert not any(name.startswith("midlayer.") for name in names)
+
+
+def test_a_whole_vocabulary_has_no_maps(tmp_path):
+    write_head(tmp_path / "head", net_of("eagle3-whole"))
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "head" / "model.safetensors"))
+    assert read_config(tmp_path / "head")["draft_vocab_size"] == VOCAB
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 2.0}])
+def test_transformers_reads_the_same_rope(tmp_path, scaling):
+    from transformers import LlamaConfig
+
+    write_head(tmp_path / "head", net_of(rope_scaling=scaling))
+    found = LlamaConfig.from_pretrained(tmp_path / "head").rope_parameters
+    wanted = {"rope_type": "default", **(scaling or {}), "rope_theta": 500000.0}
+    assert {key: found.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    ],
+)
+def test_every_rope_comes_back(tmp_path, scaling):
+    net = net_of(rope_scaling=scaling)
+    write_head(tmp_path / "head", net)
+    assert load(tmp_path / "head").config.rope == net.config.rope
+
+
+def test_the_commands_that_serve(tmp_path):
+    write_head(tmp_path / "one", net_of("eagle1"))
+    write_head(tmp_path / "a head", net_of())
+    assert serve_command("vllm", "org/model", tmp_path / "a head", 3) == (
+        "vllm serve org/model --speculative-config "
+        f'\'{{"method": "eagle3", "model": "{tmp_path}/a head", "num_speculative_tokens": 3}}\''
+    )
+    assert '"method": "eagle",' in serve_command("vllm", "org/model", tmp_path / "one", 3)
+    assert serve_command("speculators", "m", tmp_path / "a head", 3) == serve_command(
+        "vllm", "m", tmp_path / "a head", 3
+    )
+    assert serve_command("sglang", "org/model", tmp_path / "a head", 5) == (
+        "python -m sglang.launch_server --model-path org/model --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path '{tmp_path}/a head' --speculative-num-steps 5 --speculative-eagle-topk 4 "
+        "--speculative-num-draft-tokens 8"
+    )
+    chain = serve_command("sglang", "m", tmp_path / "one", 3, branching=1)
+    assert "--speculative-algorithm EAGLE " in chain
+    assert chain.endswith("--speculative-eagle-topk 1 --speculative-num-draft-tokens 4")
+    with refused(ConfigError, "no engine serves the layout 'draftwing'", "vllm, speculators, sglang"):
+        serve_command("draftwing", "m", tmp_path / "one", 3)
+    with refused(ConfigError, "at least 1, found 0"):
+        serve_command("vllm", "m", tmp_path / "one", 0)
+
+
+# --- layouts of others, written by hand ------------------------------------------------------------------------------
+
+
+def foreign(folder, config, tensors, pickled=False):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def raw_config(**more):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "rope_theta": 500000.0,
+        **more,
+    }
+
+
+def raw_layer(base, width):
+    return {
+        f"{base}.self_attn.q_proj.weight": torch.randn(32, width),
+        f"{base}.self_attn.k_proj.weight": torch.randn(16, width),
+        f"{base}.self_attn.v_proj.weight": torch.randn(16, width),
+        f"{base}.self_attn.o_proj.weight": torch.randn(32, 32),
+        f"{base}.mlp.gate_proj.weight": torch.randn(48, 32),
+        f"{base}.mlp.up_proj.weight": torch.randn(48, 32),
+        f"{base}.mlp.down_proj.weight": torch.randn(32, 48),
+        f"{base}.post_attention_layernorm.weight": torch.randn(32),
+    }
+
+
+def raw_first(**more):
+    return {"fc.weight": torch.randn(32, 64), **raw_layer("layers.0", 32), **more}
+
+
+def raw_third(base="midlayer", draft=DRAFT, **more):
+    return {
+        "fc.weight": torch.randn(32, 96),
+        **raw_layer(base, 64),
+        f"{base}.hidden_norm.weight": torch.randn(32),
+        f"{base}.input_layernorm.weight": torch.randn(32),
+        "norm.weight": torch.randn(32),
+        "lm_head.weight": torch.randn(draft, 32),
+        **more,
+    }
+
+
+MAPS = to_maps(KEPT, VOCAB)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_eagle_1_as_published(tmp_path, pickled, bias):
+    tensors = raw_first(**{"embed_tokens.weight": EMBEDDING.clone(), "lm_head.weight": LM_HEAD.clone()})
+    tensors |= {"fc.bias": torch.randn(32)} if bias else {}
+    config = raw_config(**({} if bias else {"bias": False}))
+    folder = foreign(tmp_path / "head", config, tensors, pickled)
+    net = load(folder)
+    assert (net.config.version, net.config.taps, net.config.fc_bias) == (1, (LAYERS,), bias)
+    assert net.config.rope.theta == 500000.0
+    assert net.config.target == TARGET
+    assert_same_tensors(
+        net.tensors(), {k: v for k, v in tensors.items() if k not in ("embed_tokens.weight", "lm_head.weight")}
+    )
+
+
+def test_eagle_1_of_sglang_and_of_vllm(tmp_path):
+    sglang = foreign(
+        tmp_path / "s", raw_config(architectures=["LlamaForCausalLMEagle"]), raw_first(**{"fc.bias": torch.zeros(32)})
+    )
+    vllm = foreign(tmp_path / "v", raw_config(architectures=["EagleLlamaForCausalLM"]), raw_first())
+    nested = foreign(
+        tmp_path / "n",
+        {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": raw_config(), "truncated_vocab_size": VOCAB},
+        raw_first(**{"lm_head.weight": LM_HEAD.clone()}),
+    )
+    assert [load(folder).config.fc_bias for folder in (sglang, vllm, nested)] == [True, False, False]
+    assert {load(folder).config.version for folder in (sglang, vllm, nested)} == {1}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+def test_eagle_3_as_published(tmp_path, architecture):
+    tensors = {**raw_third(), **MAPS}
+    config = raw_config(architectures=[architecture], draft_vocab_size=DRAFT)
+    net = load(foreign(tmp_path / "head", config, tensors))
+    assert (net.config.version, net.config.taps) == (3, (2, 4, 5))
+    assert torch.equal(net.target_ids, KEPT)
+    assert_same_tensors(net.tensors(), {k: v for k, v in tensors.items() if k not in MAPS})
+
+
+def test_eagle_3_1_of_specforge_with_maps_of_the_whole_vocabulary(tmp_path):
+    norms = {f"fc_norm.{index}.weight": torch.randn(32) for index in range(3)}
+    maps = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    config = raw_config(
+        architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VOCAB, fc_norm=True, norm_output=True
+    )
+    net = load(foreign(tmp_path / "head", config, {**raw_third(draft=VOCAB), **norms, **maps}))
+    assert net.config.fc_norm
+    assert net.config.norm_output
+    assert net.target_ids is None
+    assert torch.equal(net.tensors()["fc_norm.1.weight"], norms["fc_norm.1.weight"])
+
+
+def test_old_names_of_sglang_and_vllm(tmp_path):
+    norms = {f"aux_norm_{each}.weight": torch.randn(32) for each in ("low", "mid", "high")}
+    maps = {"draft_id_to_target_id": MAPS["d2t"]}
+    config = raw_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=DRAFT, use_aux_norm=True)
+    net = load(foreign(tmp_path / "head", config, {**raw_third(base="layers.0"), **norms, **maps}))
+    assert torch.equal(net.tensors()["fc_norm.2.weight"], norms["aux_norm_high.weight"])
+    assert torch.equal(net.target_ids, KEPT)
+
+
+def speculators_config(**more):
+    layer = raw_config(torch_dtype="float32")
+    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.pop("rope_theta")}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "draft_vocab_size": DRAFT,
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
+        },
+        **more,
+    }
+
+
+def test_speculators(tmp_path):
+    tensors = {**raw_third(base="layers.0"), **MAPS, "embed_tokens.weight": EMBEDDING.clone()}
+    tensors["verifier_lm_head.weight"] = torch.randn(DRAFT, 32)
+    folder = foreign(tmp_path / "head", speculators_config(), tensors)
+    net = load(folder)
+    assert net.config.norm_before_residual
+    assert net.config.taps == (2, 4, 5)
+    assert net.config.rope.theta == 500000.0
+    assert torch.equal(net.tensors()["midlayer.hidden_norm.weight"], tensors["layers.0.hidden_norm.weight"])
+    assert load_head(folder).verifier == "some/target"
+
+    set_config(folder, "norm_before_residual")
+    with pytest.warns(DraftwingWarning, match="norm_before_residual.*true is taken, as vLLM does.*add it"):
+        assert load(folder).config.norm_before_residual
+    set_config(folder, norm_before_residual=False, eagle_aux_hidden_state_layer_ids=[1, 3, 6])
+    assert load(folder).config.taps == (1, 3, 6)
+
+
+def test_model_optimizer(tmp_path):
+    inner = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "norm_before_fc": True}
+    config = raw_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=DRAFT, eagle_config=inner)
+    tensors = raw_third(base="layers.0", d2t=MAPS["d2t"], **{"input_norm.weight": torch.randn(96)})
+    folder = foreign(tmp_path / "head", config, tensors)
+    with pytest.warns(DraftwingWarning, match=r"taps 1, 3, 4 inside `eagle_config` .* give taps=\(1, 3, 4\)"):
+        net = load(folder)
+    assert net.config.taps == (2, 4, 5)
+    assert net.config.norm_before_fc
+    with pytest.warns(DraftwingWarning):
+        assert load(folder, taps=(1, 3, 4)).config.taps == (1, 3, 4)
+    convert(folder, tmp_path / "out", "draftwing", taps=(1, 3, 4), target=TARGET)
+    assert read_config(tmp_path / "out")["draftwing"]["taps"] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("layout", ["draftwing", "eagle", "vllm", "sglang"])
+@pytest.mark.parametrize("version", [1, 3])
+def test_foreign_heads_go_everywhere_without_a_target(tmp_path, version, layout):
+    """Without a target the taps stay unknown, and that too survives."""
+    extra = {"embed_tokens.weight": EMBEDDING.clone()}
+    tensors = raw_first(**extra) if version == 1 else {**raw_third(), **MAPS, **extra}
+    config = raw_config(**({"bias": False} if version == 1 else {"draft_vocab_size": DRAFT}))
+    source = foreign(tmp_path / "source", config, tensors)
+    convert(source, tmp_path / "out", layout)
+    convert(tmp_path / "out", tmp_path / "back", "eagle")
+    assert_same_tensors(load_file(tmp_path / "back" / "model.safetensors"), tensors)
+    one, two = load_head(source), load_head(tmp_path / "back")
+    assert one.config == two.config
+    assert not two.knows_taps
+    assert load(tmp_path / "out").config.taps == ((LAYERS,) if version == 1 else (2, 4, 5))
+    with refused(CheckpointError, "neither the head nor its loader says", "give the target"):
+        load(tmp_path / "out", target=None)
+    assert load(tmp_path / "out", target=None, taps=(0,) if version == 1 else (0, 1, 2)).config.taps[0] == 0
+
+
+# --- is it a head? ---------------------------------------------------------------------------------------------------
+
+
+def test_heads_and_language_models_are_told_apart(tmp_path, folder_of):
+    model = folder_of("llama", num_hidden_layers=1)
+    assert not is_head(read_config(model), model)
+    assert not is_head(read_config(folder_of("qwen3")), folder_of("qwen3"))
+    first = foreign(tmp_path / "first", raw_config(), raw_first())
+    pickled = foreign(tmp_path / "pickled", raw_config(), raw_first(), pickled=True)
+    assert not is_head(read_config(first))
+    assert is_head(read_config(first), first)
+    assert is_head(read_config(pickled), pickled)
+    for config in (
+        raw_config(draft_vocab_size=DRAFT),
+        raw_config(architectures=["LlamaForCausalLMEagle"]),
+        raw_config(eagle_config={"use_aux_hidden_state": True}),
+        speculators_config(),
+        {"draftwing": {}},
+    ):
+        assert is_head(config)
+    shutil.rmtree(first)
+    assert not is_head(raw_config(), first)
+
+
+# --- broken heads ----------------------------------------------------------------------------------------------------
+
+
+def test_missing_unknown_and_misshapen_tensors(head):
+    whole = load_file(head / "model.safetensors")
+
+    def now(**changes):
+        weights = {**whole, **changes}
+        save_file({key: value for key, value in weights.items() if value is not None}, head / "model.safetensors")
+
+    now(**{"midlayer.hidden_norm.weight": None})
+    with refused(CheckpointError, "tensor 'midlayer.hidden_norm.weight' is missing (1 of 13", "from one place again"):
+        load(head)
+    now(**{"lm_head.weight": None})
+    with refused(CheckpointError, "'lm_head.weight' is missing", "copy the target's lm_head.weight"):
+        load(head)
+    now(surprise=torch.zeros(2))
+    with refused(CheckpointError, "tensor 'surprise' has no place", "remove the tensor if it means nothing"):
+        load(head)
+    now(**{"fc_norm.0.weight": torch.ones(32)})
+    with refused(CheckpointError, "'fc_norm.0.weight' has no place", "set `fc_norm` to true"):
+        load(head)
+    now(**{"midlayer.mlp.up_proj.weight": torch.zeros(48, 31)})
+    with refused(CheckpointError, "midlayer.mlp.up_proj.weight has shape (48, 31), expected (48, 32)", "one place"):
+        load(head)
+    now(**{"fc.weight": None})
+    with refused(CheckpointError, "without an fc.weight among them", "is this a language model's folder"):
+        load(head)
+    now(**{"layers.0.hidden_norm.weight": torch.ones(32)})
+    with refused(CheckpointError, "'layers.0.hidden_norm.weight' and 'midlayer.hidden_norm.weight' mean the same"):
+        load(head)
+    now(**{"norm.weight": torch.full((32,), float("nan"))})
+    with refused(CheckpointError, "norm.weight of", "found 32 of 32 that are NaN or infinite", "Download"):
+        load(head)
+    set_config(head, fc_norm=True)
+    now()
+    with refused(CheckpointError, "'fc_norm.0.weight' is missing", "set `fc_norm` to false"):
+        load(head)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mask_hidden", "several tokens in one forward"),
+        ("layers.1.mlp.up_proj.weight", "more than one decoder layer"),
+        ("midlayer.self_attn.q_norm.weight", "norms on queries and keys"),
+        ("midlayer.self_attn.q_proj.bias", "biases in attention"),
+        ("midlayer.mlp.up_proj.weight_scale", "quantised"),
+        ("embedding_layernorm.weight", "norms before fc's input"),
+    ],
+)
+def test_heads_of_other_kinds(head, name, kind):
+    change_weights(head, lambda weights: weights.update({name: torch.zeros(2)}))
+    with refused(UnsupportedError, f"has a tensor {name!r}: Draftwing does not run", kind, "serve this one with"):
+        load(head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"num_hidden_layers": 2}, "`num_hidden_layers` is 2"),
+        ({"quantization_config": {"bits": 4}}, "its weights are quantised"),
+        ({"model_type": "qwen2"}, "of `model_type` 'qwen2'"),
+        ({"attention_bias": True}, "has no biases"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope'"),
+        ({"target_hidden_size": 64}, "`target_hidden_size` 64 differs from `hidden_size` 32"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state` is false"),
+        ({"hidden_act": "relu"}, "`hidden_act` is 'relu'"),
+    ],
+)
+def test_configs_of_other_kinds(head, changes, found):
+    set_config(head, **changes)
+    with refused(UnsupportedError, "config.json", found, "with the engine that it was made for"):
+        load(head)
+
+
+def test_configs_that_cannot_be_meant(head):
+    whole = (head / "config.json").read_text()
+    for changes, parts in (
+        ({"hidden_size": None}, ("required key `hidden_size` is missing", "Add it")),
+        (
+            {"draft_vocab_size": "many"},
+            ("`draft_vocab_size` must be an integer of at least 1, found 'many'", "correct"),
+        ),
+        ({"draft_vocab_size": 99}, ("the draft vocabulary must have 1 to 61 tokens, found 99", "correct it in")),
+        ({"fc_norm": "yes"}, ("`fc_norm` must be true or false, found 'yes'", "correct it in config.json")),
+        ({"eagle_config": [1]}, ("`eagle_config` must be an object", "correct it")),
+        ({"draftwing": {"format": 1, "version": 2}}, ("draftwing: `version` must be 1 or 3, found 2", "correct it")),
+        ({"draftwing": {"format": 1, "version": 3, "inputs": "all"}}, ("`inputs` must be one of token,", "'all'")),
+        ({"draftwing": {"format": 1, "version": 3, "taps": ["x"]}}, ("`taps` must be a list of layer numbers",)),
+    ):
+        (head / "config.json").write_text(whole)
+        set_config(head, **changes)
+        with refused(ConfigError, "config.json", *parts):
+            load(head)
+    (head / "config.json").write_text(whole)
+    set_config(head, draftwing={"format": 2, "version": 3})
+    with refused(UnsupportedError, "`format` is 2, this Draftwing reads up to 1", "update Draftwing"):
+        load(head)
+    (head / "config.json").write_text(whole)
+    block = json.loads(whole)["draftwing"]
+    set_config(head, draftwing={**block, "version": 1})
+    with refused(CheckpointError, "describes an EAGLE-1 head, but the tensors are those of EAGLE-3", "one place"):
+        load(head)
+    (head / "config.json").unlink()
+    with refused(CheckpointError, "expected config.json", "found none"):
+        load(head)
+    with refused(CheckpointError, "expected a model folder, found none"):
+        load(head.parent / "nowhere")
+
+
+def test_taps_that_cannot_be(head):
+    block = read_config(head)["draftwing"]
+    set_config(head, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    with refused(CheckpointError, "names the taps twice: (2, 4, 5)", "(1, 2, 3)", "remove the ones that are wrong"):
+        load(head)
+    set_config(head, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    assert load(head).config.taps == (2, 4, 5)
+    set_config(head, "eagle_aux_hidden_state_layer_ids", draftwing={**block, "taps": [2, 4, 9]})
+    with refused(CheckpointError, "tap 9 is no hidden state", "from 0 to 8, the layers of some/target", "correct"):
+        load(head)
+    set_config(head, draftwing={**block, "taps": [2, 4]})
+    with refused(CheckpointError, "fc.weight has shape (32, 96), expected (32, 64)"):
+        load(head)
+    set_config(head, draftwing={**block, "taps": [2, 4]}, num_aux_hidden_states=3)
+    with refused(CheckpointError, "names 2 taps (2, 4), but says that there are 3", "correct"):
+        load(head)
+    set_config(head, draftwing=block)
+    with refused(CheckpointError, "reads 3 of the target's hidden states, but 2 taps are given (1, 2)", "give 3"):
+        load(head, taps=(1, 2))
+
+
+def test_a_bias_that_config_and_tensors_disagree_about(tmp_path):
+    missing = foreign(tmp_path / "a", raw_config(bias=True), raw_first())
+    with refused(CheckpointError, "says `bias` true, but the tensors have no fc.bias", "correct `bias`"):
+        load(missing)
+    extra = foreign(tmp_path / "b", raw_config(bias=False), raw_first(**{"fc.bias": torch.ones(32)}))
+    with refused(CheckpointError, "says `bias` false, but the tensors have an fc.bias", "correct `bias`"):
+        load(extra)
+
+
+def test_no_rope_theta(head):
+    set_config(head, "rope_theta")
+    with pytest.warns(DraftwingWarning, match="no `rope_theta`: 10000 is taken.*add `rope_theta`"):
+        assert load(head).config.rope.theta == 10000.0
+    with pytest.warns(DraftwingWarning, match="no `rope_theta`"):
+        convert(head, head.parent / "out", "eagle")
+    assert read_config(head.parent / "out")["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("field", "other"), [("hidden_size", 64), ("num_layers", 9), ("vocab_size", 300), ("vocab_hash", "feed")]
+)
+def test_a_head_for_another_target(head, field, other):
+    target = replace(TARGET, name="other/model", **{field: other})
+    own = getattr(TARGET, field)
+    with refused(
+        CheckpointError, "is made for some/target, not for other/model", f"{field} {own} and {other}", "train one for"
+    ):
+        load(head, target=target)
+    with refused(CheckpointError, "is made for some/target, not for other/model"):
+        convert(head, head.parent / "out", "vllm", target=target)
+
+
+def test_a_foreign_head_for_another_target(tmp_path):
+    folder = foreign(tmp_path / "head", raw_config(draft_vocab_size=DRAFT), {**raw_third(), **MAPS})
+    with refused(CheckpointError, "made for another target, not for big/model", "hidden_size 32 and 64"):
+        load(folder, target=TargetId("big/model", 64, LAYERS, VOCAB))
+    assert load(folder, target=replace(TARGET, vocab_hash="")).config.target.vocab_hash == ""
+    with refused(CheckpointError, "embedding of (61, 32), this one's is (62, 32)", "trained for"):
+        read_head(folder, torch.zeros(62, 32), None, None, taps=(1, 2, 3))
+
+
+def test_an_embedding_that_is_not_the_targets(tmp_path):
+    config = raw_config(draft_vocab_size=DRAFT)
+    tensors = {**raw_third(), **MAPS, "embed_tokens.weight": EMBEDDING.to(torch.float16)}
+    folder = foreign(tmp_path / "head", config, tensors)
+    net = load(folder)  # rounding is no difference
+    assert torch.equal(net.embedding, EMBEDDING)
+    change_weights(folder, lambda weights: weights["embed_tokens.weight"][7].add_(0.1))
+    with pytest.warns(DraftwingWarning, match=r"its embed_tokens.weight is not the target's own"):
+        assert torch.equal(load(folder).embedding, EMBEDDING)
+
+    tensors = raw_first(**{"lm_head.weight": LM_HEAD + 0.1})
+    first = foreign(tmp_path / "first", raw_config(bias=False), tensors)
+    with pytest.warns(DraftwingWarning, match=r"its lm_head.weight is not the target's own"):
+        load(first)
+    packed = Linear(LM_HEAD.clone())
+    packed.prepack()
+    read_head(first, EMBEDDING, packed, TARGET)  # nothing left to compare with
+
+
+def test_pickled_weights(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'exploded'}",)
+
+    folder = foreign(tmp_path / "head", raw_config(), {"fc.weight": Bomb()}, pickled=True)
+    with refused(CheckpointError, "pytorch_model.bin: expected tensors alone", "run code", "safetensors"):
+        load(folder)
+    assert not (tmp_path / "exploded").exists()
+    torch.save({"model": raw_first()}, folder / "pytorch_model.bin")
+    with refused(CheckpointError, "expected a dictionary from names to tensors", "state dict"):
+        load(folder)
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
+    with refused(CheckpointError, "pytorch_model.bin", "truncated or corrupt", "download it again"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with refused(CheckpointError, "no weights at all"):
+        load(folder)
+
+
+# --- draft vocabularies ----------------------------------------------------------------------------------------------
+
+
+def test_a_map_of_ids_is_read_warned_about_and_mended(head):
+    change_weights(head, lambda weights: weights.update(d2t=KEPT.clone()))
+    with pytest.warns(DraftwingWarning, match="d2t holds target ids where offsets are usual.*writes offsets"):
+        assert torch.equal(load(head).target_ids, KEPT)
+    with pytest.warns(DraftwingWarning, match="d2t holds target ids"):
+        convert(head, head.parent / "out", "draftwing")
+    assert torch.equal(load_file(head.parent / "out" / "model.safetensors")["d2t"], MAPS["d2t"])
+
+
+def test_what_maps_can_mean():
+    def read(d2t, t2d=None, vocab=VOCAB, draft=DRAFT):
+        return read_draft_vocab(d2t, t2d, vocab, draft, "head")
+
+    for given in (None, MAPS["t2d"], MAPS["t2d"].to(torch.uint8)):
+        assert read(MAPS["d2t"], given).form == "offsets"
+        assert read(KEPT, given).form == "ids"
+        assert torch.equal(read(MAPS["d2t"].int(), given).target_ids, KEPT)
+    both = torch.tensor([0, 2, 4])
+    with refused(CheckpointError, "d2t can be read as offsets and as target ids (0, 2, 4)", "add t2d"):
+        read(both, draft=3)
+    assert read(both, to_maps(both, VOCAB)["t2d"], draft=3).form == "ids"
+    assert read(both, to_maps(both + torch.arange(3), VOCAB)["t2d"], draft=3).form == "offsets"
+    identity = torch.arange(VOCAB)
+    assert read(None, None, draft=VOCAB).form == "none"
+    assert read(identity, None, draft=VOCAB).target_ids is None
+
+
+@pytest.mark.parametrize(
+    ("d2t", "t2d", "draft", "parts"),
+    [
+        (None, None, DRAFT, ("20 of 61 tokens, but there is no d2t", "original place")),
+        (MAPS["d2t"].float(), None, DRAFT, ("d2t must hold integers, found torch.float32", "leave its maps")),
+        (MAPS["d2t"][:-1], None, DRAFT, ("d2t has shape (19,), expected (20,) from `draft_vocab_size`", "one place")),
+        (MAPS["d2t"], MAPS["t2d"][1:], DRAFT, ("t2d has shape (60,), expected (61,) from `vocab_size`", "one place")),
+        (MAPS["d2t"], MAPS["t2d"].roll(1), DRAFT, ("t2d and d2t disagree", "from the head's original place again")),
+        (MAPS["d2t"].flip(0), None, DRAFT, ("d2t is no map into a vocabulary of 61", "made for another target")),
+        (MAPS["d2t"] + 1, None, DRAFT, ("d2t is no map", "found 1, 1, 1 ... 42")),
+        (MAPS["d2t"] - 1, None, DRAFT, ("d2t is no map", "original place again")),
+        (
+            torch.ones(VOCAB, dtype=torch.int64),
+            None,
+            VOCAB,
+            ("whole vocabulary of 61 tokens, but d2t moves", "correct"),
+        ),
+        (None, MAPS["t2d"], VOCAB, ("t2d leaves out 41 of 61 tokens", "correct `draft_vocab_size`")),
+    ],
+)
+def test_maps_that_cannot_be(d2t, t2d, draft, parts):
+    with refused(CheckpointError, "head: ", *parts):
+        read_draft_vocab(d2t, t2d, VOCAB, draft, "head")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_replaces_a_head_and_nothing_else(head, folder_of, tmp_path):
+    (head / "README.md").write_text("kept")
+    write_head(head, net_of("eagle1"))
+    assert_same_net(net_of("eagle1"), load(head))
+    assert (head / "README.md").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
+
+    model = shutil.copytree(folder_of("llama"), tmp_path / "model")
+    before = (model / "model.safetensors").read_bytes()
+    with refused(CheckpointError, "holds another model, which a head would overwrite", "a folder of its own"):
+        write_head(model, net_of())
+    with refused(CheckpointError, "holds another model"):
+        convert(head, model, "vllm")
+    assert (model / "model.safetensors").read_bytes() == before
+    with refused(CheckpointError, "is the source itself", "choose another folder"):
+        convert(head, tmp_path / "." / "head", "vllm")
+    with refused(CheckpointError, "expected a folder to write into, found a file", "choose another path"):
+        write_head(head / "config.json", net_of())
+    old = foreign(tmp_path / "old", raw_config(bias=False), raw_first(), pickled=True)
+    with refused(CheckpointError, "has pytorch_model.bin already", "some engines read before", "empty folder"):
+        write_head(old, net_of())
+
+
+def test_a_failed_write_leaves_what_was_there(head, monkeypatch, tmp_path):
+    before = {path.name: path.read_bytes() for path in head.iterdir()}
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "save_file", full)
+    with refused(CheckpointError, str(head), "cannot be written", "No space left", "the disk is full: make room"):
+        write_head(head, net_of("eagle1"))
+    assert {path.name: path.read_bytes() for path in head.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
+    with refused(CheckpointError, "cannot be written", "part of the path is a file: choose another path"):
+        write_head(head / "config.json" / "head", net_of())
+
+
+def test_a_disk_that_really_refuses(tmp_path):
+    """A limit on the size of files makes the writer of weights itself fail, half way."""
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(os.path.dirname(__file__))!r})
+from test_formats import net_of, write_head
+from pathlib import Path
+net = net_of()
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+write_head(Path({str(tmp_path / "head")!r}), net)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "CheckpointError" in done.stderr
+    assert "the head cannot be written" in done.stderr
+    assert "larger than is allowed" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_layouts(head):
+    with refused(ConfigError, "unknown head layout 'gguf'", "draftwing, eagle, vllm, sglang, speculators"):
+        convert(head, head.parent / "out", "gguf")
+    with refused(ConfigError, "at least 1 token, found depth 0"):
+        convert(head, head.parent / "out", "speculators", depth=0)
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_the_identity_of_a_target(folder_of, tmp_path):
+    folder = add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), tmp_path / "model"))
+    found = target_id_of_folder(folder)
+    assert found == target_id(load_target(folder), Tokenizer(folder), "model")
+    assert (found.name, found.hidden_size, found.num_layers, found.vocab_size) == ("model", 32, 3, 300)
+    assert re.fullmatch("[0-9a-f]{16}", found.vocab_hash)
+    gpt = target_id_of_folder(folder_of("gpt2"))
+    assert (gpt.hidden_size, gpt.num_layers, gpt.vocab_hash) == (32, 3, "")
+
+    other = add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), tmp_path / "b"), texts=["xyz uvw " * 9])
+    assert Tokenizer(other).vocab_hash != found.vocab_hash
+    assert chat_template_hash(folder) == ""
+    add_tokenizer(folder, chat_template="{{ messages }}")
+    one = chat_template_hash(folder)
+    assert re.fullmatch("[0-9a-f]{16}", one)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert chat_template_hash(folder) == one
+    (folder / "chat_template.jinja").write_text("{{ messages }}!")
+    assert chat_template_hash(folder) != one
+    (tmp_path / "b" / "config.json").write_text("{}")
+    with refused(ConfigError, "`hidden_size` must be an integer of at least 1, found None"):
+        target_id_of_folder(tmp_path / "b")
+
+
+def test_shapes_are_the_nets_own():
+    for variant in VARIANTS:
+        net = net_of(variant)
+        assert expected_shapes(net.config) == {name: tuple(t.shape) for name, t in net.tensors().items()}

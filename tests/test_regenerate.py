@@ -1,0 +1,519 @@
+"""Answers anew: the model's own words, one record at a time, from here or from a server, stopped and gone on with."""
+
+import json
+import re
+import shutil
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import draftwing as dw
+from conftest import TEXTS, add_tokenizer
+from draftwing.errors import ConfigError, DataError, DraftwingError
+from draftwing.sampling import Sampling
+from draftwing.train.data import read_examples
+from draftwing.train.regenerate import Dialogue, LMAnswerer, read_tasks, regenerate, seed_of
+from draftwing.train.server import ServerAnswerer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+DIALOGUES = [
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "add rows"},
+            {"role": "assistant", "content": "somebody else's words"},
+            {"role": "user", "content": "and now?"},
+            {"role": "assistant", "content": "more of these"},
+        ]
+    },
+    {"conversations": [{"from": "human", "value": "class"}, {"from": "gpt", "value": "other words"}]},
+    {"prompt": "for row in rows"},
+]
+
+
+@contextmanager
+def refused(kind, *parts):
+    """Expects exactly this class of error, and a message that has all the parts in this order."""
+    with pytest.raises(DraftwingError) as caught:
+        yield
+    assert type(caught.value) is kind
+    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
+
+
+def load(folder_of, path, **settings):
+    folder = shutil.copytree(folder_of("llama", vocab_size=300), path)
+    return dw.load(add_tokenizer(folder, **settings), dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def lm(folder_of, tmp_path_factory):
+    return load(folder_of, tmp_path_factory.mktemp("plain") / "model")
+
+
+@pytest.fixture(scope="module")
+def chat_lm(folder_of, tmp_path_factory):
+    return load(folder_of, tmp_path_factory.mktemp("chat") / "model", chat_template=TEMPLATE)
+
+
+@pytest.fixture
+def dialogues(tmp_path):
+    file = tmp_path / "dialogues.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in DIALOGUES))
+    return file
+
+
+@pytest.fixture
+def documents(tmp_path):
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i}.py").write_text(text * 4)
+    return folder
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_bytes().split(b"\n") if line]
+
+
+class Echo:
+    """An answerer without a model; counts what it was asked."""
+
+    def __init__(self, words="yes 😀\n"):
+        self.words, self.asked = words, []
+
+    def answer(self, tasks):
+        for task in tasks:
+            self.asked.append(task.id)
+            dialogue = Dialogue(task)
+            while dialogue.next_prompt() is not None:
+                dialogue.take(self.words, "stop", 3)
+            yield dialogue.finish()
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_of_dialogues(dialogues):
+    first, second, third = read_tasks([dialogues])
+    assert [message["content"] for message in first.messages] == ["Be brief.", "add rows", "and now?"]
+    assert second.messages == ({"role": "user", "content": "class"},)
+    assert third.messages == ({"role": "user", "content": "for row in rows"},)
+    assert len({first.id, second.id, third.id}) == 3
+    moved = dialogues.rename(dialogues.parent / "moved.jsonl")
+    moved.write_text(moved.read_text() * 2)
+    assert [task.id for task in read_tasks([moved])] == [first.id, second.id, third.id]  # by content, and once
+    assert [task.id for task in read_tasks([moved], limit=2)] == [first.id, second.id]
+
+
+def test_tasks_of_documents(documents, lm):
+    text = "first line\nsecond line\nthird line that is long\n" * 3
+    (documents / "0.py").write_text(text)
+    bare = lm.tokenizer.fast
+    for num in (1, 5, 12, 20, 30, 500):
+        prompt = read_tasks([documents], prompt_tokens=num, tokenizer=lm.tokenizer)[0].text
+        assert text.startswith(prompt)
+        used = len(bare.encode(prompt, add_special_tokens=False).ids)
+        assert 0 < used <= num
+        assert used <= len(bare.encode(text, add_special_tokens=False).ids) / 2
+        if num >= 12:
+            assert text[len(prompt)] == "\n"
+            # The next line would have been too much.
+            more = text[: text.find("\n", len(prompt) + 1)]
+            half = len(bare.encode(text, add_special_tokens=False).ids) // 2
+            assert len(bare.encode(more, add_special_tokens=False).ids) > min(num, half)
+    assert read_tasks([documents], prompt_tokens=4)[0].text == "first line"  # 16 characters
+    assert read_tasks([documents], prompt_tokens=2)[0].text == "first li"
+
+
+def test_tasks_refuse(tmp_path, documents):
+    with refused(ConfigError, "prompt_tokens must be at least 1, found 0"):
+        read_tasks([documents], prompt_tokens=0)
+    nothing = tmp_path / "a.jsonl"
+    nothing.write_text('{"messages": []}\n{"text": " "}\n')
+    with refused(DataError, "a.jsonl: there is nothing to ask: give user turns"):
+        read_tasks([nothing])
+    with refused(DataError, "a.jsonl: this file is both a source and the output"):
+        read_tasks([nothing], output=tmp_path / "documents" / ".." / "a.jsonl")
+
+
+# --- our own model ---------------------------------------------------------------------------------------------------
+
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, max_tokens=12, seed=5)
+STOPPED = Sampling(temperature=0.9, max_tokens=24, stop=tuple("aeortsn"))
+
+
+def answers_of(lm, task, sampling):
+    """The same, one prompt at a time, by ``generate``."""
+    own, messages = [], []
+    for message in task.messages:
+        messages.append(message)
+        if message["role"] == "user":
+            prompt = messages
+            if not lm.tokenizer.has_chat_template:
+                prompt = "".join(each["content"] + "\n\n" for each in messages)
+            (found,) = lm.generate([prompt], sampling, seed=seed_of(sampling.seed, task.id))
+            cut = {"finish_reason": "length"} if found.finish_reason == "length" else {}
+            messages = [*messages, {"role": "assistant", "content": found.text, **cut}]
+            own.append(found)
+    return own, messages
+
+
+@pytest.mark.parametrize("kind", ["chat_lm", "lm"])
+@pytest.mark.parametrize("sampling", [SAMPLED, STOPPED], ids=["sampled", "stop-string"])
+def test_every_user_turn_is_answered_in_the_models_own_words(kind, sampling, dialogues, tmp_path, request):
+    lm = request.getfixturevalue(kind)
+    tasks = read_tasks([dialogues])
+    done = regenerate(tasks, LMAnswerer(lm, sampling, max_batch=2), tmp_path / "out.jsonl")
+    found = {entry["id"]: entry for entry in lines_of(tmp_path / "out.jsonl")}
+    num_tokens, finishes = 0, set()
+    for task in tasks:
+        own, messages = answers_of(lm, task, sampling)
+        if all(answer.text.strip() for answer in own):
+            assert found.pop(task.id) == {
+                "id": task.id,
+                "source": task.where,
+                "messages": messages,
+                "finish_reason": own[-1].finish_reason,
+            }
+        num_tokens += sum(len(answer.token_ids) for answer in own)
+        finishes |= {answer.finish_reason for answer in own}
+    assert ("stop" if sampling is STOPPED else "length") in finishes
+    assert len(found) == 0
+    assert done.num_written + len(done.skipped) == 3
+    assert done.num_written >= 1
+    if sampling is SAMPLED:
+        assert (done.num_written, done.num_tokens) == (3, num_tokens)
+
+
+def test_documents_go_on_from_their_beginning(lm, documents, tmp_path):
+    tasks = read_tasks([documents], prompt_tokens=8, tokenizer=lm.tokenizer)
+    regenerate(tasks, LMAnswerer(lm, SAMPLED, max_batch=2), tmp_path / "out.jsonl")
+    found = {entry["source"]: entry for entry in lines_of(tmp_path / "out.jsonl")}
+    assert sorted(found) == ["0.py", "1.py", "2.py"]
+    for task in tasks:
+        (alone,) = lm.generate([task.text], SAMPLED, seed=seed_of(5, task.id))
+        assert found[task.where]["text"] == task.text + alone.text
+        assert found[task.where]["finish_reason"] == alone.finish_reason
+
+
+def test_no_more_than_max_batch_at_once_and_no_fewer(lm, documents, tmp_path, monkeypatch):
+    decoder, running = lm.decoder(), []
+    step = decoder.step
+    monkeypatch.setattr(lm, "decoder", lambda: decoder)
+    monkeypatch.setattr(decoder, "step", lambda: [running.append(decoder.num_running), step()][1])
+    tasks = read_tasks([documents], tokenizer=lm.tokenizer)
+    regenerate(tasks, LMAnswerer(lm, SAMPLED, max_batch=2), tmp_path / "out.jsonl")
+    assert max(running) == running[0] == 2
+
+
+def test_seeds_differ_by_task_and_by_run():
+    seeds = [seed_of(0, "a"), seed_of(0, "b"), seed_of(1, "a")]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_what_was_written_can_be_trained_on(chat_lm, dialogues, tmp_path):
+    out = tmp_path / "out.jsonl"
+    regenerate(read_tasks([dialogues]), LMAnswerer(chat_lm, SAMPLED), out)
+    corpus = read_examples([out], chat_lm.tokenizer, max_length=500)
+    assert len(corpus.examples) == 3
+    for example, entry in zip(corpus.examples, lines_of(out), strict=True):
+        said = chat_lm.tokenizer.decode(example.ids[example.mask].tolist())
+        for message in entry["messages"]:
+            if message["role"] == "assistant":
+                assert message["content"].strip("\n ") in said
+
+
+def test_a_prompt_that_is_too_long_ends_the_dialogue(chat_lm, tmp_path):
+    file = tmp_path / "a.jsonl"
+    long = {"role": "user", "content": "x" * 600}
+    short = {"role": "user", "content": "add"}
+    file.write_text("\n".join(json.dumps({"messages": messages}) for messages in ([short, long, short], [long])))
+    done = regenerate(read_tasks([file]), LMAnswerer(chat_lm, SAMPLED), tmp_path / "out.jsonl")
+    (entry,) = lines_of(tmp_path / "out.jsonl")
+    assert [message["role"] for message in entry["messages"]] == ["user", "assistant"]
+    assert done.skipped[0][0] == f"{file}, line 2"
+    assert "shorten it" in done.skipped[0][1]
+
+
+def test_lm_answerer_refuses(lm):
+    with refused(ConfigError, "max_batch must be at least 1, found 0"):
+        LMAnswerer(lm, SAMPLED, max_batch=0)
+
+
+# --- stopped, and gone on with ---------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_loses_nothing_that_was_finished(lm, documents, tmp_path):
+    tasks = read_tasks([documents], prompt_tokens=8, tokenizer=lm.tokenizer)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "deep" / "out.jsonl"
+    regenerate(tasks, LMAnswerer(lm, SAMPLED, max_batch=2), whole)
+    seen = []
+
+    def stop(done, total):
+        seen.append((done, total))
+        assert len(lines_of(out)) == done  # on the disk, not in a buffer
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(tasks, LMAnswerer(lm, SAMPLED, max_batch=2), out, on_progress=stop)
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+    before = out.read_bytes()
+    assert len(lines_of(out)) == 2
+    seen.clear()
+    done = regenerate(tasks, LMAnswerer(lm, SAMPLED), out, on_progress=lambda *at: seen.append(at))
+    assert (done.num_written, done.num_kept) == (1, 2)
+    assert seen == [(2, 3), (3, 3)]
+    assert out.read_bytes().startswith(before)
+    assert sorted(out.read_bytes().split(b"\n")) == sorted(whole.read_bytes().split(b"\n"))
+
+
+def test_killed_at_any_byte(dialogues, documents, tmp_path):
+    tasks = [*read_tasks([dialogues])[1:], *read_tasks([documents], limit=1)]
+    out = tmp_path / "out.jsonl"
+    regenerate(tasks, Echo(), out)
+    whole = out.read_bytes()
+    assert whole.count(b"\n") == 3
+    ends = [at for at, byte in enumerate(whole) if byte == ord("\n")]
+    for size in sorted({*range(0, len(whole), 7), *range(12), *(at + i for at in ends for i in (-1, 0, 1))}):
+        out.write_bytes(whole[:size])
+        echo = Echo()
+        done = regenerate(tasks, echo, out)
+        assert out.read_bytes() == whole
+        kept = whole[: size + 1].count(b"\n")  # a record that lacks its newline alone is whole
+        assert (done.num_kept, done.num_written, len(echo.asked)) == (kept, 3 - kept, 3 - kept)
+
+
+def test_a_finished_run_asks_nothing(dialogues, tmp_path):
+    tasks, echo = read_tasks([dialogues]), Echo()
+    regenerate(tasks, Echo(), tmp_path / "out.jsonl")
+    assert regenerate(tasks, echo, tmp_path / "out.jsonl").num_kept == 3
+    assert echo.asked == []
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\nmore", '{"text": "x"}\n', '{"id": "a"}\n\nx', "[1]"])
+def test_a_file_of_another_kind_is_left_alone(content, dialogues, tmp_path):
+    out = tmp_path / "notes.txt"
+    out.write_text(content)
+    with refused(DataError, "notes.txt, line", "expected a record that an earlier run wrote", "give another file"):
+        regenerate(read_tasks([dialogues]), Echo(), out)
+    assert out.read_text() == content
+
+
+def test_output_that_cannot_be_written(dialogues, tmp_path):
+    with refused(DataError, "cannot be read and written", "give another file"):
+        regenerate(read_tasks([dialogues]), Echo(), tmp_path)
+    with refused(DataError, "cannot be written to", "give another file"):
+        regenerate(read_tasks([dialogues]), Echo(), dialogues / "out.jsonl")
+
+
+# --- a server --------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the number of its messages; ``script(body)`` may return (status, headers, content) instead."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests, self.script = [], lambda body: None
+        self.lock, self.url = threading.Lock(), f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        pass  # clients that hang up
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append((self.path, dict(self.headers), body))
+        found = self.server.script(body)
+        if found is None:
+            if self.path == "/v1/chat/completions":
+                choice = {"message": {"role": "assistant", "content": f"answer {len(body['messages'])}"}}
+            else:
+                choice = {"text": " and so on"}
+            usage = {"completion_tokens": 3}
+            found = 200, {}, json.dumps({"choices": [{**choice, "finish_reason": "stop"}], "usage": usage})
+        status, headers, content = found
+        if status is None:  # hang up
+            return
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with Server() as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def answerer(server, sampling=SAMPLED, **options):
+    return ServerAnswerer(
+        server.url, "tiny", sampling, **{"backoff": 0.001, "num_retries": 3, "timeout": 10, **options}
+    )
+
+
+def test_dialogues_of_a_server(server, dialogues, tmp_path):
+    tasks = read_tasks([dialogues])
+    done = regenerate(tasks, answerer(server, api_key="secret", num_parallel=1), tmp_path / "out.jsonl")
+    assert done == type(done)(3, 0, 12, ())
+    first = lines_of(tmp_path / "out.jsonl")[0]
+    assert [message["content"] for message in first["messages"]] == [
+        "Be brief.",
+        "add rows",
+        "answer 2",
+        "and now?",
+        "answer 4",
+    ]
+    assert first["finish_reason"] == "stop"
+    path, headers, body = server.requests[1]
+    assert (path, headers["Authorization"]) == ("/v1/chat/completions", "Bearer secret")
+    assert body == {
+        "model": "tiny",
+        "messages": first["messages"][:4],
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "max_tokens": 12,
+        "seed": seed_of(5, tasks[0].id) & 0x7FFFFFFF,
+    }
+    assert all("assistant" not in json.dumps(request[2]["messages"][:2]) for request in server.requests)
+
+
+def test_documents_of_a_server(server, documents, tmp_path):
+    tasks = read_tasks([documents], prompt_tokens=4)
+    sampling = Sampling(max_tokens=4, top_k=7, stop=("\n",))
+    url = ServerAnswerer(server.url + "/v1/", "tiny", sampling)
+    regenerate(tasks, url, tmp_path / "out.jsonl")
+    texts = {entry["id"]: entry["text"] for entry in lines_of(tmp_path / "out.jsonl")}
+    assert texts == {task.id: task.text + " and so on" for task in tasks}
+    path, headers, body = server.requests[0]
+    assert path == "/v1/completions"
+    assert "Authorization" not in headers
+    assert (body["top_k"], body["stop"]) == (7, ["\n"])
+    assert "min_p" not in body
+
+
+def test_cut_answers_are_marked(server, dialogues, tmp_path):
+    reply = {"choices": [{"message": {"content": "half"}, "finish_reason": "length"}]}
+    server.script = lambda body: (200, {}, json.dumps(reply))
+    regenerate(read_tasks([dialogues], limit=1), answerer(server), tmp_path / "out.jsonl")
+    (entry,) = lines_of(tmp_path / "out.jsonl")
+    assert [message.get("finish_reason") for message in entry["messages"]] == [None, None, "length", None, "length"]
+
+
+def test_requests_run_side_by_side(server, tmp_path):
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(12)))
+    barrier = threading.Barrier(4, timeout=10)  # breaks, and fails the request, unless four come together
+    server.script = lambda body: [barrier.wait(), None][1]
+    done = regenerate(read_tasks([file]), answerer(server, num_parallel=4), tmp_path / "out.jsonl")
+    assert done.num_written == 12
+    assert len(server.requests) == 12
+
+
+def test_a_busy_server_is_asked_again(server, dialogues, tmp_path):
+    troubles = iter([(503, {}, "loading"), (429, {"Retry-After": "0"}, ""), (None, {}, "")])
+    server.script = lambda body: next(troubles, None)
+    done = regenerate(read_tasks([dialogues], limit=1), answerer(server), tmp_path / "out.jsonl")
+    assert done.num_written == 1
+    assert len(server.requests) == 5
+
+
+def test_a_server_that_goes_down_keeps_what_was_finished(server, dialogues, tmp_path):
+    tasks, out = read_tasks([dialogues]), tmp_path / "out.jsonl"
+    server.script = lambda body: (500, {}, "out of memory") if body["messages"][0]["content"] == "class" else None
+    with refused(
+        DataError, "/v1/chat/completions: no answer after 4 tries (500 out of memory)", "run the same command"
+    ):
+        regenerate(tasks, answerer(server, num_parallel=1), out)
+    assert [entry["id"] for entry in lines_of(out)] == [tasks[0].id]
+    server.script = lambda body: None
+    server.requests.clear()
+    done = regenerate(tasks, answerer(server), out)
+    assert (done.num_kept, done.num_written, len(server.requests)) == (1, 2, 2)
+
+
+def test_a_refused_prompt_is_skipped(server, dialogues, tmp_path):
+    refusal = 400, {}, json.dumps({"error": {"message": "the context is too long"}})
+    server.script = lambda body: refusal if len(body["messages"]) in (1, 4) else None
+    done = regenerate(read_tasks([dialogues]), answerer(server), tmp_path / "out.jsonl")
+    (entry,) = lines_of(tmp_path / "out.jsonl")
+    assert [message["content"] for message in entry["messages"]] == ["Be brief.", "add rows", "answer 2"]
+    assert sorted(done.skipped) == [
+        (f"{dialogues}, line 2", "400 the context is too long"),
+        (f"{dialogues}, line 3", "400 the context is too long"),
+    ]
+    server.script = lambda body: refusal
+    with refused(DataError, "none of the 3 prompts could be answered", "line ", "400 the context is too long"):
+        regenerate(read_tasks([dialogues]), answerer(server), tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("reply", "parts"),
+    [
+        (
+            (404, {}, '{"error": {"message": "no model tiny"}}'),
+            ["for model 'tiny': 404 no model tiny", "check the URL"],
+        ),
+        ((401, {}, '{"error": "bad key"}'), ["401 bad key", "API key"]),
+        ((200, {}, "<html>"), ["expected JSON, found b'<html>'", "OpenAI protocol?"]),
+        ((200, {}, '{"choices": []}'), ['expected a completion, found {"choices": []}', "OpenAI protocol?"]),
+        ((200, {}, "[]"), ["expected a completion, found []"]),
+    ],
+)
+def test_a_server_that_is_none(reply, parts, server, dialogues, tmp_path):
+    server.script = lambda body: reply
+    with refused(DataError, *parts):
+        regenerate(read_tasks([dialogues]), answerer(server), tmp_path / "out.jsonl")
+
+
+def test_an_empty_answer_is_skipped(server, dialogues, tmp_path):
+    empty = json.dumps({"choices": [{"message": {"content": None}, "finish_reason": "stop"}]})
+    server.script = lambda body: (200, {}, empty) if body["messages"][-1]["content"] == "class" else None
+    done = regenerate(read_tasks([dialogues]), answerer(server), tmp_path / "out.jsonl")
+    assert (done.num_written, done.skipped) == (2, ((f"{dialogues}, line 2", "the answer is empty"),))
+
+
+def test_no_server(server, dialogues, tmp_path):
+    gone = Server()
+    gone.server_close()
+    with refused(DataError, f"{gone.url}/v1: no server can be reached (", "start it, or correct its URL"):
+        regenerate(read_tasks([dialogues]), answerer(gone), tmp_path / "out.jsonl")
+    with refused(ConfigError, "server 'localhost:8000': expected a URL such as http://localhost:8000"):
+        ServerAnswerer("localhost:8000", "tiny", SAMPLED)
+    with refused(ConfigError, "num_parallel must be at least 1"):
+        answerer(server, num_parallel=0)
+
+
+def test_ctrl_c_does_not_wait_for_the_server(server, dialogues, tmp_path):
+    released = threading.Event()
+    server.script = lambda body: [len(body["messages"]) > 1 or released.wait(60), None][1]
+
+    def stop(done, total):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(read_tasks([dialogues]), answerer(server), tmp_path / "out.jsonl", on_progress=stop)
+    assert not released.is_set()  # two requests are still under way
+    released.set()
+    assert len(lines_of(tmp_path / "out.jsonl")) == 1
