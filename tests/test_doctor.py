@@ -344,6 +344,12 @@ def test_taps_that_cannot_be(target, head, folder_of, tmp_path):
     assert "twice" in wrong["taps"].detail
 
 
+def test_the_state_before_the_last_norm(target, head):
+    set_config(head, "draftwing", eagle_aux_hidden_state_layer_ids=[2, 4, LAYERS])
+    wrong = troubles(head, target)["taps"]
+    assert (wrong.status, "before its final norm" in wrong.detail) == ("fail", True)
+
+
 def test_a_shallow_target_has_no_three_taps(folder_of, head, tmp_path):
     set_config(head, "draftwing")
     shallow = folder_of("llama", vocab_size=VOCAB, num_hidden_layers=5, rope_theta=500000.0)

@@ -19,15 +19,22 @@ import torch
 from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
 from draftwing.decode import Decoder
-from draftwing.drafters.base import Budget, Drafter
+from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.eagle import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
+from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
-from draftwing.model.target import NO_FEATURES, Target
+from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
+from draftwing.nets.eagle import EagleConfig, EagleNet
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.stats import Stats, Step
+from draftwing.train.batches import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Truth, UnrolledLoss
+from draftwing.train.objectives import OBJECTIVES
 from draftwing.tree import PAD, DraftTree
 
 VOCAB = SMALL["vocab_size"]
@@ -118,10 +125,30 @@ def all_taken(stats: Stats) -> bool:
     return 0 < stats.num_accepted == stats.num_drafted
 
 
+def eagle(version: int, **changes) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, kind: EagleDrafter(lab.head(version, tuple(changes.items())), lab.target)
+
+
+def anything(stats: Stats) -> bool:
+    return stats.num_drafted > 0
+
+
 DRAFTERS = {
     "lm-chain": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4)),
     "lm-tree": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3)),
     "self-chain": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(4), all_taken),
+    "lm-dynamic": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 4, 9)),
+    "lm-static": Case(
+        lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(paths=((0,), (1,), (0, 0), (1, 2), (1, 2, 0)))
+    ),
+    "eagle1-chain": Case(eagle(1), Budget(4), anything),
+    "eagle1-static": Case(eagle(1), Budget(paths=EAGLE_TREE)),
+    "eagle1-unshifted": Case(eagle(1, inputs="feature-unshifted"), Budget(3, 4), anything),
+    "eagle3-chain": Case(eagle(3), Budget(5), anything),
+    "eagle3-level": Case(eagle(3), Budget(3, 6)),
+    "eagle3-dynamic": Case(eagle(3), Budget(4, 8, 24)),
+    "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
+    "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
@@ -129,7 +156,7 @@ DRAFTERS = {
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-WEIGHED = ("lm-chain", "self-chain", "lookup-chain")  # they give q, for the classic rules
+WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain")  # they give q, for the classic rules
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),
@@ -157,6 +184,31 @@ class Lab:
         model.save_pretrained(folder)
         self.perturbed = LeanTarget.from_folder(folder, torch.float64)
         self.plain = cache(self._plain)
+        self.head = cache(self._head)
+        self._shape = ModelConfig.from_hf(read_config(folder_of(ours)))
+
+    def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
+        """A head that has seen a little of what the target says: some of its drafts are right, and some are not."""
+        torch.manual_seed(2)
+        config = EagleConfig.for_target(version, self._shape, **dict(changes))
+        embedding, head = self.target.embedding, self.target.head
+        if self.target is self.itself:  # not prepacked in float64
+            head.weight.requires_grad_(False)
+        ids = torch.arange(40) + 20 if config.has_draft_vocab else None
+        net = EagleNet(config, embedding, head, ids, torch.float64)
+        texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
+        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
+        spec, width = FeatureSpec((*config.taps, self.target.num_layers)), config.hidden_size
+        output = self.target.score(texts, spec)
+        found = FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
+        truth = Truth.of(found, head, ids, torch.float64)
+        loss = UnrolledLoss(net, OBJECTIVES["eagle3"], 2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for _ in range(25):
+            optimizer.zero_grad()
+            sum(each.loss / max(each.count, 1) for each in loss(found, truth)).backward()
+            optimizer.step()
+        return net.requires_grad_(False)
 
     def _plain(self, kind: str, row: int) -> tuple[int, ...]:
         """The row by itself, without a drafter."""
@@ -252,6 +304,17 @@ def test_text_is_plain_decodings(family, kind, drafter, lab):
         assert not here.is_lean or case.shows(stats)
 
 
+@pytest.mark.parametrize("drafter", ["lm-tree", "lm-dynamic", "eagle1-static", "eagle3-dynamic"])
+@pytest.mark.parametrize("kind", ["t1", "penalties"])
+def test_children_without_the_targets_noise_change_no_text(kind, drafter, lab):
+    """EAGLE-2's way of choosing children, under the keyed rule."""
+    here, case = lab("llama"), DRAFTERS[drafter]
+    requests = [here.request(kind, row) for row in range(3)]
+    texts, stats = run(here.target, requests, case.make(here, kind), case.budget, "match-top")
+    assert texts == {row: here.plain(kind, row) for row in range(3)}
+    assert stats.num_drafted > 0
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rows_of_different_sampling_share_a_batch(drafter, lab):
     here, case, kinds = lab("llama"), DRAFTERS[drafter], ("penalties", "greedy", "top-p")
@@ -325,7 +388,7 @@ def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab
     texts, stats = run(here.target, requests, DRAFTERS[drafter].make(here, "greedy"), CLASSIC[rule], rule)
     assert texts == {row: here.plain("greedy", row) for row in range(3)}
     assert stats.lossless
-    if here.is_lean and drafter != "lookup-chain":
+    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain"):
         assert stats.num_accepted > 0
 
 
@@ -344,14 +407,16 @@ def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
     assert drafter != "self-chain" or stats.alpha[0] == 1.0  # p and q are equal: the first draft is always taken
 
 
-@pytest.mark.parametrize("rule", ["match", *CLASSIC])
-def test_the_law_of_the_text_through_the_decoder(rule, lab):
+@pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain"])
+@pytest.mark.parametrize("rule", ["match", "match-top", *CLASSIC])
+def test_the_law_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
     here, num_seeds = lab("llama"), 500
     settings = {"temperature": 1.0, "top_k": 3, "max_tokens": 3, "ignore_eos": True}
-    requests = [([9], Sampling(seed=seed, **settings)) for seed in range(num_seeds)]
-    drafter = CausalLMDrafter(here.perturbed, VOCAB)
-    texts, stats = run(here.target, requests, drafter, CLASSIC.get(rule, Budget(3, 2)), rule)
+    prompt = [9, 4]
+    requests = [(prompt, Sampling(seed=seed, **settings)) for seed in range(num_seeds)]
+    made = DRAFTERS[drafter].make(here, "t1")
+    texts, stats = run(here.target, requests, made, CLASSIC.get(rule, Budget(3, 2)), rule)
     assert 0 < stats.num_accepted < stats.num_drafted
     batch = SamplingBatch([Sampling(**settings)], KeyedNoise(VOCAB))
 
@@ -362,7 +427,7 @@ def test_the_law_of_the_text_through_the_decoder(rule, lab):
         probs = batch.probs(batch.scores(here.target.forward(ctx, tree).logits, tree, None))[0, 0]
         return {int(token): float(probs[token]) for token in probs.nonzero()}
 
-    wanted = {(a, b): pa * pb for a, pa in law([9]).items() for b, pb in law([9, a]).items()}
+    wanted = {(a, b): pa * pb for a, pa in law(prompt).items() for b, pb in law([*prompt, a]).items()}
     found = Counter(text[:2] for text in texts.values())
     assert set(found) <= set(wanted)
     chi_square = sum((found[pair] - num_seeds * p) ** 2 / (num_seeds * p) for pair, p in wanted.items())

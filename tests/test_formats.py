@@ -183,14 +183,16 @@ def test_our_own_folder_comes_back_as_it_was(tmp_path, variant, dtype):
     assert load_head(tmp_path / "head").training == {"steps": 3, "data": ["a", "b"]}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("variant", "one", "other"),
+    ("variant", "one", "other", "dtype"),
     [
-        (variant, one, other)
+        (variant, one, other, dtype)
         for variant in VARIANTS
         for one, other in product(LAYOUTS, LAYOUTS)
         if {one, other} <= {"draftwing", *EXPRESS[variant]}
+        for dtype in (
+            [torch.float32, torch.bfloat16] if variant in ("eagle1", "eagle3", "eagle3.1") else [torch.float32]
+        )
     ],
 )
 def test_every_pair_of_layouts_there_and_back(tmp_path, variant, one, other, dtype):
@@ -678,6 +680,9 @@ def test_missing_unknown_and_misshapen_tensors(head):
     now(**{"layers.0.hidden_norm.weight": torch.ones(32)})
     with refused(CheckpointError, "'layers.0.hidden_norm.weight' and 'midlayer.hidden_norm.weight' mean the same"):
         load(head)
+    now(**{"norm.weight": torch.ones(32, dtype=torch.int8)})
+    with refused(CheckpointError, "norm.weight must hold numbers of 16 to 64 bits, found torch.int8", "quantised"):
+        load(head)
     now(**{"norm.weight": torch.full((32,), float("nan"))})
     with refused(CheckpointError, "norm.weight of", "found 32 of 32 that are NaN or infinite", "Download"):
         load(head)
@@ -778,6 +783,14 @@ def test_taps_that_cannot_be(head):
     set_config(head, draftwing=block)
     with refused(CheckpointError, "reads 3 of the target's hidden states, but 2 taps are given (1, 2)", "give 3"):
         load(head, taps=(1, 2))
+
+
+def test_the_state_before_the_last_norm_is_none_of_ours(tmp_path):
+    config = raw_config(draft_vocab_size=DRAFT, eagle_aux_hidden_state_layer_ids=[2, 4, LAYERS])
+    folder = foreign(tmp_path / "head", config, {**raw_third(), **MAPS})
+    with refused(UnsupportedError, "last hidden state before the final norm (tap 8)", "with the engine"):
+        load(folder)
+    assert load(folder, taps=(2, 4, 5)).config.taps == (2, 4, 5)
 
 
 def test_a_bias_that_config_and_tensors_disagree_about(tmp_path):
@@ -973,6 +986,14 @@ write_head(Path({str(tmp_path / "head")!r}), net)
     assert "the head cannot be written" in done.stderr
     assert "larger than is allowed" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_notes_are_json(tmp_path):
+    write_head(tmp_path / "head", net_of(), training={"sizes": (1, 2)})
+    assert load_head(tmp_path / "head").training == {"sizes": [1, 2]}
+    for notes in ({"loss": float("nan")}, {"path": tmp_path}):
+        with refused(ConfigError, "training must be JSON", "give plain numbers"):
+            write_head(tmp_path / "head", net_of(), training=notes)
 
 
 def test_unknown_layouts(head):

@@ -268,8 +268,9 @@ def load(
     Args:
         target: a folder or a hub id; None is the small Python-writing model that comes with Draftwing.
         draft: a folder or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same tokenizer,
-            ``"lookup"`` or ``"none"``. None takes the shipped EAGLE-3 head for the shipped target, ``"lookup"`` for any other, and ``"none"``
-            for one with recurrent layers, which cannot take drafted tokens back.
+            ``"lookup"`` or ``"none"``. None takes the shipped EAGLE-3 head for the shipped
+            target, ``"lookup"`` for any other, and ``"none"`` for one with recurrent layers, which cannot take drafted
+            tokens back.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
         engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean where it can.

@@ -72,6 +72,7 @@ class EagleDrafter:
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
         self._waiting = torch.cat([self._waiting, F.pad(last, (0, 0, 0, self._waiting.shape[1] - 1))])
 
+    @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
         last = len(self._fed) - 1
@@ -102,6 +103,7 @@ class EagleDrafter:
             logits, states = self._forward(tokens, states, tree, lengths, first_node=first)
             start = first
 
+    @torch.inference_mode()
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path for the next step."""
         assert output.features is not None

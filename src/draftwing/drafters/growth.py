@@ -172,7 +172,7 @@ class Growth:
         self._expand((start + inner).expand(len(tokens), -1), (self.first + parents[inner]).expand(len(tokens), -1))
 
     def _extend_dynamic(self, scores: Tensor, frontier: Tensor) -> None:
-        rows, width, vocab = scores.shape
+        width, vocab = scores.shape[1:]
         count = min(self._budget.width, vocab)
         tokens, values = self._children(scores, frontier, count)
         flat = values.flatten(1)

@@ -278,6 +278,13 @@ def check_taps(case: Case) -> Finding:
         )
     if taps is None:
         return Finding(name, "ok", "not named: everyone takes the inputs of layers 2, L // 2 and L - 3")
+    if num_layers in taps and settings.block is None:
+        return Finding(
+            name,
+            "fail",
+            f"{taps}: the last is the target's last state, before its final norm, which Draftwing does not tap",
+            "serve it with the engine that it was made for",
+        )
     if taps == usual:
         return _usual_taps(case, taps)
     return _named_taps(case, taps, usual)
@@ -316,12 +323,10 @@ def _named_taps(case: Case, taps: tuple[int, ...], usual: tuple[int, ...] | None
         )
     if usual is None:
         return Finding("taps", "unknown", f"{taps} are named; whether they are the usual ones depends on the target")
-    return Finding(
-        "taps",
-        "ok" if settings.layout in ("draftwing", "speculators") else "warn",
-        f"{taps}, not the usual {usual}: vLLM reads `{TAP_IDS}`, SGLang only `eagle_config`",
-        "run `draftwing convert` for the engine that is to serve it",
-    )
+    detail = f"{taps}, not the usual {usual}: vLLM reads `{TAP_IDS}`, SGLang only `eagle_config`"
+    if settings.block is not None or settings.layout == "speculators":
+        return Finding("taps", "ok", f"{detail}; `draftwing convert` writes either")
+    return Finding("taps", "warn", detail, "run `draftwing convert` for the engine that is to serve it")
 
 
 def _unread(name: str) -> Finding:

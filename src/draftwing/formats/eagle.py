@@ -39,6 +39,8 @@ __all__ = [
     "write_head",
 ]
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def is_head(config: Mapping[str, Any], folder: Path | None = None) -> bool:
     """Whether a ``config.json`` is a draft head's and not a language model's.
@@ -71,6 +73,7 @@ def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | Non
 
     Raises:
         CheckpointError: the folder cannot be written, or holds another model.
+        ConfigError: ``training`` is not JSON.
     """
     save_head(Path(folder), Head.from_net(net, training), "draftwing")
 
@@ -189,7 +192,7 @@ def load_head(folder: Path) -> Head:
     check_shapes(expected, {key: tuple(tensors[name].shape) for key, name in names.net.items()}, where)
     named = {key: tensors[name] for key, name in names.net.items()}
     for key, tensor in named.items():
-        check_finite(f"{key} of {where}", tensor)
+        _check_numbers(key, tensor, where)
     maps = {key: tensors[name] for key, name in names.maps.items()}
     vocab = read_draft_vocab(maps.get("d2t"), maps.get("t2d"), config.vocab_size, config.draft_vocab_size, where)
     config = _own_bias(config, settings, named, where)
@@ -202,6 +205,15 @@ def load_head(folder: Path) -> Head:
         verifier=config.target.name if config.target is not None else settings.verifier,
         warnings=tuple(_warnings(settings, version, vocab.form, where)),
     )
+
+
+def _check_numbers(name: str, tensor: Tensor, where: str) -> None:
+    if tensor.dtype not in _FLOATS:
+        raise CheckpointError(
+            f"{where}: {name} must hold numbers of 16 to 64 bits, found {tensor.dtype}: the head is quantised; take "
+            f"the one that is not"
+        )
+    check_finite(f"{name} of {where}", tensor)
 
 
 def head_version(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.identity import differences
 from draftwing.model.linear import Linear
 from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId, default_taps
@@ -45,10 +46,17 @@ class Head:
 
     @classmethod
     def from_net(cls, net: EagleNet, training: Mapping[str, Any] | None = None) -> Head:
-        """The head of a net that has not been prepacked."""
+        """The head of a net that has not been prepacked. Raises ConfigError if ``training`` is no JSON."""
+        try:
+            training = json.loads(json.dumps(dict(training or {}), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"what is said of a head's training must be JSON ({error}): give plain numbers, strings, lists and "
+                f"dictionaries"
+            ) from error
         name = net.config.target.name if net.config.target is not None else None
         ids = None if net.target_ids is None else net.target_ids.to("cpu", torch.int64)
-        return cls(net.config, net.tensors(), ids, training=dict(training or {}), verifier=name)
+        return cls(net.config, net.tensors(), ids, training=training or {}, verifier=name)
 
     @property
     def knows_taps(self) -> bool:
@@ -80,6 +88,7 @@ class Head:
 
         Raises:
             CheckpointError: it was made for another target, or for another number of taps.
+            UnsupportedError: it reads a state of the target that Draftwing does not tap.
         """
         config = self.config
         if target is not None:
@@ -95,6 +104,8 @@ class Head:
             # Only three have defaults; a head of another number that does not name them stays unknown.
             usual = (known.num_layers,) if config.version == 1 else default_taps(known.num_layers)
             taps = usual if len(usual) == len(config.taps) else None
+        elif taps is None and target is not None and self.config.target is None:
+            _check_last_tap(config, target, where)
         if taps is not None:
             config = replace(config, taps=taps)
         if taps is not None or self.knows_taps:
@@ -120,6 +131,15 @@ def _check_taps(taps: tuple[int, ...], target: TargetId | None, where: str) -> N
         raise CheckpointError(
             f"{where}: tap {wrong[0]} is no hidden state of the target: taps run from 0{layers}; correct the taps in "
             f"config.json, or give others"
+        )
+
+
+def _check_last_tap(config: EagleConfig, target: TargetId, where: str) -> None:
+    # Ours is the state after the final norm, which EAGLE-1 reads everywhere; in EAGLE-3 engines give the one before.
+    if config.version == 3 and target.num_layers in config.taps:
+        raise UnsupportedError(
+            f"{where}: the head reads the target's last hidden state before the final norm (tap {target.num_layers}), "
+            f"which Draftwing does not tap: serve it with the engine that it was made for"
         )
 
 

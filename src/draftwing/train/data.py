@@ -56,12 +56,13 @@ def read_examples(
         raise ConfigError(f"max_length must be at least 2 (a token, and one to predict), found {max_length}")
     files = find_files(sources, exclude)
     encoder = _Encoder(tokenizer, max_length, eos_id)
-    done, total = 0, sum(file.num_bytes for file in files)
+    done, total, shown = 0, sum(file.num_bytes for file in files), 0
     for file in files:
         for record in read_records(file):
             encoder.add(record)
             done += record.num_bytes
-            if on_progress is not None:
+            if on_progress is not None and done - shown >= total // 500:  # there may be millions of records
+                shown = done
                 on_progress(min(done, total), total)
     corpus = encoder.finish()
     if not corpus.num_tokens:
