@@ -84,6 +84,18 @@ def train(
     cache: Annotated[
         Path | None, typer.Option("--cache", help="Read the target's features from a folder of `draftwing data cache`.")
     ] = None,
+    regenerated: Annotated[
+        int,
+        typer.Option(
+            "--regenerate",
+            min=0,
+            help="Before training, let the target answer so many prompts of the data greedily (256 tokens each, into "
+            "OUT/regenerated.jsonl), and train on these answers as well.",
+        ),
+    ] = 0,
+    initial: Annotated[
+        Path | None, typer.Option("--init-from", help="Start from this head, in any layout, instead of from nothing.")
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the target.")] = "bfloat16",
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: cuda if there is one]")] = None,
     as_json: Json = False,
@@ -107,9 +119,25 @@ def train(
 
     given = dataclasses.asdict(training)
     options = TrainOptions(method=method, **given)
+    if regenerated and cache is not None:
+        raise ConfigError(
+            "--regenerate makes data that the --cache does not have: run `draftwing data regenerate`, then `draftwing "
+            "data cache` on what it wrote"
+        )
+    if regenerated:
+        data = [*data, str(_regenerated(target, device, data, exclude, out / "regenerated.jsonl", regenerated))]
     with console.progress("reading the data") as on_data:
         session = prepare(
-            target, data, options, out, exclude=exclude, cache=cache, dtype=dtype, device=device, on_data=on_data
+            target,
+            data,
+            options,
+            out,
+            exclude=exclude,
+            cache=cache,
+            initial=initial,
+            dtype=dtype,
+            device=device,
+            on_data=on_data,
         )
     trainer = session.trainer
     main = trainer.accelerator.is_main_process
@@ -138,6 +166,23 @@ def train(
     if stopped:
         console_heads.line(f"stopped at iteration {done.iteration}: run the same command again to go on", "yellow")
         raise typer.Exit(130)
+
+
+def _regenerated(
+    target: str | None, device: str | None, data: list[str], exclude: Path | None, out: Path, num: int
+) -> Path:
+    """Have the target answer prompts spread over the data. Prompt lookup saves time, and changes no text."""
+    from draftwing.load import load
+    from draftwing.sampling import Sampling
+    from draftwing.train.regenerate import LMAnswerer, read_tasks
+    from draftwing.train.regenerate import regenerate as run
+
+    lm = load(target, "lookup", device=device)
+    tasks = read_tasks(data, prompt_tokens=128, per_document=8, tokenizer=lm.tokenizer, exclude=exclude, output=out)
+    chosen = sorted(tasks, key=lambda task: task.id)[:num]  # ids are hashes: any of them
+    with console.progress("answering") as on_progress:
+        run(chosen, LMAnswerer(lm, Sampling(max_tokens=256), max_batch=32), out, on_progress=on_progress)
+    return out
 
 
 def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -190,6 +235,7 @@ def regenerate(
     top_p: Annotated[float, sampling_option("Draw from the fewest tokens of this probability.", "--top-p")] = 1.0,
     seed: Annotated[int, sampling_option("Each prompt gets one of its own made of it.", "--seed")] = 0,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Of a document, as its prompt.")] = 64,
+    per_document: Annotated[int, typer.Option("--per-document", help="Prompts cut from a document at most.")] = 1,
     limit: Annotated[int | None, typer.Option("--limit", help="The first so many prompts alone.")] = None,
     exclude: Exclude = None,
     as_json: Json = False,
@@ -220,7 +266,15 @@ def regenerate(
         lm = load(**vars(model), draft=draft)
         tokenizer = lm.tokenizer
         answerer = LMAnswerer(lm, sampling, max_batch=max_batch)
-    tasks = read_tasks(data, prompt_tokens=prompt_tokens, tokenizer=tokenizer, exclude=exclude, output=out, limit=limit)
+    tasks = read_tasks(
+        data,
+        prompt_tokens=prompt_tokens,
+        per_document=per_document,
+        tokenizer=tokenizer,
+        exclude=exclude,
+        output=out,
+        limit=limit,
+    )
     with console.progress("answering") as on_progress:
         done = run(tasks, answerer, out, on_progress=on_progress)
     if as_json:
@@ -232,6 +286,76 @@ def regenerate(
     if done.skipped:
         where, why = done.skipped[0]
         console_heads.line(f"{len(done.skipped)} could not be answered, the first {where}: {why}", "yellow")
+
+
+@data_app.command("cache")
+@with_options
+def cache(
+    data: Sources,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the cache: run again to go on.")],
+    target: Target = None,
+    method: Annotated[
+        str, typer.Option("--method", help="eagle1, eagle3 or hass: what eagle3 reads serves the others too.")
+    ] = "eagle3",
+    taps: Annotated[
+        str | None, typer.Option("--taps", help="Other hidden states than the method's, such as 2,16,29.")
+    ] = None,
+    max_length: Annotated[int, typer.Option("--max-length", help="Tokens of a window or dialogue.")] = 512,
+    tokens_per_batch: Annotated[int, typer.Option("--tokens-per-batch", help="Tokens run at once.")] = 2048,
+    validation_share: Annotated[
+        float, typer.Option("--validation-share", help="Share of the data held out: as `train` will have it.")
+    ] = 0.02,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is held out, and where documents are cut.")] = 0,
+    exclude: Exclude = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the target.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: cuda if there is one]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the target's hidden states to disk, for `draftwing train --cache`: many runs, one pass of the target.
+
+    It says first how much it will write: about 2 bytes for each token, hidden state and channel.
+
+    Examples:
+
+    - `draftwing data cache --data dialogues.jsonl -o features`
+
+    - `draftwing train eagle3 --data dialogues.jsonl --cache features --minutes 15 -o my-head`
+    """
+    from draftwing.formats.identity import target_id
+    from draftwing.load import SHIPPED, load_target
+    from draftwing.model.weights import resolve
+    from draftwing.nets.eagle import default_taps
+    from draftwing.tokenizer import Tokenizer
+    from draftwing.train.batches import Batches
+    from draftwing.train.cache_writer import estimate, write_cache
+    from draftwing.train.data import read_examples, split
+    from draftwing.train.options import METHODS
+
+    if method not in METHODS:
+        raise ConfigError(f"--method must be one of {', '.join(METHODS)}, found {method!r}")
+    chosen = _taps(taps)
+    folder = resolve(target) if target is not None else SHIPPED / "target"
+    tokenizer = Tokenizer(folder)
+    with console.progress("reading the data") as on_data:
+        corpus = read_examples(data, tokenizer, max_length=max_length, exclude=exclude, on_progress=on_data)
+    training, _ = split(corpus, validation_share, seed)
+    batches = Batches(training, tokens_per_batch, max_length, seed)
+    name = str(target or "draftwing/target")
+    model = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
+    if chosen is None:
+        chosen = default_taps(model.num_layers) if METHODS[method].version == 3 else ()
+    console_heads.line(f"the cache will have {estimate(model, batches, chosen)}")
+    identity = target_id(model, tokenizer)
+    with console.progress("running the target") as on_progress:
+        done = write_cache(
+            out, model, batches, chosen, identity=identity, validation_share=validation_share, on_progress=on_progress
+        )
+    if as_json:
+        console.print_json({"out": str(out), **dataclasses.asdict(done)})
+        return
+    console_heads.line(f"wrote {done.num_shards - done.num_kept} shards to {out}; {done.num_kept} were there")
+    settings = f"--max-length {max_length} --validation-share {validation_share}"
+    console_heads.line(f"train on it: draftwing train {method} ... --cache {out} {settings}", "dim")
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------

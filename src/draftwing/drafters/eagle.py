@@ -90,7 +90,7 @@ class EagleDrafter:
         if budget.depth == 0 or not any(wanted):
             return DraftTree.root(ctx.pending())
         logits, states = self._catch_up(ctx)
-        growth, start = Growth(ctx, wanted, sampling, budget), 0
+        growth, start = Growth(ctx, wanted, sampling, budget, self.net.config.calibration), 0
         lengths = [max(row.length - 1, 0) for row in ctx.rows]
         while True:
             growth.extend(logits)

@@ -18,19 +18,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
 from draftwing.model.target import Context
+from draftwing.nets.calibration import Calibration
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
 from draftwing.tree import PAD, DraftTree
 
 __all__ = ["Growth", "Shape"]
 
-# How a margin between perturbed scores becomes a chance of acceptance at T > 0: fitted once on a 17M target
-# (0.59 nats where q itself takes 4.65); only the order of nodes depends on it, never the text.
-SHARPNESS = 2.7
-NUM_COMPARED = 8
+DEFAULT = Calibration()
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,18 @@ class Growth:
         wanted: which rows are drafted for.
         sampling: theirs.
         budget: shape and size; ``budget.children`` says how children are chosen.
+        calibration: how scores become chances at T > 0.
     """
 
-    def __init__(self, ctx: Context, wanted: list[bool], sampling: SamplingBatch, budget: Budget) -> None:
-        self._sampling, self._budget = sampling, budget
+    def __init__(
+        self,
+        ctx: Context,
+        wanted: list[bool],
+        sampling: SamplingBatch,
+        budget: Budget,
+        calibration: Calibration = DEFAULT,
+    ) -> None:
+        self._sampling, self._budget, self._calibration = sampling, budget, calibration
         self._history = ctx.history() if sampling.penalises else None
         self._starts = [row.length + 1 for row in ctx.rows]
         self._tokens = ctx.pending()[:, None]
@@ -161,14 +168,15 @@ class Growth:
         self.first = self.level = self.level + 1
 
     def _extend_static(self, scores: Tensor, frontier: Tensor, level: Level) -> None:
-        count = min(max(level.ranks) + 1, scores.shape[-1])
-        tokens, values = self._children(scores, frontier, count)
-        keep = [i for i, rank in enumerate(level.ranks) if rank < count]
-        parents = torch.tensor([level.parents[i] for i in keep], device=scores.device)
-        chosen = parents * count + torch.tensor([level.ranks[i] for i in keep], device=scores.device)
+        count = max(level.ranks) + 1
+        missing = max(count - scores.shape[-1], 0)  # ranks that a small vocabulary does not have: unused nodes
+        tokens, values = self._children(scores, frontier, count - missing)
+        tokens, values = F.pad(tokens, (0, missing)), F.pad(values, (0, missing), value=-torch.inf)
+        parents = torch.tensor(level.parents, device=scores.device)
+        chosen = parents * count + torch.tensor(level.ranks, device=scores.device)
         start = self._tokens.shape[1]
         self._append(tokens.flatten(1)[:, chosen], frontier[:, parents], values.flatten(1)[:, chosen])
-        inner = torch.tensor([keep.index(i) for i in level.expanded if i in keep], device=scores.device).long()
+        inner = torch.tensor(level.expanded, device=scores.device).long()
         self._expand((start + inner).expand(len(tokens), -1), (self.first + parents[inner]).expand(len(tokens), -1))
 
     def _extend_dynamic(self, scores: Tensor, frontier: Tensor) -> None:
@@ -246,10 +254,7 @@ class Growth:
         plain = scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
         if self._sampling.all_greedy or self._budget.children == "top":
             return plain.float()
-        rivals = ranked.topk(min(NUM_COMPARED, ranked.shape[-1]), dim=-1).values
-        norm = (SHARPNESS * rivals).logsumexp(-1, keepdim=True)
-        keyed = SHARPNESS * ranked.gather(-1, tokens) - norm
-        return torch.where(self._sampling.greedy, plain, keyed).float()
+        return torch.where(self._sampling.greedy, plain, self._calibration.log_chance(ranked, tokens)).float()
 
     def _draw(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Children drawn from q with noise of the drafter's own, in the order drawn: (B, W, C) tokens, log chances."""

@@ -114,7 +114,7 @@ def examine(folder: Path, target: TargetFolder | None) -> Case:
         case.failures["kind"] = str(error)
         return case
     try:
-        case.config = find_config(case.settings, case.version, case.tensors, case.names, where)
+        case.config = find_config(case.settings, case.version, case.names, where)
     except DraftwingError as error:
         case.failures.setdefault("config", str(error))
     return case

@@ -30,6 +30,10 @@ from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
 
 __all__ = [
     "check_destination",
+    "find_config",
+    "find_taps",
+    "find_version",
+    "head_version",
     "is_head",
     "load_head",
     "read_config",
@@ -186,7 +190,7 @@ def load_head(folder: Path) -> Head:
     tensors = read_tensors(folder)
     version = find_version(settings, tensors, where)
     names = sort_names(tensors, version, where)
-    config = find_config(settings, version, tensors, names, where)
+    config = find_config(settings, version, names, where)
     expected = expected_shapes(config)
     check_names(expected, names.net, where)
     check_shapes(expected, {key: tuple(tensors[name].shape) for key, name in names.net.items()}, where)
@@ -203,7 +207,7 @@ def load_head(folder: Path) -> Head:
         copies={key: tensors[name] for key, name in names.copies.items()},
         training=settings.block.training if settings.block is not None else {},
         verifier=config.target.name if config.target is not None else settings.verifier,
-        warnings=tuple(_warnings(settings, version, vocab.form, where)),
+        warnings=tuple(_warnings(settings, vocab.form, where)),
     )
 
 
@@ -239,10 +243,8 @@ def find_version(settings: Settings, names: Mapping[str, Any], where: str) -> in
     return found
 
 
-def find_config(
-    settings: Settings, version: int, tensors: Mapping[str, Tensor], names: Names, where: str
-) -> EagleConfig:
-    """The net's shape, from the config and from what only the tensors show: whether fc has a bias, how many taps."""
+def find_config(settings: Settings, version: int, names: Names, where: str) -> EagleConfig:
+    """The net's shape, from the config and from what only the tensors' names show: whether fc has a bias."""
     has_bias = "fc.bias" in names.net
     if settings.bias is not None and settings.bias != has_bias and version == 1:
         raise CheckpointError(
@@ -279,7 +281,7 @@ def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
     return taps
 
 
-def _warnings(settings: Settings, version: int, form: str, where: str) -> list[str]:
+def _warnings(settings: Settings, form: str, where: str) -> list[str]:
     found = []
     if not settings.rope_theta_given:
         found.append(

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.model.weights import WeightFiles
 
-__all__ = ["PICKLED", "read_tensors", "weight_files", "write_folder"]
+__all__ = ["PICKLED", "read_tensors", "weight_files", "write_folder", "write_mend"]
 
 PICKLED = "pytorch_model.bin"
 _WEIGHTS = "model.safetensors"
@@ -110,7 +110,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _move(partial, folder)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: the head cannot be written ({error}): {_write_mend(error)}") from error
+        raise CheckpointError(f"{folder}: the head cannot be written ({error}): {write_mend(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -124,7 +124,8 @@ def _move(partial: Path, folder: Path) -> None:
         os.replace(partial / name, folder / name)
 
 
-def _write_mend(error: Exception) -> str:
+def write_mend(error: Exception) -> str:
+    """What to do about a file that could not be written."""
     code = error.errno if isinstance(error, OSError) else None
     if code is None:  # the safetensors writer has the system's message, not its number
         code = next((code for code in _WRITE_MENDS if os.strerror(code) in str(error)), None)

@@ -218,6 +218,7 @@ def _block(head: Head) -> Config:
         "inputs": config.inputs,
         "taps": list(config.taps) if head.knows_taps else None,
         "target": None if config.target is None else asdict(config.target),
+        "calibration": asdict(config.calibration),
         "training": dict(head.training),
     }
 

@@ -19,6 +19,7 @@ from typing import Any, Final, get_args
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.config import ModelConfig
 from draftwing.model.rope import ROPE_TYPES
+from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle import EagleConfig, Inputs, TargetId
 
 __all__ = ["FORMAT", "Block", "Settings", "eagle_config", "is_head_config", "read_settings"]
@@ -64,6 +65,7 @@ class Block:
     target: TargetId | None
     training: Mapping[str, Any]
     fc_bias: bool | None
+    calibration: Calibration = Calibration()
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def eagle_config(settings: Settings, version: int, num_taps: int, *, fc_bias: bo
         )
     except ConfigError as error:
         raise type(error)(f"{where}: {error}; correct it in config.json") from error
-    return replace(found, target=settings.block.target if settings.block is not None else None)
+    block = settings.block
+    return found if block is None else replace(found, target=block.target, calibration=block.calibration)
 
 
 def _refuse_foreign(shape: Mapping[str, Any], config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> None:
@@ -268,6 +271,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
         inner = _Reader(read.table("target"), f"{inside}: target")
         sizes = {key: inner.integer(key) or 0 for key in ("hidden_size", "num_layers", "vocab_size")}
         target = TargetId(name=inner.text("name"), vocab_hash=inner.text("vocab_hash"), **sizes)
+    fitted = _Reader(read.table("calibration"), f"{inside}: calibration")
     return Block(
         version=version,
         inputs=inputs,
@@ -275,6 +279,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
         target=target,
         training=read.table("training"),
         fc_bias=read.flag("fc_bias"),
+        calibration=Calibration(fitted.number("sharpness", 2.7), fitted.number("miss", 0.0)),
     )
 
 

@@ -26,6 +26,7 @@ from draftwing.model.config import Activation, ModelConfig
 from draftwing.model.layers import Attend, DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
 from draftwing.model.rope import RopeConfig
+from draftwing.nets.calibration import Calibration
 
 __all__ = ["EagleConfig", "EagleNet", "Inputs", "TargetId", "default_taps"]
 
@@ -62,6 +63,7 @@ class EagleConfig:
         norm_before_residual: the layer's residual is the normed state (some engines' variant of EAGLE-3).
         norm_before_fc: one RMSNorm over all taps together before fc.
         fc_norm, norm_output: EAGLE-3.1: an RMSNorm for each tap; the normed state is what is fed back.
+        calibration: how its scores become chances at T > 0.
         target: which target it was trained for; None in foreign heads that do not say.
 
     Raises:
@@ -87,7 +89,8 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    target: TargetId | None = field(default=None)
+    calibration: Calibration = field(default_factory=Calibration)
+    target: TargetId | None = None
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):

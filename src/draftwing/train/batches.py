@@ -32,6 +32,15 @@ class Batch:
     mask: Tensor
     lengths: Tensor
 
+    @property
+    def real(self) -> Tensor:
+        """(B, T) bool: False behind the end of a row."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+    def to(self, device: torch.device) -> Batch:
+        """On a device."""
+        return Batch(self.ids.to(device), self.mask.to(device), self.lengths.to(device))
+
 
 def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
     """Ids and masks (T,) of rows as one padded batch; (0, 1) of no rows."""

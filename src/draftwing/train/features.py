@@ -70,8 +70,7 @@ class OnlineFeatures:
 
     def of(self, batch: Batch) -> FeatureBatch:
         """One forward of the target."""
-        device = self._target.device
-        batch = Batch(batch.ids.to(device), batch.mask.to(device), batch.lengths.to(device))
+        batch = batch.to(self._target.device)
         with torch.no_grad():
             output = self._target.score(batch.ids, self._spec)
         assert output.features is not None

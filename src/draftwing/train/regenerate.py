@@ -8,6 +8,7 @@ each finished record to a file at once, so that a run that was stopped goes on w
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,6 +151,7 @@ def read_tasks(
     sources: Sequence[str | Path],
     *,
     prompt_tokens: int = 64,
+    per_document: int = 1,
     tokenizer: Tokenizer | None = None,
     exclude: Path | None = None,
     output: Path | None = None,
@@ -160,6 +162,7 @@ def read_tasks(
     Args:
         sources, exclude: see ``find_files``.
         prompt_tokens: of a document, cut back to the end of a line; never more than half of it.
+        per_document: a document is cut at line ends into so many parts at most, each with a prompt of its own.
         tokenizer: to count them with; None takes a token for four characters.
         output: the file that will be written, which is left out of folders.
         limit: the first so many tasks alone.
@@ -168,20 +171,37 @@ def read_tasks(
         DataError: a source cannot be used, or there is nothing to ask.
         ConfigError: ``prompt_tokens`` below 1.
     """
-    if prompt_tokens < 1:
-        raise ConfigError(f"prompt_tokens must be at least 1, found {prompt_tokens}")
+    if prompt_tokens < 1 or per_document < 1:
+        raise ConfigError(
+            f"prompt_tokens and per_document must be at least 1, found {prompt_tokens} and {per_document}"
+        )
     bare = bare_tokenizer(tokenizer) if tokenizer is not None else None
     tasks: dict[str, Task] = {}
     for file in find_files(sources, exclude, output=output):
         for record in read_records(file):
-            task = _task(record, prompt_tokens, bare)
-            if task is not None:
-                tasks.setdefault(task.id, task)
+            for part in _parts(record, per_document, prompt_tokens):
+                task = _task(part, prompt_tokens, bare)
+                if task is not None:
+                    tasks.setdefault(task.id, task)
             if limit is not None and len(tasks) >= limit:
                 return list(tasks.values())[:limit]
     if not tasks:
         raise DataError(f"{', '.join(map(str, sources))}: there is nothing to ask: give user turns, or documents")
     return list(tasks.values())
+
+
+def _parts(record: Record, count: int, prompt_tokens: int) -> Iterator[Record]:
+    """A document in up to ``count`` parts of like length; a dialogue is one part."""
+    text = record.text or ""
+    count = min(count, len(text) // (2 * _CHARACTERS_PER_TOKEN * prompt_tokens))
+    if count < 2:
+        yield record
+        return
+    starts = [text.find("\n", len(text) * part // count) + 1 for part in range(1, count)]
+    bounds = sorted({0, *starts, len(text)})
+    for start, end in itertools.pairwise(bounds):
+        if text[start:end].strip():
+            yield replace(record, text=text[start:end].strip("\n"))
 
 
 def _task(record: Record, prompt_tokens: int, bare: FastTokenizer | None) -> Task | None:

@@ -16,27 +16,30 @@ from accelerate import Accelerator
 from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget
 from draftwing.drafters.eagle import EagleDrafter
-from draftwing.errors import UnsupportedError
+from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.formats.eagle import read_head
 from draftwing.formats.identity import chat_template_hash, target_id
 from draftwing.load import SHIPPED, load_target
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.tokenizer import Tokenizer
 from draftwing.train.batches import Batches
+from draftwing.train.cache import CachedFeatures, CacheInfo, FeatureCache
+from draftwing.train.calibrate import fit_calibration
 from draftwing.train.corpus import Corpus, split
 from draftwing.train.curves import read_metrics
 from draftwing.train.data import read_examples
-from draftwing.train.features import OnlineFeatures
+from draftwing.train.features import FeatureSource, OnlineFeatures
 from draftwing.train.initial import initialise
 from draftwing.train.loss import Truth, UnrolledLoss
 from draftwing.train.objectives import OBJECTIVES
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
-from draftwing.train.vocabulary import DraftVocabulary
+from draftwing.train.vocabulary import DraftVocabulary, coverage_of
 
 __all__ = ["Session", "measure_tau", "new_net", "prepare", "validation_prompts"]
 
@@ -93,6 +96,8 @@ def prepare(
     out: Path,
     *,
     exclude: Path | None = None,
+    cache: Path | None = None,
+    initial: Path | None = None,
     dtype: str = "bfloat16",
     device: str | None = None,
     on_data: Callable[[int, int], None] | None = None,
@@ -104,6 +109,9 @@ def prepare(
         target: folder or hub id; None is the shipped one.
         sources: files and folders, see ``read_examples``.
         exclude: a file of names to leave out of folders.
+        cache: of ``write_cache``, from which the run then reads the target's features; of ``sources`` it uses what
+            the cache held out, to evaluate.
+        initial: a head to start from, in any layout; its shape and draft vocabulary are then this run's.
         dtype: of the target.
         on_data: called with bytes read and bytes in all.
 
@@ -115,31 +123,53 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(target) if target is not None else SHIPPED / "target"
     tokenizer = Tokenizer(folder)
+    cached = None if cache is None else FeatureCache(cache)
+    if cached is not None:
+        _check_cached(cached.info, options, cached.folder)
     corpus = read_examples(sources, tokenizer, max_length=options.max_length, exclude=exclude, on_progress=on_data)
-    training, validation = split(corpus, options.validation_share, options.seed)
-    if options.data_share < 1:
+    seed = options.seed if cached is None else cached.info.seed
+    training, validation = split(corpus, options.validation_share, seed)
+    if cached is not None:
+        training = cached.corpus
+    elif options.data_share < 1:
         _, training = split(training, options.data_share, options.seed + 1)
     model = load_target(folder, dtype=dtype, device=device, name=str(target or "draftwing/target"), prepack=False)
-    vocabulary = DraftVocabulary.build(
-        training, model.vocab_size, options.draft_vocab_size or model.vocab_size, always=model.eos_ids
-    )
-    net = new_net(model, folder, options, vocabulary, tokenizer)
-    batches = Batches(training, options.tokens_per_batch, options.max_length, options.seed)
-    source = OnlineFeatures(model, batches, net.config.taps)
-    initialise(net, model.head, source.batch(0).features)
+    own = target_id(model, tokenizer)
+    if cached is not None:
+        cached.check(model, own)
+    if initial is None:
+        wanted = options.draft_vocab_size or model.vocab_size
+        vocabulary = DraftVocabulary.build(training, model.vocab_size, wanted, always=model.eos_ids)
+        net = new_net(model, folder, options, vocabulary, own)
+        coverage = vocabulary.coverage
+    else:
+        net = read_head(initial, model.embedding.float(), model.head, own)
+        _check_initial(net, options, initial)
+        coverage = coverage_of(training, net.target_ids, model.vocab_size)
+    source: FeatureSource
+    if cached is None:
+        batches = Batches(training, options.tokens_per_batch, options.max_length, options.seed)
+        source = OnlineFeatures(model, batches, net.config.taps)
+    else:
+        source = CachedFeatures(
+            cached, net.config.taps, options.tokens_per_batch, options.seed, device=model.device, dtype=model.dtype
+        )
+    if initial is None:
+        found = source.batch(0)
+        initialise(net, model.head, found.features[found.batch.real])
     evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
         "tokens_in_data": training.num_tokens,
-        "coverage": vocabulary.coverage,
+        "coverage": coverage,
         "chat_template": chat_template_hash(folder),
     }
     trainer = Trainer(net, model.head, source, options, out, evaluate, on_progress, accelerator, describe)
-    return Session(trainer, model, tokenizer, training, validation, vocabulary.coverage)
+    return Session(trainer, model, tokenizer, training, validation, coverage)
 
 
 def new_net(
-    target: Target, folder: Path, options: TrainOptions, vocabulary: DraftVocabulary, tokenizer: Tokenizer
+    target: Target, folder: Path, options: TrainOptions, vocabulary: DraftVocabulary, own: TargetId
 ) -> EagleNet:
     """A net of the target's own shape, with random weights in float32."""
     shape = _shape_of(target, folder)
@@ -151,10 +181,41 @@ def new_net(
         inputs=options.inputs,
         fc_norm=options.fc_norm,
         norm_output=options.norm_output,
-        target=target_id(target, tokenizer),
+        target=own,
     )
     ids = None if whole or config.version == 1 else vocabulary.target_ids.to(target.device)
     return EagleNet(config, target.embedding.float(), target.head, ids)
+
+
+def _check_cached(info: CacheInfo, options: TrainOptions, where: Path) -> None:
+    """A run must cut its rows and hold out its data as the cache did that it reads."""
+    for name in ("max_length", "validation_share"):
+        kept, wanted = getattr(info, name), getattr(options, name)
+        if kept != wanted:
+            raise ConfigError(
+                f"{where}: the cache was made with {name} {kept}, and this run has {wanted}: give it --"
+                f"{name.replace('_', '-')} {kept}, or make another cache"
+            )
+    if options.data_share < 1:
+        raise ConfigError(
+            f"{where}: a cache is read whole, and this run asks for data_share {options.data_share}: drop that, or "
+            f"make a cache of less data"
+        )
+
+
+def _check_initial(net: EagleNet, options: TrainOptions, where: Path) -> None:
+    """The options that shape a net must be those of the head that the run starts from."""
+    config = net.config
+    wanted = {"version": options.recipe.version, "inputs": options.inputs}
+    found = {"version": config.version, "inputs": config.inputs}
+    if options.draft_vocab_size:
+        wanted["draft_vocab_size"], found["draft_vocab_size"] = options.draft_vocab_size, config.draft_vocab_size
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise ConfigError(
+                f"{where} is a head with {name} {found[name]!r}, and this run asks for {value!r}: start from another "
+                f"head, from nothing, or drop the option"
+            )
 
 
 def _shape_of(target: Target, folder: Path) -> ModelConfig:
@@ -209,7 +270,7 @@ def measure_tau(target: Target, net: EagleNet, prompts: Sequence[Sequence[int]],
 
 
 def _evaluate(target: Target, validation: Corpus, options: TrainOptions, net: EagleNet) -> dict[str, Any]:
-    """Loss and agreement on held-out data, and tau through the real decoder."""
+    """Loss and agreement on held-out data, tau through the real decoder; the net's calibration is fitted too."""
     began = time.perf_counter()
     source = OnlineFeatures(
         target, Batches(validation, options.tokens_per_batch, options.max_length, options.seed), net.config.taps
@@ -219,13 +280,15 @@ def _evaluate(target: Target, validation: Corpus, options: TrainOptions, net: Ea
     wide = torch.promote_types(net.fc.weight.dtype, torch.float32)
     loss = torch.zeros(recipe.unroll_steps)
     count, agreed = torch.zeros_like(loss), torch.zeros_like(loss)
-    for number in range(min(VALIDATION_BATCHES, source.num_batches_per_epoch)):
-        found = source.batch(number)
+    batches = [source.batch(number) for number in range(min(VALIDATION_BATCHES, source.num_batches_per_epoch))]
+    for found in batches:
         sums = scorer(found, Truth.of(found, target.head, net.target_ids, wide), agreement=True)
         loss += torch.tensor([float(s.loss) for s in sums])
         count += torch.tensor([float(s.count) for s in sums])
         agreed += torch.tensor([float(s.agreed) for s in sums if s.agreed is not None])
+    net.config = dataclasses.replace(net.config, calibration=fit_calibration(net, target.head, batches))
     result: dict[str, Any] = {
+        **dataclasses.asdict(net.config.calibration),
         "val_loss": float((loss / count.clamp(min=1)).sum()),
         "val_agreement": (agreed / count.clamp(min=1)).tolist(),
     }

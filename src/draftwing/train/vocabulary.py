@@ -12,7 +12,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError, DataError
 from draftwing.train.corpus import Corpus, Example
 
-__all__ = ["DraftVocabulary"]
+__all__ = ["DraftVocabulary", "coverage_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,12 @@ class DraftVocabulary:
     def t2d(self) -> Tensor:
         """(V,) bool: whether the target's id is in the draft vocabulary."""
         return torch.zeros(self.vocab_size, dtype=torch.bool).index_fill_(0, self.target_ids, True)
+
+
+def coverage_of(corpus: Corpus | Sequence[Example], target_ids: Tensor | None, vocab_size: int) -> float:
+    """Share of a corpus's loss tokens in a draft vocabulary (None: the whole one)."""
+    counts = _count(corpus, vocab_size)
+    return 1.0 if target_ids is None else float(counts[target_ids.cpu().numpy()].sum() / counts.sum())
 
 
 def _count(corpus: Corpus | Sequence[Example], vocab_size: int) -> np.ndarray:

@@ -1,0 +1,142 @@
+"""The shipped heads: EAGLE-3 and EAGLE-1 for the shipped target.
+
+    python recipes/demo_heads.py answers --out build/heads       # the target's own text: half an hour on two cores
+    python recipes/demo_heads.py train   --out build/heads       # resumes where it was stopped; an hour
+    python recipes/demo_heads.py export  --out build/heads --to src/draftwing/shipped
+
+The training text is what the target itself writes (greedily, after beginnings cut from the training files), which is
+what a head has to guess; and a part of the training files themselves, which is what sampled text looks like.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import corpus
+import draftwing as dw
+from draftwing.formats.eagle import read_head, write_head
+from draftwing.formats.identity import target_id
+from draftwing.load import SHIPPED, load_target
+from draftwing.tokenizer import Tokenizer
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import prepare
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+Out = Annotated[Path, typer.Option(help="Folder of texts and runs.")]
+
+COMMON = {"optimizer": "muon", "tokens_per_batch": 2048, "eval_every": 250, "eval_prompts": 6}
+THIRD = {**COMMON, "method": "eagle3", "later_share": 0.34, "draft_vocab_size": 4096}
+# name -> (options, the run whose head it starts from). EAGLE-3 is trained in two goes.
+RUNS = {
+    "eagle3-first": ({**THIRD, "unroll_steps": 5, "minutes": 13}, None),
+    "eagle3": ({**THIRD, "unroll_steps": 6, "lr": 3e-3, "minutes": 19}, "eagle3-first"),
+    "eagle1": ({**COMMON, "method": "eagle1", "minutes": 8}, None),
+}
+
+
+def beginnings(num: int, seed: int) -> list[str]:
+    """Cut from training files at the start of a line: a few hundred characters each."""
+    rng = random.Random(seed)
+    documents = [text for _, text in corpus.documents(held_out=False) if len(text) > 1500]
+    found: list[str] = []
+    while len(found) < num:
+        lines = rng.choice(documents).splitlines(keepends=True)
+        end = rng.randrange(8, max(9, len(lines)))
+        text = "".join(lines[max(0, end - rng.randint(8, 24)) : end]).rstrip("\n")
+        if 200 <= len(text) <= 1600:
+            found.append(text)
+    return found
+
+
+@app.command()
+def answers(
+    out: Out = Path("build/heads"),
+    num: Annotated[int, typer.Option(help="Texts of 256 tokens that the target writes greedily.")] = 2496,
+    characters: Annotated[int, typer.Option(help="Of the training files, beside them.")] = 1_800_000,
+) -> None:
+    """Write texts.jsonl; run again to go on."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "texts.jsonl"
+    done = len(file.read_text().splitlines()) if file.exists() else 0
+    lm = dw.load(draft="lookup")
+    todo = beginnings(num, seed=1)
+    with file.open("a") as sink:
+        for start in range(done, num, 96):
+            prompts = todo[start : start + 96]
+            for prompt, found in zip(prompts, lm.generate(prompts, max_tokens=256, max_batch=32), strict=True):
+                sink.write(json.dumps({"text": prompt + found.text}) + "\n")
+            sink.flush()
+            typer.echo(f"{min(start + 96, num)} of {num}")
+    documents = [text for _, text in corpus.documents(held_out=False)]
+    random.Random(5).shuffle(documents)
+    size, chosen = 0, []
+    for text in documents:
+        chosen.append(json.dumps({"text": text}))
+        size += len(text)
+        if size > characters:
+            break
+    (out / "files.jsonl").write_text("\n".join(chosen) + "\n")
+
+
+@app.command()
+def train(
+    out: Out = Path("build/heads"),
+    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNS)}; default all.")] = None,
+) -> None:
+    """Train the heads one after the other; a run that is complete is skipped."""
+    for name, (options, start) in RUNS.items():
+        if only not in (None, name):
+            continue
+        session = prepare(
+            None,
+            [out / "texts.jsonl", out / "files.jsonl"],
+            TrainOptions(**options),
+            out / name,
+            initial=None if start is None else out / start / "head",
+            on_progress=lambda p: (
+                typer.echo(f"{p.iteration}/{p.iterations} {p.metrics}") if p.iteration % 50 == 0 else None
+            ),
+        )
+        typer.echo(session.describe())
+        session.run()
+
+
+CARD = """# draftwing/{name}
+
+An {kind} head of {millions:.2f}M parameters for draftwing/target, trained by `recipes/demo_heads.py` on text that the
+target wrote greedily and on a part of its training files ({tokens:,} tokens in all). Draft vocabulary: {vocabulary}.
+Its folder is in the published EAGLE layout: `draftwing export` prepares it for vLLM and SGLang. Apache-2.0.
+"""
+
+
+@app.command()
+def export(
+    out: Out = Path("build/heads"),
+    to: Annotated[Path, typer.Option(help="Folder that gets eagle3/ and eagle1/.")] = SHIPPED,
+) -> None:
+    """Write the heads in bfloat16, with cards."""
+    target = load_target(SHIPPED / "target", prepack=False)
+    own = target_id(target, Tokenizer(SHIPPED / "target"), "draftwing/target")
+    for name, kind in (("eagle3", "EAGLE-3"), ("eagle1", "EAGLE-1")):
+        net = read_head(out / name / "head", target.embedding, target.head, own, torch.bfloat16)
+        training = json.loads((out / name / "head" / "config.json").read_text())["draftwing"]["training"]
+        write_head(to / name, net, training=training)
+        card = CARD.format(
+            name=name,
+            kind=kind,
+            millions=sum(p.numel() for p in net.parameters()) / 1e6,
+            tokens=training["tokens_in_data"],
+            vocabulary=f"{net.config.draft_vocab_size} of {net.config.vocab_size} tokens",
+        )
+        (to / name / "README.md").write_text(card)
+        typer.echo(f"wrote {to / name}")
+
+
+if __name__ == "__main__":
+    app()

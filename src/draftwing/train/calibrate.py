@@ -1,0 +1,50 @@
+"""Fits a head's ``Calibration`` on held-out data, by drawing as sampling draws: one noise for target and draft."""
+
+from __future__ import annotations
+
+import torch
+
+from draftwing.model.linear import Linear
+from draftwing.model.rope import Rotary
+from draftwing.nets.calibration import NUM_COMPARED, Calibration
+from draftwing.nets.eagle import EagleNet
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Truth
+from draftwing.train.unroll import unroll
+
+__all__ = ["fit_calibration"]
+
+MAX_ROWS = 4096  # scores of so many positions and no more are drawn for one fit
+
+
+@torch.no_grad()
+def fit_calibration(net: EagleNet, head: Linear, batches: list[FeatureBatch], num_steps: int = 2) -> Calibration:
+    """At temperature 1, over the first ``num_steps`` drafted tokens.
+
+    Args:
+        net: in float32.
+        head: the target's.
+        batches: held-out text with the target's features and logits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rotary = Rotary(net.config.rope, net.dtype, net.fc.weight.device)
+    rivals, hits = [], []
+    for found in batches:
+        logits = found.logits
+        if logits is None:
+            logits = head.forward(found.last.flatten(0, 1)).view(*found.last.shape[:2], -1)
+        truth = Truth.of(found, head, net.target_ids, torch.float32)
+        steps = unroll(net, rotary, found.batch.ids, found.features.to(net.dtype), num_steps)
+        for step in steps:
+            entries, where = truth.rows(step.index, step.entries)
+            some = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (num_steps * len(batches))]
+            entries, where = entries[some.to(entries.device)], where[some.to(where.device)]
+            q = net.to_target(net.logits(step.read[entries])).float().log_softmax(-1)
+            p = logits.flatten(0, 1)[where].float().log_softmax(-1)
+            uniform = torch.rand(q.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
+            noise = -(-uniform.log()).log().float().to(q.device)
+            best = (q + noise).topk(min(NUM_COMPARED, q.shape[-1]), dim=-1)
+            same = best.indices == (p + noise).argmax(-1, keepdim=True)
+            rivals.append(best.values.cpu())
+            hits.append(torch.where(same.any(-1), same.float().argmax(-1), -1).cpu())
+    return Calibration.fit(torch.cat(rivals), torch.cat(hits))

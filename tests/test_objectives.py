@@ -1,0 +1,249 @@
+"""One update's loss and gradients against the papers' formulas, in loops over rows, entries and the vocabulary."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from draftwing.model.linear import Linear
+from draftwing.nets.eagle import EagleNet
+from draftwing.train import objectives
+from draftwing.train.batches import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.objectives import OBJECTIVES, head_loss
+from draftwing.train.options import METHODS, TrainOptions
+from draftwing.train.trainer import Trainer, _mixed
+from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text
+
+LENGTH = 6
+DRAFT_IDS = torch.tensor([0, 2, 3, 5, 8, 9, 11])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run's options, the net's, and whether the features come with logits."""
+
+    options: dict
+    net: dict
+    has_logits: bool = True
+
+
+CASES = {
+    "eagle1": Case({"method": "eagle1"}, {"fc_bias": True}, has_logits=False),  # with its noise
+    "eagle1-unrolled": Case({"method": "hass", "objective": "eagle1", "unroll_steps": 2}, {}),
+    "hass": Case({"method": "hass"}, {}, has_logits=False),
+    "hass-tv": Case({"method": "hass", "objective": "tv", "accumulation": 2}, {}),
+    "eagle3": Case({"method": "eagle3"}, {"target_ids": DRAFT_IDS}),  # its last steps have no entries here
+    "eagle3-whole": Case({"method": "eagle3", "unroll_steps": 2, "accumulation": 3}, {}, has_logits=False),
+    "eagle3.1": Case(
+        {"method": "eagle3", "unroll_steps": 3},
+        {"target_ids": DRAFT_IDS, "norm_output": True, "fc_norm": True, "norm_before_residual": True},
+    ),
+    "tv": Case({"method": "eagle3", "objective": "tv", "accumulation": 2}, {"target_ids": DRAFT_IDS}),
+    "thin": Case({"method": "eagle3", "unroll_steps": 3, "later_share": 0.5}, {"target_ids": DRAFT_IDS}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator():
+    """Its state is one for the process, and other tests may want another precision."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+class Texts:
+    """A source of random texts: row 1 ends early, and some tokens do not count."""
+
+    num_tokens_per_epoch = 100
+
+    def __init__(self, net: EagleNet, has_logits: bool) -> None:
+        self._net, self._has_logits = net, has_logits
+
+    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
+        with torch.random.fork_rng():
+            torch.manual_seed(100 + number)
+            ids, features = random_text(self._net, 3, LENGTH)
+            ids[1, -1] = 0
+            mask = torch.rand(ids.shape) < 0.8
+            mask[:, 0] = mask[1, -1] = False
+            mask[0, 2] = True
+            last = features if self._net.config.version == 1 else torch.randn(3, LENGTH, HIDDEN, dtype=torch.float64)
+            logits = torch.randn(3, LENGTH, VOCAB, dtype=torch.float64) * 2 if self._has_logits else None
+        return FeatureBatch(Batch(ids, mask, torch.tensor([LENGTH, LENGTH - 1, LENGTH])), features, last, logits)
+
+
+# --- the papers' formulas --------------------------------------------------------------------------------------------
+
+
+def smooth_l1(state, feature):
+    """The mean over H of d^2 / 2 near 0 and |d| - 1/2 from 1 on (EAGLE-1)."""
+    total = 0.0
+    for one, other in zip(state, feature, strict=True):
+        d = (one - other).abs()
+        total = total + (d * d / 2 if d < 1 else d - 0.5)
+    return total / len(state)
+
+
+def cross_entropy(p, log_q):
+    return -sum(p[v] * log_q[v] for v in range(len(p)))
+
+
+def best_ten(p, log_q):
+    """The same over the 10 tokens that the target likes best (HASS)."""
+    best = sorted(range(len(p)), key=lambda v: -p[v].item())[:10]
+    return -sum(p[v] * log_q[v] for v in best)
+
+
+def total_variation(p, log_q):
+    return sum((p[v] - log_q[v].exp()).abs() for v in range(len(p))) / 2
+
+
+FORMULAS = {
+    "eagle1": (1.0, lambda p, log_q, state, truth: smooth_l1(state, truth) + 0.1 * cross_entropy(p, log_q)),
+    "hass": (
+        1.0,
+        lambda p, log_q, state, truth: smooth_l1(state, truth) + 0.1 * cross_entropy(p, log_q) + best_ten(p, log_q),
+    ),
+    "eagle3": (0.8, lambda p, log_q, state, truth: cross_entropy(p, log_q)),
+    "tv": (0.8, lambda p, log_q, state, truth: total_variation(p, log_q)),
+}
+
+
+def log_softmax(scores):
+    largest = max(scores)
+    norm = sum((score - largest).exp() for score in scores).log() + largest
+    return [score - norm for score in scores]
+
+
+def slow_micro_batch(net, weights, head, found, options, number):
+    """Loss of one micro-batch, and (agreed, counted) of each step."""
+    recipe = options.recipe
+    decay, formula = FORMULAS[recipe.objective]
+    slow, features = SlowNet(net, weights), found.features.clone()
+    drafted = list(range(VOCAB)) if net.target_ids is None else net.target_ids.tolist()
+    torch.manual_seed(_mixed(options.seed, number, 0))
+    if recipe.noise:  # in +-0.1
+        features[:, : LENGTH - 2] += (torch.rand(3, LENGTH - 2, features.shape[2], dtype=torch.float64) - 0.5) * 0.2
+    going_on = range(LENGTH - 2)
+    if options.later_share < 1:
+        going_on = torch.randperm(LENGTH - 2)[: round(options.later_share * (LENGTH - 2))].tolist()
+    losses: list[list] = [[] for _ in range(recipe.unroll_steps)]
+    agreed = [0] * recipe.unroll_steps
+    for row in range(3):
+        for entry in range(LENGTH - 2):
+            chain = slow.draft(
+                found.batch.ids[row].tolist(), features[row], entry, min(recipe.unroll_steps, LENGTH - 2 - entry)
+            )
+            for step, (state, read) in enumerate(chain):
+                guessed = entry + 2 + step  # the entry knows the token before it, and the target what comes then
+                truth = found.last[row, guessed - 1]
+                target = head @ truth if found.logits is None else found.logits[row, guessed - 1]
+                best = max(range(VOCAB), key=lambda v, target=target: target[v].item())
+                if not found.batch.mask[row, guessed] or best not in drafted or (step and entry not in going_on):
+                    continue
+                p = [value.exp() for value in log_softmax([target[v] for v in drafted])]
+                scores = weights.get("lm_head.weight", head) @ read
+                log_q = log_softmax([*scores])
+                losses[step].append(formula(p, log_q, state, truth))
+                agreed[step] += max(range(len(log_q)), key=lambda v, log_q=log_q: log_q[v].item()) == drafted.index(
+                    best
+                )
+    loss = sum(decay**step * sum(each) / len(each) for step, each in enumerate(losses) if each)
+    return loss, [(num, len(each)) for num, each in zip(agreed, losses, strict=True)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_updates_loss_and_gradients_are_the_papers(name, tmp_path):
+    """Through the trainer itself: the mean over the entries that count, decay^s, the mean over the micro-batches."""
+    case = CASES[name]
+    options = TrainOptions(iterations=1, precision="no", **case.options)
+    net = random_net(METHODS[options.method].version, **case.net)
+    head = Linear(torch.randn(VOCAB, HIDDEN, dtype=torch.float64)) if net.head is not None else net._target_head[0]
+    head.weight.requires_grad_(False)
+    source = Texts(net, case.has_logits)
+    weights = {key: value.requires_grad_() for key, value in net.tensors().items()}
+    total, counts = 0.0, []
+    for number in range(options.accumulation):
+        loss, counted = slow_micro_batch(net, weights, head.weight, source.batch(number), options, number)
+        total, counts = total + loss / options.accumulation, counted
+    wanted = torch.autograd.grad(total, list(weights.values()))
+
+    trainer = Trainer(net, head, source, options, tmp_path, accelerator=Accelerator(mixed_precision="no", cpu=True))
+    found = {}
+
+    def watch(parameters, norm):  # called between the backward and the step
+        own = [parameter.data for parameter in net.parameters()]
+        for parameter in net.parameters():
+            parameter.data = parameter.grad.clone()
+        found.update(net.tensors())
+        for parameter, data in zip(net.parameters(), own, strict=True):
+            parameter.data = data
+
+    trainer.accelerator.clip_grad_norm_ = watch
+    trainer.run()
+    metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert metrics["loss"] == pytest.approx(float(total), rel=1e-9, abs=1e-9)
+    for (key, gradient), other in zip(found.items(), wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+        assert gradient.abs().max() > 1e-6, key
+    assert head.weight.grad is None
+    assert metrics["agreement"] == pytest.approx([num / max(of, 1) for num, of in counts])
+    # Some entries count and some do not, as well as, with a draft vocabulary, some whose best token it lacks.
+    assert 0 < counts[0][1] < 3 * (LENGTH - 2)
+
+
+# --- the loss of a head, in chunks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 23])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_loss_of_a_head_does_not_depend_on_its_chunks(name, rows, dtype, monkeypatch):
+    monkeypatch.setitem(objectives.CHUNK, "cpu", 8)
+    torch.manual_seed(rows)
+    read = torch.randn(rows, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, dtype=dtype, requires_grad=True)
+    probs, where = (torch.randn(9, VOCAB, dtype=dtype) * 2).softmax(-1), torch.randint(9, (rows,))
+    divergence = OBJECTIVES[name].divergence
+    loss = head_loss(read, weight, probs, where, divergence, dtype) * 3  # a scale, as the mean over entries is one
+    wanted = divergence(read @ weight.T, probs[where]).sum() * 3
+    assert loss.dtype == dtype
+    tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(loss, wanted, **tolerance)
+    for one, other in zip(
+        torch.autograd.grad(loss, (read, weight)), torch.autograd.grad(wanted, (read, weight)), strict=True
+    ):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    torch.manual_seed(0)
+    read = torch.randn(5, HIDDEN, requires_grad=True)
+    weight, probs = torch.randn(VOCAB, HIDDEN), torch.randn(5, VOCAB).softmax(-1)
+    head_loss(read, weight, probs, torch.arange(5), OBJECTIVES["eagle3"].divergence, torch.float32).backward()
+    assert weight.grad is None
+    assert read.grad.abs().max() > 0
+
+
+def test_half_precision_products_keep_a_wide_loss():
+    """As under autocast: the matrix products in bfloat16, probabilities, loss and parameters in float32."""
+    torch.manual_seed(0)
+    read, weight = (torch.randn(size, HIDDEN, requires_grad=True) for size in (20, VOCAB))
+    probs, rows = torch.randn(20, VOCAB).softmax(-1), torch.arange(20)
+    divergence = OBJECTIVES["eagle3"].divergence
+    found, wanted = (
+        head_loss(read, weight, probs, rows, divergence, dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=0)
+    for one, other in zip(
+        torch.autograd.grad(found, (read, weight)), torch.autograd.grad(wanted, (read, weight)), strict=True
+    ):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.02 * other.norm()
