@@ -290,6 +290,7 @@ def test_the_published_layout(head):
             "vocab_size": VOCAB,
             "vocab_hash": "0123456789abcdef",
         },
+        "calibration": {"sharpness": 2.7, "miss": 0.0},
         "training": {"steps": 3},
     }
     shapes = {

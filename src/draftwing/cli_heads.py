@@ -89,8 +89,8 @@ def train(
         typer.Option(
             "--regenerate",
             min=0,
-            help="Before training, let the target answer so many prompts of the data greedily (256 tokens each, into "
-            "OUT/regenerated.jsonl), and train on these answers as well.",
+            help="First let the target answer so many prompts of the data greedily (256 tokens each, into "
+            "OUT/regenerated.jsonl), and train on these answers instead of the data.",
         ),
     ] = 0,
     initial: Annotated[
@@ -125,7 +125,7 @@ def train(
             "data cache` on what it wrote"
         )
     if regenerated:
-        data = [*data, str(_regenerated(target, device, data, exclude, out / "regenerated.jsonl", regenerated))]
+        data = [str(_regenerated(target, device, data, exclude, out / "regenerated.jsonl", regenerated))]
     with console.progress("reading the data") as on_data:
         session = prepare(
             target,

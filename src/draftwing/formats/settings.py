@@ -179,7 +179,7 @@ def eagle_config(settings: Settings, version: int, num_taps: int, *, fc_bias: bo
     model = ModelConfig.from_hf(
         {**shape, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}, where
     )
-    turned = _Reader(settings.shape, where).number("partial_rotary_factor", 1.0)
+    turned = _Reader(settings.shape, where).number("partial_rotary_factor", 1.0, most=1.0)
     if version == 1 and settings.draft_vocab_size not in (None, model.vocab_size):
         raise UnsupportedError(
             f"{where}: an EAGLE-1 head with a draft vocabulary of {settings.draft_vocab_size} tokens: Draftwing's read "
@@ -271,7 +271,12 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
         inner = _Reader(read.table("target"), f"{inside}: target")
         sizes = {key: inner.integer(key) or 0 for key in ("hidden_size", "num_layers", "vocab_size")}
         target = TargetId(name=inner.text("name"), vocab_hash=inner.text("vocab_hash"), **sizes)
-    fitted = _Reader(read.table("calibration"), f"{inside}: calibration")
+    fitted, usual = _Reader(read.table("calibration"), f"{inside}: calibration"), Calibration()
+    sharpness, miss = fitted.number("sharpness", usual.sharpness), fitted.number("miss", usual.miss, most=1.0)
+    try:
+        calibration = Calibration(sharpness, miss)
+    except ConfigError as error:
+        raise ConfigError(f"{inside}: {error}") from error
     return Block(
         version=version,
         inputs=inputs,
@@ -279,7 +284,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
         target=target,
         training=read.table("training"),
         fc_bias=read.flag("fc_bias"),
-        calibration=Calibration(fitted.number("sharpness", 2.7), fitted.number("miss", 0.0)),
+        calibration=calibration,
     )
 
 
@@ -329,10 +334,13 @@ class _Reader:
             raise self._wrong(key, "true or false")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, least: float = 0.0, most: float = 1e300) -> float:
         value = self.values.get(key)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1):
-            raise self._wrong(key, "a number above 0, at most 1")
+        # The bounds also keep out NaN, infinity and integers that no float can hold.
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most
+        ):
+            raise self._wrong(key, f"a number from {least:g}" + (f" to {most:g}" if most < 1e300 else " on"))
         return default if value is None else float(value)
 
     def text(self, key: str) -> str:

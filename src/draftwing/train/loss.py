@@ -98,6 +98,11 @@ class UnrolledLoss(nn.Module):
         Args:
             agreement: count too how often the net's best token is the target's.
         """
+        if found.batch.ids.shape[0] == 0 or found.batch.ids.shape[1] < 3:
+            # A process without rows (the last batch of an epoch) still takes part in the update, with nothing.
+            nothing = torch.stack([p.sum() for p in self.net.parameters()]).sum() * 0.0
+            zero = torch.zeros((), device=nothing.device) if agreement else None
+            return [StepSums(nothing, 0, zero) for _ in range(self.num_steps)]
         device = found.features.device.type
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.fc.weight.dtype
         weight = self.net.head_weight
