@@ -43,14 +43,18 @@ class Batch:
 
 
 def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Ids and masks (T,) of rows as one padded batch; (0, 1) of no rows."""
-    longest = max((len(ids) for ids, _ in rows), default=1)
-    padded = torch.zeros(len(rows), longest, dtype=torch.int64)
-    masks = torch.zeros(len(rows), longest, dtype=torch.bool)
+    """Ids and masks (T,) of rows as one padded batch.
+
+    Every process must have something to run, be it nothing that counts: no rows are an empty one, and T is at least 3,
+    where an unroll has its first entry.
+    """
+    longest = max([3, *(len(ids) for ids, _ in rows)])
+    padded = torch.zeros(max(len(rows), 1), longest, dtype=torch.int64)
+    masks = torch.zeros(max(len(rows), 1), longest, dtype=torch.bool)
     for i, (ids, mask) in enumerate(rows):
         padded[i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
         masks[i, : len(ids)] = torch.from_numpy(mask)
-    return Batch(padded, masks, torch.tensor([len(ids) for ids, _ in rows], dtype=torch.int64))
+    return Batch(padded, masks, torch.tensor([len(ids) for ids, _ in rows] or [0], dtype=torch.int64))
 
 
 class Plan:

@@ -107,9 +107,9 @@ class Trainer:
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self._resume()
-        progress = Progress(self.iteration, self.iterations)
+        progress, saved = Progress(self.iteration, self.iterations), self.iteration
         options, began = self.options, time.perf_counter()
-        while self.iteration < self.iterations and not self.stopping:
+        while self.iteration < self.iterations and not self._everyone_stops():
             metrics = self._update()
             now = time.perf_counter()
             self._seconds += now - began
@@ -118,13 +118,16 @@ class Trainer:
             last = self.iteration >= self.iterations
             if self._evaluate is not None and (self.iteration % options.eval_every == 0 or last):
                 metrics |= self._evaluated()
-            if self.iteration % options.save_every == 0 or last or self.stopping:
-                self.save()
             progress = Progress(self.iteration, self.iterations, metrics)
             if self.accelerator.is_main_process:
-                self._log(metrics)
+                self._log(metrics)  # before the checkpoint: lines that it lacks are dropped on resume, none are added
                 if self.on_progress is not None:
                     self.on_progress(progress)
+            if self.iteration % options.save_every == 0:
+                self.save()
+                saved = self.iteration
+        if self.iteration != saved:
+            self.save()
         return progress
 
     def save(self) -> None:
@@ -151,6 +154,8 @@ class Trainer:
     def _resume(self) -> None:
         state = read_checkpoint(self.out)
         if state is None:
+            if self.accelerator.is_main_process:
+                self._drop_later_metrics()  # of a run that was killed before its first checkpoint
             return
         self.options.check_resumes(state["options"], str(self.out))
         self.net.load_state_dict(state["net"])
@@ -223,6 +228,13 @@ class Trainer:
         found: Tensor = self.accelerator.reduce(value, "sum") if self.accelerator.num_processes > 1 else value
         return found
 
+    def _everyone_stops(self) -> bool:
+        """Whether to stop here: as soon as one process was told to, since the others would wait for it forever."""
+        if self.accelerator.num_processes > 1:
+            told = torch.tensor(float(self.stopping), device=self.net.fc.weight.device)
+            self.stopping = bool(self._everywhere(told) > 0)
+        return self.stopping
+
     # --- its parts -------------------------------------------------------------------------------------------------
 
     def _rate(self) -> float:
@@ -241,14 +253,14 @@ class Trainer:
         minutes = self.options.minutes
         if minutes is None or self._replanned >= len(REPLAN) or self.iteration < 2 * WARM_UP_ITERATIONS:
             return
+        if self.accelerator.num_processes > 1:  # whose clocks differ: they must come to the same decision
+            seconds = torch.tensor(self._seconds, dtype=torch.float64, device=self.net.fc.weight.device)
+            self._seconds = float(self._everywhere(seconds)) / self.accelerator.num_processes
         if self._seconds < REPLAN[self._replanned] * minutes * 60:
             return
         self._replanned += 1
         each = self._seconds / self.iteration
-        left = torch.tensor([max(0.0, minutes * 60 - self._seconds) / each], device=self.net.fc.weight.device)
-        # The processes must agree.
-        left = self._everywhere(left) / self.accelerator.num_processes
-        self.iterations = self.iteration + max(1, int(left))
+        self.iterations = self.iteration + max(1, int(max(0.0, minutes * 60 - self._seconds) / each))
 
     def _evaluated(self) -> dict[str, Any]:
         if self._evaluate is None or not self.accelerator.is_main_process:
