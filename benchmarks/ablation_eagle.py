@@ -104,10 +104,17 @@ def main(
     num_prompts: int = 12,
     tokens: int = 96,
     runs: Annotated[Path, typer.Option(help="Where heads are trained.")] = Path("build/ablation"),
+    part: Annotated[
+        int | None, typer.Option(help="Only train, and every second head: 0 or 1. For two processes at once.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--json")] = None,
     png: Annotated[Path | None, typer.Option("--png")] = None,
 ) -> None:
     console = Console()
+    if part is not None:
+        for name in list(HEADS)[part::2]:
+            train(name, data, target, exclude, minutes, runs)
+        return
     plain = dw.load(target, "none")
     todo = read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts)
     results: dict[str, Any] = {}

@@ -26,6 +26,7 @@ from draftwing.formats.vocab import read_draft_vocab, to_maps
 from draftwing.load import load_target
 from draftwing.model.config import ModelConfig
 from draftwing.model.linear import Linear
+from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
 from draftwing.tokenizer import Tokenizer
 
@@ -55,6 +56,7 @@ VARIANTS = {
     "eagle3-token": (3, {"inputs": "token"}),
     "eagle3-gelu": (3, {"hidden_act": "gelu"}),
     "eagle3-partial": (3, {"rotary_dim": 4}),
+    "eagle3-calibrated": (3, {"calibration": Calibration(0.75, 0.125)}),
 }
 # The layouts that can express each of them, besides our own; the rest refuse with this word.
 EXPRESS = {
@@ -72,6 +74,7 @@ EXPRESS = {
     "eagle3-token": set(),
     "eagle3-gelu": {"eagle"},
     "eagle3-partial": set(),
+    "eagle3-calibrated": {"eagle", "vllm", "sglang", "speculators"},
 }
 REASONS = {
     ("eagle1", "speculators"): "EAGLE-1",
@@ -744,6 +747,14 @@ def test_configs_that_cannot_be_meant(head):
         ({"draftwing": {"format": 1, "version": 2}}, ("draftwing: `version` must be 1 or 3, found 2", "correct it")),
         ({"draftwing": {"format": 1, "version": 3, "inputs": "all"}}, ("`inputs` must be one of token,", "'all'")),
         ({"draftwing": {"format": 1, "version": 3, "taps": ["x"]}}, ("`taps` must be a list of layer numbers",)),
+        (
+            {"draftwing": {"format": 1, "version": 3, "calibration": {"miss": 2}}},
+            ("draftwing: calibration: `miss` must be a number from 0 to 1, found 2", "correct it"),
+        ),
+        (
+            {"draftwing": {"format": 1, "version": 3, "calibration": {"sharpness": 0}}},
+            ("draftwing: a calibration needs a sharpness above 0", "found 0.0", "remove `calibration`"),
+        ),
     ):
         (head / "config.json").write_text(whole)
         set_config(head, **changes)

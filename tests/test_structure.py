@@ -68,6 +68,7 @@ def test_public_names():
         "Step",
         "StreamStep",
         "Target",
+        "custom_generate",
         "load",
     ]
     assert all(hasattr(draftwing, name) for name in draftwing.__all__)

@@ -10,6 +10,7 @@ for step in lm.stream("def quicksort(", temperature=0.8, seed=1):
 from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget, Drafter
 from draftwing.errors import DraftwingError
+from draftwing.hf import custom_generate
 from draftwing.load import LM, Generation, StreamStep, load
 from draftwing.model.target import Target
 from draftwing.sampling import Sampling
@@ -29,6 +30,7 @@ __all__ = [
     "Step",
     "StreamStep",
     "Target",
+    "custom_generate",
     "load",
 ]
 __version__ = "0.1.0"

@@ -31,7 +31,18 @@ from draftwing.stats import Logprob, RowStep, Stats, Step
 from draftwing.text import TextStream
 from draftwing.tokenizer import Tokenizer
 
-__all__ = ["LM", "SHIPPED", "Generation", "Prompt", "StreamStep", "load", "load_drafter", "load_target"]
+__all__ = [
+    "DTYPES",
+    "LM",
+    "SHIPPED",
+    "Generation",
+    "Prompt",
+    "StreamStep",
+    "default_budget",
+    "load",
+    "load_drafter",
+    "load_target",
+]
 
 SHIPPED = Path(__file__).parent / "shipped"
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -124,7 +135,7 @@ class LM:
         self.rule, self.lossless = rule, lossless
         drafter = self.new_drafter()
         self.drafter_name = drafter.name
-        self.budget = budget or DEFAULT_BUDGETS.get(drafter.name.split()[0], Budget())
+        self.budget = budget or default_budget(drafter)
         self.decoder()  # a rule or budget that cannot work is refused here, not at the first prompt
 
     def decoder(self) -> Decoder:
@@ -316,11 +327,12 @@ def load_target(
 
 
 def load_drafter(
-    draft: str | Path, target: Target, tokenizer: Tokenizer, *, dtype: str = "float32", device: str | None = None
+    draft: str | Path, target: Target, tokenizer: Tokenizer | None, *, dtype: str = "float32", device: str | None = None
 ) -> Callable[[], Drafter]:
     """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a folder or hub id of a head or a causal LM.
 
-    For the shipped target there are ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` too.
+    For the shipped target there are ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` too. ``tokenizer`` is the target's;
+    without it nothing is known of what the draft's ids mean but their number.
 
     Raises:
         TokenizerError: the draft model's tokenizer is not the target's.
@@ -337,7 +349,8 @@ def load_drafter(
         own = target_id(target, tokenizer)
         net = read_head(folder, target.embedding, target.head, own, target.dtype).prepack()
         return partial(EagleDrafter, net, target, folder.name)
-    tokenizer.check_same(Tokenizer(folder), str(draft))
+    if tokenizer is not None:
+        tokenizer.check_same(Tokenizer(folder), str(draft))
     if config.get("model_type") not in LEAN_MODEL_TYPES:
         raise UnsupportedError(
             f"draft model {draft} is of type {config.get('model_type')!r}: a draft model must be one of "
@@ -345,6 +358,11 @@ def load_drafter(
         )
     model = LeanTarget.from_folder(folder, DTYPES[dtype], _device(device), name=folder.name)
     return partial(CausalLMDrafter, model, target.vocab_size)
+
+
+def default_budget(drafter: Drafter) -> Budget:
+    """The budget that suits a kind of drafter where none is asked for."""
+    return DEFAULT_BUDGETS.get(drafter.name.split()[0], Budget())
 
 
 def _device(device: str | None) -> torch.device:

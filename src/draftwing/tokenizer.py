@@ -46,6 +46,15 @@ class Tokenizer:
                 f"its config.json"
             ) from error
 
+    @classmethod
+    def from_transformers(cls, tokenizer: Any) -> Tokenizer:
+        """A fast tokenizer that transformers has loaded already; later additions to its vocabulary count."""
+        own = cls.__new__(cls)
+        own.folder = Path(str(tokenizer.name_or_path))
+        own.fast, own._slow = tokenizer.backend_tokenizer, tokenizer
+        own.__dict__["_transformers"] = tokenizer  # the cached property below
+        return own
+
     @cached_property
     def _transformers(self) -> Any:
         from transformers import AutoTokenizer

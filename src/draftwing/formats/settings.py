@@ -65,7 +65,7 @@ class Block:
     target: TargetId | None
     training: Mapping[str, Any]
     fc_bias: bool | None
-    calibration: Calibration = Calibration()
+    calibration: Calibration
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
     try:
         calibration = Calibration(sharpness, miss)
     except ConfigError as error:
-        raise ConfigError(f"{inside}: {error}") from error
+        raise ConfigError(f"{inside}: {error}: correct it, or remove `calibration`") from error
     return Block(
         version=version,
         inputs=inputs,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError
@@ -41,20 +42,27 @@ class Batch:
         """On a device."""
         return Batch(self.ids.to(device), self.mask.to(device), self.lengths.to(device))
 
+    def runnable(self) -> Batch:
+        """With at least one row and 3 tokens, where an unroll has its first entry; what is added does not count.
+
+        A process must take part in every update, even where it has no rows of a batch, or only tiny ones.
+        """
+        rows, tokens = max(1 - len(self.ids), 0), max(3 - self.ids.shape[1], 0)
+        if not rows and not tokens:
+            return self
+        padding = (0, tokens, 0, rows)
+        return Batch(F.pad(self.ids, padding), F.pad(self.mask, padding), F.pad(self.lengths, (0, rows)))
+
 
 def collate(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Ids and masks (T,) of rows as one padded batch.
-
-    Every process must have something to run, be it nothing that counts: no rows are an empty one, and T is at least 3,
-    where an unroll has its first entry.
-    """
-    longest = max([3, *(len(ids) for ids, _ in rows)])
-    padded = torch.zeros(max(len(rows), 1), longest, dtype=torch.int64)
-    masks = torch.zeros(max(len(rows), 1), longest, dtype=torch.bool)
+    """Ids and masks (T,) of rows as one padded batch; (0, 1) of no rows."""
+    longest = max((len(ids) for ids, _ in rows), default=1)
+    padded = torch.zeros(len(rows), longest, dtype=torch.int64)
+    masks = torch.zeros(len(rows), longest, dtype=torch.bool)
     for i, (ids, mask) in enumerate(rows):
         padded[i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
         masks[i, : len(ids)] = torch.from_numpy(mask)
-    return Batch(padded, masks, torch.tensor([len(ids) for ids, _ in rows] or [0], dtype=torch.int64))
+    return Batch(padded, masks, torch.tensor([len(ids) for ids, _ in rows], dtype=torch.int64))
 
 
 class Plan:

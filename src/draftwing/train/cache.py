@@ -278,7 +278,7 @@ class CachedFeatures:
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         """See ``FeatureSource``; features are 0 behind the end of a row."""
         _, rows = self._plan.batch(number, rank, world_size)
-        batch = collate([(each.ids, each.mask) for each in map(self._cache.row, rows)])
+        batch = collate([(each.ids, each.mask) for each in map(self._cache.row, rows)]).runnable()
         hidden = self._cache.info.target.hidden_size
         stored = torch.zeros(
             *batch.ids.shape, len(self._chosen), hidden, dtype=DTYPES[self._cache.info.dtype]

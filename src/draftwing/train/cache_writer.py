@@ -113,8 +113,8 @@ def write_cache(
         needed = sum(size.num_bytes for size in left)
         if needed > (free := shutil.disk_usage(folder).free):
             raise DataError(
-                f"{folder}: the cache needs {needed:,} bytes ({_readable(needed)}) more, and the disk has {free:,} bytes "
-                f"({_readable(free)}) free: make room, write elsewhere, or cache less data"
+                f"{folder}: the cache needs {needed:,} bytes ({_readable(needed)}) more, and the disk has {free:,} "
+                f"bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
             )
         done = info.num_tokens - sum(size.num_tokens for size in left)
         for number in missing:

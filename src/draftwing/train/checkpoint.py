@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from draftwing.errors import CheckpointError
 
-__all__ = ["CHECKPOINT", "read_checkpoint", "write_atomically", "write_checkpoint"]
+__all__ = ["CHECKPOINT", "read_checkpoint", "write_atomically", "write_checkpoint", "writing"]
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -54,8 +56,24 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
     return state
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes to ``path``: raises CheckpointError where the disk is full, or the path not writable."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error}): free some space, or choose another --out"
+        ) from error
+
+
 def write_atomically(file: Path, text: str) -> None:
-    """Replace a text file in one step."""
+    """Replace a text file in one step.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written.
+    """
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
+    with writing(file):
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)

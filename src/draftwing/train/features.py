@@ -70,7 +70,7 @@ class OnlineFeatures:
 
     def of(self, batch: Batch) -> FeatureBatch:
         """One forward of the target."""
-        batch = batch.to(self._target.device)
+        batch = batch.runnable().to(self._target.device)
         with torch.no_grad():
             output = self._target.score(batch.ids, self._spec)
         assert output.features is not None

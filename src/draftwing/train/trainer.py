@@ -23,7 +23,7 @@ from draftwing.errors import NumericsError
 from draftwing.formats.eagle import write_head
 from draftwing.model.linear import Linear
 from draftwing.nets.eagle import EagleNet
-from draftwing.train.checkpoint import read_checkpoint, write_checkpoint
+from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features import FeatureSource
 from draftwing.train.loss import Truth, UnrolledLoss
 from draftwing.train.objectives import OBJECTIVES
@@ -103,9 +103,11 @@ class Trainer:
 
         Raises:
             NumericsError: the loss is no longer finite.
-            CheckpointError: the folder holds another run, or cannot be written.
+            ConfigError: the folder holds another run.
+            CheckpointError: the folder cannot be written, or its checkpoint cannot be read.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
+        with writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
         self._resume()
         progress, saved = Progress(self.iteration, self.iterations), self.iteration
         options, began = self.options, time.perf_counter()
@@ -280,7 +282,7 @@ class Trainer:
         return _Swapped(self.net, self._average)
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        with (self.out / METRICS).open("a", encoding="utf-8") as file:
+        with writing(self.out / METRICS), (self.out / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
 
     def _drop_later_metrics(self) -> None:
@@ -289,7 +291,7 @@ class Trainer:
         if file.exists():
             lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
             kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-            file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            write_atomically(file, "".join(line + "\n" for line in kept))
 
 
 class _Swapped:

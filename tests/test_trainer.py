@@ -1,0 +1,503 @@
+"""The training loop: stopped, killed, shared by two processes or out of disk, it ends where an unbroken run does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from draftwing.errors import CheckpointError, ConfigError, NumericsError
+from draftwing.model.lean import LeanTarget
+from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.train import trainer as trainer_module
+from draftwing.train.batches import Batch, Batches
+from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
+from draftwing.train.corpus import Corpus, Example
+from draftwing.train.features import FeatureBatch, OnlineFeatures
+from draftwing.train.initial import initialise
+from draftwing.train.options import TrainOptions
+from draftwing.train.trainer import Trainer
+
+METRICS = "metrics.jsonl"
+RANKS_TIMEOUT = 280  # seconds: on a busy machine most of it is imports
+
+
+def toy_corpus() -> Corpus:
+    """Dialogues of 2 to 16 tokens, and a document. Its batches of 48 tokens are few, so that epochs end often."""
+    rng = np.random.default_rng(0)
+    examples = []
+    for length in (2, 2, 16, 9, 12, 5, 16):
+        mask = rng.random(length) < 0.7
+        mask[0], mask[-1] = False, True
+        examples.append(Example(rng.integers(3, 61, length, dtype=np.int32), mask))
+    return Corpus(tuple(examples), rng.integers(3, 61, 70, dtype=np.int32), np.asarray([0]), prefix=(1,))
+
+
+def make(
+    folder: Path, out: Path, source=None, dtype=torch.float32, evaluate=None, on_progress=None, **options
+) -> Trainer:
+    """A run over a random target; everything is made anew, as a new process would."""
+    options = TrainOptions(
+        **{"precision": "no", "iterations": 8, "save_every": 3, "max_length": 16, "tokens_per_batch": 48, **options}
+    )
+    torch.manual_seed(options.seed)
+    target = LeanTarget.from_folder(folder, dtype, prepack=False)
+    version = options.recipe.version
+    config = EagleConfig.for_target(version, target.config, options.draft_vocab_size, fc_norm=options.fc_norm)
+    ids = torch.arange(options.draft_vocab_size) + 3 if config.has_draft_vocab else None
+    net = EagleNet(config, target.embedding, target.head, ids, dtype)
+    source = source or OnlineFeatures(
+        target, Batches(toy_corpus(), options.tokens_per_batch, options.max_length, options.seed), config.taps
+    )
+    initialise(net, target.head, source.batch(0).features)
+    accelerator = Accelerator(mixed_precision="no", cpu=True)
+    return Trainer(net, target.head, source, options, out, evaluate, on_progress, accelerator)
+
+
+def measure(net: EagleNet) -> dict[str, float]:
+    """Stands for an evaluation: it shows which weights it was given."""
+    return {"val_loss": float(sum(parameter.double().abs().sum() for parameter in net.parameters()))}
+
+
+def stop_at(trainer: Trainer, iteration: int) -> Trainer:
+    """As a signal handler would stop it."""
+    trainer.on_progress = lambda progress: setattr(trainer, "stopping", progress.iteration == iteration)
+    return trainer
+
+
+def metrics_of(out: Path) -> list[dict]:
+    """Its lines, but for the speeds."""
+    lines = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
+
+
+def assert_same(one, other, where: str = "checkpoint", **tolerance) -> None:
+    """Bit for bit, unless a tolerance is given."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one.keys() - {"seconds"}:
+            assert_same(one[key], other[key], f"{where}.{key}", **tolerance)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{where}.{index}", **tolerance)
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(
+            one, other, msg=lambda text: f"{where}: {text}", **(tolerance or {"rtol": 0, "atol": 0})
+        )
+    elif isinstance(one, float) and tolerance:
+        assert one == pytest.approx(other, rel=tolerance["rtol"]), where
+    else:
+        assert one == other, where
+
+
+def assert_same_run(one: Path, other: Path, **tolerance) -> None:
+    """Net, average, optimizer and counters; every line of the metrics; the head."""
+    assert_same(read_checkpoint(one), read_checkpoint(other), **tolerance)
+    assert_same(metrics_of(one), metrics_of(other), "metrics", **tolerance)
+    if not tolerance:
+        for name in ("model.safetensors", "config.json"):
+            assert (one / "head" / name).read_bytes() == (other / "head" / name).read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator():
+    """Its state is one for the process, and other tests may want another precision."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def folder(folder_of) -> Path:
+    return folder_of("llama")
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "adamw": {"method": "eagle3", "draft_vocab_size": 30},
+    "muon": {"method": "eagle3", "optimizer": "muon", "unroll_steps": 2},
+    "noise-ema-accumulation": {"method": "eagle1", "ema": 0.8, "accumulation": 2},
+    "muon-thin-ema": {"method": "hass", "optimizer": "muon", "later_share": 0.5, "ema": 0.5},
+}
+
+
+@pytest.mark.parametrize("stops", [(1,), (4,), (3, 7)], ids=str)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(run, stops, folder, tmp_path):
+    """Wherever it was stopped: between two checkpoints, on one, and more than once."""
+    options = {**RUNS[run], "evaluate": measure, "eval_every": 2, "iterations": 8}
+    unbroken = make(folder, tmp_path / "unbroken", **options).run()
+    for stop in stops:
+        progress = stop_at(make(folder, tmp_path / "stopped", **options), stop).run()
+        assert progress.iteration == stop == read_checkpoint(tmp_path / "stopped")["iteration"]
+    resumed = make(folder, tmp_path / "stopped", **options).run()
+    assert resumed.iteration == unbroken.iteration == 8
+    assert_same_run(tmp_path / "stopped", tmp_path / "unbroken")
+    lines = metrics_of(tmp_path / "stopped")
+    assert [line["iteration"] for line in lines] == list(range(1, 9))
+    assert [line["iteration"] for line in lines if "val_loss" in line] == [2, 4, 6, 8]
+    again = make(folder, tmp_path / "stopped", **options).run()  # there is nothing left to do
+    assert (again.iteration, again.metrics) == (8, {})
+    assert_same_run(tmp_path / "stopped", tmp_path / "unbroken")
+
+
+def test_lines_that_the_checkpoint_lacks_are_dropped(folder, tmp_path):
+    """A killed run may have logged more than it saved, and half a line."""
+    make(folder, tmp_path / "unbroken").run()
+    stop_at(make(folder, tmp_path / "killed"), 6).run()
+    lines = (tmp_path / "unbroken" / METRICS).read_text().splitlines()
+    with (tmp_path / "killed" / METRICS).open("a") as file:
+        file.write(lines[6].replace('"loss": ', '"loss": 1') + "\n" + lines[7][:20])
+    make(folder, tmp_path / "killed").run()
+    assert_same_run(tmp_path / "killed", tmp_path / "unbroken")
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(folder, tmp_path):
+    make(folder, tmp_path / "unbroken").run()
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / METRICS).write_text('{"iteration": 1, "loss": 9.0}\n{"iteration": 2, "lo')
+    make(folder, tmp_path / "killed").run()
+    assert_same_run(tmp_path / "killed", tmp_path / "unbroken")
+
+
+@pytest.fixture(scope="module")
+def finished(folder_of, tmp_path_factory) -> Path:
+    AcceleratorState._reset_state(True)
+    out = tmp_path_factory.mktemp("finished")
+    make(folder_of("llama"), out, iterations=2).run()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("iterations", 3),
+        ("lr", 2e-3),
+        ("optimizer", "muon"),
+        ("method", "hass"),
+        ("objective", "tv"),
+        ("unroll_steps", 2),
+        ("later_share", 0.5),
+        ("draft_vocab_size", 40),
+        ("fc_norm", True),
+        ("accumulation", 2),
+        ("ema", 0.9),
+        ("clip", 1.0),
+        ("warmup", 0.1),
+        ("tokens_per_batch", 64),
+        ("max_length", 12),
+        ("data_share", 0.5),
+        ("seed", 1),
+    ],
+)
+def test_other_options_are_another_run(name, value, folder, finished):
+    before = (finished / CHECKPOINT).read_bytes()
+    with pytest.raises(
+        ConfigError, match=rf"holds a run with {name} .*, and this one has {value!r}: choose another --out"
+    ):
+        make(folder, finished, **{"iterations": 2, name: value}).run()
+    assert (finished / CHECKPOINT).read_bytes() == before
+
+
+def test_how_often_a_run_reports_may_change(folder, finished):
+    often = {"eval_every": 1, "save_every": 1, "eval_prompts": 1, "eval_tokens": 9, "eval_depth": 3}
+    assert make(folder, finished, iterations=2, **often).run().iteration == 2
+
+
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+def launch(job: str, *args: Path, **environment: str) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, __file__, job, *map(str, args)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate(timeout=RANKS_TIMEOUT)
+    assert process.returncode == 0, output
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
+def test_a_killed_run_ends_as_an_unbroken_one(folder, tmp_path):
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    process = launch("train", folder, killed)
+    lines, deadline = 0, time.monotonic() + RANKS_TIMEOUT
+    while lines < 9 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        lines = (killed / METRICS).read_text().count("\n") if (killed / METRICS).exists() else 0
+    process.kill()
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    assert 0 < read_checkpoint(killed)["iteration"] < 40
+    finish(launch("resume", folder, killed, unbroken))
+    assert_same_run(killed, unbroken)
+    assert len(metrics_of(killed)) == 40
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+SHARED = {
+    "method": "eagle3",
+    "unroll_steps": 2,
+    "draft_vocab_size": 30,
+    "accumulation": 2,
+    "ema": 0.5,
+    "save_every": 100,
+}
+
+
+def test_two_processes_train_as_one(folder, tmp_path):
+    """The same loss, the same weights; one that is told to stop stops both; and they agree on when a timed run ends."""
+    one = make(folder, tmp_path / "one", dtype=torch.float64, **SHARED)
+    batches = one.source._batches
+    sizes = [batches.batch(number).ids.shape for number in range(16)]
+    assert any(rows < 2 for rows, _ in sizes)  # a batch of which one process has nothing
+    one.run()
+    port = free_port()
+    ranks = [
+        launch(
+            "ranks", folder, tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port,
+            LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            finish(rank)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    # In float64, so that Adam cannot make much of a last bit.
+    assert_same_run(tmp_path / "two", tmp_path / "one", rtol=1e-7, atol=1e-9)
+    assert_same_run(tmp_path / "two-stopped", tmp_path / "two", rtol=1e-7, atol=1e-9)
+    ends = [json.loads((tmp_path / f"timed-{rank}.json").read_text()) for rank in range(2)]
+    assert ends[0] == ends[1]
+    assert ends[0]["iteration"] == ends[0]["iterations"] == len(metrics_of(tmp_path / "timed")) >= 7
+
+
+def run_rank(folder: Path, out: Path) -> None:
+    """What each of the two processes does."""
+    rank = int(os.environ["RANK"])
+    trainer = make(folder, out / "two", dtype=torch.float64, **SHARED)
+    assert trainer.accelerator.num_processes == 2
+    trainer.run()
+    stopped = make(folder, out / "two-stopped", dtype=torch.float64, **SHARED)
+    if rank == 1:  # which has no progress to report, and is told all the same
+        update = stopped._update
+        stopped._update = lambda: (setattr(stopped, "stopping", stopped.iteration == 2), update())[1]
+    assert stopped.run().iteration == 3
+    make(folder, out / "two-stopped", dtype=torch.float64, **SHARED).run()
+    # Clocks that do not agree.
+    trainer_module.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() * (1 + rank))
+    progress = make(folder, out / "timed", iterations=None, minutes=0.02).run()
+    (out / f"timed-{rank}.json").write_text(
+        json.dumps({"iteration": progress.iteration, "iterations": progress.iterations})
+    )
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+class Changed:
+    """A source whose batch of one number is another."""
+
+    def __init__(self, source, number: int, change) -> None:
+        self._source, self._number, self._change = source, number, change
+        self.num_tokens_per_epoch = source.num_tokens_per_epoch
+
+    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
+        found = self._source.batch(number, rank, world_size)
+        return self._change(found) if number == self._number else found
+
+
+@pytest.mark.parametrize("method", ["eagle1", "eagle3"])
+def test_a_loss_that_is_not_finite_ends_the_run(method, folder, tmp_path):
+    """The last checkpoint is left, and with data that is sound the run goes on from there."""
+
+    def spoiled(found: FeatureBatch) -> FeatureBatch:
+        features = found.features.clone()
+        features[0, 0, 3] = float("nan")
+        return replace(found, features=features)
+
+    make(folder, tmp_path / "sound", method=method).run()
+    trainer = make(folder, tmp_path / "spoiled", method=method)
+    trainer.source = Changed(trainer.source, 4, spoiled)
+    with pytest.raises(
+        NumericsError, match=r"the loss is nan at iteration 5: lower --lr, or .* checkpoint in .* is whole"
+    ):
+        trainer.run()
+    state = read_checkpoint(tmp_path / "spoiled")
+    assert state["iteration"] == 3
+    assert all(tensor.isfinite().all() for tensor in state["net"].values())
+    make(folder, tmp_path / "spoiled", method=method).run()
+    assert_same_run(tmp_path / "spoiled", tmp_path / "sound")
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("how", ["save", "replace", "device"])
+def test_a_full_disk_leaves_the_older_checkpoint(how, folder, tmp_path, monkeypatch):
+    make(folder, tmp_path / "unbroken").run()
+    out = tmp_path / "full"
+    stop_at(make(folder, out), 3).run()
+    if how == "device" and not os.path.exists("/dev/full"):
+        pytest.skip("the system has no /dev/full")
+    with monkeypatch.context() as patch:
+        if how == "device":
+            (out / (CHECKPOINT + ".partial")).symlink_to("/dev/full")
+        elif how == "save":
+            patch.setattr(torch, "save", no_space)
+        else:
+            patch.setattr(os, "replace", no_space)
+        trainer = make(folder, out)
+        if how == "replace":
+            trainer._drop_later_metrics = lambda: None  # which replaces a file too
+        with pytest.raises(CheckpointError, match=r"cannot be written \(.*free some space.* before this one is whole"):
+            trainer.run()
+    assert sorted(path.name for path in out.iterdir()) == [CHECKPOINT, "head", METRICS]
+    assert read_checkpoint(out)["iteration"] == 3
+    make(folder, out).run()
+    assert_same_run(out, tmp_path / "unbroken")
+
+
+def test_folders_that_cannot_hold_a_run(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file cannot be written \(.*choose another --out"):
+        make(folder, tmp_path / "file").run()
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written \(.*choose another --out"):
+        make(folder, tmp_path).run()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / CHECKPOINT).write_bytes(b"PK\x03\x04 half a checkpoint")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt cannot be read \(.*delete it to start this run anew"):
+        make(folder, tmp_path / "cut").run()
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+class Toy:
+    """Texts in which each token has one successor, told by a target that is nearly sure of it."""
+
+    num_tokens_per_epoch = 1000
+
+    def __init__(self, folder: Path, num_taps: int) -> None:
+        self._embedding = LeanTarget.from_folder(folder, torch.float32, prepack=False).embedding
+        self._successor = torch.randperm(61, generator=torch.Generator().manual_seed(0))
+        self._num_taps = num_taps
+
+    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
+        texts = [torch.randint(61, (8,), generator=torch.Generator().manual_seed(number))]
+        for _ in range(9):
+            texts.append(self._successor[texts[-1]])
+        ids = torch.stack(texts, 1)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[:, 0] = False
+        last = self._embedding[ids]
+        logits = torch.nn.functional.one_hot(self._successor[ids], 61) * 9.0
+        return FeatureBatch(Batch(ids, mask, torch.full((8,), 10)), last.repeat(1, 1, self._num_taps), last, logits)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_loss_falls_on_what_can_be_learnt(optimizer, folder, tmp_path):
+    options = {"optimizer": optimizer, "lr": {"adamw": 1e-2, "muon": 5e-3}[optimizer], "unroll_steps": 2}
+    make(folder, tmp_path, source=Toy(folder, 3), iterations=60, save_every=60, **options).run()
+    lines = metrics_of(tmp_path)
+    assert lines[0]["loss"] > 4.0
+    assert np.mean([line["loss"] for line in lines[-5:]]) < 0.3 * lines[0]["loss"]
+    assert min(lines[-1]["agreement"]) > 0.9 > 0.3 > max(lines[0]["agreement"])
+
+
+def test_the_rate_warms_up_and_falls_to_a_fiftieth(folder, tmp_path):
+    make(folder, tmp_path, iterations=20, warmup=0.2, lr=1e-3, save_every=20, unroll_steps=1).run()
+    rates = [line["lr"] for line in metrics_of(tmp_path)]
+    assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+    through = np.arange(16) / 16
+    assert rates[4:] == pytest.approx(1e-3 * (0.02 + 0.98 * (1 + np.cos(np.pi * through)) / 2))
+
+
+def test_the_head_has_the_averaged_weights(folder, tmp_path):
+    """average <- ema * average + (1 - ema) * weights, from the first weights on; the net trains on its own."""
+    trainer = make(folder, tmp_path, ema=0.7, iterations=3, evaluate=measure, eval_every=1)
+    wanted = {name: p.detach().clone() for name, p in trainer.net.named_parameters()}
+
+    def follow(progress):
+        for name, p in trainer.net.named_parameters():
+            wanted[name] = 0.7 * wanted[name] + 0.3 * p.detach()
+        total = float(sum(each.double().abs().sum() for each in wanted.values()))
+        assert progress.metrics["val_loss"] == pytest.approx(total, rel=1e-5)
+
+    trainer.on_progress = follow
+    trainer.run()
+    state = read_checkpoint(tmp_path)
+    assert_same(state["average"], wanted, rtol=1e-5, atol=1e-6)
+    assert_same(state["net"], dict(trainer.net.state_dict()))
+    with trainer._averaged():
+        averaged = trainer.net.tensors()
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "head" / "model.safetensors")
+    assert_same({name: saved[name] for name in averaged}, averaged)
+    assert not torch.equal(averaged["fc.weight"], trainer.net.tensors()["fc.weight"])
+
+
+@pytest.mark.parametrize("ids", [[], [[7]], [[7, 9]]], ids=["no rows", "one token", "two tokens"])
+def test_batches_without_an_entry_change_nothing_else(ids, folder, tmp_path):
+    """As the last batch of an epoch may be, for one process; the others then train alone."""
+    trainer = make(folder, tmp_path, iterations=2, unroll_steps=2)
+    online = trainer.source
+    tokens = torch.tensor(ids, dtype=torch.int64).view(len(ids), -1 if ids else 1)
+    empty = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), torch.full((len(ids),), tokens.shape[1]))
+    trainer.source = Changed(online, 0, lambda found: online.of(empty))
+    before = {name: p.detach().clone() for name, p in trainer.net.named_parameters()}
+
+    def unmoved(progress):
+        if progress.iteration == 1:
+            assert progress.metrics["loss"] == 0
+            assert_same({name: p.detach() for name, p in trainer.net.named_parameters()}, before)
+
+    trainer.on_progress = unmoved
+    assert trainer.run().metrics["loss"] > 0
+
+
+def main(job: str, folder: Path, out: Path, unbroken: Path | None = None) -> None:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    if job == "ranks":
+        run_rank(folder, out)
+        return
+    slow = job == "train"
+    options = {"method": "eagle1", "iterations": 40, "save_every": 3, "ema": 0.9}
+    make(folder, out, on_progress=lambda progress: time.sleep(0.1 * slow), **options).run()
+    if unbroken is not None:
+        make(folder, unbroken, **options).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(Path, sys.argv[2:]))
