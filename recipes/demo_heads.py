@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -32,11 +32,13 @@ Out = Annotated[Path, typer.Option(help="Folder of texts and runs.")]
 
 COMMON = {"optimizer": "muon", "tokens_per_batch": 2048, "eval_every": 250, "eval_prompts": 6}
 THIRD = {**COMMON, "method": "eagle3", "later_share": 0.34, "draft_vocab_size": 4096}
-# name -> (options, the run whose head it starts from). EAGLE-3 is trained in two goes.
-RUNS = {
-    "eagle3-first": ({**THIRD, "unroll_steps": 5, "minutes": 13}, None),
-    "eagle3": ({**THIRD, "unroll_steps": 6, "lr": 3e-3, "minutes": 19}, "eagle3-first"),
-    "eagle1": ({**COMMON, "method": "eagle1", "minutes": 8}, None),
+TEXTS, FILES = "texts.jsonl", "files.jsonl"
+# name -> (options, data, the run whose head it starts from). EAGLE-3 is trained in three goes.
+RUNS: dict[str, tuple[dict[str, Any], list[str], str | None]] = {
+    "eagle3-first": ({**THIRD, "unroll_steps": 5, "minutes": 13}, [TEXTS, FILES], None),
+    "eagle3-second": ({**THIRD, "unroll_steps": 6, "lr": 3e-3, "minutes": 19}, [TEXTS, FILES], "eagle3-first"),
+    "eagle3": ({**THIRD, "unroll_steps": 6, "lr": 2e-3, "minutes": 9}, [TEXTS], "eagle3-second"),
+    "eagle1": ({**COMMON, "method": "eagle1", "minutes": 7}, [TEXTS, FILES], None),
 }
 
 
@@ -62,7 +64,7 @@ def answers(
 ) -> None:
     """Write texts.jsonl; run again to go on."""
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "texts.jsonl"
+    file = out / TEXTS
     done = len(file.read_text().splitlines()) if file.exists() else 0
     lm = dw.load(draft="lookup")
     todo = beginnings(num, seed=1)
@@ -81,7 +83,7 @@ def answers(
         size += len(text)
         if size > characters:
             break
-    (out / "files.jsonl").write_text("\n".join(chosen) + "\n")
+    (out / FILES).write_text("\n".join(chosen) + "\n")
 
 
 @app.command()
@@ -90,12 +92,12 @@ def train(
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNS)}; default all.")] = None,
 ) -> None:
     """Train the heads one after the other; a run that is complete is skipped."""
-    for name, (options, start) in RUNS.items():
+    for name, (options, data, start) in RUNS.items():
         if only not in (None, name):
             continue
         session = prepare(
             None,
-            [out / "texts.jsonl", out / "files.jsonl"],
+            [out / file for file in data],
             TrainOptions(**options),
             out / name,
             initial=None if start is None else out / start / "head",

@@ -203,7 +203,7 @@ class CustomGenerate:
         sequences = torch.cat([input_ids, new], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
-        from transformers.generation import GenerateDecoderOnlyOutput
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
 
@@ -337,8 +337,8 @@ def _real_tokens(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | 
                 f"Draftwing takes a mask with one entry for every token; leave it out if nothing is padded"
             )
         kept: list[list[bool]] = (mask != 0).tolist()
-        for index, row in enumerate(kept):
-            if row != sorted(row):
+        for index, flags in enumerate(kept):
+            if flags != sorted(flags):
                 raise UnsupportedError(
                     f"generate's attention_mask hides tokens of row {index} behind others that it shows: Draftwing "
                     f"takes padding in front alone; set tokenizer.padding_side='left'"
@@ -440,7 +440,7 @@ class _Ends:
     """
 
     def __init__(self, criteria: Iterable[Any], input_ids: Tensor, room: int) -> None:
-        from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
         criteria = [*criteria]
         self._room, width = room, input_ids.shape[1]

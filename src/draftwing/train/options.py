@@ -46,7 +46,7 @@ class TrainOptions:
         accumulation: micro-batches of one update.
         iterations: updates; or ``minutes`` of wall time, from which they are reckoned once the speed is known.
         optimizer: ``adamw``, or ``muon`` for the matrices with AdamW for the rest.
-        lr: the peak; None is 1e-3 (adamw) or 4e-3 (muon; its matrices take 20 times that). Cosine to 2% of it.
+        lr: the peak; None is 1e-3, or 4e-3 for EAGLE-3 with muon (whose matrices take 20 times it). Cosine to 2% of it.
         warmup: share of the run. ``clip``: norm of the gradient (adamw).
         ema: decay of an average of the weights, which is what is then saved; 0 is off.
         precision: ``bf16`` autocast, or ``no``.
@@ -130,8 +130,8 @@ class TrainOptions:
 
     @property
     def peak_lr(self) -> float:
-        """Of AdamW's parameters."""
-        return self.lr or (4e-3 if self.optimizer == "muon" else 1e-3)
+        """Of AdamW's parameters. EAGLE-1 has no norm of its own, and Muon at EAGLE-3's rate makes it diverge."""
+        return self.lr or (4e-3 if self.optimizer == "muon" and self.recipe.version == 3 else 1e-3)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
