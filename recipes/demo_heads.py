@@ -37,7 +37,7 @@ TEXTS, FILES = "texts.jsonl", "files.jsonl"
 RUNS: dict[str, tuple[dict[str, Any], list[str], str | None]] = {
     "eagle3-first": ({**THIRD, "unroll_steps": 5, "minutes": 13}, [TEXTS, FILES], None),
     "eagle3-second": ({**THIRD, "unroll_steps": 6, "lr": 3e-3, "minutes": 19}, [TEXTS, FILES], "eagle3-first"),
-    "eagle3": ({**THIRD, "unroll_steps": 6, "lr": 2e-3, "minutes": 9}, [TEXTS], "eagle3-second"),
+    "eagle3": ({**THIRD, "unroll_steps": 6, "lr": 2e-3, "minutes": 7.5}, [TEXTS], "eagle3-second"),
     "eagle1": ({**COMMON, "method": "eagle1", "minutes": 7}, [TEXTS, FILES], None),
 }
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from draftwing.errors import CheckpointError, ConfigError, NumericsError
 from draftwing.model.lean import LeanTarget
@@ -40,7 +41,7 @@ def toy_corpus() -> Corpus:
     """Dialogues of 2 to 16 tokens, and a document. Its batches of 48 tokens are few, so that epochs end often."""
     rng = np.random.default_rng(0)
     examples = []
-    for length in (2, 2, 16, 9, 12, 5, 16):
+    for length in (2, 2, 16, 9, 12, 5, 16, 16, 16):
         mask = rng.random(length) < 0.7
         mask[0], mask[-1] = False, True
         examples.append(Example(rng.integers(3, 61, length, dtype=np.int32), mask))
@@ -168,6 +169,22 @@ def test_lines_that_the_checkpoint_lacks_are_dropped(folder, tmp_path):
     assert_same_run(tmp_path / "killed", tmp_path / "unbroken")
 
 
+def test_a_run_killed_right_after_a_checkpoint_has_its_line(folder, tmp_path):
+    make(folder, tmp_path / "unbroken").run()
+    trainer = make(folder, tmp_path / "killed")
+    save = trainer.save
+
+    def save_and_die():
+        save()
+        raise KeyboardInterrupt
+
+    trainer.save = save_and_die
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    make(folder, tmp_path / "killed").run()
+    assert_same_run(tmp_path / "killed", tmp_path / "unbroken")
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(folder, tmp_path):
     make(folder, tmp_path / "unbroken").run()
     (tmp_path / "killed").mkdir()
@@ -239,16 +256,16 @@ def test_a_killed_run_ends_as_an_unbroken_one(folder, tmp_path):
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     process = launch("train", folder, killed)
     lines, deadline = 0, time.monotonic() + RANKS_TIMEOUT
-    while lines < 9 and process.poll() is None and time.monotonic() < deadline:
+    while lines < 7 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
         lines = (killed / METRICS).read_text().count("\n") if (killed / METRICS).exists() else 0
     process.kill()
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
-    assert 0 < read_checkpoint(killed)["iteration"] < 40
+    assert 0 < read_checkpoint(killed)["iteration"] < 24
     finish(launch("resume", folder, killed, unbroken))
     assert_same_run(killed, unbroken)
-    assert len(metrics_of(killed)) == 40
+    assert len(metrics_of(killed)) == 24
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------
@@ -460,8 +477,6 @@ def test_the_head_has_the_averaged_weights(folder, tmp_path):
     assert_same(state["net"], dict(trainer.net.state_dict()))
     with trainer._averaged():
         averaged = trainer.net.tensors()
-    from safetensors.torch import load_file
-
     saved = load_file(tmp_path / "head" / "model.safetensors")
     assert_same({name: saved[name] for name in averaged}, averaged)
     assert not torch.equal(averaged["fc.weight"], trainer.net.tensors()["fc.weight"])
@@ -493,7 +508,7 @@ def main(job: str, folder: Path, out: Path, unbroken: Path | None = None) -> Non
         run_rank(folder, out)
         return
     slow = job == "train"
-    options = {"method": "eagle1", "iterations": 40, "save_every": 3, "ema": 0.9}
+    options = {"method": "eagle1", "iterations": 24, "save_every": 3, "ema": 0.9}
     make(folder, out, on_progress=lambda progress: time.sleep(0.1 * slow), **options).run()
     if unbroken is not None:
         make(folder, unbroken, **options).run()

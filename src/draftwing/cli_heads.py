@@ -82,7 +82,11 @@ def train(
     target: Target = None,
     exclude: Exclude = None,
     cache: Annotated[
-        Path | None, typer.Option("--cache", help="Read the target's features from a folder of `draftwing data cache`.")
+        Path | None,
+        typer.Option(
+            "--cache",
+            help="Read the target's features from a folder of `draftwing data cache`; --data is what that was made of.",
+        ),
     ] = None,
     regenerated: Annotated[
         int,

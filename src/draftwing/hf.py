@@ -65,7 +65,7 @@ _SETTING_OF = {
     "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
     "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
     "InfNanRemoveLogitsProcessor": "remove_invalid_values",
-    "MinLengthLogitsProcessor": "min_length",
+    "MinLengthLogitsProcessor": "min_length (or min_new_tokens)",
     "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
     "NoBadWordsLogitsProcessor": "bad_words_ids (of more than one token)",
     "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",

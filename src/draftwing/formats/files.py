@@ -107,6 +107,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
                 plain[name] = tensor.clone()
             seen.add(tensor.untyped_storage().data_ptr())
         save_file(plain, partial / _WEIGHTS, metadata={"format": "pt"})
+        (partial / _WEIGHTS).chmod(0o644)  # the writer's own mode lets nobody else read it
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _move(partial, folder)
     except (OSError, SafetensorError) as error:

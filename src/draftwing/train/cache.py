@@ -52,20 +52,20 @@ class CacheInfo:
         target: whose hidden states these are.
         states: which ones, counted as ``FeatureSpec.taps``, each once; the target's last is always among them.
         dtype: ``bfloat16`` or ``float32``.
-        num_rows, num_tokens, num_shards: in all.
         max_length: of a row.
         seed: of the ``Batches``, and of the split that held out ``validation_share`` of the data before it.
+        num_rows, num_tokens, num_shards: in all.
     """
 
     target: TargetId
     states: tuple[int, ...]
     dtype: str
-    num_rows: int
-    num_tokens: int
-    num_shards: int
     max_length: int
     seed: int
     validation_share: float
+    num_rows: int
+    num_tokens: int
+    num_shards: int
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

@@ -98,12 +98,12 @@ def write_cache(
         target=identity,
         states=states,
         dtype=_name(dtype),
-        num_rows=len(batches.plan.lengths),
-        num_tokens=batches.num_tokens_per_epoch,
-        num_shards=len(shards),
         max_length=batches.max_length,
         seed=batches.seed,
         validation_share=validation_share,
+        num_rows=len(batches.plan.lengths),
+        num_tokens=batches.num_tokens_per_epoch,
+        num_shards=len(shards),
     )
     writer = _Writer(folder, target, batches, shards, info)
     try:
@@ -172,7 +172,7 @@ class _Writer:
         names = [self._info.shard(number) for number in range(self._info.num_shards)]
         for path in sorted(self._folder.glob("features-*.safetensors")):
             if path.name not in names:
-                raise _foreign(path, f"this one has {self._info.num_shards} shards")
+                raise _foreign(path, next(iter(Shard(path).info.differing(self._info)), "by its name"))
         missing = [number for number, name in enumerate(names) if not self._is_complete(self._folder / name, number)]
         kept = [name for number, name in enumerate(names) if number not in missing]
         if kept:  # one is enough: other weights are others everywhere

@@ -288,10 +288,11 @@ class Trainer:
     def _drop_later_metrics(self) -> None:
         """A killed run may have logged iterations that its checkpoint does not have."""
         file = self.out / METRICS
-        if file.exists():
-            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-            write_atomically(file, "".join(line + "\n" for line in kept))
+        with writing(file):
+            if file.exists():
+                lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+                kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+                write_atomically(file, "".join(line + "\n" for line in kept))
 
 
 class _Swapped:

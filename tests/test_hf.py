@@ -1,0 +1,534 @@
+"""Inside transformers' ``generate``: the same tokens as without, the same stops, and no setting silently left out."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache, GenerationConfig, GenerationMixin, StopStringCriteria
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import draftwing
+from conftest import SMALL, add_tokenizer, build
+from draftwing import Budget, Decoder, Sampling, hf
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.errors import (
+    CheckpointError,
+    ConfigError,
+    DraftwingWarning,
+    PromptError,
+    TokenizerError,
+    UnsupportedError,
+)
+from draftwing.formats.eagle import write_head
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+
+VOCAB, EOS, PAD, NEW = SMALL["vocab_size"], SMALL["eos_token_id"], SMALL["pad_token_id"], 14
+PROMPTS = ([4, *range(3, 15)], [9], [3, 8, 12, 5, 8, 12])
+FAMILIES = ("llama", "qwen3", "gpt2")
+DTYPES = (torch.float64, torch.float32)
+
+
+def inputs(prompts=PROMPTS):
+    """What a tokenizer with padding_side="left" gives."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+ALONE = inputs(PROMPTS[:1])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def drafts(folder_of, tmp_path_factory):
+    """Every kind of draft, for a family: a draft model that often agrees, and heads that hardly ever do."""
+    folder = tmp_path_factory.mktemp("drafts")
+
+    def get(family):
+        if not (folder / family).exists():
+            shape = ModelConfig.from_hf(read_config(folder_of("llama")))
+            target = build(family)
+            torch.manual_seed(2)
+            for version, changes in ((1, {}), (3, {"draft_vocab_size": 40})):
+                config = EagleConfig.for_target(version, shape, **changes)
+                ids = torch.arange(40) + 20 if config.has_draft_vocab else None
+                adapter = AdapterTarget(target)
+                net = EagleNet(config, adapter.embedding, adapter.head, ids, torch.float32)
+                write_head(folder / family / f"eagle{version}", net)
+            near = build(family if family != "gpt2" else "llama")
+            with torch.no_grad():
+                for weight in near.parameters():
+                    weight.add_(0.02 * torch.randn_like(weight))
+            near.save_pretrained(folder / family / "causal-lm")
+        return {name: folder / family / name for name in ("causal-lm", "eagle1", "eagle3")} | {"lookup": "lookup"}
+
+    return get
+
+
+def assert_same(model, fast, given=ALONE, **settings):
+    """With and without: the same tokens. Returns them."""
+    settings = {"max_new_tokens": NEW, **settings}
+    plain = model.generate(**given, **settings)
+    ours = model.generate(**given, **settings, custom_generate=fast)
+    assert ours.tolist() == plain.tolist()
+    assert (ours.dtype, ours.device, ours.shape) == (plain.dtype, plain.device, plain.shape)
+    return ours
+
+
+# --- greedy: token for token -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["lookup", "causal-lm", "eagle1", "eagle3"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_what_generate_writes(drafts, family, dtype, draft):
+    model = build(family).to(dtype)
+    fast = draftwing.custom_generate(drafts(family)[draft])
+    assert_same(model, fast)
+    assert fast.stats.num_drafted > 0 or draft == "lookup"
+    assert_same(model, fast, inputs())
+    assert_same(model, fast, inputs(), eos_token_id=None)
+    assert fast.stats.num_tokens == 3 * NEW
+
+
+def test_a_good_drafter_saves_forwards(model, drafts):
+    fast = draftwing.custom_generate(drafts("llama")["causal-lm"])
+    assert_same(model, fast)
+    assert fast.stats.tau > 1.2
+
+
+@pytest.mark.parametrize("budget", [Budget(2), Budget(3, 3), Budget(3, 4, 9)])
+def test_any_budget(model, drafts, budget):
+    fast = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=budget)
+    assert_same(model, fast, inputs())
+    assert fast.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "multi-round"])
+def test_any_rule(model, drafts, rule):
+    assert_same(model, draftwing.custom_generate(drafts("llama")["causal-lm"], rule=rule), inputs())
+
+
+def test_a_callable_makes_the_drafter(model):
+    seen = []
+
+    def make(target):
+        seen.append(target)
+        return LookupDrafter(target.vocab_size, 1)
+
+    fast = draftwing.custom_generate(make, budget=Budget(4, 2))
+    assert_same(model, fast, inputs())
+    assert [type(each) for each in seen] == [AdapterTarget]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_length": 30},
+        {"max_new_tokens": 1},
+        {"repetition_penalty": 1.4},
+        {"bad_words_ids": [[7], [20]]},
+        {"suppress_tokens": [8, 9, 30]},
+        {"bad_words_ids": [[7]], "suppress_tokens": [8], "repetition_penalty": 1.2},
+        {"sequence_bias": {(11,): 3.0, (12,): -2.5, (13,): float("-inf")}},
+        {"renormalize_logits": True},
+        {"min_length": 5},
+        {"use_cache": False},
+        {"generation_config": GenerationConfig(max_new_tokens=7, eos_token_id=EOS, pad_token_id=PAD)},
+        {"logits_processor": LogitsProcessorList([TopKLogitsWarper(3)])},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_settings_are_followed(model, drafts, settings):
+    if "max_length" in settings or "generation_config" in settings:
+        settings = {"max_new_tokens": None, **settings}
+    assert_same(model, draftwing.custom_generate(drafts("llama")["causal-lm"]), inputs(), **settings)
+
+
+def test_without_any_length_there_are_twenty_tokens(model):
+    assert_same(model, draftwing.custom_generate("lookup"), max_new_tokens=None)
+
+
+def test_the_mask_is_inferred_from_the_padding(model):
+    given = inputs()
+    assert_same(model, draftwing.custom_generate("lookup"), {"input_ids": given["input_ids"]})
+
+
+# --- where rows end --------------------------------------------------------------------------------------------------
+
+
+def ends_of(model):
+    """Tokens that end the three rows at three different places."""
+    plain = model.generate(**inputs(), max_new_tokens=NEW, eos_token_id=None)[:, inputs()["input_ids"].shape[1] :]
+    return [int(row[3 + 4 * i]) for i, row in enumerate(plain)]
+
+
+@pytest.mark.parametrize(("draft", "pad"), [("lookup", PAD), ("causal-lm", 33), ("eagle3", 33)])
+def test_rows_that_end_are_filled_up(model, drafts, draft, pad):
+    fast, eos = draftwing.custom_generate(drafts("llama")[draft]), ends_of(model)
+    found = assert_same(model, fast, inputs(), eos_token_id=[*eos, -1], pad_token_id=pad)
+    assert (found[:, -1] == pad).any()
+    assert_same(model, fast, inputs(), eos_token_id=eos[:1], pad_token_id=pad)
+
+
+class Recorder(StoppingCriteria):
+    """Ends a row when it holds a token, and keeps what it was shown."""
+
+    def __init__(self, tokens=()):
+        self.tokens, self.seen = torch.tensor([*tokens, -7]), []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append((input_ids.tolist(), scores))
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+@pytest.mark.parametrize("eos", [None, EOS, 40])
+@pytest.mark.parametrize("given", [ALONE, inputs()], ids=["one", "three"])
+def test_criteria_are_shown_what_plain_decoding_shows(model, drafts, given, eos):
+    settings = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": PAD}
+    for tokens in (ends_of(model), ends_of(model)[:1]):
+        shown, texts = [], []
+        for custom in (None, draftwing.custom_generate(drafts("llama")["causal-lm"])):
+            criterion = Recorder(tokens)
+            more = {"stopping_criteria": StoppingCriteriaList([criterion]), "custom_generate": custom}
+            texts.append(model.generate(**given, **settings, **more).tolist())
+            shown.append(criterion.seen)
+        assert texts[0] == texts[1]
+        assert shown[0] == shown[1]
+
+
+def test_max_time(model):
+    found = assert_same(model, draftwing.custom_generate("lookup"), inputs(), max_time=1e-9)
+    assert found.shape[1] == inputs()["input_ids"].shape[1] + 1
+
+
+def test_a_length_of_ones_own(model):
+    for length in (5, 16, 60):
+        criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+        assert_same(model, draftwing.custom_generate("lookup"), stopping_criteria=criteria)
+
+
+def test_stop_strings(folder_of, tmp_path):
+    model = build("llama", vocab_size=300)
+    tokenizer = AutoTokenizer.from_pretrained(add_tokenizer(tmp_path))
+    plain = model.generate(**ALONE, max_new_tokens=NEW, eos_token_id=None)[0, ALONE["input_ids"].shape[1] :]
+    piece = next(s for s in (tokenizer.decode(token) for token in plain[6:]) if s.isascii() and s.strip())
+    settings = {"eos_token_id": EOS, "pad_token_id": PAD}
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [piece])])
+    by_criterion = assert_same(model, draftwing.custom_generate("lookup"), stopping_criteria=criteria, **settings)
+    assert by_criterion.shape[1] < ALONE["input_ids"].shape[1] + NEW
+    for given in (tokenizer, tmp_path, str(tmp_path)):
+        fast = draftwing.custom_generate("lookup", tokenizer=given)
+        ours = model.generate(**ALONE, max_new_tokens=NEW, **settings, stop_strings=piece, custom_generate=fast)
+        assert ours.tolist() == by_criterion.tolist()
+    fast = draftwing.custom_generate("lookup")
+    with pytest.raises(UnsupportedError, match=r"stop_strings.*tokenizer=tokenizer"):
+        model.generate(**ALONE, stop_strings=[piece], tokenizer=tokenizer, custom_generate=fast)
+
+
+def test_the_end_of_the_context_is_told():
+    model = build("gpt2", n_positions=18, max_position_embeddings=18)
+    fast = draftwing.custom_generate("lookup")
+    assert_same(model, fast, inputs(), max_new_tokens=5)
+    with pytest.warns(DraftwingWarning, match="cut after 5 new tokens, where the model's context is full, and 9"):
+        found = model.generate(**inputs(), max_new_tokens=9, custom_generate=fast, eos_token_id=None)
+    assert found.tolist() == model.generate(**inputs(), max_new_tokens=5, eos_token_id=None).tolist()
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+HOT = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.95, "min_p": 0.02, "max_new_tokens": NEW}
+
+
+def test_sampled_text_depends_on_the_seed_alone(model, drafts):
+    texts = [
+        model.generate(**inputs(), **HOT, custom_generate=draftwing.custom_generate(draft, seed=5)).tolist()
+        for draft in ("none", "lookup", drafts("llama")["causal-lm"], drafts("llama")["eagle3"])
+    ]
+    assert all(text == texts[0] for text in texts)
+    fast = draftwing.custom_generate("lookup", seed=5)
+    assert model.generate(**inputs(), **HOT, custom_generate=fast, seed=6).tolist() != texts[0]
+    assert model.generate(**inputs(), **HOT, custom_generate=fast, seed=5).tolist() == texts[0]
+
+
+def test_the_words_of_sampling(model):
+    found = model.generate(
+        **ALONE,
+        **HOT,
+        repetition_penalty=1.2,
+        bad_words_ids=[[30]],
+        eos_token_id=None,
+        custom_generate=draftwing.custom_generate("lookup", seed=3),
+    )
+    decoder = Decoder(AdapterTarget(model))
+    words = {name: HOT[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    sampling = Sampling(**words, repetition_penalty=1.2, banned_tokens=(30,), seed=3, max_tokens=NEW, ignore_eos=True)
+    decoder.admit(PROMPTS[0], sampling)
+    expected = [token for _ in range(NEW) for token in decoder.step().rows[0].token_ids]
+    assert found[0, len(PROMPTS[0]) :].tolist() == expected
+
+
+def test_torch_draws_the_seed(model):
+    fast = draftwing.custom_generate("lookup")
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(model.generate(**ALONE, **HOT, custom_generate=fast).tolist())
+    texts.append(model.generate(**ALONE, **HOT, custom_generate=fast).tolist())
+    assert texts[0] == texts[1]
+    assert len({str(text) for text in texts}) == 3
+    state = torch.get_rng_state()
+    model.generate(**ALONE, max_new_tokens=4, custom_generate=fast)
+    assert torch.equal(torch.get_rng_state(), state), "greedy decoding draws nothing"
+
+
+def test_several_sequences_of_one_prompt(model):
+    fast = draftwing.custom_generate("lookup", seed=1)
+    found = model.generate(**inputs(), **HOT, num_return_sequences=3, custom_generate=fast)
+    assert len({str(row) for row in found.tolist()}) == 9
+    assert found[:, : inputs()["input_ids"].shape[1]].tolist() == inputs()["input_ids"].repeat_interleave(3, 0).tolist()
+
+
+# --- streaming and outputs -------------------------------------------------------------------------------------------
+
+
+class Tape:
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append((value.tolist(), value.dtype, value.device.type))
+
+    def end(self):
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("given", [ALONE, inputs()], ids=["one", "three"])
+def test_streamers_hear_what_plain_decoding_says(model, drafts, given):
+    tapes = []
+    for custom in (None, draftwing.custom_generate(drafts("llama")["causal-lm"])):
+        tapes.append(Tape())
+        eos = {"eos_token_id": ends_of(model), "pad_token_id": PAD}
+        model.generate(**given, **eos, max_new_tokens=NEW, streamer=tapes[-1], custom_generate=custom)
+    assert tapes[0].heard == tapes[1].heard
+    assert tapes[0].heard[-1] == "end"
+
+
+def test_a_wrapped_callable_still_finds_the_streamer(model):
+    fast, tape = draftwing.custom_generate("lookup"), Tape()
+    model.generate(**ALONE, max_new_tokens=3, streamer=tape, custom_generate=lambda *args, **more: fast(*args, **more))
+    assert len(tape.heard) == 5
+
+
+def test_return_dict(model):
+    found = model.generate(
+        **ALONE, max_new_tokens=5, return_dict_in_generate=True, custom_generate=draftwing.custom_generate("lookup")
+    )
+    assert isinstance(found, GenerateDecoderOnlyOutput)
+    assert found.sequences.tolist() == model.generate(**ALONE, max_new_tokens=5).tolist()
+    assert found.scores is None
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_examined_once_and_kept_no_longer_than_it_lives(monkeypatch, drafts):
+    made = []
+    monkeypatch.setattr(hf, "AdapterTarget", lambda model: made.append(AdapterTarget(model)) or made[-1])
+    fast = draftwing.custom_generate(drafts("llama")["eagle3"])
+    one, other = build("llama"), build("llama", seed=1)
+    for model in (one, other, one):
+        assert_same(model, fast, max_new_tokens=4)
+    assert len(made) == 2
+    assert made[0].embedding.data_ptr() == one.get_input_embeddings().weight.data_ptr()
+    one.float()  # the drafter's features are of another type now
+    assert_same(one, fast, max_new_tokens=4)
+    assert len(made) == 3
+    gone = weakref.ref(one)
+    made.clear()
+    del one, model
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_model_learns_and_its_text_with_it():
+    model, fast = build("llama"), draftwing.custom_generate("lookup")
+    before = assert_same(model, fast).tolist()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(build("llama", seed=1).get_output_embeddings().weight)
+    assert assert_same(model, fast).tolist() != before
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenized(folder_of, tmp_path_factory):
+    """A model with a tokenizer, a draft model with the same one, and another with another."""
+    made = {}
+    for name, texts in (("model", None), ("same", None), ("other", ["quick brown foxes jump over lazy dogs"])):
+        folder = made[name] = tmp_path_factory.mktemp(name)
+        build("llama", vocab_size=300).save_pretrained(folder)
+        add_tokenizer(folder, **({} if texts is None else {"texts": texts}))
+    return made
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tokenized):
+    model = build("llama", vocab_size=300)
+    loaded = AutoTokenizer.from_pretrained(tokenized["model"])
+    for tokenizer in (tokenized["model"], str(tokenized["model"]), loaded):
+        assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=tokenizer))
+        with pytest.raises(TokenizerError, match="another tokenizer than the target"):
+            assert_same(model, draftwing.custom_generate(tokenized["other"], tokenizer=tokenizer))
+    assert_same(model, draftwing.custom_generate(tokenized["other"]))  # nothing known, nothing checked; still exact
+    with pytest.raises(TokenizerError, match=r"expected a fast tokenizer .* found object: give the model's folder"):
+        assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=object()))
+
+
+def test_a_head_for_another_tokenizer_is_refused(tokenized, tmp_path):
+    model = build("llama", vocab_size=300)
+    loaded = AutoTokenizer.from_pretrained(tokenized["model"])
+    target = AdapterTarget(model)
+    shape = ModelConfig.from_hf(read_config(tokenized["model"]))
+    own = draftwing.hf.Tokenizer(tokenized["model"]).vocab_hash
+    for name, vocab_hash in (("right", own), ("wrong", "0" * 16)):
+        known = TargetId("m", SMALL["hidden_size"], SMALL["num_hidden_layers"], 300, vocab_hash)
+        config = EagleConfig.for_target(3, shape, target=known)
+        write_head(tmp_path / name, EagleNet(config, target.embedding, target.head, None, torch.float32))
+    for tokenizer in (tokenized["model"], loaded):
+        assert_same(model, draftwing.custom_generate(tmp_path / "right", tokenizer=tokenizer))
+        with pytest.raises(CheckpointError, match="vocab_hash"):
+            assert_same(model, draftwing.custom_generate(tmp_path / "wrong", tokenizer=tokenizer))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Own(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class TopK(TopKLogitsWarper):
+    """Of a known kind, but who knows."""
+
+
+REFUSED = {
+    "num_beams": {"num_beams": 2},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "cache_implementation": {"cache_implementation": "static"},
+    "prefill_chunk_size": {"prefill_chunk_size": 4},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[3, 4]]},
+    "sequence_bias": {"sequence_bias": {(3, 4): 1.0}},
+    "min_new_tokens": {"min_new_tokens": 4},
+    "min_length": {"min_length": 40},
+    "forced_bos_token_id": {"forced_bos_token_id": 3},
+    "forced_eos_token_id": {"forced_eos_token_id": 3},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [3]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.1)},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4]},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.2},
+    "typical_p": {"do_sample": True, "typical_p": 0.9},
+    "epsilon_cutoff": {"do_sample": True, "epsilon_cutoff": 1e-3},
+    "eta_cutoff": {"do_sample": True, "eta_cutoff": 1e-3},
+    "top_h": {"do_sample": True, "top_h": 0.4},
+    "the logits processor Own": {"logits_processor": LogitsProcessorList([Own()])},
+    "the logits processor TopK ": {"logits_processor": LogitsProcessorList([TopK(3)])},
+    "TemperatureLogitsWarper at a place": {
+        "do_sample": True,
+        "temperature": 0.5,
+        "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.9)]),
+    },
+    "TemperatureLogitsWarper at": {
+        "do_sample": True,
+        "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.9), TemperatureLogitsWarper(0.9)]),
+    },
+    "RepetitionPenaltyLogitsProcessor at a place": {"sequence_bias": {(3,): 1.0}, "repetition_penalty": 1.2},
+    "output_scores": {"return_dict_in_generate": True, "output_scores": True},
+    "output_logits": {"return_dict_in_generate": True, "output_logits": True},
+    "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
+    "past_key_values": {"past_key_values": DynamicCache()},
+    "assistant_model": {"assistant_model": build("llama", seed=1)},
+    "synced_gpus": {"synced_gpus": True},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, len(PROMPTS[0]), SMALL["hidden_size"]).double()},
+    "position_ids": {"position_ids": torch.arange(len(PROMPTS[0]))[None] + 1},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_draftwing_has_no_word_for_is_refused_by_name(model, name):
+    with pytest.raises(UnsupportedError) as caught:
+        model.generate(**ALONE, max_new_tokens=9, **REFUSED[name], custom_generate=draftwing.custom_generate("lookup"))
+    assert name in str(caught.value)
+    assert any(mend in str(caught.value) for mend in ("leave", "without custom_generate", "draftwing.custom_generate"))
+
+
+def test_outputs_that_nobody_returns_are_not_refused(model):
+    assert_same(model, draftwing.custom_generate("lookup"), output_scores=True, output_hidden_states=True)
+
+
+def test_padding_elsewhere_is_refused(model):
+    fast = draftwing.custom_generate("lookup")
+    given = inputs()
+    for hidden in (-1, 5):
+        mask = torch.ones_like(given["attention_mask"])
+        mask[1, hidden] = 0
+        with pytest.raises(UnsupportedError, match=r"hides tokens of row 1 .*padding_side='left'"):
+            model.generate(given["input_ids"], attention_mask=mask, custom_generate=fast)
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        model.generate(given["input_ids"], attention_mask=given["attention_mask"] * 0, custom_generate=fast)
+
+
+def test_a_model_in_training_is_refused():
+    model = build("gpt2").train()
+    with pytest.raises(UnsupportedError, match=r"call model\.eval\(\)"):
+        model.generate(**ALONE, custom_generate=draftwing.custom_generate("lookup"))
+    assert model.training
+
+
+def test_a_model_without_trees_is_decoded_plainly_or_not_at_all(monkeypatch, model):
+    monkeypatch.setattr(AdapterTarget, "_keeps_to_a_tree", lambda self: False)
+    with pytest.warns(DraftwingWarning), pytest.raises(UnsupportedError, match="attn_implementation='sdpa'"):
+        model.generate(**ALONE, custom_generate=draftwing.custom_generate("lookup"))
+    with pytest.warns(DraftwingWarning):
+        assert_same(model, draftwing.custom_generate("none"))
+
+
+def test_a_rule_that_cannot_be_meant_is_refused_at_once():
+    with pytest.raises(ConfigError, match="unknown acceptance rule"):
+        draftwing.custom_generate("lookup", rule="mach")
+    with pytest.raises(ConfigError):
+        draftwing.custom_generate("lookup", rule="typical")
+
+
+def test_every_refused_setting_exists():
+    """A setting under a wrong name would be looked for in vain."""
+    known = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
+    assert not set(hf._SETTINGS) - known
+    named = {value.split(" ")[0] for value in hf._SETTING_OF.values()}
+    assert not named - known - {"prompt_ignore_length"}
