@@ -188,7 +188,7 @@ def test_an_updates_loss_and_gradients_are_the_papers(name, tmp_path):
     trainer.accelerator.clip_grad_norm_ = watch
     trainer.run()
     metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert metrics["loss"] == pytest.approx(float(total), rel=1e-9, abs=1e-9)
+    assert metrics["loss"] == pytest.approx(total.item(), rel=1e-9, abs=1e-9)
     for (key, gradient), other in zip(found.items(), wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
         assert gradient.abs().max() > 1e-6, key

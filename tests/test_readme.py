@@ -31,7 +31,9 @@ def test_there_is_something_to_run():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_and_their_options_exist(command):
     words = shlex.split(command)[1:]
-    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(app, [*words[: 2 if words[0] == "data" else 1], "--help"])
+    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(
+        app, [*words[: 2 if words[0] == "data" else 1], "--help"]
+    )
     assert shown.exit_code == 0
     for word in words[1:]:
         if word.startswith("--"):

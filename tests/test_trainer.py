@@ -58,7 +58,8 @@ def make(
     torch.manual_seed(options.seed)
     target = LeanTarget.from_folder(folder, dtype, prepack=False)
     version = options.recipe.version
-    config = EagleConfig.for_target(version, target.config, options.draft_vocab_size, fc_norm=options.fc_norm)
+    shape = {"inputs": options.inputs, "fc_norm": options.fc_norm}
+    config = EagleConfig.for_target(version, target.config, options.draft_vocab_size, **shape)
     ids = torch.arange(options.draft_vocab_size) + 3 if config.has_draft_vocab else None
     net = EagleNet(config, target.embedding, target.head, ids, dtype)
     source = source or OnlineFeatures(
@@ -328,6 +329,8 @@ def run_rank(folder: Path, out: Path) -> None:
         stopped._update = lambda: (setattr(stopped, "stopping", stopped.iteration == 2), update())[1]
     assert stopped.run().iteration == 3
     make(folder, out / "two-stopped", dtype=torch.float64, **SHARED).run()
+    # A net of which a part is never read: nobody may wait for its gradient.
+    assert make(folder, out / "token", inputs="token", fc_norm=True, iterations=3).run().iteration == 3
     # Clocks that do not agree.
     trainer_module.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() * (1 + rank))
     progress = make(folder, out / "timed", iterations=None, minutes=0.02).run()

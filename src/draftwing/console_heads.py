@@ -60,9 +60,8 @@ class _Training:
         elif judged or progress.iteration % LINE_EVERY == 0:
             agreement = format_alpha(metrics["agreement"]) if "agreement" in metrics else ""
             of = f"/{total}" if total else ""
-            line(
-                f"iteration {progress.iteration}{of}  {shown}  agreement {agreement}  {self._judgement(metrics)}".rstrip()
-            )
+            judgement = self._judgement(metrics)
+            line(f"iteration {progress.iteration}{of}  {shown}  agreement {agreement}  {judgement}".rstrip())
 
     def _judgement(self, metrics: Mapping[str, Any]) -> str:
         parts = []

@@ -103,7 +103,9 @@ def custom_generate(
         output = model.generate(**inputs, custom_generate=fast, max_new_tokens=64)
 
     Keep what this returns: the drafter is loaded, and the model examined, at the first call with each model object.
-    The model itself is the target; its weights are shared, not copied.
+    The model itself is the target; its weights are shared, not copied. Greedy text is that of plain ``generate`` as far
+    as arithmetic goes: in half precision a forward over several tokens rounds otherwise than one over a single token,
+    and two tokens with equal logits may change places. Rows of a batch are run one by one: it is made for batch 1.
 
     Args:
         draft: a folder or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same tokenizer,
@@ -145,7 +147,7 @@ class CustomGenerate:
     lossless: bool
     seed: int | None
     tokenizer: Any
-    stats: Stats = field(default_factory=Stats, init=False)
+    stats: Stats = field(default_factory=Stats, init=False, repr=False)
     _kept: MutableMapping[Any, _Kept] = field(default_factory=weakref.WeakKeyDictionary, init=False, repr=False)
 
     def __call__(

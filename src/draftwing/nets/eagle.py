@@ -203,6 +203,10 @@ class EagleNet(nn.Module):
         self.input_norm = norm(taps_width) if config.norm_before_fc else None
         self.tap_norms = nn.ModuleList([norm(hidden) for _ in config.taps]) if config.fc_norm else None
         self.norm = norm(hidden) if is_third else None
+        if is_third and config.inputs == "token":  # what reads the features gets no gradient, which a
+            for unread in (self.fc, self.tap_norms, self.input_norm):  # data-parallel wrapper would wait for
+                if unread is not None:
+                    unread.requires_grad_(False)
         # EAGLE-1's head is the target's: kept in a list, so that it is no parameter of this module.
         self._target_head = [target_head] if target_head is not None and not is_third else []
         self.head = matrix(config.draft_vocab_size, hidden) if is_third else None
