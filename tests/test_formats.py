@@ -605,6 +605,9 @@ def test_model_optimizer(tmp_path):
     assert net.config.norm_before_fc
     with pytest.warns(DraftwingWarning):
         assert load(folder, taps=(1, 3, 4)).config.taps == (1, 3, 4)
+    set_config(folder, eagle_aux_hidden_state_layer_ids=[2, 4, 6])  # vLLM reads the outer ones first
+    assert load(folder).config.taps == (2, 4, 6)
+    set_config(folder, "eagle_aux_hidden_state_layer_ids")
     convert(folder, tmp_path / "out", "draftwing", taps=(1, 3, 4), target=TARGET)
     assert read_config(tmp_path / "out")["draftwing"]["taps"] == [1, 3, 4]
 
