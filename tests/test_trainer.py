@@ -159,6 +159,16 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(run, stops, folder, tmp_pat
     assert_same_run(tmp_path / "stopped", tmp_path / "unbroken")
 
 
+def test_every_batch_is_read_once_and_in_order(folder, tmp_path):
+    read = []
+    for stop in (3, 0):
+        trainer = make(folder, tmp_path, accumulation=2)
+        batch = trainer.source.batch
+        trainer.source.batch = lambda number, *rank, batch=batch: (read.append(number), batch(number, *rank))[1]
+        stop_at(trainer, stop).run()
+    assert read == list(range(16))
+
+
 def test_lines_that_the_checkpoint_lacks_are_dropped(folder, tmp_path):
     """A killed run may have logged more than it saved, and half a line."""
     make(folder, tmp_path / "unbroken").run()
