@@ -17,6 +17,7 @@ import transformers
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
