@@ -413,7 +413,7 @@ def test_the_law_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
     here, num_seeds = lab("llama"), 500
     settings = {"temperature": 1.0, "top_k": 3, "max_tokens": 3, "ignore_eos": True}
-    prompt = [9, 4]
+    prompt = list(here.plain("t1", 1)[:3])  # of a text that the head was trained on: it is right now and then
     requests = [(prompt, Sampling(seed=seed, **settings)) for seed in range(num_seeds)]
     made = DRAFTERS[drafter].make(here, "t1")
     texts, stats = run(here.target, requests, made, CLASSIC.get(rule, Budget(3, 2)), rule)

@@ -131,7 +131,7 @@ def test_tasks_of_documents(documents, lm):
 
 
 def test_tasks_refuse(tmp_path, documents):
-    with refused(ConfigError, "prompt_tokens must be at least 1, found 0"):
+    with refused(ConfigError, "prompt_tokens and per_document must be at least 1, found 0"):
         read_tasks([documents], prompt_tokens=0)
     nothing = tmp_path / "a.jsonl"
     nothing.write_text('{"messages": []}\n{"text": " "}\n')

@@ -67,7 +67,9 @@ class EagleDrafter:
             stop = min(start + PREFILL_CHUNK, count - 1)
             ids = tokens[start + 1 : stop + 1] if self._shifted else tokens[start:stop]
             chain = DraftTree.chain(torch.tensor([ids], device=ctx.device))
-            self._forward(chain.tokens, self._fuse(features[:, start:stop]), chain, [start], row)
+            # Only the slots are wanted: the logits of one entry, not of a whole prompt.
+            first = torch.zeros(1, 1, 1, dtype=torch.int64, device=ctx.device)
+            self._forward(chain.tokens, self._fuse(features[:, start:stop]), chain, [start], row, last=first)
         self._fed.append(max(count - 1, 0))
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
         self._waiting = torch.cat([self._waiting, F.pad(last, (0, 0, 0, self._waiting.shape[1] - 1))])
