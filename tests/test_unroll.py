@@ -247,6 +247,11 @@ class Watched(EagleDrafter):
     def __init__(self, net: EagleNet, target: LeanTarget) -> None:
         super().__init__(net, target)
         self.heard: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+        self._texts: list[tuple[int, ...]] | None = None
+
+    def admit(self, ctx, features):
+        self._texts = None
+        super().admit(ctx, features)
 
     def propose(self, ctx, sampling, budget):
         self._texts = [tuple(row.tokens[: row.length + 1]) for row in ctx.rows]
@@ -254,7 +259,7 @@ class Watched(EagleDrafter):
 
     def _forward(self, tokens, states, tree, lengths, first_row=0, first_node=0, last=None):
         logits, states = super()._forward(tokens, states, tree, lengths, first_row, first_node, last)
-        if last is None and not first_node:  # a prompt
+        if self._texts is None:  # a prompt
             return logits, states
         for row, text in enumerate(self._texts):
             for place in range(logits.shape[1]):
