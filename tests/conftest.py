@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
+
+from draftwing.errors import DraftwingError
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -50,6 +54,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
 }
 LEAN = [name for name in FAMILIES if name not in ("gpt2", "gemma2")]
+
+
+@contextmanager
+def refused(kind: type[DraftwingError], *parts: str) -> Iterator[None]:
+    """Expects exactly this class of error, and a message that has all the parts in this order."""
+    with pytest.raises(DraftwingError) as caught:
+        yield
+    assert type(caught.value) is kind, repr(caught.value)
+    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> Any:

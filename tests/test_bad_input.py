@@ -1,16 +1,14 @@
 """What is wrong, and the mend: every kind of bad input, the class of its error and what its message says."""
 
 import json
-import re
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import draftwing as dw
-from conftest import SMALL, add_tokenizer
+from conftest import SMALL, add_tokenizer, refused
 from draftwing.accept import RULES
 from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget
@@ -34,15 +32,6 @@ from draftwing.tree import PAD, DraftTree
 
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12])
-
-
-@contextmanager
-def refused(kind, *parts):
-    """Expects exactly this class of error, and a message that has all the parts in this order."""
-    with pytest.raises(DraftwingError) as caught:
-        yield
-    assert type(caught.value) is kind
-    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 import itertools
 import json
-import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
 
-from conftest import add_tokenizer
-from draftwing.errors import ConfigError, DataError, DraftwingError, TokenizerError
+from conftest import add_tokenizer, refused
+from draftwing.errors import ConfigError, DataError, TokenizerError
 from draftwing.tokenizer import Tokenizer
 from draftwing.train import data as data_module
 from draftwing.train.data import Batches, Corpus, Example, read_examples, split
@@ -47,15 +45,6 @@ TWO_TURNS = [
     {"role": "user", "content": "and 😀?"},
     {"role": "assistant", "content": "<think>hm</think>return 😀  \u00e9"},
 ]
-
-
-@contextmanager
-def refused(kind, *parts):
-    """Expects exactly this class of error, and a message that has all the parts in this order."""
-    with pytest.raises(DraftwingError) as caught:
-        yield
-    assert type(caught.value) is kind
-    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
 
 
 @pytest.fixture

@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-import re
 import shutil
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from conftest import TEXTS, add_tokenizer
+from conftest import TEXTS, add_tokenizer, refused
 from draftwing import cli
-from draftwing.errors import ConfigError, DataError, DraftwingError, NumericsError
+from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import target_id
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleConfig, EagleNet
@@ -32,15 +30,6 @@ TAPS = (0, 1, 2)
 SHARD = 20_000
 TOKENS = 120
 LENGTH = 40
-
-
-@contextmanager
-def refused(kind, *parts):
-    """Expects exactly this class of error, and a message that has all the parts in this order."""
-    with pytest.raises(DraftwingError) as caught:
-        yield
-    assert type(caught.value) is kind
-    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
 
 
 def load(folder_of, dtype=torch.float32, **changes):
@@ -171,8 +160,7 @@ def train(method, target, source, out):
     config = EagleConfig.for_target(options.recipe.version, target.config)
     torch.manual_seed(0)
     net = EagleNet(config, target.embedding, target.head)
-    found = source.batch(0)
-    initialise(net, target.head, found.features[found.batch.real])
+    initialise(net, target.head, [source.batch(0)])
     losses = []
     trainer = Trainer(
         net, target.head, source, options, out, on_progress=lambda progress: losses.append(progress.metrics["loss"])

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
@@ -15,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import SMALL, add_tokenizer
-from draftwing.errors import CheckpointError, ConfigError, DraftwingError, DraftwingWarning, UnsupportedError
+from conftest import SMALL, add_tokenizer, refused
+from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
 from draftwing.formats import files
 from draftwing.formats.convert import convert, serve_command
 from draftwing.formats.eagle import is_head, load_head, read_config, read_head, write_head
@@ -93,15 +92,6 @@ REASONS = {
     ("eagle3-partial", None): "rotation of 4 of 8 numbers",
 }
 LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators")
-
-
-@contextmanager
-def refused(kind, *parts):
-    """Expects exactly this class of error, and a message that has all the parts in this order."""
-    with pytest.raises(DraftwingError) as caught:
-        yield
-    assert type(caught.value) is kind, repr(caught.value)
-    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
 
 
 def config_of(variant, **more):

@@ -1,17 +1,15 @@
 """Answers anew: the model's own words, one record at a time, from here or from a server, stopped and gone on with."""
 
 import json
-import re
 import shutil
 import threading
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 import draftwing as dw
-from conftest import TEXTS, add_tokenizer
-from draftwing.errors import ConfigError, DataError, DraftwingError
+from conftest import TEXTS, add_tokenizer, refused
+from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
 from draftwing.train.data import read_examples
 from draftwing.train.regenerate import Dialogue, LMAnswerer, read_tasks, regenerate, seed_of
@@ -34,15 +32,6 @@ DIALOGUES = [
     {"conversations": [{"from": "human", "value": "class"}, {"from": "gpt", "value": "other words"}]},
     {"prompt": "for row in rows"},
 ]
-
-
-@contextmanager
-def refused(kind, *parts):
-    """Expects exactly this class of error, and a message that has all the parts in this order."""
-    with pytest.raises(DraftwingError) as caught:
-        yield
-    assert type(caught.value) is kind
-    assert re.search(".*".join(map(re.escape, parts)), str(caught.value), re.DOTALL), str(caught.value)
 
 
 def load(folder_of, path, **settings):

@@ -59,7 +59,7 @@ class Training:
     fc_norm: Annotated[bool, _panel("Net", "EAGLE-3.1: a norm for each tap.", "--fc-norm")] = False
     norm_output: Annotated[bool, _panel("Net", "EAGLE-3.1: feed back the normed state.", "--norm-output")] = False
     optimizer: Annotated[str, _panel("Optimisation", "adamw, or muon for the matrices.")] = "adamw"
-    lr: Annotated[float | None, _panel("Optimisation", "Peak. [default: 1e-3; EAGLE-3 with muon 4e-3]")] = None
+    lr: Annotated[float | None, _panel("Optimisation", "Peak. [default: 1e-3]")] = None
     warmup: Annotated[float, _panel("Optimisation", "Share of the run.")] = 0.04
     clip: Annotated[float, _panel("Optimisation", "Norm of the gradient (adamw).")] = 0.5
     ema: Annotated[float, _panel("Optimisation", "Decay of an average of the weights, which is then saved.")] = 0.0

@@ -30,9 +30,7 @@ def fit_calibration(net: EagleNet, head: Linear, batches: list[FeatureBatch], nu
     rotary = Rotary(net.config.rope, net.dtype, net.fc.weight.device)
     rivals, hits = [], []
     for found in batches:
-        logits = found.logits
-        if logits is None:
-            logits = head.forward(found.last.flatten(0, 1)).view(*found.last.shape[:2], -1)
+        logits = found.logits_of(head)
         truth = Truth.of(found, head, net.target_ids, torch.float32)
         steps = unroll(net, rotary, found.batch.ids, found.features.to(net.dtype), num_steps)
         for step in steps:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec, Target
 from draftwing.train.batches import Batch, Batches
 
@@ -32,6 +33,12 @@ class FeatureBatch:
     features: Tensor
     last: Tensor
     logits: Tensor | None = None
+
+    def logits_of(self, head: Linear) -> Tensor:
+        """(B, T, V) the target's logits, computed by its LM head where they are not at hand."""
+        if self.logits is not None:
+            return self.logits
+        return head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
 
 
 class FeatureSource(Protocol):

@@ -40,9 +40,7 @@ class Truth:
     @torch.no_grad()
     def of(cls, found: FeatureBatch, head: Linear, target_ids: Tensor | None, dtype: torch.dtype) -> Truth:
         """From the target's logits, in ``dtype`` (float32 or wider)."""
-        logits = found.logits
-        if logits is None:
-            logits = head.forward(found.last.flatten(0, 1)).view(*found.last.shape[:2], -1)
+        logits = found.logits_of(head)
         best = logits.argmax(-1)
         if target_ids is not None:
             place = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
@@ -98,11 +96,6 @@ class UnrolledLoss(nn.Module):
         Args:
             agreement: count too how often the net's best token is the target's.
         """
-        if found.batch.ids.shape[0] == 0 or found.batch.ids.shape[1] < 3:
-            # A process without rows (the last batch of an epoch) still takes part in the update, with nothing.
-            nothing = torch.stack([p.sum() for p in self.net.parameters()]).sum() * 0.0
-            zero = torch.zeros((), device=nothing.device) if agreement else None
-            return [StepSums(nothing, 0, zero) for _ in range(self.num_steps)]
         device = found.features.device.type
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.fc.weight.dtype
         weight = self.net.head_weight

@@ -46,7 +46,7 @@ class TrainOptions:
         accumulation: micro-batches of one update.
         iterations: updates; or ``minutes`` of wall time, from which they are reckoned once the speed is known.
         optimizer: ``adamw``, or ``muon`` for the matrices with AdamW for the rest.
-        lr: the peak; None is 1e-3, or 4e-3 for EAGLE-3 with muon (whose matrices take 20 times it). Cosine to 2% of it.
+        lr: the peak; None is 1e-3 (Muon's matrices take 20 times it). Cosine to 2% of it.
         warmup: share of the run. ``clip``: norm of the gradient (adamw).
         ema: decay of an average of the weights, which is what is then saved; 0 is off.
         precision: ``bf16`` autocast, or ``no``.
@@ -107,6 +107,9 @@ class TrainOptions:
             (self.eval_every >= 1, "eval_every", "at least 1"),
             (self.save_every >= 1, "save_every", "at least 1"),
             (self.eval_prompts >= 0, "eval_prompts", "0 or more"),
+            (self.eval_tokens >= 1, "eval_tokens", "at least 1"),
+            (self.eval_depth >= 1, "eval_depth", "at least 1"),
+            (self.seed >= 0, "seed", "0 or more"),
         )
         for good, name, wanted in checks:
             if not good:
@@ -130,8 +133,8 @@ class TrainOptions:
 
     @property
     def peak_lr(self) -> float:
-        """Of AdamW's parameters. EAGLE-1 has no norm of its own, and Muon at EAGLE-3's rate makes it diverge."""
-        return self.lr or (4e-3 if self.optimizer == "muon" and self.recipe.version == 3 else 1e-3)
+        """Of AdamW's parameters. More, and Muon forgets how a net starts before it has learnt something better."""
+        return self.lr or 1e-3
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

@@ -34,7 +34,7 @@ from draftwing.train.corpus import Corpus, split
 from draftwing.train.curves import read_metrics
 from draftwing.train.data import read_examples
 from draftwing.train.features import FeatureSource, OnlineFeatures
-from draftwing.train.initial import initialise
+from draftwing.train.initial import ENTRIES, initialise
 from draftwing.train.loss import Truth, UnrolledLoss
 from draftwing.train.objectives import OBJECTIVES
 from draftwing.train.options import TrainOptions
@@ -155,8 +155,8 @@ def prepare(
             cached, net.config.taps, options.tokens_per_batch, options.seed, device=model.device, dtype=model.dtype
         )
     if initial is None:
-        found = source.batch(0)
-        initialise(net, model.head, found.features[found.batch.real])
+        num_batches = -(-ENTRIES // options.tokens_per_batch)
+        initialise(net, model.head, [source.batch(number) for number in range(num_batches)])
     evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},

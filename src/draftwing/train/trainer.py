@@ -6,6 +6,7 @@ it. A killed and resumed run therefore equals an unbroken one, bit for bit on on
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from draftwing.errors import NumericsError
 from draftwing.formats.eagle import write_head
 from draftwing.model.linear import Linear
+from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle import EagleNet
 from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features import FeatureSource
@@ -146,6 +148,7 @@ class Trainer:
                 "seconds": self._seconds,
                 "replanned": self._replanned,
                 "net": self.net.state_dict(),
+                "calibration": dataclasses.asdict(self.net.config.calibration),
                 "average": self._average,
                 "optimizers": [each.state_dict() for each in self._optimizers],
             },
@@ -161,6 +164,8 @@ class Trainer:
             return
         self.options.check_resumes(state["options"], str(self.out))
         self.net.load_state_dict(state["net"])
+        calibration = Calibration(**state["calibration"])
+        self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         device = self.net.fc.weight.device

@@ -1,0 +1,121 @@
+"""How a net starts: its closed forms against what they promise, before any training."""
+
+import pytest
+import torch
+
+from draftwing.model.linear import Linear
+from draftwing.model.rope import RopeConfig, Rotary
+from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.train.batches import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.initial import initialise
+from draftwing.train.unroll import unroll
+
+VOCAB, HIDDEN, HALF = 97, 128, 40
+HEAD_DIM = 32
+
+
+def parts(seed=0):
+    """Embedding and LM head of a target; its features at a position say what stands there and before it."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
+    return embedding, Linear(torch.randn(VOCAB, HIDDEN, generator=generator))
+
+
+def batch_of(ids, embedding, head, num_taps):
+    before = torch.cat([ids[:, :1], ids[:, :-1]], 1)
+    after = torch.cat([ids[:, 1:], ids[:, -1:]], 1)
+    last = head.weight[after].detach()
+    loud = torch.ones(HIDDEN).index_fill_(0, torch.tensor([3]), 200.0)  # as hidden states have it
+    taps = [embedding[ids] * loud, embedding[ids] + embedding[before], last][-num_taps:]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return FeatureBatch(Batch(ids, mask, torch.full((len(ids),), ids.shape[1])), torch.cat(taps, -1), last)
+
+
+def net_of(version, embedding, head, **changes):
+    config = EagleConfig(
+        version=version,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        rms_norm_eps=1e-6,
+        activation="silu",
+        rope=RopeConfig("default", 10000.0, HEAD_DIM, HEAD_DIM, 512),
+        max_position_embeddings=512,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        taps=(0, 1, 2) if version == 3 else (2,),
+        **changes,
+    )
+    torch.manual_seed(0)
+    return EagleNet(config, embedding, head)
+
+
+def repeated(num, seed):
+    half = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed + i)) for i in range(num)])
+    return torch.cat([half[:, :HALF], half[:, :HALF]], 1)
+
+
+@torch.no_grad()
+def guessed(net, found, ids):
+    """(B, E) whether the token at i + 2 is guessed."""
+    rotary = Rotary(net.config.rope, torch.float32, torch.device("cpu"))
+    step = next(unroll(net, rotary, ids, found.features, 1))
+    guess = net.logits(step.read).argmax(-1).view(len(ids), -1)
+    return guess == ids[:, 2:]
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_output": True}, {"fc_norm": True}, {"norm_before_residual": True}])
+def test_an_untrained_eagle3_net_copies_what_followed_the_same_two_tokens(changes):
+    embedding, head = parts()
+    net = net_of(3, embedding, head, **changes)
+    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
+    initialise(net, head, [batch_of(random, embedding, head, 3)])
+    ids = repeated(8, seed=100)
+    right = guessed(net, batch_of(ids, embedding, head, 3), ids)
+    assert right[:, HALF:].float().mean() > 0.7  # the second time
+    assert right[:, : HALF - 2].float().mean() < 0.2  # nothing says what comes the first time
+
+
+def test_other_inputs_than_the_shifted_token_are_not_looked_up():
+    embedding, head = parts()
+    net = net_of(3, embedding, head, inputs="feature-unshifted")
+    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
+    before = net.layer.qkv.weight.clone()
+    initialise(net, head, [batch_of(random, embedding, head, 3)])
+    assert torch.equal(net.layer.qkv.weight, before)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_fc_is_the_linear_guess_whatever_the_size_of_channels(version):
+    """Where the next token follows from the last one, a linear map knows it, loud channels or not."""
+    embedding, head = parts()
+    successor = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
+    texts = [torch.randint(VOCAB, (64,), generator=torch.Generator().manual_seed(2))]
+    for _ in range(30):
+        texts.append(successor[texts[-1]])
+    ids = torch.stack(texts, 1)
+    found = batch_of(ids, embedding, head, 3 if version == 3 else 1)
+    net = net_of(version, embedding, head, **({"inputs": "feature-unshifted"} if version == 3 else {}))
+    initialise(net, head, [found])
+    assert guessed(net, found, ids).float().mean() > 0.9
+
+
+def test_padding_is_not_learnt_from():
+    embedding, head = parts()
+    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
+    found = batch_of(random, embedding, head, 3)
+    lengths = torch.full((64,), 30)
+    whole, short = net_of(3, embedding, head), net_of(3, embedding, head)
+    cut = random[:, :30]
+    initialise(short, head, [batch_of(cut, embedding, head, 3)])
+    padded = FeatureBatch(
+        Batch(random, found.batch.mask, lengths), found.features.index_fill(1, torch.arange(30, 80), 1e6), found.last
+    )
+    # The last real position's follower differs: it is cut from both.
+    padded.last[:, :30] = batch_of(cut, embedding, head, 3).last
+    initialise(whole, head, [padded])
+    for name, value in whole.state_dict().items():
+        assert torch.allclose(value, short.state_dict()[name], atol=1e-4), name
