@@ -1,8 +1,8 @@
-"""What a row more costs: prepacked linears against ``F.linear`` by number of rows.
+"""What a row more costs: prepacked and int8 linears against ``F.linear`` by number of rows.
 
     python benchmarks/linear_rows.py --json benchmarks/results/NAME.json
 
-Weights take turns over more memory than the caches hold; the two kinds are timed in turn, and medians are shown.
+Weights take turns over more memory than the caches hold; the kinds are timed in turn, and medians are shown.
 """
 
 from __future__ import annotations
@@ -42,15 +42,22 @@ def measure(num_out: int, num_in: int, rounds: int) -> dict[str, dict[int, float
     packed = [Linear(weight.clone()) for weight in plain]
     for linear in packed:
         linear.prepack()
-    found: dict[str, dict[int, list[float]]] = {kind: {rows: [] for rows in ROWS} for kind in ("prepacked", "F.linear")}
+    quantised = [Linear(weight.clone()) for weight in plain]
+    for linear in quantised:
+        linear.quantise("int8")
+    kinds: dict[str, Callable[[torch.Tensor], object]] = {
+        "prepacked": lambda x: [linear.forward(x) for linear in packed],
+        "int8": lambda x: [linear.forward(x) for linear in quantised],
+        "F.linear": lambda x: [F.linear(x, weight) for weight in plain],
+    }
+    found: dict[str, dict[int, list[float]]] = {kind: {rows: [] for rows in ROWS} for kind in kinds}
     for turn in range(rounds + 1):
         for rows in ROWS:
             x = torch.randn(rows, num_in)
-            fast = seconds(lambda x=x: [linear.forward(x) for linear in packed]) / count
-            slow = seconds(lambda x=x: [F.linear(x, weight) for weight in plain]) / count
-            if turn:
-                found["prepacked"][rows].append(fast * 1e6)
-                found["F.linear"][rows].append(slow * 1e6)
+            for kind, call in kinds.items():
+                took = seconds(lambda call=call, x=x: call(x)) / count
+                if turn:
+                    found[kind][rows].append(took * 1e6)
     return {kind: {rows: statistics.median(times) for rows, times in own.items()} for kind, own in found.items()}
 
 
@@ -66,7 +73,8 @@ def main(
     relative = {kind: {rows: own[rows] / own[1] for rows in ROWS} for kind, own in found.items()}
     for kind, own in relative.items():
         table.add_row(kind, *(f"{own[rows]:.2f}" for rows in ROWS))
-    table.add_row("prepacked, us", *(f"{found['prepacked'][rows]:.0f}" for rows in ROWS))
+    for kind in ("prepacked", "int8"):
+        table.add_row(f"{kind}, us", *(f"{found[kind][rows]:.0f}" for rows in ROWS))
     Console().print(table)
     if output is not None:
         result = {

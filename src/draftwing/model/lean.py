@@ -19,7 +19,7 @@ from draftwing.model.cache import KVCache, TreeAttention
 from draftwing.model.causal import CausalAttention
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
-from draftwing.model.linear import MIN_ROWS, Linear
+from draftwing.model.linear import MIN_ROWS, Linear, check_weights
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.model.weights import WeightFiles, check_finite
@@ -70,15 +70,17 @@ class LeanTarget(Target):
         *,
         prepack: bool = True,
         name: str | None = None,
+        weights: str | None = None,
     ) -> LeanTarget:
-        """Load a Hugging Face folder.
+        """Load a Hugging Face folder; ``weights`` quantises its matrices, all but the routers of experts.
 
         Raises:
-            ConfigError, UnsupportedError: the config cannot be run here.
+            ConfigError, UnsupportedError: the config cannot be run here, or not with these ``weights``.
             CheckpointError: weights missing, truncated, of other shapes, unknown or not finite.
         """
+        check_weights(weights, dtype, torch.device(device))
         config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
-        reader = _Reader(WeightFiles(folder), dtype, torch.device(device), prepack)
+        reader = _Reader(WeightFiles(folder), dtype, torch.device(device), prepack, weights)
         embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_read_layer(reader, config, index) for index in range(config.num_layers)]
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
@@ -94,6 +96,11 @@ class LeanTarget(Target):
                 f"is config.json that of another model?"
             )
         return cls(config, embedding, layers, norm, head, name or folder.name)
+
+    @property
+    def weights(self) -> str | None:
+        """How the matrices are quantised; None where they are as ``dtype`` says."""
+        return self._head.quantised
 
     @property
     def num_weight_bytes(self) -> int:
@@ -243,12 +250,13 @@ def _active_bytes(layer: DecoderLayer, num_experts: int) -> int:
 
 @dataclass
 class _Reader:
-    """Reads tensors by name, remembers which, and prepacks matrices."""
+    """Reads tensors by name, remembers which, and quantises or prepacks matrices, one at a time."""
 
     files: WeightFiles
     dtype: torch.dtype
     device: torch.device
     prepack: bool
+    weights: str | None
 
     def __post_init__(self) -> None:
         self.used: set[str] = set()
@@ -259,17 +267,22 @@ class _Reader:
         check_finite(name, weight)
         return weight.to(self.device)
 
-    def packed(self, linear: Linear) -> Linear:
-        if self.prepack:
+    def packed(self, linear: Linear, *, exact: bool = False) -> Linear:
+        if self.weights is not None and not exact:
+            linear.quantise(self.weights)
+        elif self.prepack:
             linear.prepack()
         return linear
 
-    def linear(self, names: Sequence[str], outs: Sequence[int], num_in: int, bias: bool = False) -> Linear:
-        """Several matrices of one input, stacked."""
+    def linear(
+        self, names: Sequence[str], outs: Sequence[int], num_in: int, bias: bool = False, *, exact: bool = False
+    ) -> Linear:
+        """Several matrices of one input, stacked; an ``exact`` one is never quantised."""
         weights = [self.tensor(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
         biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)] if bias else None
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return self.packed(Linear(stacked, None if biases is None else torch.cat(biases)))
+        del weights  # else the float matrices lie there twice while one is quantised
+        return self.packed(Linear(stacked, None if biases is None else torch.cat(biases)), exact=exact)
 
 
 def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> DecoderLayer:
@@ -321,5 +334,5 @@ def _read_mlp(reader: _Reader, config: ModelConfig, index: int, base: str) -> Ga
         gated([expert(e, names[0]), expert(e, names[1])], expert(e, names[2]), moe.intermediate_size)
         for e in range(moe.num_experts)
     ]
-    router = reader.linear([f"{block}gate"], [moe.num_experts], hidden)
+    router = reader.linear([f"{block}gate"], [moe.num_experts], hidden, exact=True)
     return Experts(router, experts, moe.num_experts_per_token, normalise=moe.norm_topk_prob)

@@ -3,18 +3,33 @@
 On a CPU ``F.linear`` is slow for 2 to 16 rows, and a row's last bits depend on how many rows are beside it. oneDNN
 with prepacked weights has neither fault: on a 64 MB float32 matrix 8 rows cost 1.1 times one row (``F.linear``: 2.5
 times), and for two rows or more each row's bits are its own. Both are what verification lives on.
+
+The int8 form reads a quarter of the bytes. One scale for each output channel of the weight, and one for each row,
+found as it comes: a row's numbers depend on itself alone. Between the scales there are sums of integers, which are
+exact in any order, so that a row's bits are its own here too.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MIN_ROWS", "Linear", "can_prepack"]
+from draftwing.errors import ConfigError, UnsupportedError
 
+__all__ = ["MIN_ROWS", "WEIGHTS", "Linear", "can_prepack", "check_weights"]
+
+_pack_int8, _product_int8 = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
 _product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 MIN_ROWS = 4  # on AVX-512, 4 rows take a faster kernel than 1 or 2, and the same bits as any larger number
+
+WEIGHTS = ("int8",)
+_LEVELS = 127  # of each sign
+_MAX_INPUTS = 2**31 // (255 * _LEVELS)  # more could overflow a sum of 32 bits
+_CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -26,8 +41,31 @@ def can_prepack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def check_weights(weights: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError or UnsupportedError where matrices cannot be quantised so; None is always right."""
+    if weights is None:
+        return
+    if weights not in WEIGHTS:
+        raise ConfigError(f"unknown weights {weights!r}: choose {', '.join(WEIGHTS)}, or None for those of dtype")
+    if device.type != "cpu":
+        raise UnsupportedError(
+            f"weights={weights!r} run on a CPU alone, found device {str(device)!r}: choose device='cpu', or leave "
+            f"weights out"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(
+            f"weights={weights!r} go with dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: choose "
+            f"one of these, or leave weights out"
+        )
+    if not _has_exact_int8():
+        raise UnsupportedError(
+            f"weights={weights!r} need a CPU that multiplies 8-bit integers exactly (AVX-512 VNNI, AMX, AVX-VNNI), and "
+            f"this one, or this build of PyTorch, does not: leave weights out"
+        )
+
+
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` with a prepacked form for inference.
+    """``x @ weight.T + bias`` with prepacked forms for inference.
 
     Args:
         weight: (out, in).
@@ -41,22 +79,53 @@ class Linear(nn.Module):
         self.num_out, self.num_in = weight.shape
         self.dtype = weight.dtype
         self._packed: Tensor | None = None
+        self._int8: _Int8 | None = None
+
+    @property
+    def quantised(self) -> str | None:
+        """How: one of ``WEIGHTS``; None where it is not."""
+        return None if self._int8 is None else "int8"
 
     @property
     def num_bytes(self) -> int:
         """Bytes read for one forward."""
+        if self._int8 is not None:
+            return self.num_out * (self.num_in + self._int8.scales.element_size())
         return self.num_out * self.num_in * self.weight.element_size()
 
     def prepack(self, *, keep: bool = False) -> None:
         """Reorder the weight for oneDNN where that wins; the plain copy is dropped unless ``keep``."""
-        if self._packed is None and can_prepack(self.weight):
+        if self._packed is None and self._int8 is None and can_prepack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
             if not keep:
-                empty = torch.empty(0, dtype=self.weight.dtype)
-                self.weight = nn.Parameter(empty, requires_grad=False)
+                self._drop()
+
+    def quantise(self, weights: str = "int8") -> None:
+        """Keep the weight in 8 bits alone: another matrix, within about a percent. Not for a prepacked one.
+
+        Raises:
+            ConfigError, UnsupportedError: see ``check_weights``; or the matrix is too wide.
+        """
+        if self._int8 is not None:
+            return
+        if self._packed is not None:
+            raise ConfigError("a prepacked matrix cannot be quantised: quantise it instead of prepacking it")
+        check_weights(weights, self.weight.dtype, self.weight.device)
+        if self.num_in > _MAX_INPUTS:
+            raise UnsupportedError(
+                f"weights={weights!r} take matrices of at most {_MAX_INPUTS} inputs, found {self.num_in}: leave "
+                f"weights out"
+            )
+        self._int8 = _Int8(self.weight.detach())
+        self._drop()
+
+    def _drop(self) -> None:
+        self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, in) -> (R, out); ``residual`` (R, out) is added in the same kernel where there is one."""
+        if self._int8 is not None:
+            return self._int8.forward(x, self.bias, residual)
         packed = self._packed
         if packed is None:
             plain = F.linear(x, self.weight, self.bias)
@@ -70,3 +139,56 @@ class Linear(nn.Module):
         else:
             out = _product_added(x, residual, packed, self.bias, "add")
         return out[:rows] if rows < MIN_ROWS else out
+
+
+class _Int8:
+    """A matrix (out, in) in 8 bits for rows in 8 bits: both symmetric, a scale for each channel and each row.
+
+    oneDNN wants rows unsigned, 128 for zero; signed ones would run in its reference code, hundreds of times slower.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        num_out, num_in = weight.shape
+        scales = torch.empty(num_out)
+        quantised = torch.empty(num_out, num_in, dtype=torch.int8)
+        for start in range(0, num_out, _CHUNK):
+            part = weight[start : start + _CHUNK].float()
+            own = (part.abs().amax(1) / _LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
+            scales[start : start + _CHUNK] = own
+            quantised[start : start + _CHUNK] = (part / own[:, None]).round_().clamp_(-_LEVELS, _LEVELS)
+        self.packed: Tensor = _pack_int8(quantised, None)
+        self.scales = scales / _LEVELS  # of a row whose largest number is 1
+        self._zeros = torch.zeros(num_out, dtype=torch.int32)
+        self._half = torch.full((1, num_in), 128.5)  # not one number: TensorIterator is slow with two broadcast inputs
+
+    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """(R, in) -> (R, out). Few and small kernels: on small matrices they cost as much as the product."""
+        wide = x if x.dtype == torch.float32 else x.float()
+        largest = wide.abs().amax(1, keepdim=True)
+        # To the next of the 255 levels: the conversion cuts off what half a level was added to. A row of zeros is
+        # 0 / 0, NaN here, and some level or other after it; its largest number, zero, makes it zero again below.
+        levels = torch.addcdiv(self._half, wide, largest, value=_LEVELS).to(torch.uint8)
+        out = self.product(levels)
+        if residual is not None:
+            out = torch.addcmul(residual if bias is None else residual + bias, out, largest)
+        else:
+            out = out.mul_(largest) if bias is None else torch.addcmul(bias, out, largest)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
+
+    def product(self, levels: Tensor) -> Tensor:
+        """(R, in) uint8 -> (R, out) float32."""
+        args: tuple[Any, ...] = (self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        out: Tensor = _product_int8(levels, 1.0, 128, *args)
+        return out
+
+
+@cache
+def _has_exact_int8() -> bool:
+    """Whether this machine's 8-bit products are exact: older ones add pairs of them in 16 bits, which saturates."""
+    if not torch._C._has_mkldnn:
+        return False
+    try:
+        found = _Int8(torch.ones(32, 64)).product(torch.full((4, 64), 255, dtype=torch.uint8))
+    except RuntimeError:
+        return False
+    return torch.allclose(found, torch.tensor(64.0), rtol=1e-5)

@@ -274,12 +274,19 @@ class EagleNet(nn.Module):
         wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
         return wide.index_copy_(-1, self.target_ids, logits)
 
-    def prepack(self) -> EagleNet:
-        """Lay the matrices out for decoding (see ``Linear``); the net cannot be trained or saved after it."""
+    def prepack(self, weights: str | None = None) -> EagleNet:
+        """Lay the matrices out for decoding, quantised where ``weights`` says so (see ``Linear``).
+
+        The net cannot be trained or saved after it.
+        """
         self.requires_grad_(False)
         for module in self.modules():
-            if isinstance(module, Linear):
+            if not isinstance(module, Linear):
+                continue
+            if weights is None:
                 module.prepack()
+            else:
+                module.quantise(weights)
         return self
 
     # --- the tensors of a head, by the names that the field gives them ---------------------------------------------
