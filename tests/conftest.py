@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["DRAFTWING_CACHE"] = tempfile.mkdtemp(prefix="draftwing-test-")  # nothing of the user's is read or written
 
 import pytest
 import tokenizers

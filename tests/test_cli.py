@@ -87,11 +87,11 @@ def test_generate_writes_the_text_alone_on_stdout(target, expected, tmp_path, so
 
 
 def test_generate_json(target, expected):
-    args = ["generate", PROMPT, "-t", target, "-d", target, "-n", 12, "--depth", 3, "--json", "--compare"]
+    args = ["generate", PROMPT, "-t", target, "-d", target, "-n", 12, "--tree", "chain:3", "--json", "--compare"]
     result = run(*args, "--logprobs", 2)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["budget"] == {"depth": 3, "width": 1}
+    assert found["budget"] == "chain:3"
     assert found["sampling"]["max_tokens"] == 12
     (one,) = found["generations"]
     assert one["text"] == expected.text
@@ -209,7 +209,9 @@ ERRORS = {
     "dtype": (["x", "--dtype", "int3"], "'int3'"),
     "bias": (["x", "--logit-bias", "5"], "--logit-bias"),
     "bias token": (["x", "--logit-bias", "5000:1"], "5000"),
-    "width": (["x", "-d", "lookup", "--width", "0"], "width"),
+    "tree": (["x", "-d", "lookup", "--tree", "bush"], "--tree must be auto"),
+    "chain": (["x", "-d", "lookup", "--tree", "chain:-1"], "depth"),
+    "dynamic": (["x", "-d", "lookup", "--tree", "dynamic:9,0"], "--tree must be auto"),
     "draft": (["x", "-d", "/nowhere/draft"], "/nowhere/draft"),
 }
 

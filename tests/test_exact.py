@@ -133,6 +133,29 @@ def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
 
+class Erratic:
+    """A plan that decides by dice and believes in odd chances: no decision may change the text."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(4)
+
+    def chance(self, raw, depth):
+        assert 0.5 <= raw <= 1
+        return raw**0.5
+
+    def chances(self, raw, depth):
+        return raw * 0.5 - 0.1 * depth
+
+    def another_level(self, reached, level, width):
+        return self.rng.random() < 0.7
+
+    def num_nodes(self, chances):
+        return self.rng.randint(0, len(chances))
+
+    def drafted(self, raw):
+        assert raw.ndim == 2
+
+
 DRAFTERS = {
     "lm-chain": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4)),
     "lm-tree": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3)),
@@ -149,6 +172,10 @@ DRAFTERS = {
     "eagle3-dynamic": Case(eagle(3), Budget(4, 8, 24)),
     "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
     "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
+    "lm-best-first": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3, plan=Erratic())),
+    "eagle1-best-first-chain": Case(eagle(1), Budget(6, plan=Erratic()), anything),
+    "eagle3-best-first": Case(eagle(3), Budget(4, 4, plan=Erratic())),
+    "eagle3-best-first-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(6, 4, plan=Erratic()), anything),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),

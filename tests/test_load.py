@@ -88,8 +88,9 @@ def test_tau_is_tokens_per_forward(lm):
     (plain,) = lm().generate(PROMPTS[0], **options)
     assert plain.tau == 1.0
     assert plain.stats.num_forwards == 24
-    (best,) = lm("itself").generate(PROMPTS[0], **options)
-    depth = lm("itself").budget.depth
+    depth, itself = 3, lm("itself")
+    chains = dw.LM(itself.target, itself.tokenizer, itself.new_drafter, budget=dw.Budget(depth))
+    (best,) = chains.generate(PROMPTS[0], **options)
     assert best.stats.num_accepted == best.stats.num_drafted > 0
     assert best.stats.num_forwards == -(-24 // (depth + 1))
     assert best.tau == 24 / best.stats.num_forwards

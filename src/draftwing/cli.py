@@ -1,4 +1,4 @@
-"""The command line: ``draftwing generate | compare | verify | info``; those around heads are in ``cli_heads``.
+"""The command line: ``draftwing generate | compare | verify | predict | info``; what is around heads: ``cli_heads``.
 
 What takes long to import (torch above all) is imported by the commands, so that ``--help`` does not wait for it.
 Errors raised on purpose become one line and exit code 2; a check that fails (a text that differs) exits with 1.
@@ -113,6 +113,10 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too, afterwards: speedup, and the same?")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Print where a step's time went: draft, verify, accept, commit, host."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write on from a prompt; colours show how many drafted tokens were accepted at once.
@@ -142,10 +146,12 @@ def generate(
         records = [record(decode(lm, each, checked), plain, checked) for each in ready]
         console.print_json({**describe_run(lm, checked), "generations": records})
         return
-    _show(lm, ready, checked, plain, echo=prompt if ready == [prompt] else None)
+    _show(lm, ready, checked, plain, echo=prompt if ready == [prompt] else None, profile=profile)
 
 
-def _show(lm: LM, prompts: Sequence[Prompt], sampling: Sampling, plain: LM | None, echo: str | None) -> None:
+def _show(
+    lm: LM, prompts: Sequence[Prompt], sampling: Sampling, plain: LM | None, echo: str | None, *, profile: bool
+) -> None:
     """Stream every text, and close each with its figures; ``echo`` is written in front."""
     from draftwing.report import decode, record
 
@@ -161,7 +167,7 @@ def _show(lm: LM, prompts: Sequence[Prompt], sampling: Sampling, plain: LM | Non
             screen.end_line()
         if done.logprobs is not None:
             screen.logprobs(done.logprobs, _namer(lm))
-        screen.closing(record(done, plain, sampling))
+        screen.closing(record(done, plain, sampling), profile=profile)
     if lm.drafter_name != "none":
         screen.legend()
 
@@ -277,12 +283,49 @@ def verify(
 
 @app.command()
 @with_options
+def predict(
+    model: Model,
+    sampling: SamplingOptions,
+    draft: Draft = None,
+    prompts: Prompts = None,
+    num_prompts: NumPrompts = 4,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's costs anew.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What speculation is worth here by the papers' formulas, beside what is measured.
+
+    Acceptance (alpha) and the costs of drafting and verifying are measured; the formulas make speedups of them.
+
+    Examples:
+
+    - `draftwing predict`
+
+    - `draftwing predict -t path/or/hub-id -d path/or/head --prompts prompts.jsonl -T 1 --json`
+    """
+    from draftwing.evaluate.predict import predict as find
+
+    checked = sampling.to_sampling()
+    todo = _many_prompts(prompts, num_prompts)
+    lm = model.load(draft, Drafting())
+    ready = [sampling.put(each, lm.tokenizer) for each in todo]
+    with console.progress("measuring") as on_progress:
+        lm.costs(again=measure)
+        found = find(lm, ready, checked, on_progress=on_progress)
+    if as_json:
+        console.print_json(found.to_dict())
+    else:
+        console.print_predictions(found)
+
+
+@app.command()
+@with_options
 def info(
     model: Model,
     draft: Draft = None,
     bandwidth: Annotated[
         bool, typer.Option("--bandwidth", help="Measure how fast memory is read: the limit of plain decoding.")
     ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure what a step costs here anew.")] = False,
     as_json: Json = False,
 ) -> None:
     """Describe a target, its tokenizer, a drafter and this machine.
@@ -294,10 +337,13 @@ def info(
     - `draftwing info -t path/or/hub-id -d path/or/smaller --json`
     """
     from draftwing.evaluate.machine import describe_machine, read_bandwidth
+    from draftwing.evaluate.predict import describe_costs
     from draftwing.report import describe_lm
 
     lm = model.load(draft, Drafting())
     sections = {**describe_lm(lm), "machine": describe_machine()}
+    if measure or lm.drafter_name != "none":
+        sections["costs"] = describe_costs(lm.costs(again=measure))
     if bandwidth:
         if lm.target.device.type != "cpu":
             raise ConfigError("--bandwidth measures the processor's memory: add --device cpu")

@@ -28,6 +28,7 @@ from draftwing.errors import DraftwingWarning
 if TYPE_CHECKING:
     from draftwing.evaluate.compare import Comparison, MethodResult
     from draftwing.evaluate.lossless import Verification
+    from draftwing.evaluate.predict import Predictions
     from draftwing.stats import Logprob
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "print_comparison",
     "print_info",
     "print_json",
+    "print_predictions",
     "print_verification",
     "printable",
     "progress",
@@ -181,8 +183,8 @@ class Screen:
         names[-1] += "+"
         _line(self._out, Text(" ").join([Text("accepted at once:"), *map(Text, names, STYLES)]))
 
-    def closing(self, record: Mapping[str, Any]) -> None:
-        """Speed and acceptance of one generation in one line; ``record`` as in ``--json``."""
+    def closing(self, record: Mapping[str, Any], *, profile: bool = False) -> None:
+        """Speed and acceptance of one generation in one line; ``record`` as in ``--json``. And where time went."""
         parts = [f"{len(record['token_ids'])} tokens", f"{record['tokens_per_s']:.1f} tokens/s"]
         parts.append(f"tau {record['tau']:.2f}")
         if record["alpha"]:
@@ -195,6 +197,14 @@ class Screen:
         if not record["lossless"]:
             parts.append("LOSSY: not the target's own text")
         _line(self._info, " | ".join(parts), "dim")
+        if profile:
+            total, steps = sum(record["seconds"].values()), record["num_steps"]
+            table = Table("phase", box=None, pad_edge=False)
+            for name in ("ms per step", "share"):
+                table.add_column(name, justify="right")
+            for phase, seconds in [*record["seconds"].items(), ("all", total)]:
+                table.add_row(phase, f"{1e3 * seconds / max(steps, 1):.2f}", f"{seconds / total:.0%}")
+            self._info.print(table)
 
     def logprobs(self, logprobs: Sequence[Logprob], name_of: Callable[[int], str]) -> None:
         """A table of the target's log-probabilities; ``name_of`` gives a token's text."""
@@ -242,7 +252,7 @@ def print_comparison(comparison: Comparison, note: str = "", *, texts: bool = Fa
     _line(console, f"baseline: {comparison.baseline}", "dim")
     _line(console, f"settings: {_pairs(settings)}", "dim")
     for name in rules:
-        _line(console, f"{name}: rule {rules[name]}, {_pairs(budgets.get(name, {}))}", "dim")
+        _line(console, f"{name}: rule {rules[name]}, tree {budgets.get(name, '')}", "dim")
     _line(console, f"machine: {_pairs(machine)}", "dim")
     if note:
         _line(console, note)
@@ -287,6 +297,35 @@ def print_verification(verification: Verification, name_of: Callable[[int], str]
 
 def _token(token: int, name_of: Callable[[int], str]) -> str:
     return f"{name_of(token)} ({token})" if token >= 0 else "the end"
+
+
+def print_predictions(found: Predictions) -> None:
+    """The formulas' figures beside the measured ones, a row for each chain length."""
+    console = _console()
+    table = Table("chain")
+    columns = ("tau formula", "tau", "speedup, c alone", "with T_V", "speedup", "operations", "memory", "gains from")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for each in found.chains:
+        start = "never" if each.inflection is None else "start" if not each.inflection else f"{each.inflection:.0f}"
+        figures = (each.tau_predicted, each.tau, each.paper, each.measured_costs, each.speedup, each.operations)
+        shown = [f"{value:.2f}" for value in (*figures, each.memory)]
+        table.add_row(str(each.gamma), *shown, start)
+    table.add_row("auto", "", f"{found.auto['tau']:.2f}", "", "", f"{found.auto['speedup']:.2f}", "", "", "")
+    console.print(table)
+    verdict = "above c: drafting pays" if found.pays else "not above c: drafting does not pay"
+    _line(
+        console,
+        f"{printable(found.drafter)}: alpha {found.alpha:.2f} (acceptance of a token), c {found.c:.2f} (draft step / "
+        f"target forward), alpha {verdict}; best chain by the formula {found.best_gamma}",
+    )
+    _line(
+        console,
+        f"baseline: plain decoding, {found.plain_tokens_per_s:.1f} tokens/s; 'with T_V' counts what verifying more "
+        f"nodes takes here; 'gains from' is in tokens of context",
+        "dim",
+    )
+    _line(console, f"machine: {_pairs(found.machine)}", "dim")
 
 
 def print_info(sections: Mapping[str, Mapping[str, Any]]) -> None:

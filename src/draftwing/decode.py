@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from draftwing.accept import Rule, get_rule
+from draftwing.drafters.auto import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.errors import ConfigError, NumericsError, UnsupportedError
 from draftwing.model.target import Row, Target, TargetOutput
@@ -33,6 +34,7 @@ class Decoder:
         rule: a name in ``accept.RULES``.
         budget: how much to draft.
         lossless: refuse rules that change the target's law.
+        planner: decides how much to draft in each step, instead of ``budget``.
 
     Raises:
         ConfigError: an unknown or lossy rule, or a budget that the rule cannot take.
@@ -47,8 +49,9 @@ class Decoder:
         budget: Budget | None = None,
         *,
         lossless: bool = True,
+        planner: Planner | None = None,
     ) -> None:
-        self.target = target
+        self.target, self._planner = target, planner
         self.drafter: Drafter = drafter or NoDrafter()
         self.rule = get_rule(rule, lossless=lossless)
         budget = budget or Budget()
@@ -106,7 +109,10 @@ class Decoder:
             [request for _, request in self._requests], self._noise, self.target.device
         )
         starts = [row.length + 1 for row in ctx.rows]
-        tree = self._fit(self.drafter.propose(ctx, sampling, self.budget))
+        planner, budget = self._planner, self.budget
+        if planner is not None:
+            budget = planner.budget(ctx, self.rule.children)
+        tree = self._fit(self.drafter.propose(ctx, sampling, budget))
         clock.append(time.perf_counter())
         output = self.target.forward(ctx, tree, self.drafter.features)
         clock.append(time.perf_counter())
@@ -120,6 +126,9 @@ class Decoder:
         rows = [self._advance(b, *found, accepted, output) for b, found in enumerate(emitted)]
         for row in reversed([b for b, row in enumerate(rows) if row.finish_reason]):
             self._drop(row)
+        if planner is not None:
+            num_tokens = sum(len(row.token_ids) for row in rows)
+            planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
         clock.append(time.perf_counter())
         timings = Timings(*(after - before for before, after in itertools.pairwise(clock)))
         return Step(tuple(rows), tree, accepted, timings, self.rule.lossless)

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from draftwing.accept import get_rule
 from draftwing.decode import Decoder
+from draftwing.drafters.auto import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.errors import DraftwingWarning, TokenizerError, UnsupportedError
-from draftwing.load import DTYPES, default_budget, load_drafter
+from draftwing.load import DTYPES, load_drafter
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
+from draftwing.profile import planner_for
 from draftwing.sampling import Sampling, hash_bits
 from draftwing.stats import Stats
 from draftwing.tokenizer import Tokenizer
@@ -110,7 +112,7 @@ def custom_generate(
     Args:
         draft: a folder or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same tokenizer,
             ``"lookup"``, ``"none"``, or a callable that is given the target and makes a drafter with empty state.
-        budget: how much to draft; None takes what suits the kind of drafter.
+        budget: how much to draft in every step; None decides it step by step.
         rule, lossless: see ``Decoder``.
         seed: of sampled text; None draws one for each call from torch's generator, which ``torch.manual_seed``
             governs. The first row has this seed, every other one its own. ``generate(..., seed=3)`` overrides it.
@@ -124,13 +126,14 @@ def custom_generate(
     return CustomGenerate(draft, budget, rule, lossless, seed, tokenizer)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Kept:
     """What is made once for a model object, and what it was made from."""
 
     stamp: tuple[Any, ...]
     target: AdapterTarget
     new_drafter: Callable[[], Drafter]
+    planner: Planner | None = None
 
 
 @dataclass(eq=False)
@@ -196,8 +199,9 @@ class CustomGenerate:
                 f"{kept.target.name}: {kept.target.reason}, so nothing can be drafted for it: load it with "
                 f"attn_implementation='sdpa' or 'eager' if it has another, or take draftwing.custom_generate('none')"
             )
-        budget = self.budget or default_budget(drafter)
-        decoder = Decoder(kept.target, drafter, self.rule, budget, lossless=self.lossless)
+        if self.budget is None and kept.planner is None and not isinstance(drafter, NoDrafter):
+            kept.planner = planner_for(kept.target, kept.new_drafter, self.rule)
+        decoder = Decoder(kept.target, drafter, self.rule, self.budget, lossless=self.lossless, planner=kept.planner)
         ends = _Ends(criteria, input_ids, min(kept.target.max_length - len(prompt) for prompt in prompts))
         self.stats = Stats()
         columns = _decode(decoder, prompts, sampling, ends, _pad_id(generation_config), streamer, self.stats)

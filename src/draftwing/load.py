@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from draftwing.cost import Costs
 from draftwing.decode import Decoder
+from draftwing.drafters.auto import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.eagle import EagleDrafter
@@ -26,6 +28,7 @@ from draftwing.model.config import LEAN_MODEL_TYPES, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
+from draftwing.profile import costs_of, planner_for
 from draftwing.sampling import Sampling
 from draftwing.stats import Logprob, RowStep, Stats, Step
 from draftwing.text import TextStream
@@ -38,7 +41,6 @@ __all__ = [
     "Generation",
     "Prompt",
     "StreamStep",
-    "default_budget",
     "load",
     "load_drafter",
     "load_target",
@@ -53,13 +55,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 SHIPPED_DRAFTS = {"eagle3": "eagle3", "eagle1": "eagle1", "causal-lm": "draft"}  # for the shipped target
-# A draft of one token costs a pass of the draft model, a looked-up one nothing.
-DEFAULT_BUDGETS = {
-    "causal-lm": Budget(depth=3, width=1),
-    "lookup": Budget(depth=8, width=1),
-    "eagle1": Budget(depth=4, width=1),
-    "eagle3": Budget(depth=5, width=1),
-}
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,8 @@ class LM:
         target: from ``load_target``.
         tokenizer: the target's.
         new_drafter: makes a drafter with empty state for each decode loop; None decodes plainly.
-        rule, budget, lossless: see ``Decoder``. The default budget suits the kind of drafter.
+        rule, lossless: see ``Decoder``.
+        budget: how much to draft in every step; None decides it step by step from measured costs (``drafters.auto``).
 
     Raises:
         ConfigError, UnsupportedError: see ``Decoder``.
@@ -135,12 +131,31 @@ class LM:
         self.rule, self.lossless = rule, lossless
         drafter = self.new_drafter()
         self.drafter_name = drafter.name
-        self.budget = budget or default_budget(drafter)
-        self.decoder()  # a rule or budget that cannot work is refused here, not at the first prompt
+        self.budget = budget
+        self._planner: Planner | None = None
+        # A rule or budget that cannot work is refused here, not at the first prompt.
+        Decoder(target, drafter, rule, budget, lossless=lossless)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether what to draft is decided step by step."""
+        return self.budget is None and self.drafter_name != NoDrafter.name
+
+    def describe_budget(self) -> str:
+        """Such as ``auto``, ``chain:5``, ``dynamic:60,8,10`` or ``static`` with its number of nodes."""
+        return "none" if self.drafter_name == NoDrafter.name else "auto" if self.budget is None else str(self.budget)
+
+    def costs(self, *, again: bool = False) -> Costs:
+        """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""
+        return costs_of(self.target, self.new_drafter, again=again)
 
     def decoder(self) -> Decoder:
-        """A new decode loop with nothing in it."""
-        return Decoder(self.target, self.new_drafter(), self.rule, self.budget, lossless=self.lossless)
+        """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
+        if self.is_auto and self._planner is None:
+            self._planner = planner_for(self.target, self.new_drafter, self.rule)
+        return Decoder(
+            self.target, self.new_drafter(), self.rule, self.budget, lossless=self.lossless, planner=self._planner
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a text, of a dialogue (a list of ``{"role", "content"}``), or the ids themselves.
@@ -267,6 +282,7 @@ def load(
     draft: str | Path | None = None,
     *,
     dtype: str = "float32",
+    weights: str | None = None,
     device: str | None = None,
     engine: str = "auto",
     rule: str = "match",
@@ -283,16 +299,20 @@ def load(
             target, ``"lookup"`` for any other, and ``"none"`` for one with recurrent layers, which cannot take drafted
             tokens back.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
+        weights: ``int8`` quantises the matrices of the target and of what drafts for it: on a CPU up to thrice as fast.
+            The text is then the quantised model's, drafted or not, to the token. None: as ``dtype`` says.
         device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
         engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean where it can.
-        rule, budget, lossless: see ``Decoder``.
+        rule, lossless: see ``Decoder``.
+        budget: how much to draft in every step; None decides it step by step.
         revision: of a hub id.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: what is wrong, and the mend.
     """
     folder = resolve(target, revision) if target is not None else _shipped("target")
-    model = load_target(folder, dtype=dtype, device=device, engine=engine, name=str(target or "draftwing/target"))
+    name = str(target or "draftwing/target")
+    model = load_target(folder, dtype=dtype, weights=weights, device=device, engine=engine, name=name)
     tokenizer = Tokenizer(folder)
     if draft is None:
         draft = "eagle3" if target is None else "lookup" if model.supports_trees else "none"
@@ -304,6 +324,7 @@ def load_target(
     folder: Path,
     *,
     dtype: str = "float32",
+    weights: str | None = None,
     device: str | None = None,
     engine: str = "auto",
     name: str | None = None,
@@ -319,7 +340,12 @@ def load_target(
     lean = config.get("model_type") in LEAN_MODEL_TYPES
     model: Target
     if engine == "lean" or (engine == "auto" and lean):
-        model = LeanTarget.from_folder(folder, DTYPES[dtype], where, prepack=prepack, name=name)
+        model = LeanTarget.from_folder(folder, DTYPES[dtype], where, prepack=prepack, name=name, weights=weights)
+    elif weights is not None:
+        raise UnsupportedError(
+            f"weights={weights!r} need the lean decoder, and {folder} would run on transformers: "
+            f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave weights out"
+        )
     else:
         model = AdapterTarget.from_folder(folder, DTYPES[dtype], where, name=name)
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder)]))
@@ -332,7 +358,8 @@ def load_drafter(
     """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a folder or hub id of a head or a causal LM.
 
     For the shipped target there are ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` too. ``tokenizer`` is the target's;
-    without it nothing is known of what the draft's ids mean but their number.
+    without it nothing is known of what the draft's ids mean but their number. What drafts for a quantised target is
+    quantised like it.
 
     Raises:
         TokenizerError: the draft model's tokenizer is not the target's.
@@ -345,9 +372,10 @@ def load_drafter(
         return partial(LookupDrafter, target.vocab_size)
     folder = _shipped(SHIPPED_DRAFTS[str(draft)]) if str(draft) in SHIPPED_DRAFTS else resolve(draft)
     config = read_config(folder)
+    weights = target.weights
     if is_head(config, folder):
         own = target_id(target, tokenizer)
-        net = read_head(folder, target.embedding, target.head, own, target.dtype).prepack()
+        net = read_head(folder, target.embedding, target.head, own, target.dtype).prepack(weights)
         return partial(EagleDrafter, net, target, folder.name)
     if tokenizer is not None:
         tokenizer.check_same(Tokenizer(folder), str(draft))
@@ -356,13 +384,8 @@ def load_drafter(
             f"draft model {draft} is of type {config.get('model_type')!r}: a draft model must be one of "
             f"{', '.join(sorted(LEAN_MODEL_TYPES))}; or use draft='lookup'"
         )
-    model = LeanTarget.from_folder(folder, DTYPES[dtype], _device(device), name=folder.name)
+    model = LeanTarget.from_folder(folder, DTYPES[dtype], _device(device), name=folder.name, weights=weights)
     return partial(CausalLMDrafter, model, target.vocab_size)
-
-
-def default_budget(drafter: Drafter) -> Budget:
-    """The budget that suits a kind of drafter where none is asked for."""
-    return DEFAULT_BUDGETS.get(drafter.name.split()[0], Budget())
 
 
 def _device(device: str | None) -> torch.device:

@@ -18,6 +18,7 @@ import typer
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
+    from draftwing.drafters.base import Budget
     from draftwing.load import LM, Prompt
     from draftwing.sampling import Sampling
     from draftwing.tokenizer import Tokenizer
@@ -68,6 +69,13 @@ class Model:
         str | None, _model("Folder or hub id. [default: the model that comes with Draftwing]", "--target", "-t")
     ] = None
     dtype: Annotated[str, _model("float32, bfloat16, float16 or float64.")] = "float32"
+    weights: Annotated[
+        str | None,
+        _model(
+            "int8: smaller weights for the same target, up to thrice as fast on a CPU; the text is then the quantised "
+            "model's, drafted or not, to the token."
+        ),
+    ] = None
     device: Annotated[str | None, _model("cpu or cuda. [default: cuda where there is one]")] = None
     engine: Annotated[str, _model("lean, transformers, or auto: lean where it can.")] = "auto"
 
@@ -75,20 +83,22 @@ class Model:
         """The target with one drafter."""
         from draftwing.load import load
 
-        return drafting.fit(load(**vars(self), draft=draft, rule=drafting.rule, lossless=not drafting.lossy))
+        budget = drafting.budget()
+        return load(**vars(self), draft=draft, rule=drafting.rule, budget=budget, lossless=not drafting.lossy)
 
     def load_many(self, drafts: Sequence[str] | None, drafting: Drafting) -> list[LM]:
         """Plain decoding, then one ``LM`` for each drafter (by default each at hand), all on one target."""
         from draftwing.load import LM, load, load_drafter
 
+        budget = drafting.budget()
         plain = load(**vars(self), draft="none")
         wanted = list(drafts or ["lookup", *(["causal-lm", "eagle1", "eagle3"] if self.target is None else [])])
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again
                 maker = load_drafter(draft, plain.target, plain.tokenizer, dtype=self.dtype, device=self.device)
-                lm = LM(plain.target, plain.tokenizer, maker, drafting.rule, lossless=not drafting.lossy)
-                lms.append(drafting.fit(lm))
+                lossless = not drafting.lossy
+                lms.append(LM(plain.target, plain.tokenizer, maker, drafting.rule, budget, lossless=lossless))
         return lms
 
 
@@ -99,16 +109,14 @@ class Drafting:
     rule: Annotated[
         str, _draft("match, match-top, speculative, multi-round, multi-round-replacement, block or typical.")
     ] = "match"
-    depth: Annotated[int | None, _draft("Tokens drafted ahead. [default: by the kind of drafter]")] = None
-    width: Annotated[
-        int | None, _draft("Nodes expanded on each level of the draft tree (lookup: paths). [default: 1, a chain]")
-    ] = None
-    nodes: Annotated[
-        int | None, _draft("Verify the best so many of all nodes drafted (EAGLE-2); with --width 10, say.")
-    ] = None
     tree: Annotated[
-        str | None, _draft("A static tree: eagle1, or a JSON file with a list of paths of ranks.", "--tree")
-    ] = None
+        str,
+        _draft(
+            "auto (decided step by step from measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2), static "
+            "(EAGLE-1), or a JSON file with a list of paths of ranks.",
+            "--tree",
+        ),
+    ] = "auto"
     lossy: Annotated[bool, _draft("Allow a rule that changes what the target says (typical).", "--lossy")] = False
 
     def check(self) -> None:
@@ -124,32 +132,32 @@ class Drafting:
 
         return self.rule != "match" and sampling.temperature > 0 and get_rule(self.rule, lossless=False).lossless
 
-    def fit(self, lm: LM) -> LM:
-        """``lm`` with the depth and width that were asked for; what was not keeps the drafter's default."""
-        wanted: dict[str, Any] = {
-            name: value for name in ("depth", "width", "nodes") if (value := getattr(self, name)) is not None
-        }
-        if self.tree is not None:
-            wanted["paths"] = _read_tree(self.tree)
-        if not wanted:
-            return lm
-        budget = dataclasses.replace(lm.budget, **wanted)
-        return type(lm)(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, budget, lossless=lm.lossless)
+    def budget(self) -> Budget | None:
+        """What ``--tree`` says; None for auto.
 
+        Raises:
+            ConfigError: it says nothing that is known.
+        """
+        from draftwing.drafters.base import EAGLE_TREE, Budget
 
-def _read_tree(name: str) -> tuple[tuple[int, ...], ...]:
-    """A static tree by name or from a file."""
-    from draftwing.drafters.base import EAGLE_TREE
-
-    if name == "eagle1":
-        return EAGLE_TREE
-    try:
-        return tuple(tuple(path) for path in json.loads(Path(name).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--tree must be eagle1 or a JSON file with a list of paths such as [[0], [1], [0, 0]], found {name!r} "
-            f"({error})"
-        ) from error
+        if self.tree == "auto":
+            return None
+        if self.tree == "static":
+            return Budget(paths=EAGLE_TREE)
+        kind, _, numbers = self.tree.partition(":")
+        try:
+            if kind == "chain":
+                return Budget(int(numbers))
+            if kind == "dynamic":
+                nodes, depth, width = map(int, numbers.split(","))
+                return Budget(depth, width, nodes)
+            paths = json.loads(Path(self.tree).read_text(encoding="utf-8"))
+            return Budget(paths=tuple(tuple(path) for path in paths))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"--tree must be auto, chain:5, dynamic:60,8,10, static, or a JSON file with a list of paths such as "
+                f"[[0], [1], [0, 0]], found {self.tree!r} ({error})"
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,7 @@ def record(done: Generation, plain: LM | None, sampling: Sampling) -> dict[str, 
         "acceptance": sum(stats.taken) / max(sum(stats.reached), 1),
         "alpha": stats.alpha,
         "lossless": done.lossless,
+        "num_steps": stats.num_forwards,
         "seconds": stats.seconds,
     }
     if done.logprobs is not None:
@@ -83,8 +84,9 @@ def describe_run(lm: LM, sampling: Sampling) -> dict[str, Any]:
         "target": lm.target.name,
         "drafter": lm.drafter_name,
         "rule": lm.rule,
-        "budget": {"depth": lm.budget.depth, "width": lm.budget.width},
+        "budget": lm.describe_budget(),
         "dtype": str(lm.target.dtype).removeprefix("torch."),
+        "weights": lm.target.weights,
         "device": str(lm.target.device),
         "sampling": asdict(sampling),
     }
@@ -101,8 +103,7 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
         },
         "drafter": {
             "name": lm.drafter_name,
-            "depth": lm.budget.depth,
-            "width": lm.budget.width,
+            "budget": lm.describe_budget(),
             **({"layers": drafter.num_layers, "mb_per_token": drafter.num_weight_bytes / 1e6} if drafter else {}),
         },
     }
@@ -119,6 +120,7 @@ def _describe_target(target: Target, folder: Path) -> dict[str, Any]:
         "vocabulary": target.vocab_size,
         "context": target.max_length,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "weights": target.weights or "as dtype",
         "device": str(target.device),
         "mb_per_token": target.num_weight_bytes / 1e6,
     }

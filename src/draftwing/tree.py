@@ -96,10 +96,11 @@ class DraftTree:
         num_nodes = self.num_nodes
         device = self.tokens.device
         if self.is_chain:
-            lower = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=device).tril_()
+            order = torch.arange(num_nodes, device=device)
+            lower = order[:, None] >= order  # tril_ starts threads for a handful of bytes
             if num_nodes == 1:
                 return lower.expand(self.num_rows, 1, 1)
-            itself = torch.eye(num_nodes, dtype=torch.bool, device=device)
+            itself = order[:, None] == order
             return torch.where(self.valid[:, :, None], lower, itself)
         # Paths of length 2^k by repeated squaring of (I + parent): log2(N) products, no loop over nodes.
         reach = torch.eye(num_nodes, device=device).repeat(self.num_rows, 1, 1)

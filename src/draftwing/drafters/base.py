@@ -5,7 +5,8 @@ Shape suffixes: B rows, N nodes, T tokens, F features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +16,31 @@ from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutp
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter"]
+__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan"]
+
+
+class Plan(Protocol):
+    """What a growing tree asks, where its size is not fixed beforehand (``drafters.auto``)."""
+
+    def chance(self, raw: float, depth: int) -> float:
+        """The chance at which nodes of a depth are accepted, given their parents, where the drafter says ``raw``."""
+        ...
+
+    def chances(self, raw: Tensor, depth: int) -> Tensor:
+        """The same for logs of chances, of any shape."""
+        ...
+
+    def another_level(self, reached: float, level: int, width: int) -> bool:
+        """Whether to draft below depth ``level``, whose expanded nodes are reached at ``reached`` in sum."""
+        ...
+
+    def num_nodes(self, chances: Sequence[float]) -> int:
+        """How many nodes to verify: ``chances`` of the best, the second best, ... of all rows in sum."""
+        ...
+
+    def drafted(self, raw: Tensor) -> None:
+        """What the drafter said of the finished tree's nodes, given their parents: (B, N) chances."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,7 @@ class Budget:
         paths: a static tree instead: every node as the ranks of the children on its path, such as
             ``((0,), (1,), (0, 0))``. ``depth`` and ``width`` then follow from it. ``EAGLE_TREE`` is EAGLE-1's.
         children: how children are chosen, from the rule: ``keyed``, ``top``, ``sampled`` or ``distinct``.
+        plan: decides while the tree grows how much of depth and nodes is used; None uses all.
 
     Raises:
         ConfigError: depth below 0, width or nodes below 1, or paths that are no tree.
@@ -40,18 +66,28 @@ class Budget:
     nodes: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
     children: str = "keyed"
+    plan: Plan | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.paths is not None:
             paths = tuple(tuple(path) for path in self.paths)
             object.__setattr__(self, "paths", paths)
             _check_paths(paths)
+            if self.nodes is not None:
+                raise ConfigError("a static tree has the nodes of its paths: give either paths or nodes")
             object.__setattr__(self, "depth", max(map(len, paths)))
             object.__setattr__(self, "width", 1 + max(max(path) for path in paths))
         if self.depth < 0 or self.width < 1:
             raise ConfigError(f"a budget needs depth >= 0 and width >= 1, found depth {self.depth}, width {self.width}")
         if self.nodes is not None and self.nodes < 1:
             raise ConfigError(f"a budget needs at least one node, found nodes {self.nodes}: use depth 0 to draft none")
+
+    def __str__(self) -> str:
+        if self.paths is not None:
+            return f"static of {len(self.paths)} nodes"
+        if self.width == 1:
+            return f"chain:{self.depth}"
+        return f"dynamic:{self.nodes or 'all'},{self.depth},{self.width}"
 
     @property
     def is_chain(self) -> bool:

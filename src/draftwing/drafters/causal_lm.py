@@ -67,7 +67,7 @@ class CausalLMDrafter:
         depth, self._forwarded = min(room, growth.depth), 0
         while True:
             growth.extend(logits)
-            if growth.level == depth:
+            if growth.done or growth.level == depth:
                 return growth.finish()
             logits = self.model.forward(self._ctx, growth.drafted(), first_node=growth.first).logits
             self._forwarded = growth.level
@@ -100,7 +100,8 @@ class CausalLMDrafter:
         growth, self._growth = self._growth, None
         if growth is None:
             return
-        path = growth.slots_of(accepted.path)
+        # The deepest level was never forwarded: its nodes have no slots, and near the end there is no room for any.
+        path = growth.slots_of(accepted.path)[:, : 1 + self._forwarded]
         if not tree.is_chain:
             self.model.commit(self._ctx, tree, Accepted(path, accepted.num, accepted.bonus))
         num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has handed its tokens out already

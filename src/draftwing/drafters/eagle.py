@@ -96,7 +96,7 @@ class EagleDrafter:
         lengths = [max(row.length - 1, 0) for row in ctx.rows]
         while True:
             growth.extend(logits)
-            if growth.level == growth.depth:
+            if growth.done:
                 return growth.finish()
             tree, first = growth.drafted(), growth.first
             above = tree.parents[:, first:].clamp(min=start)  # an unused node may follow any
@@ -107,10 +107,16 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
-        """Keep the true features of the accepted path for the next step."""
+        """Keep the true features of the accepted path until a tree is drafted again."""
         assert output.features is not None
         path = accepted.path.clamp(min=0)[:, :, None].expand(-1, -1, output.features.shape[2])
-        self._waiting = output.features.gather(1, path).to(self._waiting.dtype)
+        fresh, old = output.features.gather(1, path).to(self._waiting.dtype), self._waiting
+        waiting = [row.length - fed for row, fed in zip(ctx.rows, self._fed, strict=True)]
+        if min(waiting) == max(waiting):
+            self._waiting = torch.cat([old[:, : waiting[0]], fresh], 1) if waiting[0] else fresh
+            return
+        ends = [torch.cat([old[row, :count], fresh[row]]) for row, count in enumerate(waiting)]
+        self._waiting = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)
 
     def _catch_up(self, ctx: Context) -> tuple[Tensor, Tensor]:
         """Feed each row's waiting entries; logits (B, 1, V) and states (B, 1, H) of the last: the root's."""

@@ -4,6 +4,8 @@
     static    a tree of a fixed shape; EAGLE-1's has 25 nodes                    EAGLE 2401.15077
     dynamic   the best nodes of each level are expanded, and in the end the      EAGLE-2 2406.16858
               best of all that were met are kept
+    best-first  a chain or a dynamic tree whose depth and nodes a plan decides,  drafters.auto
+              while it grows, by what they are worth
 
 At T > 0 the children of a node are its best tokens under the target's own noise (``keyed``): a sample of the draft
 law without replacement, and most often the very token that the target will draw. The classic rules need children
@@ -14,6 +16,7 @@ Shape suffixes: B rows, N nodes, W nodes of the newest level, C children of each
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.drafters.base import Budget
+from draftwing.drafters.base import Budget, Plan
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
@@ -104,6 +107,7 @@ class Growth:
         self._values = torch.zeros(self._tokens.shape, device=ctx.device).masked_fill(~rows, -torch.inf)
         self._expanded = torch.zeros_like(self._tokens)  # nodes that were, or are about to be, forwarded
         self._drafted_parents = self._parents
+        self._raw = torch.zeros_like(self._values)  # the chances of nodes given their parents, for the plan
         self._probs: list[Tensor] = []
         self._kept: Tensor | None = None  # (B, N) which nodes the finished tree holds; None for all
         self._drawn = budget.children in ("sampled", "distinct")
@@ -111,6 +115,14 @@ class Growth:
         self.is_chain = budget.width == 1 and self._shape is None
         self.depth = len(self._shape.levels) if self._shape else budget.depth
         self.level = self.first = 0
+        self._plan, self._stopped = budget.plan, False
+        self._told: list[list[float]] = []  # of a planned chain: by level, what the drafter said of each row's node,
+        self._reached: list[list[float]] = []  # and the chance of its path
+
+    @property
+    def done(self) -> bool:
+        """Whether the tree is as deep as it shall be."""
+        return self._stopped or self.level == self.depth
 
     def drafted(self) -> DraftTree:
         """The expanded nodes as a tree: what the drafter forwards, from node ``first`` on."""
@@ -132,9 +144,14 @@ class Growth:
         else:
             self._extend_dynamic(scores, frontier)
         self.level += 1
+        if self._plan is not None and self.level < self.depth:
+            reached = float(self._values.gather(1, self._expanded[:, self.first :]).exp().sum())
+            self._stopped = not self._plan.another_level(reached, self.level, self._budget.width)
 
     def finish(self) -> DraftTree:
         """The tree to verify: all nodes, or the best ``budget.nodes`` of them."""
+        if self._plan is not None:
+            return self._planned(self._plan)
         if self.is_chain:
             return DraftTree.chain(self._tokens, None, self._draft_probs())
         count = self._budget.nodes
@@ -154,18 +171,51 @@ class Growth:
         index = torch.arange(self._expanded.shape[1], device=path.device).expand_as(self._expanded)
         return places.scatter(1, self._expanded, index).gather(1, nodes).masked_fill(path == PAD, PAD)
 
+    def _planned(self, plan: Plan) -> DraftTree:
+        """The nodes that are worth their verification."""
+        if self.is_chain:
+            count = plan.num_nodes([sum(level) for level in self._reached])
+            one = [1.0] * len(self._tokens)
+            told, reached = (torch.tensor([one, *each[:count]]).T for each in (self._told, self._reached))
+            plan.drafted(told)
+            return DraftTree.chain(self._tokens[:, : count + 1], reached)
+        ranked = self._values[:, 1:].sort(dim=-1, descending=True).values
+        count = plan.num_nodes(ranked.exp().sum(0).tolist())
+        if count == 0:
+            return DraftTree.root(self._tokens[:, 0])
+        tree = self._rerank(count)
+        assert self._kept is not None
+        plan.drafted(self._raw.gather(1, self._kept).exp())
+        return tree
+
     # --- the three ways of growing ---------------------------------------------------------------------------------
 
     def _extend_chain(self, scores: Tensor) -> None:
-        # Nobody weighs one node against another here, so a chance (a softmax over V) is not worth its time.
-        if self._drawn:
-            tokens, chances = self._draw(scores, 1)
-            tokens = tokens[:, :, 0].masked_fill(~chances[:, :, 0].isfinite(), PAD)
+        # Without a plan nobody weighs one node against another, and with one the margin between the best two says
+        # enough: a softmax over V is not worth its time.
+        if self._plan is not None:
+            best = self._ranked(scores)[:, 0].topk(min(2, scores.shape[-1]), dim=-1)
+            tokens = best.indices[:, :1]
+            self._weigh_chain(self._plan, best.values)
+        elif self._drawn:
+            drawn, chances = self._draw(scores, 1)
+            tokens = drawn[:, :, 0].masked_fill(~chances[:, :, 0].isfinite(), PAD)
         else:
             tokens = self._ranked(scores).argmax(-1)
         unused = (self._tokens[:, -1:] == PAD) | self._values.isinf()
         self._tokens = torch.cat([self._tokens, tokens.masked_fill(unused, PAD)], 1)
         self.first = self.level = self.level + 1
+
+    def _weigh_chain(self, plan: Plan, best: Tensor) -> None:
+        """``best``: (B, 2) the two best scores of every row. On the host, where a few numbers are handled faster."""
+        above = self._reached[-1] if self._reached else self._values[:, 0].exp().tolist()
+        margins = (best[:, 0] - best[:, 1]).tolist() if best.shape[1] > 1 else [math.inf] * len(best)
+        told = [1 / (1 + math.exp(-min(margin, 50.0))) if margin == margin else 0.5 for margin in margins]
+        level = self.level + 1
+        reached = [path * plan.chance(raw, level) for path, raw in zip(above, told, strict=True)]
+        self._told.append(told)
+        self._reached.append(reached)
+        self._stopped = level < self.depth and not plan.another_level(sum(reached), level, 1)
 
     def _extend_static(self, scores: Tensor, frontier: Tensor, level: Level) -> None:
         count = max(level.ranks) + 1
@@ -240,6 +290,9 @@ class Growth:
             ranked = self._ranked(scores)
             tokens = ranked.topk(count, dim=-1).indices
             chances = self._log_chance(scores, ranked, tokens)
+        if self._plan is not None:
+            self._raw = torch.cat([self._raw, chances.flatten(1)], 1)
+            chances = self._plan.chances(chances, self.level + 1)
         return tokens, self._values.gather(1, frontier)[:, :, None] + chances
 
     def _ranked(self, scores: Tensor) -> Tensor:

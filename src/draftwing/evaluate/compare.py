@@ -106,6 +106,7 @@ def compare(
     settings = {
         "target": target.name,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "weights": target.weights,
         "device": str(target.device),
         "num_prompts": len(prompts),
         "rounds": rounds,
@@ -114,7 +115,7 @@ def compare(
         "top_p": sampling.top_p,
         "seed": sampling.seed,
         "rules": {lm.drafter_name: lm.rule for lm in lms[1:]},
-        "budgets": {lm.drafter_name: asdict(lm.budget) for lm in lms[1:]},
+        "budgets": {lm.drafter_name: lm.describe_budget() for lm in lms[1:]},
     }
     methods = [_fold(lm, own, runs[0], len(prompts)) for lm, own in zip(lms, runs, strict=True)]
     baseline = f"plain decoding, {type(target).__name__}, same settings, batch 1"

@@ -116,6 +116,11 @@ class Target(ABC):
     supports_trees: bool = True
 
     @property
+    def weights(self) -> str | None:
+        """How its matrices are quantised; None: not at all."""
+        return None
+
+    @property
     @abstractmethod
     def num_weight_bytes(self) -> int:
         """Bytes of weights read by one forward of one token (for bandwidth figures)."""

@@ -1,0 +1,253 @@
+"""The cost model: what a step takes on this machine, and what speculation is worth by the papers' formulas.
+
+    alpha   chance that a drafted token is accepted            gamma   tokens drafted in a step
+    c       time of a draft step / time of a target forward    tau     tokens emitted per target forward
+
+Papers: Leviathan et al. 2211.17192 (alpha, gamma, c, operations, memory), MagicDec 2408.11049 (T_V and the
+inflection length). ``Costs`` is what was measured; how is in ``profile``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations, pairwise
+from typing import Any
+
+from draftwing.errors import ConfigError
+
+__all__ = [
+    "Costs",
+    "Curve",
+    "best_gamma",
+    "expected_tokens",
+    "inflection_length",
+    "least_speedup",
+    "memory_factor",
+    "operations_factor",
+    "pays",
+    "predicted_speedup",
+]
+
+
+# --- the papers' formulas --------------------------------------------------------------------------------------------
+
+
+def _check(alpha: float, gamma: float = 0, c: float = 0.0) -> None:
+    if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
+        raise ConfigError(
+            f"the cost model needs alpha in [0, 1], gamma and c of at least 0, found {alpha}, {gamma} and {c}"
+        )
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens per target forward with a chain of ``gamma``: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1).
+
+    Raises:
+        ConfigError: values that are no chance or number, here and below.
+    """
+    _check(alpha, gamma)
+    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def predicted_speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0) -> float:
+    """Wall time of plain decoding over that with chains of ``gamma`` (2211.17192, theorem 3.8).
+
+    Args:
+        c: T_D / T_T.
+        verify_ratio: T_V(gamma + 1) / T_T: 1 in the paper; MagicDec's form (2408.11049, eq. 1) has the measured one.
+    """
+    _check(alpha, gamma, c)
+    return expected_tokens(alpha, gamma) / (gamma * c + verify_ratio)
+
+
+def pays(alpha: float, c: float) -> bool:
+    """Whether any gamma gives a gain where verification is free: alpha > c (2211.17192, corollary 3.9)."""
+    _check(alpha, 0, c)
+    return alpha > c
+
+
+def least_speedup(alpha: float, c: float) -> float:
+    """What is gained at least where it pays: (1 + alpha) / (1 + c), gamma being 1 (2211.17192, corollary 3.9)."""
+    return predicted_speedup(alpha, 1, c)
+
+
+def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
+    """The chain length of the greatest predicted speedup where verification is free; 0 where none gains."""
+    _check(alpha, upto, c)
+    if not pays(alpha, c):  # not left to the last bit of equal speedups
+        return 0
+    return max(range(upto + 1), key=lambda gamma: (predicted_speedup(alpha, gamma, c), -gamma))
+
+
+def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
+    """Arithmetic per token over plain decoding's (2211.17192, theorem 3.11).
+
+    Args:
+        c_operations: arithmetic of a draft step / of a target's token.
+    """
+    _check(alpha, gamma, c_operations)
+    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def memory_factor(alpha: float, gamma: int) -> float:
+    """Reads of the target's weights per token over plain decoding's: 1 / tau (2211.17192, section 3.4)."""
+    return 1 / expected_tokens(alpha, gamma)
+
+
+# --- what was measured -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rising piecewise linear function of a count, through ``knots`` (count, seconds) in order of their counts.
+
+    Below the first knot it is flat, behind the last one it goes on as between the last two.
+    """
+
+    knots: tuple[tuple[float, float], ...]
+
+    def __call__(self, count: float) -> float:
+        """Seconds."""
+        knots = self.knots
+        if not knots or count <= knots[0][0]:
+            return knots[0][1] if knots else 0.0
+        for (left, low), (right, high) in pairwise(knots):
+            if count <= right or right == knots[-1][0]:
+                return low + (high - low) * (count - left) / (right - left)
+        return knots[-1][1]
+
+    @classmethod
+    def line(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+        """A straight one through the same: start and slope by the median of all pairs' slopes (Theil and Sen)."""
+        points = [(count, _quiet(samples[count])) for count in sorted(samples)]
+        if len(points) < 2:
+            return cls(tuple(points))
+        slopes = [(high - low) / (right - left) for (left, low), (right, high) in combinations(points, 2)]
+        slope = max(_median(slopes), 0.0)
+        start = _median([seconds - slope * count for count, seconds in points])
+        return cls(tuple((count, max(start + slope * count, 0.0)) for count, _ in points))
+
+    @classmethod
+    def fit(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
+        """Through the medians of ``samples``; where these fall, through the mean of those out of order.
+
+        That is isotonic regression by pooling adjacent violators: more nodes never take less time, whatever a noisy
+        clock says. Medians of the faster half: what else runs on a machine only ever adds to a time.
+        """
+        blocks: list[tuple[float, list[float]]] = []  # (mean, counts)
+        for count in sorted(samples):
+            mean, counts = _quiet(samples[count]), [count]
+            while blocks and blocks[-1][0] > mean:
+                above, others = blocks.pop()
+                mean = (mean * len(counts) + above * len(others)) / (len(counts) + len(others))
+                counts = others + counts
+            blocks.append((mean, counts))
+        return cls(tuple((count, mean) for mean, counts in blocks for count in counts))
+
+
+def _quiet(values: Sequence[float]) -> float:
+    """The median of the faster half."""
+    ordered = sorted(values)
+    return _median(ordered[: (len(ordered) + 1) // 2])
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the parts of a step, as measured for one target, drafter, dtype, device and number of threads.
+
+    Attributes:
+        verify: T_V by nodes in one forward (roots counted, all rows together), at ``context`` tokens of one row: the
+            target's forward and everything after it.
+        chain, tree: a drafter's time for one row by depth, for a chain, and for a tree of ``width``.
+        width: of the trees measured; 1 where a drafter grows chains alone.
+        per_token: of each committed token of each row.
+        per_row: verification of each row beside the first; ``draft_per_row`` as a share of the draft for one row.
+        context: tokens at which the curves were measured.
+    """
+
+    verify: Curve
+    chain: Curve = field(default_factory=lambda: Curve(()))
+    tree: Curve = field(default_factory=lambda: Curve(()))
+    width: int = 1
+    per_token: float = 0.0
+    per_row: float = 0.0
+    draft_per_row: float = 0.0
+    context: int = 0
+
+    def verify_seconds(self, nodes: int, rows: int = 1, context: float | None = None) -> float:
+        """T_V of ``rows`` trees of ``nodes`` each, the root counted; ``context`` is the mean of the rows'."""
+        beyond = 0.0 if context is None else (context * rows - self.context) * self.per_token
+        return max(self.verify(nodes * rows) + (rows - 1) * self.per_row + beyond, 1e-7)
+
+    def draft_seconds(self, depth: int, width: int = 1, rows: int = 1) -> float:
+        """A drafter's time for trees of so many levels; 0 for depth 0."""
+        if depth <= 0:
+            return 0.0
+        curve = self.chain if width == 1 or not self.tree.knots else self.tree
+        return curve(depth) * (1 + (rows - 1) * self.draft_per_row)
+
+    @property
+    def c(self) -> float:
+        """T_D / T_T: a level of a chain against a plain step."""
+        knots = self.chain.knots
+        if len(knots) < 2:
+            return self.chain(1) / self.verify(1)
+        (first, low), (last, high) = knots[0], knots[-1]
+        return max(high - low, 0.0) / (last - first) / self.verify(1)
+
+    def speedup(self, alpha: float, gamma: int, rows: int = 1, context: float | None = None) -> float:
+        """Chains of ``gamma`` against plain decoding with the measured times (MagicDec's form, 2408.11049)."""
+        spent = self.draft_seconds(gamma, 1, rows) + self.verify_seconds(gamma + 1, rows, context)
+        return expected_tokens(alpha, gamma) * self.verify_seconds(1, rows, context) / spent
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Costs:
+        """What ``to_dict`` gave.
+
+        Raises:
+            ConfigError: something else.
+        """
+        try:
+            curves = {
+                name: Curve(tuple((float(count), float(seconds)) for count, seconds in values[name]["knots"]))
+                for name in ("verify", "chain", "tree")
+            }
+            if not curves["verify"].knots:
+                raise ValueError("verify has no knots")
+            whole = {name: int(values[name]) for name in ("width", "context")}
+            numbers = {name: float(values[name]) for name in ("per_token", "per_row", "draft_per_row")}
+            return cls(**curves, **whole, **numbers)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"these are no measured costs ({error!r}): measure again") from error
+
+
+def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1) -> float:
+    """Tokens of context from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
+
+    With longer texts the KV slots, read once for all nodes, outweigh the rest, and T_V / T_T falls towards 1.
+
+    Returns:
+        0 where they gain from the start, infinity where they never do.
+    """
+    tokens = expected_tokens(alpha, gamma)
+    missing = (
+        costs.draft_seconds(gamma, 1, rows)
+        + costs.verify_seconds(gamma + 1, rows, 0)
+        - tokens * costs.verify_seconds(1, rows, 0)
+    )
+    if missing <= 0:
+        return 0.0
+    gained = (tokens - 1) * costs.per_token * rows
+    return missing / gained if gained > 0 else math.inf

@@ -1,0 +1,327 @@
+"""How much to speculate, decided step by step from measured costs and observed acceptance.
+
+Everything is weighed in seconds. A token is worth what one takes at present (the seconds per token that the run has
+come to); a node is worth that times its chance of being accepted; a level of drafting costs what the cost model says.
+So a tree grows while another level is worth its draft step, keeps the nodes that are worth their share of the
+verification, and where drafting brings less than it costs, nothing is drafted but for a short probe now and then.
+
+With the keyed match rule no decision can change the text. With rules that draw children from q, decisions look at
+former steps alone (``reads`` is False): nothing that a decision gates is drawn before it.
+
+SpecDec++ (2405.19715), Sequoia (2402.12374) and BanditSpec (2505.15141) decide parts of this.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.accept import Rule
+from draftwing.cost import Costs
+from draftwing.drafters.base import Budget
+from draftwing.model.target import Context
+from draftwing.tree import Accepted, DraftTree
+
+__all__ = ["Acceptance", "Planner"]
+
+KEEP = 0.985  # share of what is remembered that a step leaves: the last 70 or so count
+DOUBT = 0.7  # of an arm's speedup, over the root of the steps that it had
+TRUST = 4.0  # drafts that each end of a measured line counts as
+FIRST, AGAIN, EVERY = 6, 2, 48  # steps that an arm is tried at first; and again, every so many
+PROBE, PATIENCE = 16, 64  # plain steps between two probes: at first, and at most
+EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
+NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
+PRIOR = 3.0  # observations that a bin's own chance counts as
+FORGET = 0.998  # of acceptance, by observation
+
+
+class Acceptance:
+    """How often drafted tokens with such a chance were accepted: binned, by depth, decayed, never falling.
+
+    Bins of one depth are pooled where they fall (isotonic regression), so that a greater chance never counts less.
+    """
+
+    def __init__(self) -> None:
+        middles = np.concatenate([[EDGES[0] / 2], (EDGES[1:] + EDGES[:-1]) / 2, [(1 + EDGES[-1]) / 2]])
+        # Sums over a bin: nodes, their chances, and how many were accepted; all begin at what the drafter says.
+        self._prior = PRIOR * np.stack([np.ones_like(middles), middles, middles])
+        self._sums = np.tile(self._prior, (NUM_DEPTHS, 1, 1))
+        self._lines: list[tuple[np.ndarray, np.ndarray] | None] = [None] * NUM_DEPTHS
+        self._lists: list[tuple[list[float], list[float]]] = [([], [])] * NUM_DEPTHS
+
+    def observe(self, chances: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
+        """Nodes whose parents were accepted: (K,) the drafter's chance of each, depth from 1, and whether it was."""
+        if not len(chances):
+            return
+        place = np.minimum(depths, NUM_DEPTHS) - 1
+        bins = np.searchsorted(EDGES, chances)
+        touched = np.unique(place)
+        self._sums[touched] = self._prior + FORGET ** len(chances) * (self._sums[touched] - self._prior)
+        for kind, values in enumerate((np.ones_like(chances), chances, accepted)):
+            np.add.at(self._sums, (place, np.full_like(place, kind), bins), values)
+        for depth in touched:
+            self._lines[depth] = None
+
+    def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
+        """The chance at which such nodes of this depth were accepted, of any shape."""
+        place = min(depth, NUM_DEPTHS) - 1
+        line = self._lines[place]
+        if line is None:
+            line = self._lines[place] = self._line(place)
+        found: np.ndarray = np.interp(chances, *line)
+        return found
+
+    def one(self, chance: float, depth: int) -> float:
+        """The same for one node, faster."""
+        place = min(depth, NUM_DEPTHS) - 1
+        if self._lines[place] is None:
+            self._lines[place] = self._line(place)
+        at, rates = self._lists[place]
+        right = bisect.bisect_left(at, chance)
+        if right == 0 or right == len(at):
+            return rates[min(right, len(at) - 1)]
+        low, high = at[right - 1], at[right]
+        share = (chance - low) / (high - low) if high > low else 1.0
+        return rates[right - 1] + share * (rates[right] - rates[right - 1])
+
+    def _line(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+        seen, chances, hits = self._sums[place]
+        blocks: list[list[float]] = []  # (hits, seen, bins)
+        for hit, count in zip(hits, seen, strict=True):
+            blocks.append([hit, count, 1])
+            while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
+                last = blocks.pop()
+                blocks[-1] = [a + b for a, b in zip(blocks[-1], last, strict=True)]
+        rates = np.concatenate([np.full(int(bins), hit / count) for hit, count, bins in blocks])
+        self._lists[place] = (chances / seen).tolist(), rates.tolist()
+        return chances / seen, rates
+
+
+class _Line:
+    """Seconds of drafting by depth: what was measured beforehand, corrected by every draft since (least squares)."""
+
+    def __init__(self, start: float, slope: float) -> None:
+        self._prior = start, slope
+        self._sums = [0.0] * 5  # of 1, depth, seconds, depth ** 2, depth * seconds
+        self.start, self.slope = start, slope
+
+    def observe(self, depth: int, seconds: float) -> None:
+        """One draft; a single slow one says little."""
+        seconds = min(seconds, 3 * self(depth))
+        fresh = (1.0, float(depth), seconds, float(depth * depth), depth * seconds)
+        self._sums = [KEEP * old + new for old, new in zip(self._sums, fresh, strict=True)]
+        count, x, y, xx, xy = self._sums
+        for at in (1.0, 8.0):  # what was measured counts as a few drafts
+            value = self._prior[0] + self._prior[1] * at
+            count, x, y = count + TRUST, x + TRUST * at, y + TRUST * value
+            xx, xy = xx + TRUST * at * at, xy + TRUST * at * value
+        slope = (count * xy - x * y) / (count * xx - x * x)
+        self.slope = max(slope, 0.2 * self._prior[1])
+        self.start = (y - self.slope * x) / count
+        if self.start < 0:  # then through the origin
+            self.start, self.slope = 0.0, max(xy / xx, 0.2 * self._prior[1])
+
+    def __call__(self, depth: int) -> float:
+        """Seconds."""
+        return self.start + self.slope * depth if depth else 0.0
+
+
+@dataclass
+class _Arm:
+    """One budget, and what it brought: decayed sums, in seconds of the cost model.
+
+    Weighed against plain decoding of the same rows at the same time, so that it holds when rows come and go, and the
+    machine's speed too.
+    """
+
+    budget: Budget
+    plain: float = 0.0  # that plain decoding would have taken for as many tokens
+    verify: float = 0.0
+    draft: float = 0.0
+    steps: int = 0
+
+    def speedup(self, slow: float) -> float:
+        """Over plain decoding, where verification is so much slower than measured."""
+        return slow * self.plain / (slow * self.verify + self.draft) if self.steps else 1.0
+
+    def hope(self, slow: float) -> float:
+        """Speedup with the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little."""
+        return self.speedup(slow) * (1 + DOUBT / math.sqrt(max(self.steps, 1)))
+
+    def add(self, plain: float, verify: float, draft: float) -> None:
+        self.plain, self.verify = KEEP * self.plain + plain, KEEP * self.verify + verify
+        self.draft = KEEP * self.draft + draft
+        self.steps += 1
+
+
+@dataclass
+class Planner:
+    """Chooses the budget of every step; one for all requests of a model, since what it learns holds for the next.
+
+    It is the ``Plan`` that a growing tree asks.
+
+    Args:
+        costs: of this target and drafter, measured.
+        arms: budgets to choose among.
+        reads: whether a tree may be shaped by the chances of its own nodes.
+    """
+
+    costs: Costs
+    arms: Sequence[Budget]
+    reads: bool = True
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    @classmethod
+    def of(cls, costs: Costs, rule: Rule, *, free: bool, on_cpu: bool) -> Planner:
+        """With the usual arms.
+
+        Args:
+            free: a draft costs no pass of a net (lookup).
+            on_cpu: elsewhere a step must not wait for the chances of its own nodes.
+        """
+        grows = not rule.chain_only and costs.width > 1
+        if free:
+            return cls(costs, (Budget(4), Budget(8), Budget(16)), reads=False)
+        if on_cpu and rule.children in ("keyed", "top"):
+            chain = (Budget(14),)
+            return cls(costs, (*chain, Budget(10, costs.width, 63)) if grows else chain)
+        chains = tuple(map(Budget, (1, 2, 3, 5, 8)))
+        return cls(costs, (*chains, Budget(5, 8, 16), Budget(8, 10, 60)) if grows else chains, reads=False)
+
+    def __post_init__(self) -> None:
+        self._arms = [_Arm(replace(budget, plan=self if self.reads else None)) for budget in self.arms]
+        self._rows, self._context = 1, 0.0
+        self._all = _Arm(Budget(0))  # what every step brought, whichever way
+        self._slow = 1.0  # how much slower than measured a verification is now
+        self._lines = {False: _line_of(self.costs, 1), True: _line_of(self.costs, self.costs.width)}  # by: is a tree
+        self._continues = np.full(NUM_DEPTHS, 0.7)  # how often a node's best child was accepted
+        self._chosen: _Arm | None = None
+        self._steps = self._plain = 0
+        self._patience, self._probing = PROBE, 0
+        self._raw: np.ndarray | None = None
+        self._levels = 0
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def budget(self, ctx: Context, children: str) -> Budget:
+        """For the next step."""
+        self._rows, self._context = ctx.num_rows, sum(ctx.lengths) / max(ctx.num_rows, 1)
+        self._steps += 1
+        self._raw, self._levels = None, 0
+        arm = self._chosen = self._choose()
+        return Budget(0, children=children) if arm is None else replace(arm.budget, children=children)
+
+    def _choose(self) -> _Arm | None:
+        if not self._arms:
+            return None
+        fresh = next((arm for arm in self._arms if arm.steps < FIRST), None)
+        if fresh is not None:
+            return fresh
+        best = max(self._arms, key=lambda arm: arm.hope(self._slow))
+        if self._probing:
+            self._probing -= 1
+            return best
+        if best.hope(self._slow) < 1:
+            self._plain += 1
+            if self._plain < self._patience:
+                return None
+            self._plain, self._patience, self._probing = 0, min(2 * self._patience, PATIENCE), AGAIN - 1
+            return best
+        self._plain, self._patience = 0, PROBE
+        turn, place = divmod(self._steps, EVERY)
+        return self._arms[turn % len(self._arms)] if place < AGAIN else best
+
+    def observe(
+        self, tree: DraftTree, accepted: Accepted, num_tokens: int, drafted_s: float, verified_s: float
+    ) -> None:
+        """What became of a step, and its seconds: of drafting, and of all that followed."""
+        rows, nodes, arm = tree.num_rows, tree.num_nodes, self._chosen
+        width = 1 if arm is None else arm.budget.width
+        depth = max(tree.max_depth, self._levels)
+        line, share = self._lines[width > 1], 1 + (rows - 1) * self.costs.draft_per_row
+        if depth:
+            line.observe(depth, drafted_s / share)
+        verify = self._verify(nodes) / self._slow
+        self._slow += 0.05 * (min(max(verified_s / verify, 0.25), 4.0) - self._slow)
+        plain = num_tokens * self._verify(1) / self._slow / rows
+        draft = line(depth) * share
+        self._all.add(plain, verify, draft)
+        if arm is not None:
+            arm.add(plain, verify, draft)
+        if nodes > 1 and self.reads:
+            self._learn(tree, accepted)
+
+    def _learn(self, tree: DraftTree, accepted: Accepted) -> None:
+        """Acceptance of the nodes whose parents were accepted."""
+        path, parents = accepted.path.cpu().numpy(), tree.parents.cpu().numpy()
+        on_path = np.zeros((*parents.shape,), dtype=bool)
+        row = np.arange(len(path))[:, None].repeat(path.shape[1], 1)[path >= 0]
+        on_path[row, path[path >= 0]] = True
+        tried = (parents >= 0) & np.take_along_axis(on_path, parents.clip(min=0), 1)
+        depths = tree.depths.expand_as(tree.parents).cpu().numpy()
+        best = tried & (np.diff(parents, axis=1, prepend=-2) != 0)  # siblings stand in order: the first of each
+        for place in range(NUM_DEPTHS):
+            here = best & ((depths == place + 1) if place < NUM_DEPTHS - 1 else (depths > place))
+            for hit in on_path[here]:
+                self._continues[place] += 0.03 * (hit - self._continues[place])
+        if self._raw is not None and self._raw.shape == parents.shape:
+            self.acceptance.observe(self._raw[tried], depths[tried], on_path[tried])
+
+    # --- what a growing tree asks ----------------------------------------------------------------------------------
+
+    def chance(self, raw: float, depth: int) -> float:
+        """See ``Plan``."""
+        return self.acceptance.one(raw, depth)
+
+    def chances(self, raw: Tensor, depth: int) -> Tensor:
+        """See ``Plan``."""
+        found = self.acceptance(raw.exp().numpy(), depth)
+        return torch.from_numpy(np.log(found.clip(1e-9))).to(raw.dtype)
+
+    def another_level(self, reached: float, level: int, width: int) -> bool:
+        """See ``Plan``."""
+        gain = reached * self._continues[min(level, NUM_DEPTHS - 1)] * self._token_seconds
+        step = self._lines[width > 1].slope * (1 + (self._rows - 1) * self.costs.draft_per_row)
+        more = self._verify(level + 2) - self._verify(level + 1)  # of one node each, in a chain at least
+        worth = bool(gain > step + more)
+        self._levels = level + worth
+        return worth
+
+    def num_nodes(self, chances: Sequence[float]) -> int:
+        """See ``Plan``."""
+        worth = self._token_seconds
+        most = None if self._chosen is None else self._chosen.budget.nodes
+        best, count, gain = -self._verify(1), 0, 0.0
+        self._levels = max(self._levels, 1)
+        for number, chance in enumerate(chances[:most], 1):
+            gain += chance * worth
+            if gain - self._verify(number + 1) > best:
+                best, count = gain - self._verify(number + 1), number
+        return count
+
+    def drafted(self, raw: Tensor) -> None:
+        """See ``Plan``."""
+        self._raw = raw.numpy()
+
+    # --- seconds ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _token_seconds(self) -> float:
+        """What a token takes at present: no more than in plain decoding."""
+        return self._verify(1) / self._rows / max(self._all.speedup(self._slow), 1.0)
+
+    def _verify(self, nodes: int) -> float:
+        """T_V of the present rows."""
+        return self.costs.verify_seconds(nodes, self._rows, self._context) * self._slow
+
+
+def _line_of(costs: Costs, width: int) -> _Line:
+    low, high = costs.draft_seconds(1, width), costs.draft_seconds(8, width)
+    slope = max((high - low) / 7, 1e-7)
+    return _Line(max(low - slope, 0.0), slope)

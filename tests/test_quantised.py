@@ -1,0 +1,140 @@
+"""A quantised target: another model, of which every text is as exact as of any other."""
+
+import pytest
+import torch
+
+import draftwing as dw
+from conftest import SMALL, refused
+from draftwing.decode import Decoder
+from draftwing.drafters.base import EAGLE_TREE, Budget
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.formats.eagle import write_head
+from draftwing.load import load_drafter, load_target
+from draftwing.model import linear as linear_module
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.lean import LeanTarget
+from draftwing.model.linear import Linear
+from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.sampling import Sampling
+from draftwing.stats import Stats
+
+pytestmark = pytest.mark.skipif(
+    not linear_module._has_exact_int8(), reason="this CPU multiplies no 8-bit integers exactly"
+)
+VOCAB = SMALL["vocab_size"]
+PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
+SAMPLINGS = {"greedy": {"temperature": 0.0}, "t1": {"temperature": 1.0}}
+FAMILIES = ("llama", "llama-bias-tied", "mixtral", "qwen3")
+
+
+def decode(target, kind, rows, drafter=None, budget=None):
+    decoder, texts, stats = Decoder(target, drafter, "match", budget), {}, Stats()
+    for row in rows:
+        sampling = Sampling(max_tokens=24, seed=10 + row, ignore_eos=True, **SAMPLINGS[kind])
+        texts[decoder.admit(list(PROMPTS[row]), sampling)] = ()
+    while decoder.num_running:
+        step = decoder.step()
+        stats.add(step)
+        for row in step.rows:
+            texts[row.request_id] += row.token_ids
+    return list(texts.values()), stats
+
+
+def eagle(folder, target, version, weights="int8"):
+    torch.manual_seed(2)
+    config = EagleConfig.for_target(version, ModelConfig.from_hf(read_config(folder)))
+    net = EagleNet(config, target.embedding, target.head, None, target.dtype)
+    return net.prepack(weights)
+
+
+DRAFTERS = {
+    "lookup": (lambda folder, target: LookupDrafter(VOCAB, 1), Budget(4, 3)),
+    "float-twin": (lambda folder, target: CausalLMDrafter(LeanTarget.from_folder(folder), VOCAB), Budget(4)),
+    "itself-tree": (lambda folder, target: CausalLMDrafter(target, VOCAB), Budget(4, 4, 12)),
+    "eagle1": (lambda folder, target: EagleDrafter(eagle(folder, target, 1), target), Budget(paths=EAGLE_TREE)),
+    "eagle3": (lambda folder, target: EagleDrafter(eagle(folder, target, 3), target), Budget(4, 8, 24)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_plain_decodings(family, kind, dtype, folder_of):
+    """Alone and in a ragged batch, by every kind of drafter."""
+    folder = folder_of(family)
+    target = LeanTarget.from_folder(folder, dtype, weights="int8")
+    plain = [decode(target, kind, [row])[0][0] for row in range(3)]
+    assert decode(target, kind, range(3))[0] == plain
+    for name, (make, budget) in DRAFTERS.items():
+        texts, stats = decode(target, kind, range(3), make(folder, target), budget)
+        assert texts == plain, name
+        assert stats.num_drafted > 0
+        if name in ("float-twin", "itself-tree"):
+            assert stats.num_accepted > 0
+
+
+@torch.inference_mode()
+def test_what_is_quantised(folder_of):
+    folder = folder_of("mixtral")
+    target, floats = LeanTarget.from_folder(folder, weights="int8"), LeanTarget.from_folder(folder)
+    assert (target.weights, floats.weights) == ("int8", None)
+    assert torch.equal(target.embedding, floats.embedding)
+    for layer in target.layers:
+        quantised = {name: m.quantised for name, m in layer.named_modules() if isinstance(m, Linear)}
+        assert {name for name, how in quantised.items() if how is None} == {"mlp.router"}
+    assert target.head.quantised == "int8"
+    logits = []
+    for model in (target, floats):
+        ctx = model.new_context()
+        model.prefill(ctx, [3, 8, 12, 5])
+        logits.append(model.forward(ctx, dw.DraftTree.chain(torch.tensor([[5, 9]]))).logits)
+    assert 0 < (logits[0] - logits[1]).norm() < 0.2 * logits[1].norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_bytes_read_are_those_of_the_small_weights(family, folder_of):
+    hidden, wide, layers = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["num_hidden_layers"]
+    experts, router = (2, 4 * 4 * hidden) if family == "mixtral" else (1, 0)  # two are active of four
+    head_dim = hidden // SMALL["num_attention_heads"]
+    qkv = hidden + 2 * SMALL["num_key_value_heads"] * head_dim
+    mlp = router + experts * (2 * wide * (hidden + 4) + hidden * (wide + 4))
+    wanted = layers * (qkv * (hidden + 4) + hidden * (hidden + 4) + mlp) + VOCAB * (hidden + 4)
+    assert LeanTarget.from_folder(folder_of(family), weights="int8").num_weight_bytes == wanted
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_head_is_quantised_like_its_target(version, folder_of, tmp_path):
+    folder = folder_of("llama", vocab_size=300)
+    target = load_target(folder, weights="int8")
+    config = EagleConfig.for_target(version, ModelConfig.from_hf(read_config(folder)))
+    write_head(tmp_path / "head", EagleNet(config, target.embedding, target.head))
+    for model, wanted in ((target, "int8"), (load_target(folder), None)):
+        drafter = load_drafter(tmp_path / "head", model, None)()
+        assert isinstance(drafter, EagleDrafter)
+        net = drafter.net
+        assert {m.quantised for m in net.modules() if isinstance(m, Linear)} == {wanted}
+        assert net.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_the_shipped_model(kind):
+    texts = []
+    for draft in ("none", "eagle3", "eagle1", "causal-lm"):
+        done = dw.load(draft=draft, weights="int8").generate("import os\n", max_tokens=24, seed=3, **SAMPLINGS[kind])
+        texts.append(done[0].token_ids)
+    assert all(text == texts[0] for text in texts)
+
+
+def test_refusals(folder_of, tmp_path):
+    llama = folder_of("llama")
+    with refused(ConfigError, "unknown weights 'int3'", "int8"):
+        load_target(llama, weights="int3")
+    with refused(UnsupportedError, "weights='int8'", "found float64", "leave weights out"):
+        load_target(llama, weights="int8", dtype="float64")
+    with refused(UnsupportedError, "weights='int8'", "transformers", "engine='lean'"):
+        load_target(llama, weights="int8", engine="transformers")
+    with refused(UnsupportedError, "weights='int8'", "transformers", "leave weights out"):
+        load_target(folder_of("gpt2"), weights="int8")
