@@ -119,7 +119,8 @@ def measure(target: Target, new_drafter: Callable[[], Drafter], seconds: float =
     per_token = [(Curve.fit(_later(long))(n) - curve(n)) / max(stretched - context, 1) for n in long]
     token = max(0.0, _middle(per_token))
     chains = Curve.line(_later(chain))
-    more_rows = _middle(rows_chain[1:]) / chains(depths[-1]) - 1 if rows_chain else 0.0
+    rows_draft = Curve.fit(_later({1: rows_chain}))(1) if rows_chain else 0.0
+    more_rows = rows_draft / chains(depths[-1]) - 1 if rows_chain else 0.0
     return Costs(
         verify=curve,
         chain=chains,

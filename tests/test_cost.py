@@ -1,0 +1,270 @@
+"""The papers' formulas against sums over every outcome, and measured curves against their definitions."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from conftest import refused
+from draftwing.cost import (
+    Costs,
+    Curve,
+    best_gamma,
+    expected_tokens,
+    inflection_length,
+    least_speedup,
+    memory_factor,
+    operations_factor,
+    pays,
+    predicted_speedup,
+)
+from draftwing.errors import ConfigError
+
+ALPHAS = (0.0, 0.1, 0.35, 0.5, 0.8, 0.97, 1.0)
+GAMMAS = (0, 1, 2, 3, 5, 7)
+COSTS = Costs(
+    verify=Curve(((1, 4.0), (4, 4.4), (16, 8.0))),
+    chain=Curve(((1, 0.3), (4, 0.9))),
+    tree=Curve(((1, 0.5), (4, 1.7))),
+    width=4,
+    per_token=0.001,
+    per_row=0.25,
+    draft_per_row=0.1,
+    context=64,
+)
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+def outcomes(alpha: float, gamma: int):
+    """Every sequence of decisions over a chain: its chance and how many tokens it emits, the bonus counted."""
+    for taken in product((True, False), repeat=gamma):
+        chance = math.prod(alpha if each else 1 - alpha for each in taken)
+        yield chance, 1 + (taken.index(False) if False in taken else gamma)
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_tokens_of_a_chain_are_the_mean_over_all_decisions(alpha, gamma):
+    tokens = sum(chance * emitted for chance, emitted in outcomes(alpha, gamma))
+    assert expected_tokens(alpha, gamma) == pytest.approx(tokens)
+    assert memory_factor(alpha, gamma) == pytest.approx(1 / tokens)
+    for c in (0.0, 0.04, 0.3, 1.5):
+        # One draft step takes c, one target forward 1, whatever is accepted.
+        assert predicted_speedup(alpha, gamma, c) == pytest.approx(tokens / (gamma * c + 1))
+        assert predicted_speedup(alpha, gamma, c, 1.7) == pytest.approx(tokens / (gamma * c + 1.7))
+        # A forward over gamma + 1 tokens is gamma + 1 tokens' arithmetic, each draft step c of one.
+        assert operations_factor(alpha, gamma, c) == pytest.approx((gamma + 1 + gamma * c) / tokens)
+    assert operations_factor(alpha, 0, 0.3) == memory_factor(alpha, 0) == predicted_speedup(alpha, 0, 0.3) == 1
+
+
+def test_figures_of_the_paper():
+    """2211.17192, table 1: operations and speed for alpha and gamma with c = c_operations = 0."""
+    for alpha, gamma, operations, speed in ((0.6, 2, 1.53, 1.96), (0.7, 3, 1.58, 2.53), (0.8, 5, 1.63, 3.69)):
+        assert operations_factor(alpha, gamma, 0) == pytest.approx(operations, abs=0.006)
+        assert predicted_speedup(alpha, gamma, 0) == pytest.approx(speed, abs=0.006)
+    assert operations_factor(0.9, 10, 0) == pytest.approx(1.60, abs=0.006)
+    assert predicted_speedup(0.9, 10, 0) == pytest.approx(6.86, abs=0.006)
+
+
+def exact_speedup(alpha: Fraction, gamma: int, c: Fraction) -> Fraction:
+    return sum((alpha**i for i in range(gamma + 1)), Fraction(0)) / (1 + gamma * c)
+
+
+@pytest.mark.parametrize("alpha", [Fraction(n, 20) for n in range(21)])
+def test_it_pays_where_some_gamma_gains(alpha):
+    for c in (Fraction(n, 23) for n in (0, 1, 3, 6, 11, 16, 22, 23, 30)):
+        speedups = [exact_speedup(alpha, gamma, c) for gamma in range(41)]
+        assert pays(float(alpha), float(c)) == (max(speedups) > 1)
+        # The best in exact numbers, the shortest of equals. A float may not tell apart what differs by rounding alone.
+        found = best_gamma(float(alpha), float(c), upto=40)
+        assert speedups[found] == pytest.approx(float(max(speedups)), rel=1e-12)
+        if max(speedups) == 1:
+            assert found == 0
+        assert found == 40 or speedups[found + 1] <= speedups[found] * (1 + Fraction(1, 10**12))
+        assert least_speedup(float(alpha), float(c)) == pytest.approx(float(speedups[1]))
+        if pays(float(alpha), float(c)):
+            assert max(speedups) >= speedups[1] > 1
+
+
+def test_best_gamma_of_equal_chances_and_costs_is_none():
+    """Where alpha is c, chains of one token break even: nothing is gained, whatever the last bit says."""
+    for n in range(100):
+        assert best_gamma(n / 100, n / 100) == 0
+    assert best_gamma(1.0, 0.0, 9) == 9
+    assert best_gamma(0.9, 0.01, 0) == 0
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf])
+def test_what_is_no_chance_is_refused(alpha):
+    for call in (
+        lambda: expected_tokens(alpha, 2),
+        lambda: predicted_speedup(alpha, 2, 0.1),
+        lambda: pays(alpha, 0.1),
+        lambda: least_speedup(alpha, 0.1),
+        lambda: best_gamma(alpha, 0.1),
+        lambda: operations_factor(alpha, 2, 0.1),
+        lambda: memory_factor(alpha, 2),
+        lambda: inflection_length(COSTS, alpha, 2),
+    ):
+        with refused(ConfigError, "alpha in [0, 1]", str(alpha)):
+            call()
+
+
+@pytest.mark.parametrize(("gamma", "c"), [(-1, 0.1), (2, -0.1), (2, math.nan)])
+def test_what_is_no_number_of_tokens_or_no_cost_is_refused(gamma, c):
+    for call in (predicted_speedup, operations_factor):
+        with refused(ConfigError, "gamma and c of at least 0", str(gamma), str(c)):
+            call(0.5, gamma, c)
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_goes_through_its_knots():
+    curve = Curve(((2, 1.0), (4, 3.0), (8, 3.0), (10, 7.0)))
+    for count, seconds in curve.knots:
+        assert curve(count) == seconds
+    assert [curve(count) for count in (0, 1, 2)] == [1.0] * 3  # flat before the first
+    assert [curve(count) for count in (3, 3.5, 6, 9)] == [2.0, 2.5, 3.0, 5.0]
+    assert [curve(count) for count in (11, 20)] == [9.0, 27.0]  # behind the last as between the last two
+    assert Curve(((3, 2.0),))(1) == Curve(((3, 2.0),))(9) == 2.0
+    assert Curve(())(5) == 0.0
+
+
+def isotonic(values: list[float]) -> list[float]:
+    """The rising sequence of least squares, by its min-max formula."""
+    n = len(values)
+    mean = [[math.fsum(values[i : j + 1]) / (j + 1 - i) if j >= i else 0.0 for j in range(n)] for i in range(n)]
+    return [max(min(mean[i][j] for j in range(k, n)) for i in range(k + 1)) for k in range(n)]
+
+
+def test_a_fit_is_the_nearest_rising_curve():
+    rng = random.Random(1)
+    for size in (1, 2, 3, 5, 9, 14):
+        for _ in range(40):
+            counts = sorted(rng.sample(range(1, 70), size))
+            seconds = [rng.choice((0.1 * i, 1.0, 2.0)) + rng.random() for i in range(size)]
+            samples = list(zip(counts, seconds, strict=True))
+            rng.shuffle(samples)  # the order in which they were measured does not matter
+            curve = Curve.fit({count: [value] for count, value in samples})
+            assert [count for count, _ in curve.knots] == counts
+            assert [value for _, value in curve.knots] == pytest.approx(isotonic(seconds))
+
+
+def test_a_fit_takes_the_medians_of_the_faster_half():
+    curve = Curve.fit({1: [3.0, 1.0, 99.0], 4: [8.0, 70.0, 9.0, 6.0, 11.0], 2: [5.0]})
+    assert curve.knots == ((1, 2.0), (2, 5.0), (4, 8.0))
+    slowed = {count: [*values, *[100.0] * len(values)] for count, values in {1: [1.0, 2.0, 3.0], 3: [4.0]}.items()}
+    assert Curve.fit(slowed).knots == ((1, 2.0), (3, 4.0))
+    assert Curve.fit({}).knots == Curve.line({}).knots == ()
+
+
+def test_a_line_is_straight_whatever_one_count_says():
+    true = {count: 0.5 + 0.25 * count for count in (1, 2, 4, 6, 8)}
+    for odd in (None, 2, 4, 8):
+        line = Curve.line({count: [9.0 if count == odd else seconds] for count, seconds in true.items()})
+        assert dict(line.knots) == pytest.approx(true)
+    assert Curve.line({8: [1.0], 1: [2.0]}).knots == ((1, 1.5), (8, 1.5))  # it never falls
+    assert Curve.line({3: [2.0]}).knots == ((3, 2.0),)
+    assert all(seconds >= 0 for _, seconds in Curve.line({1: [0.0], 2: [0.0], 4: [9.0], 5: [12.0]}).knots)
+
+
+# --- measured costs --------------------------------------------------------------------------------------------------
+
+
+def test_seconds_add_up():
+    costs = COSTS
+    assert costs.verify_seconds(4) == 4.4
+    assert costs.verify_seconds(4, 1, 64) == 4.4
+    assert costs.verify_seconds(10) == pytest.approx(6.2)
+    # Three rows of two nodes are six nodes, two more rows, and three times the context.
+    assert costs.verify_seconds(2, 3, 100) == pytest.approx(costs.verify(6) + 2 * 0.25 + (3 * 100 - 64) * 0.001)
+    assert Costs(Curve(((1, 0.1),)), per_token=1.0, context=64).verify_seconds(1, 1, 0) > 0
+    assert costs.draft_seconds(0) == costs.draft_seconds(0, 4, 3) == 0
+    assert costs.draft_seconds(2) == pytest.approx(0.5)
+    assert costs.draft_seconds(2, 4) == pytest.approx(0.9)
+    assert costs.draft_seconds(2, 1, 3) == pytest.approx(0.5 * 1.2)
+    chains_alone = Costs(costs.verify, costs.chain)
+    assert chains_alone.draft_seconds(3, 4) == chains_alone.draft_seconds(3, 1) == pytest.approx(0.7)
+    assert costs.c == pytest.approx(0.2 / 4.0)  # a level more, not the first with what it needs beside
+    assert Costs(costs.verify, Curve(((1, 1.0),))).c == 0.25
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_speedup_is_tokens_over_time(rows):
+    for alpha, gamma, context in product((0.0, 0.6, 1.0), (0, 1, 4), (0, 64, 5000)):
+        plain = COSTS.verify_seconds(1, rows, context)
+        spent = COSTS.draft_seconds(gamma, 1, rows) + COSTS.verify_seconds(gamma + 1, rows, context)
+        tokens = sum(chance * emitted for chance, emitted in outcomes(alpha, gamma))
+        assert COSTS.speedup(alpha, gamma, rows, context) == pytest.approx(tokens / spent * plain)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_at_the_inflection_length_chains_break_even(gamma, rows):
+    steep = Costs(Curve(((1, 1.0), (2, 2.1))), COSTS.chain, per_token=0.001, per_row=0.1, context=64)
+    for alpha in (0.3, 0.7, 1.0):
+        length = inflection_length(steep, alpha, gamma, rows)
+        assert 0 < length < math.inf
+        assert steep.speedup(alpha, gamma, rows, length) == pytest.approx(1)
+        assert steep.speedup(alpha, gamma, rows, 1.01 * length) > 1 > steep.speedup(alpha, gamma, rows, 0.99 * length)
+
+
+def test_inflection_at_once_and_never():
+    assert inflection_length(COSTS, 0.9, 4) == 0.0
+    assert COSTS.speedup(0.9, 4, 1, 0) > 1
+    steep = Costs(Curve(((1, 1.0), (2, 3.0))), per_token=0.001)
+    assert inflection_length(steep, 0.0, 3) == math.inf  # nothing is ever accepted
+    assert inflection_length(Costs(steep.verify), 0.9, 1) == math.inf  # a longer context changes nothing
+    assert 0 < inflection_length(steep, 0.9, 1) < math.inf
+
+
+# --- to and from JSON ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("costs", [COSTS, Costs(Curve(((1, 0.5),)))], ids=["all", "least"])
+def test_costs_come_back_from_json(costs):
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verify": None},
+        {"verify": {"knots": []}},
+        {"chain": {"knots": [[1, "a"]]}},
+        {"tree": {"knots": [[1, 2, 3]]}},
+        {"tree": {}},
+        {"width": "wide"},
+        {"per_token": None},
+        {"per_row": [0.0]},
+        {"draft_per_row": "x"},
+        {"context": {}},
+    ],
+    ids=str,
+)
+def test_what_is_no_costs_is_refused(change):
+    values = {**json.loads(json.dumps(COSTS.to_dict())), **change}
+    with refused(ConfigError, "these are no measured costs", "measure again"):
+        Costs.from_dict(values)
+
+
+@pytest.mark.parametrize("name", list(COSTS.to_dict()))
+def test_what_lacks_a_part_is_refused(name):
+    values = COSTS.to_dict()
+    del values[name]
+    with refused(ConfigError, "these are no measured costs", name, "measure again"):
+        Costs.from_dict(values)
+
+
+@pytest.mark.parametrize("values", [None, [], 3, "costs"])
+def test_what_is_no_mapping_is_refused(values):
+    with refused(ConfigError, "these are no measured costs"):
+        Costs.from_dict(values)

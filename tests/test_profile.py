@@ -1,0 +1,366 @@
+"""What is measured, by a clock that a script drives; and what is kept of it for the next time."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conftest import build, refused
+from draftwing import decode, profile
+from draftwing.cost import Costs, Curve
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget, NoDrafter
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.errors import ConfigError
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.lean import LeanTarget
+from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.profile import cache_folder, costs_of, measure, planner_for
+from draftwing.sampling import Sampling
+
+VOCAB = 80  # more than the most nodes that are measured
+CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}
+PROMPTS = ([4, 9, 9, 4, 9], [3])
+
+
+@pytest.fixture(scope="module")
+def target(folder_of) -> LeanTarget:
+    return LeanTarget.from_folder(folder_of("llama", **CHANGES), torch.float32, name="tiny")
+
+
+def eagle(target: LeanTarget, folder) -> EagleDrafter:
+    torch.manual_seed(0)
+    config = EagleConfig.for_target(3, ModelConfig.from_hf(read_config(folder)))
+    net = EagleNet(config, target.embedding, target.head, None, torch.float32).requires_grad_(False)
+    return EagleDrafter(net, target, "tiny")
+
+
+@pytest.fixture(scope="module")
+def makers(target, folder_of):
+    """A maker of each kind of drafter."""
+    net = eagle(target, folder_of("llama", **CHANGES)).net
+    return {
+        "none": NoDrafter,
+        "lookup": lambda: LookupDrafter(VOCAB),
+        "eagle3": lambda: EagleDrafter(net, target, "tiny"),
+        "causal-lm": lambda: CausalLMDrafter(target, VOCAB),
+    }
+
+
+class Script:
+    """A clock that stands still but where the script moves it: by what a forward, or a draft, takes."""
+
+    def __init__(self, monkeypatch, target, verify, draft=lambda budget, rows: 1e-3) -> None:
+        self.now, self.forwards, self.draft = 0.0, [], draft
+        for module in (decode, profile):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        real = target.forward
+
+        def forward(ctx, tree, *rest, **named):
+            self.now += verify(tree.num_nodes, ctx.num_rows, sum(ctx.lengths))
+            self.forwards.append((ctx.num_rows, tree.num_nodes))
+            return real(ctx, tree, *rest, **named)
+
+        monkeypatch.setattr(target, "forward", forward)
+
+    def drafter(self, name: str = "scripted") -> NoDrafter:
+        """Drafts nothing, and takes its time for it."""
+        script = self
+
+        class Slow(NoDrafter):
+            def propose(self, ctx, sampling, budget):
+                script.now += script.draft(budget, ctx.num_rows)
+                return super().propose(ctx, sampling, budget)
+
+        slow = Slow()
+        slow.name = name
+        return slow
+
+
+def knots(counts, seconds) -> tuple[tuple[float, float], ...]:
+    return tuple((count, pytest.approx(seconds(count))) for count in counts)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "causal-lm"])
+def test_curves_are_finite_and_rise(name, target, makers):
+    costs = measure(target, makers[name], seconds=0.0)
+    drafts = name in ("eagle3", "causal-lm")
+    counts = [[count for count, _ in curve.knots] for curve in (costs.verify, costs.chain, costs.tree)]
+    assert counts[0] in (list(profile.NODES), list(profile.FEW_NODES))
+    assert counts[1] in (([], []) if not drafts else (list(profile.DEPTHS), list(profile.FEW_DEPTHS)))
+    assert counts[2] in (([], []) if not drafts else (list(profile.TREE_DEPTHS), list(profile.FEW_DEPTHS)))
+    for curve in (costs.verify, costs.chain, costs.tree):
+        seconds = [value for _, value in curve.knots]
+        assert seconds == sorted(seconds)
+        assert all(0 <= value < math.inf for value in seconds)
+    assert costs.verify(1) > 0
+    for number in (costs.per_token, costs.per_row, costs.draft_per_row):
+        assert 0 <= number < math.inf
+    assert costs.width == (profile.WIDTH if drafts else 1)
+    assert costs.context == profile.CONTEXT
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+def test_measured_curves_are_the_clocks(target, monkeypatch):
+    def draft(budget, rows):
+        return (0.002 + 0.0005 * budget.depth * (1 + 0.5 * (budget.width > 1))) * (1 + 0.25 * (rows - 1))
+
+    script = Script(monkeypatch, target, lambda nodes, rows, context: 0.01 + 0.001 * nodes * rows, draft)
+    costs = measure(target, script.drafter, seconds=0.0)
+    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.01 + 0.001 * nodes)
+    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.002 + 0.0005 * depth)
+    assert costs.tree.knots == knots(profile.TREE_DEPTHS, lambda depth: 0.002 + 0.00075 * depth)
+    assert costs.draft_per_row == pytest.approx(0.25)
+    assert costs.per_row == pytest.approx(0, abs=1e-9)
+    assert costs.per_token == pytest.approx(0, abs=1e-9)
+    assert costs.c == pytest.approx(0.0005 / 0.011)
+
+
+def test_a_slow_target_is_measured_at_fewer_sizes_and_two_rounds(target, monkeypatch):
+    script = Script(monkeypatch, target, lambda nodes, rows, context: 1.0 + nodes, lambda budget, rows: budget.depth)
+    costs = measure(target, script.drafter)
+    assert costs.verify.knots == knots(profile.FEW_NODES, lambda nodes: 1.0 + nodes)
+    assert costs.chain.knots == costs.tree.knots == knots(profile.FEW_DEPTHS, lambda depth: depth)
+    assert script.forwards.count((1, 64)) == profile.LEAST_ROUNDS
+
+
+def test_the_first_round_does_not_count(target, monkeypatch):
+    seen = set()
+
+    def verify(nodes, rows, context):
+        cold = (nodes, rows) not in seen
+        seen.add((nodes, rows))
+        return 0.02 if not cold else 0.001 * nodes
+
+    costs = measure(target, Script(monkeypatch, target, verify).drafter, seconds=0.0)
+    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.02)
+
+
+def test_what_else_runs_on_the_machine_is_left_out(target, monkeypatch):
+    """Every other round is held up, of whatever part: the costs are those of a quiet machine."""
+    calls = {}
+
+    def held_up(*what):
+        calls[what] = calls.get(what, 0) + 1
+        return 1 + calls[what] % 2
+
+    script = Script(
+        monkeypatch,
+        target,
+        lambda nodes, rows, context: (0.001 + 0.0001 * nodes * rows) * held_up(nodes, rows, context),
+        lambda budget, rows: 0.0002 * budget.depth * rows**0.5 * held_up("draft", budget.depth, budget.width, rows),
+    )
+    costs = measure(target, script.drafter, seconds=100.0)
+    assert script.forwards.count((1, 64)) == profile.ROUNDS
+    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 + 0.0001 * nodes)
+    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.0002 * depth)
+    assert costs.draft_per_row == pytest.approx(1 / 3)
+    assert costs.per_row == pytest.approx(0, abs=1e-9)
+    assert costs.per_token == pytest.approx(0, abs=1e-9)
+
+
+def test_a_noisy_clock_gives_rising_curves(target, monkeypatch):
+    """Odd sizes are said to take less than the even ones before them: the mean of both stands for both."""
+    times = {1: 0.010, 2: 0.012, 3: 0.010, 4: 0.020, 5: 0.018}
+    script = Script(monkeypatch, target, lambda nodes, rows, context: times.get(nodes, 0.03))
+    found = measure(target, script.drafter, seconds=0.0).verify.knots
+    assert [seconds for _, seconds in found[:5]] == pytest.approx([0.010, 0.011, 0.011, 0.019, 0.019])
+
+
+def test_rows_and_context_are_told_apart(target, monkeypatch):
+    """Of any number of rows at any context the costs say what the clock will: a row's tokens are not counted twice."""
+
+    def verify(nodes, rows, context):
+        return 0.01 + 0.0002 * nodes * rows + 0.003 * (rows - 1) + 2e-5 * context
+
+    costs = measure(target, Script(monkeypatch, target, verify).drafter, seconds=0.0)
+    assert costs.per_token == pytest.approx(2e-5)
+    assert costs.per_row == pytest.approx(0.003)
+    for nodes, rows, context in ((1, 1, 64), (4, 4, 64), (1, 4, 64), (8, 1, 2000), (2, 8, 500), (1, 1, 0)):
+        told, scripted = costs.verify_seconds(nodes, rows, context), verify(nodes, rows, context * rows)
+        assert told == pytest.approx(scripted), (nodes, rows, context)
+
+
+def test_a_target_of_short_texts_is_measured(folder_of, monkeypatch):
+    """All rounds together decode far more than a text may hold: no row may run to its end, or grow meanwhile."""
+    short = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=40), torch.float32)
+    script = Script(monkeypatch, short, lambda nodes, rows, context: 0.01 + 1e-4 * context)
+    costs = measure(short, script.drafter)
+    assert costs.context == 10
+    assert [count for count, _ in costs.verify.knots] == [1, 2, 3, 4, 5, 6, 8, 10]
+    assert costs.per_token == pytest.approx(0.0001)
+
+
+def test_a_target_without_room_is_refused(folder_of, monkeypatch):
+    tiny = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=12), torch.float32, name="tiny")
+    with refused(ConfigError, "tiny has room for 12 tokens"):
+        measure(tiny, NoDrafter)
+    least = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=16), torch.float32)
+    Script(monkeypatch, least, lambda nodes, rows, context: 0.01)
+    assert [count for count, _ in measure(least, NoDrafter, seconds=0.0).verify.knots] == [1, 2, 3, 4]
+
+
+def test_a_target_of_transformers_is_measured(monkeypatch):
+    """Its cache cannot be stretched, so that nothing is known of a token's cost."""
+    other = AdapterTarget(build("gpt2", vocab_size=VOCAB))
+    script = Script(monkeypatch, other, lambda nodes, rows, context: 0.1 + 0.01 * nodes * rows + 0.02 * (rows - 1))
+    costs = measure(other, script.drafter)
+    assert costs.verify.knots == knots(profile.FEW_NODES, lambda nodes: 0.1 + 0.01 * nodes)
+    assert costs.per_row == pytest.approx(0.02)
+    assert costs.per_token == 0.0
+
+
+def decoded(target, maker) -> list[list[int]]:
+    decoder = Decoder(target, maker(), budget=Budget(3))
+    for seed, prompt in enumerate(PROMPTS):
+        decoder.admit(prompt, Sampling(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True))
+    texts: dict[int, list[int]] = {}
+    while decoder.num_running:
+        for row in decoder.step().rows:
+            texts.setdefault(row.request_id, []).extend(row.token_ids)
+    return [texts[number] for number in sorted(texts)]
+
+
+@pytest.mark.parametrize("name", ["lookup", "eagle3", "causal-lm"])
+def test_measuring_changes_no_text(name, target, makers):
+    before, state = decoded(target, makers[name]), torch.get_rng_state()
+    costs = measure(target, makers[name], seconds=0.0)
+    assert costs.verify.knots
+    assert torch.equal(torch.get_rng_state(), state)
+    assert decoded(target, makers[name]) == before
+    assert torch.get_num_threads() == 1
+
+
+# --- keeping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A folder of its own, and what was measured: each time something else."""
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "deep" / "cache"))
+    measured: list[Costs] = []
+
+    def fake(target, new_drafter):
+        measured.append(Costs(Curve(((1, 1.0 + len(measured)),))))
+        return measured[-1]
+
+    monkeypatch.setattr(profile, "measure", fake)
+    return SimpleNamespace(folder=tmp_path / "deep" / "cache", measured=measured)
+
+
+def files(folder) -> list[str]:
+    return sorted(path.suffix for path in folder.iterdir())
+
+
+def test_what_was_measured_is_read_the_next_time(target, kept):
+    first = costs_of(target, NoDrafter)
+    assert costs_of(target, NoDrafter) == first
+    assert len(kept.measured) == 1
+    assert files(kept.folder) == [".json"]  # and nothing half written beside it
+    again = costs_of(target, NoDrafter, again=True)
+    assert again != first
+    assert costs_of(target, NoDrafter) == again
+    assert len(kept.measured) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"costs": null}',
+        b'{"costs": {"verify": 3}}',
+        b'{"costs": {"verify": {"knots": []}, "chain": {"knots": []}, "tree": {"knots": []}, "width": 1, '
+        b'"per_token": 0, "per_row": 0, "draft_per_row": 0, "context": 0}}',
+    ],
+)
+def test_a_file_that_cannot_be_read_is_measured_again(text, target, kept):
+    costs_of(target, NoDrafter)
+    file = next(kept.folder.iterdir())
+    file.write_bytes(text)
+    assert costs_of(target, NoDrafter) == kept.measured[1]
+    assert costs_of(target, NoDrafter) == kept.measured[1]
+    assert len(kept.measured) == 2
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(target, kept, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "file"))
+    assert costs_of(target, NoDrafter) == kept.measured[0]
+    assert costs_of(target, NoDrafter) == kept.measured[1]
+    # A folder where the file would be.
+    monkeypatch.setenv("DRAFTWING_CACHE", str(kept.folder))
+    costs_of(target, NoDrafter)
+    file = next(kept.folder.iterdir())
+    file.unlink()
+    file.mkdir()
+    assert costs_of(target, NoDrafter) == kept.measured[3]
+
+
+def test_what_runs_otherwise_is_measured_for_itself(target, makers, kept, folder_of, monkeypatch):
+    def number(of=target, maker=NoDrafter) -> int:
+        return int(costs_of(of, maker).verify(1))
+
+    folder = folder_of("llama", **CHANGES)
+    wide = LeanTarget.from_folder(folder, torch.float64, name="tiny")
+    named = LeanTarget.from_folder(folder, torch.float32, name="other")
+    other = LeanTarget.from_folder(folder_of("llama", num_hidden_layers=1), torch.float32, name="tiny")
+    threads = torch.get_num_threads()
+    assert [number(), number(wide), number(named), number(other)] == [1, 2, 3, 4]
+    assert [number(maker=makers[name]) for name in ("lookup", "eagle3", "causal-lm")] == [5, 6, 7]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert number() == 8
+    monkeypatch.undo()  # the folder too
+    monkeypatch.setenv("DRAFTWING_CACHE", str(kept.folder))
+    monkeypatch.setattr(profile, "measure", lambda *_: pytest.fail("measured again"))
+    assert [number(), number(wide), number(named), number(other)] == [1, 2, 3, 4]
+    assert number(maker=makers["causal-lm"]) == 7
+
+
+def test_where_costs_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DRAFTWING_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "draftwing"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "draftwing"
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+
+
+# --- a planner of it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "reads"),
+    [
+        ("lookup", "match", False),
+        ("eagle3", "match", True),
+        ("eagle3", "match-top", True),
+        ("eagle3", "speculative", False),
+        ("causal-lm", "multi-round", False),
+        ("causal-lm", "block", False),
+    ],
+)
+def test_a_planner_suits_drafter_and_rule(name, rule, reads, target, makers, kept, monkeypatch):
+    costs = Costs(Curve(((1, 1.0),)), Curve(((1, 0.1),)), Curve(((1, 0.1),)), width=4)
+    monkeypatch.setattr(profile, "measure", lambda *_: costs)
+    planner = planner_for(target, makers[name], rule)
+    assert planner.costs == costs
+    assert planner.reads == reads
+    chains = {arm.is_chain for arm in planner.arms}
+    assert chains == ({True} if rule in ("speculative", "block") or name == "lookup" else {True, False})
