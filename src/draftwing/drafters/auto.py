@@ -45,6 +45,7 @@ class Acceptance:
     """How often drafted tokens with such a chance were accepted: binned, by depth, decayed, never falling.
 
     Bins of one depth are pooled where they fall (isotonic regression), so that a greater chance never counts less.
+    Until a depth has been seen often enough, it is believed to be as the one above: deep nodes are rarely reached.
     """
 
     def __init__(self) -> None:
@@ -65,23 +66,17 @@ class Acceptance:
         self._sums[touched] = self._prior + FORGET ** len(chances) * (self._sums[touched] - self._prior)
         for kind, values in enumerate((np.ones_like(chances), chances, accepted)):
             np.add.at(self._sums, (place, np.full_like(place, kind), bins), values)
-        for depth in touched:
-            self._lines[depth] = None
+        self._lines = [None] * NUM_DEPTHS
 
     def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
         """The chance at which such nodes of this depth were accepted, of any shape."""
-        place = min(depth, NUM_DEPTHS) - 1
-        line = self._lines[place]
-        if line is None:
-            line = self._lines[place] = self._line(place)
-        found: np.ndarray = np.interp(chances, *line)
+        found: np.ndarray = np.interp(chances, *self._line(min(depth, NUM_DEPTHS) - 1))
         return found
 
     def one(self, chance: float, depth: int) -> float:
         """The same for one node, faster."""
         place = min(depth, NUM_DEPTHS) - 1
-        if self._lines[place] is None:
-            self._lines[place] = self._line(place)
+        self._line(place)
         at, rates = self._lists[place]
         right = bisect.bisect_left(at, chance)
         if right == 0 or right == len(at):
@@ -91,7 +86,13 @@ class Acceptance:
         return rates[right - 1] + share * (rates[right] - rates[right - 1])
 
     def _line(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """The mean chance of each bin, and the rate at which its nodes were accepted."""
+        known = self._lines[place]
+        if known is not None:
+            return known
         seen, chances, hits = self._sums[place]
+        if place:
+            hits = hits - self._prior[2] + PRIOR * self._line(place - 1)[1]
         blocks: list[list[float]] = []  # (hits, seen, bins)
         for hit, count in zip(hits, seen, strict=True):
             blocks.append([hit, count, 1])
@@ -100,7 +101,8 @@ class Acceptance:
                 blocks[-1] = [a + b for a, b in zip(blocks[-1], last, strict=True)]
         rates = np.concatenate([np.full(int(bins), hit / count) for hit, count, bins in blocks])
         self._lists[place] = (chances / seen).tolist(), rates.tolist()
-        return chances / seen, rates
+        line = self._lines[place] = chances / seen, rates
+        return line
 
 
 class _Line:
@@ -175,7 +177,8 @@ class Planner:
     costs: Costs
     arms: Sequence[Budget]
     reads: bool = True
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of chains, by the margin of their best two scores
+    tree_acceptance: Acceptance = field(default_factory=Acceptance)  # by the chances that the drafter gives
 
     @classmethod
     def of(cls, costs: Costs, rule: Rule, *, free: bool, on_cpu: bool) -> Planner:
@@ -271,7 +274,10 @@ class Planner:
             for hit in on_path[here]:
                 self._continues[place] += 0.03 * (hit - self._continues[place])
         if self._raw is not None and self._raw.shape == parents.shape:
-            self.acceptance.observe(self._raw[tried], depths[tried], on_path[tried])
+            chosen = self._chosen
+            is_tree = chosen is not None and chosen.budget.width > 1
+            acceptance = self.tree_acceptance if is_tree else self.acceptance
+            acceptance.observe(self._raw[tried], depths[tried], on_path[tried])
 
     # --- what a growing tree asks ----------------------------------------------------------------------------------
 
@@ -281,7 +287,7 @@ class Planner:
 
     def chances(self, raw: Tensor, depth: int) -> Tensor:
         """See ``Plan``."""
-        found = self.acceptance(raw.exp().numpy(), depth)
+        found = self.tree_acceptance(raw.exp().numpy(), depth)
         return torch.from_numpy(np.log(found.clip(1e-9))).to(raw.dtype)
 
     def another_level(self, reached: float, level: int, width: int) -> bool:
