@@ -10,6 +10,7 @@ inflection length). ``Costs`` is what was measured; how is in ``profile``.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, pairwise
@@ -125,8 +126,8 @@ class Curve:
         if len(points) < 2:
             return cls(tuple(points))
         slopes = [(high - low) / (right - left) for (left, low), (right, high) in combinations(points, 2)]
-        slope = max(_median(slopes), 0.0)
-        start = _median([seconds - slope * count for count, seconds in points])
+        slope = max(statistics.median(slopes), 0.0)
+        start = statistics.median([seconds - slope * count for count, seconds in points])
         return cls(tuple((count, max(start + slope * count, 0.0)) for count, _ in points))
 
     @classmethod
@@ -150,13 +151,7 @@ class Curve:
 def _quiet(values: Sequence[float]) -> float:
     """The median of the faster half."""
     ordered = sorted(values)
-    return _median(ordered[: (len(ordered) + 1) // 2])
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return statistics.median(ordered[: (len(ordered) + 1) // 2])
 
 
 @dataclass(frozen=True)
