@@ -359,7 +359,7 @@ def load_drafter(
 
     For the shipped target there are ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` too. ``tokenizer`` is the target's;
     without it nothing is known of what the draft's ids mean but their number. What drafts for a quantised target is
-    quantised like it.
+    quantised like it, and in float32 too where the CPU kernel drafts faster so: the text is the target's either way.
 
     Raises:
         TokenizerError: the draft model's tokenizer is not the target's.
@@ -375,7 +375,7 @@ def load_drafter(
     weights = target.weights
     if is_head(config, folder):
         own = target_id(target, tokenizer)
-        net = read_head(folder, target.embedding, target.head, own, target.dtype).prepack(weights)
+        net = read_head(folder, target.embedding, target.head, own, target.dtype).prepack(weights, fast=True)
         return partial(EagleDrafter, net, target, folder.name)
     if tokenizer is not None:
         tokenizer.check_same(Tokenizer(folder), str(draft))
@@ -384,7 +384,7 @@ def load_drafter(
             f"draft model {draft} is of type {config.get('model_type')!r}: a draft model must be one of "
             f"{', '.join(sorted(LEAN_MODEL_TYPES))}; or use draft='lookup'"
         )
-    model = LeanTarget.from_folder(folder, DTYPES[dtype], _device(device), name=folder.name, weights=weights)
+    model = LeanTarget.from_folder(folder, DTYPES[dtype], _device(device), name=folder.name, weights=weights, fast=True)
     return partial(CausalLMDrafter, model, target.vocab_size)
 
 

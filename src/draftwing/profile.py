@@ -206,7 +206,8 @@ def cache_folder() -> Path:
 def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool = False) -> Costs:
     """Measured costs, from the cache where this machine has measured the same before."""
     key = {
-        "version": 1,
+        "version": 2,
+        "runtime": getattr(target, "runtime", "torch"),
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes],
         "dtype": str(target.dtype),

@@ -21,6 +21,7 @@ from draftwing.model.linear import MIN_ROWS
 from draftwing.model.rope import Rotary
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.nets.eagle import EagleNet
+from draftwing.nets.fused import FusedEagle
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -51,6 +52,7 @@ class EagleDrafter:
         self._cache = KVCache(1, config.num_kv_heads, config.head_dim, dtype, device)
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         self._waiting = torch.zeros(0, 1, config.hidden_size * len(config.taps), dtype=dtype, device=device)
+        self._fused = None if net.kernel is None else FusedEagle(net.kernel, net, net.read_head)
         self._shifted = config.inputs != "feature-unshifted"
 
     # --- the rows --------------------------------------------------------------------------------------------------
@@ -67,9 +69,13 @@ class EagleDrafter:
             stop = min(start + PREFILL_CHUNK, count - 1)
             ids = tokens[start + 1 : stop + 1] if self._shifted else tokens[start:stop]
             chain = DraftTree.chain(torch.tensor([ids], device=ctx.device))
-            # Only the slots are wanted: the logits of one entry, not of a whole prompt.
-            first = torch.zeros(1, 1, 1, dtype=torch.int64, device=ctx.device)
-            self._forward(chain.tokens, self._fuse(features[:, start:stop]), chain, [start], row, last=first)
+            states = self._fuse(features[:, start:stop])
+            if self._fused is not None:
+                self._fused.forward(
+                    chain.tokens, states, chain, self._cache, self._rotary, [start], row, 0, want_logits=False
+                )
+            else:
+                self._run_net(chain.tokens, states, chain, [start], row, 0)
         self._fed.append(max(count - 1, 0))
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
         self._waiting = torch.cat([self._waiting, F.pad(last, (0, 0, 0, self._waiting.shape[1] - 1))])
@@ -144,7 +150,6 @@ class EagleDrafter:
         states: Tensor,
         tree: DraftTree,
         lengths: list[int],
-        first_row: int = 0,
         first_node: int = 0,
         last: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -154,9 +159,27 @@ class EagleDrafter:
             tokens: (B, W) what each entry reads; unused ones hold PAD.
             states: (B, W, H).
             lengths: entries of each row before the tree.
-            first_row: cache row of the first row.
             last: (B, 1, 1) the one node of each row whose logits and state are wanted; None for all.
         """
+        if self._fused is not None:
+            logits, fed_back = self._fused.forward(
+                tokens, states, tree, self._cache, self._rotary, lengths, 0, first_node
+            )
+            if last is None or tokens.shape[1] == 1:
+                return logits, fed_back
+            return logits.gather(1, last.expand(-1, 1, logits.shape[2])), fed_back.gather(
+                1, last.expand(-1, 1, fed_back.shape[2])
+            )
+        fed_back, read = self._run_net(tokens, states, tree, lengths, 0, first_node)
+        if last is not None:
+            fed_back, read = (each.gather(1, last.expand(-1, 1, each.shape[2])) for each in (fed_back, read))
+        logits = self.net.logits(read.flatten(0, 1)).view(len(tokens), read.shape[1], -1)
+        return self.net.to_target(logits), fed_back
+
+    def _run_net(
+        self, tokens: Tensor, states: Tensor, tree: DraftTree, lengths: list[int], first_row: int, first_node: int
+    ) -> tuple[Tensor, Tensor]:
+        """What is fed back and what the LM head reads, (B, W, H) each."""
         rows, nodes = tokens.shape
         real, config = rows * nodes, self.net.config
         self._cache.reserve(first_row + rows, max(lengths) + tree.num_nodes)
@@ -178,8 +201,4 @@ class EagleDrafter:
             real + padding,
         )
         fed_back, read = self.net.forward(ids, F.pad(states.flatten(0, 1), (0, 0, 0, padding)), cis, attend)
-        fed_back, read = (each[:real].view(rows, nodes, -1) for each in (fed_back, read))
-        if last is not None:
-            fed_back, read = (each.gather(1, last.expand(-1, 1, each.shape[2])) for each in (fed_back, read))
-        logits = self.net.logits(read.flatten(0, 1)).view(rows, read.shape[1], -1)
-        return self.net.to_target(logits), fed_back
+        return fed_back[:real].view(rows, nodes, -1), read[:real].view(rows, nodes, -1)

@@ -85,7 +85,7 @@ class GatedMLP(nn.Module):
     def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.activation_name = ACTIVATIONS[activation], activation
         self._width = gate_up.num_out // 2
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

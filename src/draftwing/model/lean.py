@@ -1,7 +1,8 @@
 """The lean decoder: a target for the Llama family with static KV slots, tree attention and taps.
 
 It loads Hugging Face folders and gives transformers' logits, at a fraction of the overhead: one fused matrix for
-queries, keys and values, one for gate and up, prepacked weights on a CPU, residuals added inside the product.
+queries, keys and values, one for gate and up, and on a CPU all layers as one program (``model.fused``) or, where that
+cannot be, prepacked weights with residuals added inside the product.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from draftwing.errors import CheckpointError
 from draftwing.model.cache import KVCache, TreeAttention
 from draftwing.model.causal import CausalAttention
 from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.fused import FusedDecoder, kernel_for
+from draftwing.model.kernel import Heads, Kernel
 from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import MIN_ROWS, Linear, check_weights
 from draftwing.model.rope import Rotary
@@ -48,6 +51,7 @@ class LeanTarget(Target):
         norm: RMSNorm,
         head: Linear,
         name: str = "model",
+        kernel: Kernel | None = None,
     ) -> None:
         self.config, self.name = config, name
         self._embedding, self.layers, self.norm, self._head = embedding, layers, norm, head
@@ -57,6 +61,9 @@ class LeanTarget(Target):
         self.eos_ids = config.eos_ids
         self.rotary = Rotary(config.rope, self.dtype, self.device)
         self._scale = config.head_dim**-0.5
+        self._fused = (
+            None if kernel is None else FusedDecoder(kernel, config, embedding, layers, norm, head, self.rotary)
+        )
         self._num_weight_bytes = head.num_bytes + sum(
             _active_bytes(layer, config.moe.num_experts_per_token if config.moe else 0) for layer in layers
         )
@@ -71,8 +78,11 @@ class LeanTarget(Target):
         prepack: bool = True,
         name: str | None = None,
         weights: str | None = None,
+        fast: bool = False,
     ) -> LeanTarget:
         """Load a Hugging Face folder; ``weights`` quantises its matrices, all but the routers of experts.
+
+        ``fast`` quantises them too where the CPU kernel is faster so: for a model that drafts, whose law nobody keeps.
 
         Raises:
             ConfigError, UnsupportedError: the config cannot be run here, or not with these ``weights``.
@@ -80,7 +90,14 @@ class LeanTarget(Target):
         """
         check_weights(weights, dtype, torch.device(device))
         config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
-        reader = _Reader(WeightFiles(folder), dtype, torch.device(device), prepack, weights)
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        is_dense = config.moe is None
+        kernel = (
+            kernel_for(dtype, torch.device(device), heads, config.activation, is_dense=is_dense) if prepack else None
+        )
+        if fast and kernel is not None and kernel.has_int8:
+            weights = "int8"
+        reader = _Reader(WeightFiles(folder), dtype, torch.device(device), prepack, weights, kernel is not None)
         embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_read_layer(reader, config, index) for index in range(config.num_layers)]
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
@@ -95,12 +112,17 @@ class LeanTarget(Target):
                 f"{folder}: {len(unused)} weights have no place in a {config.model_type} model, first {unused[0]!r}: "
                 f"is config.json that of another model?"
             )
-        return cls(config, embedding, layers, norm, head, name or folder.name)
+        return cls(config, embedding, layers, norm, head, name or folder.name, kernel)
 
     @property
     def weights(self) -> str | None:
         """How the matrices are quantised; None where they are as ``dtype`` says."""
         return self._head.quantised
+
+    @property
+    def runtime(self) -> str:
+        """What runs its layers: ``kernel`` or ``torch``."""
+        return "torch" if self._fused is None else "kernel"
 
     @property
     def num_weight_bytes(self) -> int:
@@ -136,7 +158,12 @@ class LeanTarget(Target):
         for start in range(0, len(ids) - 1, PREFILL_CHUNK):
             chunk = ids[start : min(start + PREFILL_CHUNK, len(ids) - 1)]
             tree = DraftTree.chain(torch.tensor([chunk], device=self.device))
-            _, taps = self._hidden(ctx.cache, row, [start], [len(ids)], tree, 0, features)
+            if self._fused is not None:
+                _, taps = self._fused.forward(
+                    ctx.cache, row, [start], [len(ids)], tree, 0, features.taps, want_logits=False
+                )
+            else:
+                _, taps = self._hidden(ctx.cache, row, [start], [len(ids)], tree, 0, features)
             pieces.append(taps)
         ctx.rows.append(Row(ids, len(ids) - 1, len(ids)))
         if not features.taps:
@@ -156,6 +183,12 @@ class LeanTarget(Target):
         """
         assert isinstance(ctx, LeanContext)
         prompts = [row.prompt_length for row in ctx.rows]
+        if self._fused is not None:
+            found, taps = self._fused.forward(
+                ctx.cache, 0, ctx.lengths, prompts, tree, first_node, features.taps, want_logits=True
+            )
+            assert found is not None
+            return TargetOutput(found, taps)
         hidden, taps = self._hidden(ctx.cache, 0, ctx.lengths, prompts, tree, first_node, features)
         rows, nodes = tree.num_rows, tree.num_nodes - first_node
         logits = self._head.forward(hidden)[: rows * nodes].view(rows, nodes, -1)
@@ -208,6 +241,8 @@ class LeanTarget(Target):
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
         """See ``Target.score``."""
         rows, length = ids.shape
+        if self._fused is not None:
+            return self._score_fused(ids, features)
         real = rows * length
         positions = torch.arange(length, device=self.device).repeat(rows)
         lengths = torch.full_like(positions, length)
@@ -218,11 +253,31 @@ class LeanTarget(Target):
             self._head.forward(x).view(rows, length, -1), None if taps is None else taps.view(rows, length, -1)
         )
 
+    def _score_fused(self, ids: Tensor, features: FeatureSpec) -> TargetOutput:
+        assert self._fused is not None
+        rows, length = ids.shape
+        c = self.config
+        cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        cache.reserve(rows, length)
+        pieces = []
+        for start in range(0, length, PREFILL_CHUNK):
+            tree = DraftTree.chain(ids[:, start : start + PREFILL_CHUNK])
+            starts, ends = [start] * rows, [length] * rows
+            found = self._fused.forward(cache, 0, starts, ends, tree, 0, features.taps, want_logits=True)
+            pieces.append(found)
+        logits = torch.cat([found for found, _ in pieces if found is not None], 1)
+        tapped = [taps for _, taps in pieces if taps is not None]
+        return TargetOutput(logits, torch.cat(tapped, 1) if tapped else None)
+
     @torch.inference_mode()
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. A chain's nodes lie in their final slots already."""
         assert isinstance(ctx, LeanContext)
-        if not tree.is_chain:
+        if tree.is_chain:
+            return
+        if self._fused is not None:
+            self._fused.kernel.commit(ctx.cache.data, ctx.tensor(ctx.lengths), accepted.path)
+        else:
             ctx.cache.commit(ctx.tensor(ctx.lengths), accepted)
 
     @torch.inference_mode()
@@ -257,6 +312,7 @@ class _Reader:
     device: torch.device
     prepack: bool
     weights: str | None
+    fuse: bool
 
     def __post_init__(self) -> None:
         self.used: set[str] = set()
@@ -267,22 +323,32 @@ class _Reader:
         check_finite(name, weight)
         return weight.to(self.device)
 
-    def packed(self, linear: Linear, *, exact: bool = False) -> Linear:
-        if self.weights is not None and not exact:
+    def packed(self, linear: Linear, *, exact: bool = False, gated: bool = False) -> Linear:
+        if self.fuse:
+            linear.fuse(None if exact else self.weights, gated=gated)
+        elif self.weights is not None and not exact:
             linear.quantise(self.weights)
         elif self.prepack:
             linear.prepack()
         return linear
 
     def linear(
-        self, names: Sequence[str], outs: Sequence[int], num_in: int, bias: bool = False, *, exact: bool = False
+        self,
+        names: Sequence[str],
+        outs: Sequence[int],
+        num_in: int,
+        bias: bool = False,
+        *,
+        exact: bool = False,
+        gated: bool = False,
     ) -> Linear:
         """Several matrices of one input, stacked; an ``exact`` one is never quantised."""
         weights = [self.tensor(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
         biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)] if bias else None
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
         del weights  # else the float matrices lie there twice while one is quantised
-        return self.packed(Linear(stacked, None if biases is None else torch.cat(biases)), exact=exact)
+        bias_of_all = None if biases is None else torch.cat(biases)
+        return self.packed(Linear(stacked, bias_of_all), exact=exact, gated=gated)
 
 
 def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> DecoderLayer:
@@ -318,7 +384,7 @@ def _read_mlp(reader: _Reader, config: ModelConfig, index: int, base: str) -> Ga
 
     def gated(gate: list[str], down: str, width: int, bias: bool = False) -> GatedMLP:
         outs = [2 * width] if len(gate) == 1 else [width, width]
-        gate_up = reader.linear(gate, outs, hidden, bias)
+        gate_up = reader.linear(gate, outs, hidden, bias, gated=True)
         return GatedMLP(gate_up, reader.linear([down], [hidden], width, bias), config.activation)
 
     moe = config.moe

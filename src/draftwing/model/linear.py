@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.model.kernel import Packed, Program, get_kernel
 
 __all__ = ["MIN_ROWS", "WEIGHTS", "Linear", "can_prepack", "check_weights"]
 
@@ -80,15 +81,27 @@ class Linear(nn.Module):
         self.dtype = weight.dtype
         self._packed: Tensor | None = None
         self._int8: _Int8 | None = None
+        self._fused: Packed | None = None
+        self._program: Program | None = None
 
     @property
     def quantised(self) -> str | None:
         """How: one of ``WEIGHTS``; None where it is not."""
+        if self._fused is not None:
+            return "int8" if self._fused.bits == 8 else None
         return None if self._int8 is None else "int8"
+
+    @property
+    def fused(self) -> Packed:
+        """The matrix as the CPU kernel reads it; only after ``fuse``."""
+        assert self._fused is not None
+        return self._fused
 
     @property
     def num_bytes(self) -> int:
         """Bytes read for one forward."""
+        if self._fused is not None:
+            return self._fused.num_bytes
         if self._int8 is not None:
             return self.num_out * (self.num_in + self._int8.scales.element_size())
         return self.num_out * self.num_in * self.weight.element_size()
@@ -99,6 +112,25 @@ class Linear(nn.Module):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
             if not keep:
                 self._drop()
+
+    def fuse(self, weights: str | None = None, *, gated: bool = False) -> None:
+        """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``weights`` says so.
+
+        Args:
+            gated: its first half are gates of its second. It then runs in programs alone, not by ``forward``.
+        """
+        if self._fused is None:
+            bias = None if self.bias is None else self.bias.detach()
+            self._fused = Packed.of(self.weight.detach(), bias, bits=32 if weights is None else 8, gated=gated)
+            self._drop()
+
+    def quantised_copy(self) -> Linear | None:
+        """The same matrix in 8 bits for drafting; None where this one is not fused, or has 8 bits already."""
+        if self._fused is None or self._fused.bits != 32:
+            return None
+        copy = Linear(self._fused.plain(), None if self.bias is None else self.bias.detach())
+        copy.fuse("int8")
+        return copy
 
     def quantise(self, weights: str = "int8") -> None:
         """Keep the weight in 8 bits alone: another matrix, within about a percent. Not for a prepacked one.
@@ -124,6 +156,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, in) -> (R, out); ``residual`` (R, out) is added in the same kernel where there is one."""
+        if self._fused is not None:
+            return self._forward_fused(x, residual)
         if self._int8 is not None:
             return self._int8.forward(x, self.bias, residual)
         packed = self._packed
@@ -139,6 +173,16 @@ class Linear(nn.Module):
         else:
             out = _product_added(x, residual, packed, self.bias, "add")
         return out[:rows] if rows < MIN_ROWS else out
+
+    def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        packed, kernel = self.fused, get_kernel()
+        assert not packed.gated and kernel is not None
+        if self._program is None:
+            self._program = Program(kernel)
+            self._program.linear(self._program.outside(self.num_in), packed, self._program.outside(self.num_out))
+        out = torch.empty(x.shape[0], self.num_out)
+        self._program.run(x.shape[0], 1, {0: x.float().contiguous(), 1: out})
+        return out if residual is None else residual + out
 
 
 class _Int8:

@@ -347,6 +347,11 @@ class Rotary:
         fresh = torch.arange(rows, 1 << (length - 1).bit_length(), device=self.device)
         self._table = torch.cat((self._table, self._factors(fresh, self.inv_freq)))
 
+    def table(self, length: int) -> Tensor:
+        """The factors of positions 0 to at least ``length - 1``, (positions, rotary_dim / 2); not for type dynamic."""
+        self.reserve(length)
+        return self._table
+
     @torch.no_grad()
     def cis(self, positions: Tensor, prompt_lengths: Tensor | None = None, *, upto: int | None = None) -> Tensor:
         """The rotation factors of tokens.

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.config import Activation, ModelConfig
+from draftwing.model.fused import kernel_for
+from draftwing.model.kernel import Heads, Kernel
 from draftwing.model.layers import Attend, DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
 from draftwing.model.rope import RopeConfig
@@ -210,6 +212,7 @@ class EagleNet(nn.Module):
         # EAGLE-1's head is the target's: kept in a list, so that it is no parameter of this module.
         self._target_head = [target_head] if target_head is not None and not is_third else []
         self.head = matrix(config.draft_vocab_size, hidden) if is_third else None
+        self.kernel: Kernel | None = None  # where ``prepack`` has laid the matrices out for it
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features (R, F) as the states (R, H) of entries: EAGLE-3's fc, for EAGLE-1 nothing."""
@@ -252,10 +255,13 @@ class EagleNet(nn.Module):
 
     def logits(self, read: Tensor) -> Tensor:
         """(R, H) -> (R, V_draft) in the draft vocabulary; ``to_target`` puts them among the target's tokens."""
-        if self.head is not None:
-            return self.head.forward(read)
-        head = self._target_head[0]
+        head = self.read_head
         return head.forward(read.to(head.dtype))
+
+    @property
+    def read_head(self) -> Linear:
+        """The LM head that ``logits`` uses: its own or, in EAGLE-1, the target's."""
+        return self._target_head[0] if self.head is None else self.head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,7 +271,7 @@ class EagleNet(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """(V_draft, H) of the head that ``logits`` uses."""
-        return self.head.weight if self.head is not None else self._target_head[0].weight
+        return self.read_head.weight
 
     def to_target(self, logits: Tensor) -> Tensor:
         """(..., V_draft) -> (..., V): tokens outside the draft vocabulary get -inf."""
@@ -274,19 +280,34 @@ class EagleNet(nn.Module):
         wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
         return wide.index_copy_(-1, self.target_ids, logits)
 
-    def prepack(self, weights: str | None = None) -> EagleNet:
+    def prepack(self, weights: str | None = None, *, fast: bool = False) -> EagleNet:
         """Lay the matrices out for decoding, quantised where ``weights`` says so (see ``Linear``).
+
+        ``fast`` takes 8 bits too where the CPU kernel makes drafting faster by them: it changes what is guessed a
+        little, and the target's text not at all.
 
         The net cannot be trained or saved after it.
         """
         self.requires_grad_(False)
+        layer, mlp = self.layer, self.layer.mlp
+        assert isinstance(mlp, GatedMLP)
+        heads = Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        if self.config.inputs.startswith("feature-"):
+            self.kernel = kernel_for(self.dtype, self.embedding.device, heads, mlp.activation_name)
+        if fast and self.kernel is not None and self.kernel.has_int8:
+            weights = "int8"
         for module in self.modules():
             if not isinstance(module, Linear):
                 continue
-            if weights is None:
+            if self.kernel is not None:
+                module.fuse(weights, gated=module is mlp.gate_up)
+            elif weights is None:
                 module.prepack()
             else:
                 module.quantise(weights)
+        if weights is not None and self._target_head:
+            copy = self._target_head[0].quantised_copy()
+            self._target_head = self._target_head if copy is None else [copy]
         return self
 
     # --- the tensors of a head, by the names that the field gives them ---------------------------------------------

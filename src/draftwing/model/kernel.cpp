@@ -1,0 +1,714 @@
+// One forward of a decoder on a CPU, as one parallel region: see kernel.py.
+//
+// A program is a list of operations over buffers of rows. Threads walk it side by side and claim pieces of each
+// operation; an operation begins when every piece of the one before is done. Nobody waits for a thread that has not
+// come: on a busy machine, where a helper may be away for milliseconds, the caller does the work alone.
+//
+// Every number of a row is computed in one order that depends on nothing but the row itself: products run along
+// their inputs, attention runs along positions. So a row has the same bits whatever stands beside it: alone, in a
+// chain, in any tree. Nothing here may be compiled with reassociation (-ffast-math).
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef float v16u __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+
+constexpr int TILE = 64;  // outputs computed together: 4 vectors
+constexpr int PARTS = TILE / 16;
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 6;  // rows of one pass over a tile: 24 of 32 registers hold sums
+#else
+constexpr int MAX_ROWS = 2;
+#endif
+constexpr int KEYS = 16;  // slots whose keys lie transposed side by side
+constexpr int MAX_OPS = 1024;
+constexpr int NUM_BUFFERS = 16;
+
+enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4 };
+enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4 };
+
+inline v16 load(const float* from) { return *reinterpret_cast<const v16u*>(from); }
+inline void store(float* to, v16 value) { *reinterpret_cast<v16u*>(to) = value; }
+inline v16 spread(float value) { return v16{} + value; }
+
+inline float sum_of(v16 lanes) {
+    float half[8], sum[4];
+    for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
+    for (int i = 0; i < 4; ++i) sum[i] = half[i] + half[i + 4];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// e^x to about one unit in the last place; below -87 zero.
+inline v16 exp_of(v16 x) {
+    const v16 lowest = spread(-87.0f), highest = spread(88.0f);
+    const i16 vanishes = x < lowest;
+    v16 t = x < lowest ? lowest : x;
+    t = t > highest ? highest : t;
+    const v16 magic = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const v16 n = (t * 1.44269504088896341f + magic) - magic;
+    const v16 r = (t - n * 0.693359375f) - n * -2.12194440e-4f;
+    v16 p = spread(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const i16 power = (__builtin_convertvector(n, i16) + 127) << 23;
+    p *= (v16)power;  // the bits, not the numbers
+    return vanishes ? v16{} : p;
+}
+
+inline v16 activate(int32_t kind, v16 x) {
+    if (kind == SILU) return x / (1.0f + exp_of(-x));
+    if (kind == GELU_TANH) {
+        const v16 inner = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+        return x / (1.0f + exp_of(-inner));
+    }
+    v16 out;
+    for (int i = 0; i < 16; ++i) out[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
+    return out;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Op {
+    int32_t kind, source, target, column;  // column: where in the target's rows the result begins
+    int32_t num_in, num_out, epilogue, bits;  // bits of the weight: 32 or 8
+    int32_t num_heads, num_kv_heads, head_dim, layer;
+    int32_t window;  // 0: none
+    float eps, scale;
+    const float* norm;  // (num_in): the source is normed on its way in
+    const void* weight;  // packed; of EMBED (V, num_out)
+    const float* scales;  // (padded num_out), of int8
+    const int32_t* sums;  // (padded num_out), of int8: what the rows' offset of 128 adds
+    const float* bias;  // (padded num_out)
+    const int64_t* places;  // (num_out): where in the target's row each output goes; null: side by side
+    const float* q_norm;  // (head_dim)
+    const float* k_norm;
+};
+
+struct Batch {
+    int32_t rows, nodes, first_node, tree_nodes;  // nodes forwarded for each row; the tree has tree_nodes
+    int32_t rotary_half, rotation_by_row;
+    const int64_t* tokens;  // (rows * nodes)
+    const int64_t* parents;  // (rows, tree_nodes)
+    const int64_t* lengths;  // (rows) committed slots
+    const float* rotation;  // (positions or rows * nodes, rotary_half, 2)
+    float* cache;  // this batch's first row: keys, then values
+    int64_t layer_stride, value_stride, row_stride, head_stride;
+    float* buffers[NUM_BUFFERS];
+    int32_t widths[NUM_BUFFERS];
+};
+}
+
+namespace {
+
+// --- memory of a thread ----------------------------------------------------------------------------------------------
+
+struct Scratch {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Scratch() { free(data); }
+    template <typename T> T* get(size_t count) {
+        const size_t wanted = (count * sizeof(T) + 127) / 64 * 64;
+        if (wanted > size) {
+            free(data);
+            data = aligned_alloc(64, wanted);
+            if (data == nullptr) abort();
+            size = wanted;
+        }
+        return static_cast<T*>(data);
+    }
+};
+
+thread_local Scratch prepared_rows, row_scales, attention_queries, attention_scores;
+
+// --- a matrix times rows ---------------------------------------------------------------------------------------------
+
+void norm_row(const float* x, const float* weight, int width, float eps, float* out) {
+    v16 squares{};
+    int i = 0;
+    for (; i + 16 <= width; i += 16) {
+        const v16 part = load(x + i);
+        squares += part * part;
+    }
+    float total = sum_of(squares);
+    for (; i < width; ++i) total += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
+    for (i = 0; i + 16 <= width; i += 16) store(out + i, load(x + i) * factor * load(weight + i));
+    for (; i < width; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// To 8 bits, 128 for zero; what one level is worth comes back.
+float quantise_row(const float* x, int width, int padded, uint8_t* out) {
+    float largest = 0.0f;
+    for (int i = 0; i < width; ++i) largest = std::fmax(largest, std::fabs(x[i]));
+    const float levels = largest > 0.0f ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < width; ++i) out[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i] * levels + 128.5f));
+    for (int i = width; i < padded; ++i) out[i] = 128;
+    // NaN must stay visible: comparisons above have let it through as some level or other.
+    float check = 0.0f;
+    for (int i = 0; i < width; ++i) check += x[i] * 0.0f;
+    return largest / 127.0f + check;
+}
+
+template <int R> inline void tile_product(const float* x, size_t stride, const float* w, int count, v16 (&sum)[R][PARTS]) {
+    v16 acc[R][PARTS] = {};
+    for (int k = 0; k < count; ++k, w += TILE) {
+        const v16 w0 = load(w), w1 = load(w + 16), w2 = load(w + 32), w3 = load(w + 48);
+        __builtin_prefetch(w + 24 * TILE);
+        __builtin_prefetch(w + 24 * TILE + 16);
+        __builtin_prefetch(w + 24 * TILE + 32);
+        __builtin_prefetch(w + 24 * TILE + 48);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const v16 value = spread(x[r * stride + k]);
+            acc[r][0] += value * w0;
+            acc[r][1] += value * w1;
+            acc[r][2] += value * w2;
+            acc[r][3] += value * w3;
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
+}
+
+// Sums of four products of unsigned and signed bytes, added to 32 bits: exact in any order.
+inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
+#if defined(__AVX512VNNI__)
+    return (i16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
+#elif defined(__AVXVNNI__)
+    const __m256i value = _mm256_set1_epi32(four);
+    __m256i halves[2];
+    memcpy(halves, &acc, 64);
+    for (int h = 0; h < 2; ++h) {
+        const __m256i part = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * h));
+        halves[h] = _mm256_dpbusd_avx_epi32(halves[h], value, part);
+    }
+    memcpy(&acc, halves, 64);
+    return acc;
+#else
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(&four);
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < 4; ++j) acc[i] += static_cast<int32_t>(x[j]) * static_cast<int32_t>(w[4 * i + j]);
+    return acc;
+#endif
+}
+
+template <int R>
+inline void tile_product(const uint8_t* x, size_t stride, const int8_t* w, int count, i16 (&sum)[R][PARTS]) {
+    i16 acc[R][PARTS] = {};
+    for (int k = 0; k < count; k += 4, w += 4 * TILE) {
+        __builtin_prefetch(w + 32 * TILE);
+        __builtin_prefetch(w + 33 * TILE);
+        __builtin_prefetch(w + 34 * TILE);
+        __builtin_prefetch(w + 35 * TILE);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            int32_t four;
+            memcpy(&four, x + r * stride + k, 4);
+            acc[r][0] = dot4(acc[r][0], four, w);
+            acc[r][1] = dot4(acc[r][1], four, w + 64);
+            acc[r][2] = dot4(acc[r][2], four, w + 128);
+            acc[r][3] = dot4(acc[r][3], four, w + 192);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
+}
+
+struct Rows {  // of a product, as its weight wants them
+    const void* data;
+    size_t stride;
+    const float* scales;
+};
+
+inline int padded_inputs(const Op& op) { return (op.num_in + 3) / 4 * 4; }
+
+Rows prepare(const Op& op, const Batch& batch) {
+    const int count = batch.rows * batch.nodes, width = op.num_in;
+    const float* x = batch.buffers[op.source];
+    const size_t stride = batch.widths[op.source];
+    if (op.bits == 32) {
+        if (op.norm == nullptr) return {x, stride, nullptr};
+        float* out = prepared_rows.get<float>(static_cast<size_t>(count) * width);
+        for (int r = 0; r < count; ++r) norm_row(x + r * stride, op.norm, width, op.eps, out + static_cast<size_t>(r) * width);
+        return {out, static_cast<size_t>(width), nullptr};
+    }
+    const int padded = padded_inputs(op);
+    float* scales = row_scales.get<float>(count + width + 16);
+    float* normed = scales + (count + 15) / 16 * 16;
+    uint8_t* out = prepared_rows.get<uint8_t>(static_cast<size_t>(count) * padded);
+    for (int r = 0; r < count; ++r) {
+        const float* row = x + r * stride;
+        if (op.norm != nullptr) {
+            norm_row(row, op.norm, width, op.eps, normed);
+            row = normed;
+        }
+        scales[r] = quantise_row(row, width, padded, out + static_cast<size_t>(r) * padded);
+    }
+    return {out, static_cast<size_t>(padded), scales};
+}
+
+template <int R> inline void product(const Op& op, const Rows& rows, int first, int tile, v16 (&out)[R][PARTS]) {
+    if (op.bits == 32) {
+        const float* x = static_cast<const float*>(rows.data) + first * rows.stride;
+        const float* w = static_cast<const float*>(op.weight) + static_cast<size_t>(tile) * op.num_in * TILE;
+        tile_product<R>(x, rows.stride, w, op.num_in, out);
+    } else {
+        const int padded = padded_inputs(op);
+        i16 sums[R][PARTS];
+        const uint8_t* x = static_cast<const uint8_t*>(rows.data) + first * rows.stride;
+        const int8_t* w = static_cast<const int8_t*>(op.weight) + static_cast<size_t>(tile) * padded * TILE;
+        tile_product<R>(x, rows.stride, w, padded, sums);
+        for (int c = 0; c < PARTS; ++c) {
+            const int at = tile * TILE + 16 * c;
+            const i16 offset = *reinterpret_cast<const i16*>(op.sums + at);
+            const v16 scale = load(op.scales + at);
+            for (int r = 0; r < R; ++r)
+                out[r][c] = __builtin_convertvector(sums[r][c] - offset, v16) * rows.scales[first + r] * scale;
+        }
+    }
+    if (op.bias != nullptr)
+        for (int c = 0; c < PARTS; ++c) {
+            const v16 bias = load(op.bias + tile * TILE + 16 * c);
+            for (int r = 0; r < R; ++r) out[r][c] += bias;
+        }
+}
+
+inline void put(float* to, v16 value, int room, bool add) {
+    if (room >= 16) {
+        store(to, add ? load(to) + value : value);
+        return;
+    }
+    for (int i = 0; i < room; ++i) to[i] = add ? to[i] + value[i] : value[i];
+}
+
+template <int R> void tile_rows(const Op& op, const Batch& batch, const Rows& rows, int first, int tile) {
+    const bool gated = op.epilogue >= SILU;
+    v16 found[R][PARTS];
+    product<R>(op, rows, first, gated ? 2 * tile : tile, found);
+    if (gated) {  // a tile of gates lies before the tile of what they let through
+        v16 up[R][PARTS];
+        product<R>(op, rows, first, 2 * tile + 1, up);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < PARTS; ++c) found[r][c] = activate(op.epilogue, found[r][c]) * up[r][c];
+    }
+    const int width = batch.widths[op.target];
+    for (int r = 0; r < R; ++r) {
+        float* row = batch.buffers[op.target] + static_cast<size_t>(first + r) * width + op.column + tile * TILE;
+        for (int c = 0; c < PARTS; ++c) {
+            const int room = op.num_out - tile * TILE - 16 * c;
+            if (room <= 0) break;
+            if (op.places == nullptr) {
+                put(row + 16 * c, found[r][c], room, op.epilogue == ADD);
+                continue;
+            }
+            const int64_t* places = op.places + tile * TILE + 16 * c;
+            for (int i = 0; i < 16 && i < room; ++i) row[places[i] - tile * TILE] = found[r][c][i];
+        }
+    }
+}
+
+void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, int last_tile) {
+    const int count = batch.rows * batch.nodes;
+    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
+    for (int tile = first_tile; tile < last_tile; ++tile)
+        for (int pass = 0; pass < passes; ++pass) {
+            const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
+            const int last = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes);
+            switch (last - first) {
+                case 1: tile_rows<1>(op, batch, rows, first, tile); break;
+                case 2: tile_rows<2>(op, batch, rows, first, tile); break;
+#if defined(__AVX512F__)
+                case 3: tile_rows<3>(op, batch, rows, first, tile); break;
+                case 4: tile_rows<4>(op, batch, rows, first, tile); break;
+                case 5: tile_rows<5>(op, batch, rows, first, tile); break;
+                case 6: tile_rows<6>(op, batch, rows, first, tile); break;
+#endif
+            }
+        }
+}
+
+// --- attention -------------------------------------------------------------------------------------------------------
+// Keys of 16 slots lie transposed, (dim, 16); values slot by slot, (dim).
+
+inline void rotate(const float* x, const float* norm, float eps, const float* rotation, int half, int dim, float* out) {
+    float normed[1024];
+    if (norm != nullptr) {
+        norm_row(x, norm, dim, eps, normed);
+        x = normed;
+    }
+    for (int i = 0; i < half; ++i) {
+        const float real = rotation[2 * i], imaginary = rotation[2 * i + 1];
+        out[i] = x[i] * real - x[half + i] * imaginary;
+        out[half + i] = x[i] * imaginary + x[half + i] * real;
+    }
+    for (int i = 2 * half; i < dim; ++i) out[i] = x[i];
+}
+
+template <int Q> inline void score_block(const float* queries, int dim, const float* keys, float* scores, size_t stride) {
+    v16 sum[Q] = {};
+    for (int d = 0; d < dim; ++d) {
+        const v16 key = load(keys + d * KEYS);
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; ++q) sum[q] += key * queries[q * dim + d];
+    }
+    for (int q = 0; q < Q; ++q) store(scores + q * stride, sum[q]);
+}
+
+// Values of slots from..to, weighted by `weights`, added to `out` (dim): in the order of the slots.
+template <int Q>
+inline void mix(const float* weights, size_t stride, const float* values, int from, int to, int dim, float* out) {
+    for (int d = 0; d < dim; d += 32) {
+        v16 sum[Q][2];
+        for (int q = 0; q < Q; ++q) sum[q][0] = load(out + q * dim + d), sum[q][1] = load(out + q * dim + d + 16);
+        for (int s = from; s < to; ++s) {
+            const v16 low = load(values + static_cast<size_t>(s) * dim + d);
+            const v16 high = load(values + static_cast<size_t>(s) * dim + d + 16);
+#pragma GCC unroll 8
+            for (int q = 0; q < Q; ++q) {
+                const float weight = weights[q * stride + s];
+                sum[q][0] += low * weight;
+                sum[q][1] += high * weight;
+            }
+        }
+        for (int q = 0; q < Q; ++q) store(out + q * dim + d, sum[q][0]), store(out + q * dim + d + 16, sum[q][1]);
+    }
+}
+
+// Positions from `low` to `last` of one query: scores to chances, in place; the sum comes back.
+float softmax(float* scores, int low, int last) {
+    const int begin = low / 16 * 16, end = (last + 16) / 16 * 16;
+    for (int i = begin; i < low; ++i) scores[i] = -INFINITY;
+    for (int i = last + 1; i < end; ++i) scores[i] = -INFINITY;
+    v16 largest = spread(-INFINITY);
+    for (int i = begin; i < end; i += 16) {
+        const v16 part = load(scores + i);
+        largest = part > largest ? part : largest;
+    }
+    float top = largest[0];
+    for (int i = 1; i < 16; ++i) top = largest[i] > top ? largest[i] : top;
+    v16 sum{};
+    for (int i = begin; i < end; i += 16) {
+        const v16 part = exp_of(load(scores + i) - top);
+        store(scores + i, part);
+        sum += part;
+    }
+    return sum_of(sum);
+}
+
+void attend(const Op& op, const Batch& batch, int row, int kv_head) {
+    const int dim = op.head_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
+    const int length = static_cast<int>(batch.lengths[row]), half = batch.rotary_half;
+    const int slots = length + batch.tree_nodes, padded = (slots + KEYS - 1) / KEYS * KEYS;
+    const size_t stride = padded + 16;
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+    float* values = keys + batch.value_stride;
+    const float* qkv = batch.buffers[op.source];
+    const int width = batch.widths[op.source], out_width = batch.widths[op.target];
+    const int num_queries = nodes * groups;
+    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim + batch.tree_nodes + 16);
+    float* mixed = queries + static_cast<size_t>(num_queries) * dim;
+    int32_t* depths = reinterpret_cast<int32_t*>(mixed + static_cast<size_t>(num_queries) * dim);
+    float* scores = attention_scores.get<float>(num_queries * stride);
+
+    for (int node = 0; node < batch.tree_nodes; ++node)
+        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
+    float turned[1024];
+    for (int i = 0; i < nodes; ++i) {
+        const int node = batch.first_node + i, slot = length + node;
+        const size_t place = static_cast<size_t>(row) * nodes + i;
+        const size_t angle = batch.rotation_by_row ? place : static_cast<size_t>(length + depths[node]);
+        const float* rotation = batch.rotation + angle * 2 * half;
+        const float* in = qkv + place * width;
+        for (int g = 0; g < groups; ++g) {
+            float* query = queries + (static_cast<size_t>(i) * groups + g) * dim;
+            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, half, dim, query);
+            for (int d = 0; d < dim; ++d) query[d] *= op.scale;
+        }
+        rotate(in + (op.num_heads + kv_head) * dim, op.k_norm, op.eps, rotation, half, dim, turned);
+        float* key = keys + static_cast<size_t>(slot / KEYS) * KEYS * dim + slot % KEYS;
+        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
+        memcpy(values + static_cast<size_t>(slot) * dim, in + (op.num_heads + op.num_kv_heads + kv_head) * dim,
+               dim * sizeof(float));
+    }
+
+    // With a window, what no query sees is not scored: positions grow along the queries' depths alone.
+    const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / KEYS * KEYS : 0;
+    for (int block = lowest; block < padded; block += KEYS) {
+        const float* some = keys + static_cast<size_t>(block) * dim;
+        int q = 0;
+        for (; q + 6 <= num_queries; q += 6) score_block<6>(queries + q * dim, dim, some, scores + q * stride + block, stride);
+        for (; q + 3 <= num_queries; q += 3) score_block<3>(queries + q * dim, dim, some, scores + q * stride + block, stride);
+        for (; q < num_queries; ++q) score_block<1>(queries + q * dim, dim, some, scores + q * stride + block, stride);
+    }
+
+    // The scores of a node's ancestors, in the order of their depths, follow those of the committed slots.
+    int path[4096];
+    for (int i = 0; i < nodes; ++i) {
+        const int depth = depths[batch.first_node + i], last = length + depth;
+        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        for (int g = 0; g < groups; ++g) {
+            const size_t query = static_cast<size_t>(i) * groups + g;
+            float* own = scores + query * stride;
+            for (int d = 0; d <= depth; ++d) own[length + d] = own[length + path[d]];
+            const float sum = softmax(own, low, last);
+            float* out = mixed + query * dim;
+            memset(out, 0, dim * sizeof(float));
+            own[padded] = sum;  // kept behind the scores until the values are mixed
+        }
+    }
+    if (op.window == 0) {
+        for (int from = 0; from < length; from += 64) {  // a block of values serves every query while it is near
+            const int to = from + 64 < length ? from + 64 : length;
+            int q = 0;
+            for (; q + 6 <= num_queries; q += 6) mix<6>(scores + q * stride, stride, values, from, to, dim, mixed + q * dim);
+            for (; q + 3 <= num_queries; q += 3) mix<3>(scores + q * stride, stride, values, from, to, dim, mixed + q * dim);
+            for (; q < num_queries; ++q) mix<1>(scores + q * stride, stride, values, from, to, dim, mixed + q * dim);
+        }
+    }
+    for (int i = 0; i < nodes; ++i) {
+        const int depth = depths[batch.first_node + i], last = length + depth;
+        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        const size_t place = static_cast<size_t>(row) * nodes + i;
+        for (int g = 0; g < groups; ++g) {
+            const size_t query = static_cast<size_t>(i) * groups + g;
+            const float* own = scores + query * stride;
+            float* sums = mixed + query * dim;
+            if (op.window > 0 && low < length) mix<1>(own, stride, values, low, length, dim, sums);
+            for (int d = low > length ? low - length : 0; d <= depth; ++d) {
+                const float* value = values + static_cast<size_t>(length + path[d]) * dim;
+                const v16 weight = spread(own[length + d]);
+                for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
+            }
+            const float whole = own[padded];
+            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
+            for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
+        }
+    }
+}
+
+// --- the program -----------------------------------------------------------------------------------------------------
+
+struct alignas(64) Progress {
+    std::atomic<int32_t> claimed, done;
+    int32_t pieces, each;  // each: tiles of a piece
+};
+
+// One walk of a program. It holds copies, since a helper may come late, find everything done, and leave.
+struct Run {
+    Op ops[MAX_OPS];
+    Batch batch;
+    int32_t num_ops, num_helpers;
+    Progress progress[MAX_OPS];
+    std::atomic<int32_t> inside{0};  // helpers that may still look at it
+};
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+void piece(const Op& op, const Batch& batch, int which, int each, Rows& rows, bool& is_prepared) {
+    const int count = batch.rows * batch.nodes;
+    const size_t from = batch.widths[op.source], to = batch.widths[op.target];
+    if (op.kind == LINEAR) {
+        if (!is_prepared) rows = prepare(op, batch), is_prepared = true;
+        const int tiles = (op.num_out + TILE - 1) / TILE, first = which * each;
+        linear(op, batch, rows, first, first + each < tiles ? first + each : tiles);
+    } else if (op.kind == ATTEND) {
+        attend(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
+    } else if (op.kind == NORM) {
+        norm_row(batch.buffers[op.source] + which * from, op.norm, op.num_in, op.eps,
+                 batch.buffers[op.target] + which * to + op.column);
+    } else if (op.kind == COPY) {
+        for (int r = 0; r < count; ++r)
+            memcpy(batch.buffers[op.target] + r * to + op.column, batch.buffers[op.source] + r * from,
+                   op.num_in * sizeof(float));
+    } else {
+        const float* table = static_cast<const float*>(op.weight);
+        for (int r = 0; r < count; ++r) {
+            const int64_t token = batch.tokens[r] < 0 ? 0 : batch.tokens[r];
+            memcpy(batch.buffers[op.target] + r * to + op.column, table + token * op.num_out, op.num_out * sizeof(float));
+        }
+    }
+}
+
+void walk(Run& run) {
+    for (int i = 0; i < run.num_ops; ++i) {
+        Progress& progress = run.progress[i];
+        Rows rows{};
+        bool is_prepared = false;
+        for (;;) {
+            const int which = progress.claimed.fetch_add(1, std::memory_order_acq_rel);
+            if (which >= progress.pieces) break;
+            piece(run.ops[i], run.batch, which, progress.each, rows, is_prepared);
+            progress.done.fetch_add(1, std::memory_order_acq_rel);
+        }
+        for (int spins = 0; progress.done.load(std::memory_order_acquire) < progress.pieces; ++spins) {
+            pause();
+            if (spins > 2000) std::this_thread::yield(), spins = 0;
+        }
+    }
+}
+
+// --- helpers ---------------------------------------------------------------------------------------------------------
+
+class Pool {
+  public:
+    // The run to fill in: one that no late helper looks at any more. Hold `turn` until it is walked.
+    Run& next() {
+        for (;;) {
+            for (Run& run : runs_)
+                if (run.inside.load() == 0) return run;
+            std::this_thread::yield();
+        }
+    }
+
+    void walk_with_helpers(Run& run) {
+        while (num_started_ < run.num_helpers) {
+            std::thread(&Pool::help, this, num_started_).detach();
+            ++num_started_;
+        }
+        current_.store(&run);
+        number_.fetch_add(1);
+        if (num_asleep_.load() > 0) {
+            { std::lock_guard<std::mutex> lock(sleep_); }
+            wake_.notify_all();
+        }
+        walk(run);
+        current_.store(nullptr);
+    }
+
+    std::mutex turn;
+
+  private:
+    void help(int index) {
+        uint64_t seen = 0;
+        for (;;) {
+            wait_for_another(seen);
+            seen = number_.load();
+            Run* run = current_.load();
+            if (run == nullptr) continue;
+            run->inside.fetch_add(1);
+            // Only what is still current is whole: an older run may be being filled in anew.
+            if (current_.load() == run && index < run->num_helpers) walk(*run);
+            run->inside.fetch_sub(1);
+        }
+    }
+
+    void wait_for_another(uint64_t seen) {
+        const auto began = std::chrono::steady_clock::now();
+        while (number_.load(std::memory_order_acquire) == seen) {
+            for (int i = 0; i < 50; ++i) pause();
+            std::this_thread::yield();
+            if (std::chrono::steady_clock::now() - began < std::chrono::microseconds(1000)) continue;
+            std::unique_lock<std::mutex> lock(sleep_);
+            num_asleep_.fetch_add(1);
+            wake_.wait(lock, [&] { return number_.load() != seen; });
+            num_asleep_.fetch_sub(1);
+        }
+    }
+
+    Run runs_[8];
+    std::atomic<Run*> current_{nullptr};
+    std::atomic<uint64_t> number_{0};
+    std::atomic<int32_t> num_asleep_{0};
+    std::mutex sleep_;
+    std::condition_variable wake_;
+    int num_started_ = 0;
+};
+
+// Never destroyed: helpers may outlive everything else. After a fork it has none, and nobody misses them.
+Pool& pool() {
+    static Pool* only = new Pool;
+    return *only;
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t draftwing_sizes(int32_t which) { return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : MAX_OPS; }
+
+// Whether this CPU multiplies bytes four at a time.
+int32_t draftwing_has_int8() {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Runs a program. Returns 0, or 1 where it is too long.
+int32_t draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
+    if (num_ops > MAX_OPS) return 1;
+    Pool& helpers = pool();
+    std::lock_guard<std::mutex> turn(helpers.turn);
+    Run& run = helpers.next();
+    memcpy(run.ops, ops, num_ops * sizeof(Op));
+    run.batch = *batch;
+    run.num_ops = num_ops;
+    run.num_helpers = num_threads - 1;
+    for (int i = 0; i < num_ops; ++i) {
+        const Op& op = ops[i];
+        int pieces = 1, each = 1;
+        if (op.kind == LINEAR) {
+            const int tiles = (op.num_out + TILE - 1) / TILE;
+            each = tiles / (4 * num_threads) > 1 ? tiles / (4 * num_threads) : 1;
+            pieces = (tiles + each - 1) / each;
+        } else if (op.kind == ATTEND) {
+            pieces = batch->rows * op.num_kv_heads;
+        } else if (op.kind == NORM) {
+            pieces = batch->rows * batch->nodes;
+        }
+        run.progress[i].pieces = pieces;
+        run.progress[i].each = each;
+        run.progress[i].done.store(0);
+        run.progress[i].claimed.store(0);
+    }
+    helpers.walk_with_helpers(run);
+    return 0;
+}
+
+// Moves the kept nodes of every row down to where committed slots go on: (rows, width) nodes, the root first, -1 behind.
+void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width) {
+    for (int row = 0; row < batch->rows; ++row)
+        for (int d = 1; d < width && path[row * width + d] >= 0; ++d) {
+            const int64_t from = batch->lengths[row] + path[row * width + d], to = batch->lengths[row] + d;
+            if (from == to) continue;
+            for (int layer = 0; layer < layers; ++layer)
+                for (int head = 0; head < kv_heads; ++head) {
+                    float* keys = batch->cache + layer * batch->layer_stride + row * batch->row_stride + head * batch->head_stride;
+                    float* values = keys + batch->value_stride;
+                    const float* key = keys + from / KEYS * KEYS * dim + from % KEYS;
+                    float* moved = keys + to / KEYS * KEYS * dim + to % KEYS;
+                    for (int i = 0; i < dim; ++i) moved[i * KEYS] = key[i * KEYS];
+                    memcpy(values + to * dim, values + from * dim, dim * sizeof(float));
+                }
+        }
+}
+}

@@ -1,0 +1,446 @@
+"""A whole forward in one call: the CPU kernel, compiled where it is first used.
+
+Decoding a small model through PyTorch spends most of its time between the operators. Here the layers of a decoder
+are one *program*, a list of operations over buffers of rows, which ``kernel.cpp`` walks in one parallel region. It also
+gives every row the same bits whatever stands beside it, in any tree, so that speculative decoding in float32 is
+exact to the bit, and so is int8.
+
+``kernel.cpp`` needs a C++ compiler: ``$CXX``, ``c++``, ``g++`` or ``clang++``, or the package ``ziglang`` from PyPI, which
+holds one. What it makes is kept in the user's cache. Without a compiler everything runs through PyTorch, slower;
+``DRAFTWING_KERNEL=off`` asks for that.
+
+Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Heads", "Kernel", "Packed", "Program", "Slots", "cache_folder", "get_kernel", "kernel_problem"]
+
+TILE = 64  # outputs that the kernel computes together
+ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+_EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
+_STORE, _ADD = 0, 1
+_NUM_BUFFERS = 16
+_LEVELS = 127
+_CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
+
+
+def cache_folder() -> Path:
+    """Where what belongs to this machine is kept: ``$DRAFTWING_CACHE``, or ``draftwing`` in the user's cache."""
+    own = os.environ.get("DRAFTWING_CACHE")
+    if own:
+        return Path(own)
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        base = Path(tempfile.gettempdir())
+    return base / "draftwing"
+
+
+# --- the compiled code -----------------------------------------------------------------------------------------------
+
+
+class _Op(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "source", "target", "column", "num_in", "num_out", "epilogue")),
+        *((name, ctypes.c_int32) for name in ("bits", "num_heads", "num_kv_heads", "head_dim", "layer", "window")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *((name, ctypes.c_void_p) for name in ("norm", "weight", "scales", "sums", "bias", "places")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rows", "nodes", "first_node", "tree_nodes")),
+        *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "rotation", "cache")),
+        *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "row_stride", "head_stride")),
+        ("buffers", ctypes.c_void_p * _NUM_BUFFERS),
+        ("widths", ctypes.c_int32 * _NUM_BUFFERS),
+    ]
+
+
+class Kernel:
+    """The compiled library, with as many threads as PyTorch is told to take."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run, self._commit = library.draftwing_run, library.draftwing_commit
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
+        self._commit.argtypes = [
+            ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
+        ]  # fmt: skip
+        self._commit.restype = None
+        self.max_ops: int = library.draftwing_sizes(2)
+        self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
+
+    def run(self, ops: Any, num_ops: int, batch: _Batch) -> None:
+        """Walk the first ``num_ops`` of a program."""
+        if self._run(ops, num_ops, ctypes.byref(batch), torch.get_num_threads()):
+            raise AssertionError(f"a program of {num_ops} operations: Program.add lets none be so long")
+
+    def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
+        """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).
+
+        ``data``: (L, 2, B, K, S, D) keys, transposed by 16 slots, and values.
+        """
+        batch = _Batch(rows=path.shape[0])
+        layers, _, _, heads, _, dim = data.shape
+        _set_cache(batch, data, 0)
+        lengths, path = lengths.contiguous(), path.contiguous()
+        batch.lengths = lengths.data_ptr()
+        self._commit(ctypes.byref(batch), layers, heads, dim, path.data_ptr(), path.shape[1])
+
+
+def _set_cache(batch: _Batch, data: Tensor, first_row: int) -> None:
+    strides = data.stride()
+    batch.cache = data.data_ptr() + first_row * strides[2] * data.element_size()
+    batch.layer_stride, batch.value_stride, batch.row_stride, batch.head_stride = strides[:4]
+
+
+def get_kernel() -> Kernel | None:
+    """The kernel, compiled if it is not yet; None where it cannot run here, for which see ``kernel_problem``."""
+    return None if os.environ.get("DRAFTWING_KERNEL") == "off" else _load()[0]
+
+
+def kernel_problem() -> str:
+    """Why ``get_kernel`` gives none, and what to do about it; empty where it gives one."""
+    return "DRAFTWING_KERNEL is off" if os.environ.get("DRAFTWING_KERNEL") == "off" else _load()[1]
+
+
+@cache
+def _load() -> tuple[Kernel | None, str]:
+    if sys.platform != "linux":
+        return None, f"the CPU kernel runs on Linux, this is {platform.system()}"
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, str(error)
+    sizes = library.draftwing_sizes(0), library.draftwing_sizes(1)
+    if sizes != (ctypes.sizeof(_Op), ctypes.sizeof(_Batch)):
+        return None, f"the compiled CPU kernel lays its structures out otherwise: {sizes}; delete it from the cache"
+    return Kernel(library), ""
+
+
+def _compiled() -> Path:
+    source = Path(__file__).with_name("kernel.cpp")
+    code = source.read_bytes()
+    key = hashlib.sha256(code + " ".join((*_FLAGS, _cpu())).encode()).hexdigest()[:16]
+    found = cache_folder() / f"kernel-{key}.so"
+    if found.exists():
+        return found
+    compiler = _compiler()
+    if compiler is None:
+        raise OSError("no C++ compiler was found: install g++ or clang++, or `pip install ziglang`, or set CXX")
+    try:
+        found.parent.mkdir(parents=True, exist_ok=True)
+        handle, fresh = tempfile.mkstemp(".so", dir=found.parent)
+    except OSError:  # nowhere to keep it: compiled again the next time
+        handle, fresh = tempfile.mkstemp(".so")
+        found = Path(fresh)
+    os.close(handle)
+    done = subprocess.run([*compiler, *_FLAGS, "-o", fresh, str(source)], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        Path(fresh).unlink()
+        raise OSError(f"{compiler[0]} could not compile the CPU kernel: {done.stderr.strip()[-300:]}")
+    os.replace(fresh, found)  # whole or not at all, whoever else compiles it meanwhile
+    return found
+
+
+def _compiler() -> list[str] | None:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        words = shlex.split(name or "")
+        if words and shutil.which(words[0]):
+            return words
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    return None
+
+
+def _cpu() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+# --- a matrix --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix as the kernel reads it.
+
+    Attributes:
+        num_in, num_out: of the product; ``num_out`` is half the matrix's rows where it is ``gated``.
+        bits: 32 or 8.
+        weight: tiles of 64 outputs: (tiles, in, 64) float32, or (tiles, in / 4, 64, 4) int8.
+        scales, sums: of int8, by output: what a level is worth, and what the rows' offset of 128 adds.
+        bias: by output, or None.
+        gated: gates (the first half of the rows) and what they let through (the second) lie in alternate tiles.
+    """
+
+    num_in: int
+    num_out: int
+    bits: int
+    weight: Tensor
+    scales: Tensor | None
+    sums: Tensor | None
+    bias: Tensor | None
+    gated: bool
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, *, bits: int = 32, gated: bool = False) -> Packed:
+        """Pack ``weight`` (out, in) float32."""
+        num_out, num_in = weight.shape
+        if gated:
+            num_out //= 2
+            weight = _interleave(weight)
+            bias = None if bias is None else _interleave(bias[:, None])[:, 0]
+        padding = -weight.shape[0] % TILE
+        weight = F.pad(weight, (0, 0, 0, padding)) if padding else weight
+        bias = None if bias is None else F.pad(bias, (0, weight.shape[0] - bias.shape[0])).contiguous()
+        tiles = weight.shape[0] // TILE
+        if bits == 32:
+            laid_out = weight.view(tiles, TILE, num_in).transpose(1, 2).contiguous()
+            return cls(num_in, num_out, bits, laid_out, None, None, bias, gated)
+        scales = torch.empty(weight.shape[0])
+        levels = F.pad(torch.empty(weight.shape[0], num_in, dtype=torch.int8), (0, -num_in % 4))
+        for start in range(0, weight.shape[0], _CHUNK):
+            part = weight[start : start + _CHUNK].float()
+            own = (part.abs().amax(1) / _LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
+            scales[start : start + _CHUNK] = own
+            levels[start : start + _CHUNK, :num_in] = (part / own[:, None]).round_().clamp_(-_LEVELS, _LEVELS)
+        sums = 128 * levels.sum(1, dtype=torch.int32)
+        laid_out = levels.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
+        return cls(num_in, num_out, bits, laid_out, scales, sums, bias, gated)
+
+    def plain(self) -> Tensor:
+        """The matrix (out, in) float32 again, where it was float32 and is not gated."""
+        assert self.bits == 32 and not self.gated
+        return self.weight.transpose(1, 2).reshape(-1, self.num_in)[: self.num_out]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read for one forward."""
+        return sum(part.nbytes for part in (self.weight, self.scales) if part is not None)
+
+
+def _interleave(rows: Tensor) -> Tensor:
+    """(2 W, ...) -> tiles of the first half before those of the second, each half padded to whole tiles."""
+    half = rows.shape[0] // 2
+    padded = [F.pad(part, (0, 0, 0, -half % TILE)).view(-1, TILE, rows.shape[1]) for part in (rows[:half], rows[half:])]
+    return torch.stack(padded, 1).reshape(-1, rows.shape[1])
+
+
+# --- a program -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention: how many, of queries and of keys, and how wide."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Program:
+    """Operations over buffers of rows, built once and run for any number of rows.
+
+    A buffer is a number: ``scratch`` lies in the program's own workspace, ``outside`` is given anew for every run.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._ops: list[_Op] = []
+        self._array: Any = None
+        self._kept: list[Any] = []  # what the operations point to
+        self._widths: list[int] = []
+        self._is_outside: list[bool] = []
+        self._workspace = torch.empty(0)
+        self._capacity = 0
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def scratch(self, width: int) -> int:
+        """A buffer (R, width) of the program's own."""
+        return self._buffer(-(-width // 16) * 16, outside=False)
+
+    def outside(self, width: int) -> int:
+        """A buffer (R, width) that ``run`` is given."""
+        return self._buffer(width, outside=True)
+
+    def _buffer(self, width: int, *, outside: bool) -> int:
+        assert len(self._widths) < _NUM_BUFFERS
+        self._widths.append(width)
+        self._is_outside.append(outside)
+        return len(self._widths) - 1
+
+    def embed(self, table: Tensor, target: int) -> None:
+        """target = the rows of ``table`` (V, H) that the tokens name."""
+        self._add(kind=_EMBED, target=target, num_out=table.shape[1], weight=table)
+
+    def norm(self, source: int, weight: Tensor, eps: float, target: int, column: int = 0) -> None:
+        """target[column:] = RMSNorm(source)."""
+        self._add(kind=_NORM, source=source, target=target, column=column, num_in=len(weight), eps=eps, norm=weight)
+
+    def copy(self, source: int, width: int, target: int, column: int = 0) -> None:
+        """target[column:] = source[:width]."""
+        self._add(kind=_COPY, source=source, target=target, column=column, num_in=width)
+
+    def linear(
+        self,
+        source: int,
+        packed: Packed,
+        target: int,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        activation: str | None = None,
+        add: bool = False,
+        places: Tensor | None = None,
+    ) -> None:
+        """target = matrix times (normed) source; with ``activation`` a gated one; with ``add`` added to target.
+
+        ``places`` (num_out,) int64 says where in the target each output goes; what no place names stays as it is.
+        """
+        assert packed.gated == (activation is not None)
+        self._add(
+            kind=_LINEAR, source=source, target=target, num_in=packed.num_in, num_out=packed.num_out,
+            epilogue=ACTIVATIONS[activation] if activation is not None else _ADD if add else _STORE,
+            bits=packed.bits, eps=eps, norm=norm, weight=packed.weight, scales=packed.scales, sums=packed.sums,
+            bias=packed.bias, places=places,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        source: int,
+        heads: Heads,
+        target: int,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Rotate queries and keys, write keys and values to their slots, and mix: target = attention(source)."""
+        q_norm, k_norm = norms or (None, None)
+        self._add(
+            kind=_ATTEND, source=source, target=target, layer=layer, window=window or 0, scale=scale, eps=eps,
+            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
+            q_norm=q_norm, k_norm=k_norm,
+        )  # fmt: skip
+
+    def _add(self, **values: Any) -> None:
+        assert len(self._ops) < self._kernel.max_ops
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                value = value.detach()
+                assert value.is_contiguous()
+                self._kept.append(value)
+                values[name] = value.data_ptr()
+        self._ops.append(_Op(**values))
+        self._array = None
+
+    def run(
+        self,
+        rows: int,
+        nodes: int,
+        outside: Mapping[int, Tensor],
+        *,
+        num_ops: int | None = None,
+        tokens: Tensor | None = None,
+        slots: Slots | None = None,
+    ) -> None:
+        """Run the program, or the first ``num_ops`` of it.
+
+        Args:
+            rows, nodes: R = rows * nodes.
+            outside: float32 tensors of R rows, for every buffer made by ``outside`` that these operations use.
+            tokens: (R,) int64, for ``embed``; unused ones may hold PAD.
+            slots: for ``attend``.
+        """
+        batch = _Batch(rows=rows, nodes=nodes)
+        count = rows * nodes
+        if count > self._capacity:
+            self._capacity = max(count, 2 * self._capacity)
+            self._workspace = torch.empty(self._capacity * sum(self._widths))
+        at = self._workspace.data_ptr()
+        for buffer, (width, is_outside) in enumerate(zip(self._widths, self._is_outside, strict=True)):
+            batch.widths[buffer] = width
+            if is_outside:
+                if buffer in outside:
+                    batch.buffers[buffer] = outside[buffer].data_ptr()
+            else:
+                batch.buffers[buffer] = at
+                at += 4 * width * self._capacity
+        if tokens is not None:
+            tokens = tokens.contiguous()
+            batch.tokens = tokens.data_ptr()
+        if slots is not None:
+            slots.fill(batch)
+        if self._array is None:
+            self._array = (_Op * len(self._ops))(*self._ops)
+        self._kernel.run(self._array, len(self._ops) if num_ops is None else num_ops, batch)
+
+
+class Slots:
+    """Where the nodes of a batch of trees stand: their rows' slots, their parents and their rotation.
+
+    Args:
+        data: (L, 2, B, K, S, D) keys and values, with room for the trees.
+        first_row: the row of the first tree.
+        lengths: committed tokens of each row.
+        parents: (B, N) of the trees.
+        first_node: the nodes from here on are forwarded; earlier ones lie in their slots already.
+        rotation: complex64, (positions, D / 2), or one row for each node where ``by_node``.
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        first_row: int,
+        lengths: Sequence[int],
+        parents: Tensor,
+        first_node: int,
+        rotation: Tensor,
+        *,
+        by_node: bool,
+    ) -> None:
+        self._data, self._first_row, self._first_node, self._by_node = data, first_row, first_node, by_node
+        self._lengths = torch.tensor(lengths)
+        self._parents, self._rotation = parents.contiguous(), rotation.contiguous()
+
+    def fill(self, batch: _Batch) -> None:
+        """Write it where the kernel reads it."""
+        _set_cache(batch, self._data, self._first_row)
+        batch.first_node, batch.tree_nodes = self._first_node, self._parents.shape[1]
+        batch.parents, batch.lengths = self._parents.data_ptr(), self._lengths.data_ptr()
+        batch.rotation, batch.rotation_by_row = self._rotation.data_ptr(), int(self._by_node)
+        batch.rotary_half = self._rotation.shape[-1]
