@@ -26,6 +26,7 @@ from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.kernel import get_kernel
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleConfig, EagleNet
@@ -41,7 +42,8 @@ VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
-TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2")
+TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2", "kernel", "kernel-int8")
+KERNEL = {"head_dim": 32, "sliding_window": 7}  # a mistral that the CPU kernel runs, in float32 and with int8 weights
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "t1": {"temperature": 1.0},
@@ -201,40 +203,53 @@ class Lab:
     def __init__(self, family: str, folder_of, tmp_path_factory) -> None:
         self.is_lean = family != "gpt2"
         ours = family if self.is_lean else "llama"  # only the lean decoder drafts, so gpt2's drafter is a stranger
-        self.itself = LeanTarget.from_folder(folder_of(ours), torch.float64)
+        self.is_fused, changes = family.startswith("kernel"), {}
+        if self.is_fused:
+            ours, changes = "mistral-window", KERNEL
+        self.dtype = torch.float32 if self.is_fused else torch.float64
+        load = {"dtype": self.dtype, "weights": "int8" if family == "kernel-int8" else None}
+        own = folder_of(ours, **changes)
+        self.itself = LeanTarget.from_folder(own, **load)
+        assert self.itself.runtime == ("kernel" if self.is_fused and get_kernel() else "torch")
         self.target: Target = self.itself if self.is_lean else AdapterTarget(build(family))
-        model, folder = build(ours), tmp_path_factory.mktemp("perturbed")
+        self.plain_target = LeanTarget.from_folder(own, self.dtype, prepack=False) if self.is_fused else self.target
+        model, folder = build(ours, **changes), tmp_path_factory.mktemp("perturbed")
         torch.manual_seed(1)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(0.02 * torch.randn_like(weight))
         model.save_pretrained(folder)
-        self.perturbed = LeanTarget.from_folder(folder, torch.float64)
+        self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
         self.head = cache(self._head)
-        self._shape = ModelConfig.from_hf(read_config(folder_of(ours)))
+        self._shape = ModelConfig.from_hf(read_config(own))
 
     def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
         """A head that has seen a little of what the target says: some of its drafts are right, and some are not."""
         torch.manual_seed(2)
         config = EagleConfig.for_target(version, self._shape, **dict(changes))
-        embedding, head = self.target.embedding, self.target.head
-        if self.target is self.itself:  # not prepacked in float64
+        target = self.plain_target  # not prepacked
+        embedding, head = target.embedding, target.head
+        if self.is_lean:
             head.weight.requires_grad_(False)
         ids = torch.arange(40) + 20 if config.has_draft_vocab else None
-        net = EagleNet(config, embedding, head, ids, torch.float64)
+        net = EagleNet(config, embedding, head, ids, self.dtype)
         texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
         batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
-        spec, width = FeatureSpec((*config.taps, self.target.num_layers)), config.hidden_size
-        output = self.target.score(texts, spec)
+        spec, width = FeatureSpec((*config.taps, target.num_layers)), config.hidden_size
+        output = target.score(texts, spec)
         found = FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
-        truth = Truth.of(found, head, ids, torch.float64)
+        truth = Truth.of(found, head, ids, self.dtype)
         loss = UnrolledLoss(net, OBJECTIVES["eagle3"], 2)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for _ in range(25):
             optimizer.zero_grad()
             sum(each.loss / max(each.count, 1) for each in loss(found, truth)).backward()
             optimizer.step()
+        if self.is_fused:  # the same net again, with the fused head of the target where it reads that
+            decoding = EagleNet(config, self.target.embedding, self.target.head, ids, self.dtype)
+            decoding.load_state_dict(net.state_dict())
+            return decoding.prepack(self.target.weights)
         return net.requires_grad_(False)
 
     def _plain(self, kind: str, row: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ Rows join and leave between steps. Everything else (streaming, serving, benchmar
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from draftwing.errors import ConfigError, NumericsError, UnsupportedError
 from draftwing.model.target import Row, Target, TargetOutput
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.stats import Logprob, RowStep, Step, Timings
-from draftwing.tree import Accepted, DraftTree
+from draftwing.tree import PAD, Accepted, DraftTree
 
 __all__ = ["Decoder"]
 
@@ -162,14 +163,12 @@ class Decoder:
 
         The one place where a step waits for the device.
         """
-        path = accepted.path
-        drafted = tree.tokens.gather(1, path.clamp(min=0))
-        last = path.gather(1, accepted.num[:, None])
-        chosen = scores[torch.arange(len(path), device=path.device), last[:, 0], accepted.bonus]
-        columns = [accepted.num, accepted.bonus, tree.valid.sum(1), tree.depths.amax(1), chosen.isfinite()]
-        together = torch.cat([drafted, *(column[:, None] for column in columns)], 1)
+        if scores.device.type == "cpu":
+            together = _on_the_host(tree, accepted, scores)
+        else:
+            together = self._gathered(tree, accepted, scores).tolist()
         emitted = []
-        for row, (*tokens, num, bonus, used, depth, finite) in enumerate(together.tolist()):
+        for row, (*tokens, num, bonus, used, depth, finite) in enumerate(together):
             if not finite:
                 raise NumericsError(
                     f"{self.target.name}: the logits of request {self._requests[row][0]} at position "
@@ -178,6 +177,15 @@ class Decoder:
                 )
             emitted.append(([*tokens[1 : num + 1], bonus], used - 1, depth))
         return emitted
+
+    def _gathered(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> torch.Tensor:
+        """All that ``_hand_over`` reads as one tensor: (B, D + 6)."""
+        path = accepted.path
+        drafted = tree.tokens.gather(1, path.clamp(min=0))
+        last = path.gather(1, accepted.num[:, None])
+        chosen = scores[torch.arange(len(path), device=path.device), last[:, 0], accepted.bonus]
+        columns = [accepted.num, accepted.bonus, tree.valid.sum(1), tree.depths.amax(1), chosen.isfinite()]
+        return torch.cat([drafted, *(column[:, None] for column in columns)], 1)
 
     def _advance(
         self, row: int, tokens: list[int], num_drafted: int, depth: int, accepted: Accepted, output: TargetOutput
@@ -219,3 +227,17 @@ class Decoder:
         self._requests[row] = self._requests[-1]
         self._requests.pop()
         self._batch = None
+
+
+def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[list[int]]:
+    """What ``Decoder._gathered`` holds, where tensors are on the host: small operators would cost more than loops."""
+    found = []
+    columns = (tree.tokens, tree.parents, accepted.path, accepted.num, accepted.bonus)
+    for row, (tokens, parents, path, num, bonus) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+        depths = [0] * len(tokens)
+        for node in range(1, len(tokens)):
+            depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 0
+        used = sum(token != PAD for token in tokens)
+        finite = math.isfinite(float(scores[row, path[num], bonus]))
+        found.append([*(tokens[node] for node in path), num, bonus, used, max(depths), int(finite)])
+    return found

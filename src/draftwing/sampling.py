@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,6 +176,13 @@ class KeyedNoise:
         return torch.stack(rows).view(len(seeds), num_positions, -1)
 
 
+def best_of(scores: Tensor) -> Tensor:
+    """argmax over the last dimension; on a CPU by numpy, many times as fast on a few rows."""
+    if scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
+    return scores.argmax(-1)
+
+
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -323,7 +331,13 @@ class SamplingBatch:
             starts: for each row the absolute position of the token after the root.
             max_depth: at least ``depths.max()``; kept on the host so that nothing waits for a device.
         """
-        return self.perturb(scores, depths, starts, max_depth).argmax(-1)
+        return best_of(self.perturb(scores, depths, starts, max_depth))
+
+    def draw_one(self, scores: Tensor, row: int, position: int) -> int:
+        """The same for one node: its ``scores`` (V,), and the absolute position of the token after it."""
+        if self.rows[row].temperature > 0:
+            scores = scores + self.noise.at(self.seeds[row], position)
+        return int(best_of(scores))
 
     def perturb(self, scores: Tensor, depths: Tensor, starts: Sequence[int], max_depth: int) -> Tensor:
         """(B, N, V) scores + noise; greedy rows stay as they are. Its argmax is the drawn token."""

@@ -1,0 +1,290 @@
+"""The CPU kernel: the numbers of PyTorch, the same bits in any company, and what happens where it cannot be had."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from draftwing.model import kernel as kernel_module
+from draftwing.model.kernel import Packed, Program, get_kernel, kernel_problem
+from draftwing.model.lean import LeanTarget
+from draftwing.model.linear import Linear
+from draftwing.model.target import FeatureSpec
+from draftwing.tree import Accepted, DraftTree
+
+needs_kernel = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
+FAMILIES = {
+    "llama": ("llama", {"head_dim": 32}),
+    "llama-bias-tied": ("llama-bias-tied", {"head_dim": 32, "hidden_act": "gelu"}),
+    "window": ("mistral-window", {"head_dim": 32}),
+    "qwen2": ("qwen2", {"hidden_size": 128}),
+    "qwen3": ("qwen3", {"head_dim": 64, "hidden_act": "gelu_pytorch_tanh"}),
+    "phi3-partial": ("phi3", {"hidden_size": 128, "partial_rotary_factor": 0.5}),
+    "odd-sizes": ("llama", {"head_dim": 96, "hidden_size": 52, "intermediate_size": 77, "vocab_size": 67}),
+    "dynamic": (
+        "llama",
+        {
+            "head_dim": 32,
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        },
+    ),
+}
+PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3, -1]
+
+
+def both(folder_of, monkeypatch, name, **options):
+    """The same model in the kernel and in PyTorch."""
+    family, changes = FAMILIES[name]
+    folder = folder_of(family, **changes)
+    fused = LeanTarget.from_folder(folder, torch.float32, **options)
+    assert fused.runtime == "kernel"
+    monkeypatch.setenv("DRAFTWING_KERNEL", "off")
+    plain = LeanTarget.from_folder(folder, torch.float32, **options)
+    assert plain.runtime == "torch"
+    monkeypatch.delenv("DRAFTWING_KERNEL")
+    return fused, plain
+
+
+# --- one matrix ------------------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", [(64, 32), (100, 130), (1, 7), (321, 64)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_matrix_gives_each_row_its_own_bits(shape, bias, weights):
+    torch.manual_seed(0)
+    weight, offset = torch.randn(shape), torch.randn(shape[0]) if bias else None
+    linear = Linear(weight.clone(), offset)
+    linear.fuse(weights)
+    x = torch.randn(40, shape[1])
+    whole = linear.forward(x)
+    wanted = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    assert (whole - wanted).abs().max() < (1e-4 if weights is None else 0.06 * shape[1] ** 0.5)
+    for count in range(1, 20):
+        assert torch.equal(linear.forward(x[20 : 20 + count]), whole[20 : 20 + count])
+    assert torch.equal(linear.forward(x[:3], torch.ones(3, shape[0])), whole[:3] + 1)
+    assert linear.num_bytes >= weight.numel() * (4 if weights is None else 1)
+
+
+@needs_kernel
+def test_int8_is_exact_between_the_scales():
+    """Rows and weights that 8 bits hold exactly: no rounding is left but the last one."""
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (70, 90)).float()
+    weight[:, 0] = 127.0
+    x = torch.randint(-127, 128, (5, 90)).float()
+    x[:, 1] = -127.0
+    linear = Linear(weight.clone())
+    linear.fuse("int8")
+    assert torch.allclose(linear.forward(x).double(), x.double() @ weight.double().T, rtol=1e-6, atol=0.05)
+
+
+@needs_kernel
+def test_zero_and_nan_rows_stay_what_they_are():
+    linear = Linear(torch.randn(20, 33))
+    linear.fuse("int8")
+    x = torch.zeros(3, 33)
+    x[1, 4] = torch.nan
+    out = linear.forward(x)
+    assert (out[0] == 0).all()
+    assert out[1].isnan().all()
+    assert (out[2] == 0).all()
+
+
+@needs_kernel
+def test_a_gated_matrix_and_places():
+    torch.manual_seed(0)
+    weight, x = torch.randn(2 * 70, 33), torch.randn(7, 33)
+    kernel = get_kernel()
+    assert kernel is not None
+    program = Program(kernel)
+    source, wide, spread = program.outside(33), program.outside(70), program.outside(200)
+    program.linear(source, Packed.of(weight, None, gated=True), wide, activation="silu")
+    places = torch.randperm(200)[:70]
+    program.linear(source, Packed.of(weight[:70].contiguous(), None), spread, places=places)
+    out, scattered = torch.empty(7, 70), torch.full((7, 200), -torch.inf)
+    program.run(7, 1, {source: x, wide: out, spread: scattered})
+    gate, up = (x.double() @ weight.double().T).chunk(2, 1)
+    assert torch.allclose(out.double(), F.silu(gate) * up, atol=1e-4)
+    assert torch.allclose(scattered[:, places].double(), gate, atol=1e-4)
+    assert scattered.isfinite().sum() == 7 * 70
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
+    """Prefill over several pieces, ragged rows, trees, a commit, another tree; logits and every tap."""
+    monkeypatch.setattr("draftwing.model.lean.PREFILL_CHUNK", 8)
+    found = []
+    targets = both(folder_of, monkeypatch, name)
+    spec = FeatureSpec((0, 2, targets[0].num_layers))
+    prompts = [[5 + i % 40 for i in range(27)], [4], [9, 9, 30, 31, 32, 8, 7]]
+    tree = DraftTree.from_lists([[3, 5, 9, 11, 9, 3, 7, 8, -1]] * 3, [PARENTS] * 3)
+    kept = [[0, 2, 5, 6], [0, 1, 3, 7], [0, -1, -1, -1]]
+    for target in targets:
+        ctx, parts = target.new_context(), []
+        parts += [target.prefill(ctx, prompt, spec) for prompt in prompts]
+        output = target.forward(ctx, tree, spec)
+        parts += [output.logits[:, :8], output.features[:, :8]]
+        path = torch.tensor(kept)
+        target.commit(ctx, tree, Accepted(path, (path >= 0).sum(1) - 1, torch.tensor([13] * 3)))
+        for row, nodes in zip(ctx.rows, kept, strict=True):
+            taken = [node for node in nodes if node >= 0]
+            row.tokens += [tree.tokens[0, node].item() for node in taken[1:]] + [13]
+            row.length += len(taken)
+        target.remove(ctx, 1)
+        output = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6]] * 2)), spec)
+        parts += [output.logits, output.features]
+        parts += [target.score(torch.tensor([prompts[0], prompts[0][::-1]]), spec).logits]
+        found.append(parts)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        assert not ours.numel() or (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
+
+
+@needs_kernel
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", ["llama", "window", "qwen3"])
+def test_a_nodes_bits_do_not_depend_on_its_tree(name, weights, folder_of, monkeypatch):
+    """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""
+    target, _ = both(folder_of, monkeypatch, name, weights=weights)
+    prompt, tokens = [3, 8, 12, 5, *range(20, 42)], [7, 5, 9, 11, 9, 3, 7, 8, -1]
+    ctx = target.new_context()
+    for each in ([4, 4, 9], prompt):
+        target.prefill(ctx, each)
+    output = target.forward(ctx, DraftTree.from_lists([tokens] * 2, [PARENTS] * 2))
+    for node in range(8):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, tokens[at])
+            at = PARENTS[at]
+        alone = target.new_context()
+        target.prefill(alone, prompt)
+        for token in path:
+            logits = target.forward(alone, DraftTree.root(torch.tensor([token]))).logits
+            alone.rows[0].length += 1
+        assert torch.equal(logits[0, 0], output.logits[1, node])
+
+
+@needs_kernel
+def test_threads_change_no_bit(folder_of):
+    target = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 1, 3):
+            torch.set_num_threads(threads)
+            for _ in range(20):
+                ctx = target.new_context()
+                target.prefill(ctx, list(range(3, 50)))
+                found.append(target.forward(ctx, DraftTree.chain(torch.tensor([[5, 6, 7]]))).logits)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@needs_kernel
+def test_two_programs_at_the_same_time(folder_of):
+    target = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32)
+    other = LeanTarget.from_folder(folder_of("qwen3", head_dim=64), torch.float32)
+    ids = torch.tensor([list(range(3, 60))])
+    wanted, wrong = [each.score(ids).logits for each in (target, other)], []
+
+    def work(model, logits):
+        wrong.extend(i for i in range(30) if not torch.equal(model.score(ids).logits, logits))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip((target, other), wanted, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_kernel
+def test_a_forked_child_computes_alone(folder_of):
+    """A child has none of its parent's helpers, and must not wait for them."""
+    target = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32)
+    ids, before = torch.tensor([[3, 4, 5]]), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        wanted = target.score(ids).logits
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(target.score(ids).logits, wanted) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
+    for family, changes, dtype in (
+        ("mixtral", {"head_dim": 32}, torch.float32),
+        ("llama", {}, torch.float32),  # heads of 8
+        ("llama", {"head_dim": 32}, torch.float64),
+        ("llama", {"head_dim": 32}, torch.bfloat16),
+    ):
+        assert LeanTarget.from_folder(folder_of(family, **changes), dtype).runtime == "torch"
+    plain = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32, prepack=False)
+    assert plain.runtime == "torch"
+    assert plain.head.weight.numel() > 0
+
+
+# --- where it comes from ---------------------------------------------------------------------------------------------
+
+
+def in_a_fresh_process(tmp_path, **environment):
+    code = "from draftwing.model.kernel import *; print(get_kernel() is not None, '|', kernel_problem())"
+    env = {**os.environ, "DRAFTWING_CACHE": str(tmp_path / "cache"), **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_without_a_compiler_there_is_a_reason_and_no_kernel(tmp_path):
+    nothing = str(tmp_path)
+    told = in_a_fresh_process(tmp_path, PATH=nothing, CXX="")
+    assert told.startswith(("False | no C++ compiler was found: install g++", "True"))  # ziglang may be installed
+    assert in_a_fresh_process(tmp_path, DRAFTWING_KERNEL="off") == "False | DRAFTWING_KERNEL is off"
+
+
+@needs_kernel
+def test_a_compiler_that_fails_is_named(tmp_path):
+    assert in_a_fresh_process(tmp_path, CXX="false").startswith("False | false could not compile the CPU kernel")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@needs_kernel
+def test_it_is_compiled_once_and_a_folder_that_cannot_be_written_does_no_harm(tmp_path):
+    assert in_a_fresh_process(tmp_path).startswith("True")
+    (made,) = (tmp_path / "cache").iterdir()
+    stamp = made.stat().st_mtime_ns
+    assert in_a_fresh_process(tmp_path, CXX="false").startswith("True")
+    assert made.stat().st_mtime_ns == stamp
+    (tmp_path / "file").write_text("")
+    assert in_a_fresh_process(tmp_path, DRAFTWING_CACHE=str(tmp_path / "file")).startswith("True")
+
+
+@needs_kernel
+def test_structures_of_another_layout_are_refused(monkeypatch):
+    class Shorter(kernel_module._Op):
+        _fields_ = [("more", kernel_module.ctypes.c_int32)]
+
+    monkeypatch.setattr(kernel_module, "_Op", Shorter)
+    kernel_module._load.cache_clear()
+    try:
+        assert get_kernel() is None
+        assert "lays its structures out otherwise" in kernel_problem()
+    finally:
+        monkeypatch.undo()
+        kernel_module._load.cache_clear()
+    assert get_kernel() is not None
+
