@@ -154,7 +154,10 @@ class Erratic:
     def num_nodes(self, chances):
         return self.rng.randint(0, len(chances))
 
-    def drafted(self, raw):
+    def stop_rule(self, depth):
+        return None
+
+    def drafted(self, raw, levels):
         assert raw.ndim == 2
 
 

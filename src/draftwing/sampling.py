@@ -215,6 +215,11 @@ class SamplingBatch:
         self.seeds = [row.seed for row in rows]
         self.all_greedy = all(row.temperature == 0 for row in rows)
         self.penalises = any(row.penalises for row in rows)
+        # Scores are then logits over the temperature, and nothing else.
+        self.is_plain = not self.penalises and not any(
+            row.logit_bias or row.banned_tokens or row.top_k is not None or row.top_p < 1 or row.min_p > 0
+            for row in rows
+        )
 
     def _column(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
         """One parameter of every row, (B, 1, 1)."""

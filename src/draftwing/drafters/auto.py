@@ -25,6 +25,7 @@ from torch import Tensor
 from draftwing.accept import Rule
 from draftwing.cost import Costs
 from draftwing.drafters.base import Budget
+from draftwing.model.kernel import StopRule
 from draftwing.model.target import Context
 from draftwing.tree import Accepted, DraftTree
 
@@ -84,6 +85,10 @@ class Acceptance:
         low, high = at[right - 1], at[right]
         share = (chance - low) / (high - low) if high > low else 1.0
         return rates[right - 1] + share * (rates[right] - rates[right - 1])
+
+    def line(self, depth_place: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of depth ``depth_place + 1``: chances as the drafter says them, and as they came true; (bins,) each."""
+        return self._line(depth_place)
 
     def _line(self, place: int) -> tuple[np.ndarray, np.ndarray]:
         """The mean chance of each bin, and the rate at which its nodes were accepted."""
@@ -293,11 +298,23 @@ class Planner:
     def another_level(self, reached: float, level: int, width: int) -> bool:
         """See ``Plan``."""
         gain = reached * self._continues[min(level, NUM_DEPTHS - 1)] * self._token_seconds
-        step = self._lines[width > 1].slope * (1 + (self._rows - 1) * self.costs.draft_per_row)
+        step = self._level_seconds(width)
         more = self._verify(level + 2) - self._verify(level + 1)  # of one node each, in a chain at least
         worth = bool(gain > step + more)
         self._levels = level + worth
         return worth
+
+    def stop_rule(self, depth: int) -> StopRule:
+        """See ``Plan``."""
+        lines = [self.acceptance.line(place) for place in range(NUM_DEPTHS)]
+        more = [self._verify(level + 2) - self._verify(level + 1) for level in range(1, depth + 1)]
+        continues = self._continues[np.minimum(np.arange(1, depth + 1), NUM_DEPTHS - 1)]
+        return StopRule(
+            np.array([at for at, _ in lines], dtype=np.float32),
+            np.array([rates for _, rates in lines], dtype=np.float32),
+            (continues * self._token_seconds).astype(np.float32),
+            np.array([self._level_seconds(1) + each for each in more], dtype=np.float32),
+        )
 
     def num_nodes(self, chances: Sequence[float]) -> int:
         """See ``Plan``."""
@@ -311,9 +328,9 @@ class Planner:
                 best, count = gain - self._verify(number + 1), number
         return count
 
-    def drafted(self, raw: Tensor) -> None:
+    def drafted(self, raw: Tensor, levels: int) -> None:
         """See ``Plan``."""
-        self._raw = raw.numpy()
+        self._raw, self._levels = raw.numpy(), max(self._levels, levels)
 
     # --- seconds ---------------------------------------------------------------------------------------------------
 
@@ -321,6 +338,10 @@ class Planner:
     def _token_seconds(self) -> float:
         """What a token takes at present: no more than in plain decoding."""
         return self._verify(1) / self._rows / max(self._all.speedup(self._slow), 1.0)
+
+    def _level_seconds(self, width: int) -> float:
+        """Another level of drafting, for the present rows."""
+        return self._lines[width > 1].slope * (1 + (self._rows - 1) * self.costs.draft_per_row)
 
     def _verify(self, nodes: int) -> float:
         """T_V of the present rows."""

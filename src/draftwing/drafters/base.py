@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.model.kernel import StopRule
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
@@ -34,12 +35,16 @@ class Plan(Protocol):
         """Whether to draft below depth ``level``, whose expanded nodes are reached at ``reached`` in sum."""
         ...
 
+    def stop_rule(self, depth: int) -> StopRule | None:
+        """All that ``another_level`` would say of a chain, at once; None where that must be asked."""
+        ...
+
     def num_nodes(self, chances: Sequence[float]) -> int:
         """How many nodes to verify: ``chances`` of the best, the second best, ... of all rows in sum."""
         ...
 
-    def drafted(self, raw: Tensor) -> None:
-        """What the drafter said of the finished tree's nodes, given their parents: (B, N) chances."""
+    def drafted(self, raw: Tensor, levels: int) -> None:
+        """What the drafter said of the finished tree's nodes, given their parents, (B, N) chances; levels drafted."""
         ...
 
 

@@ -65,6 +65,11 @@ class CausalLMDrafter:
         logits = self._catch_up(ctx)
         growth = self._growth = Growth(ctx, [room > 0 for room in rooms], sampling, budget)
         depth, self._forwarded = min(room, growth.depth), 0
+        request = growth.chain_request(depth)
+        found = None if request is None else self.model.draft_chain(self._ctx, request, logits)
+        if found is not None:
+            self._forwarded = found[0].shape[1] - 1
+            return growth.take_chain(*found)
         while True:
             growth.extend(logits)
             if growth.done or growth.level == depth:

@@ -53,6 +53,7 @@ class EagleDrafter:
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         self._waiting = torch.zeros(0, 1, config.hidden_size * len(config.taps), dtype=dtype, device=device)
         self._fused = None if net.kernel is None else FusedEagle(net.kernel, net, net.read_head)
+        self._unrolls = config.rope.position_only and config.inputs == "feature-shifted"
         self._shifted = config.inputs != "feature-unshifted"
 
     # --- the rows --------------------------------------------------------------------------------------------------
@@ -100,6 +101,9 @@ class EagleDrafter:
         logits, states = self._catch_up(ctx)
         growth, start = Growth(ctx, wanted, sampling, budget, self.net.config.calibration), 0
         lengths = [max(row.length - 1, 0) for row in ctx.rows]
+        request = growth.chain_request(growth.depth) if self._fused is not None and self._unrolls else None
+        if request is not None and self._fused is not None:
+            return growth.take_chain(*self._fused.chain(request, logits, states, self._cache, self._rotary, lengths))
         while True:
             growth.extend(logits)
             if growth.done:

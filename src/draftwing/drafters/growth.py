@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Plan
+from draftwing.model.kernel import ChainRequest
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
@@ -148,6 +149,36 @@ class Growth:
             reached = float(self._values.gather(1, self._expanded[:, self.first :]).exp().sum())
             self._stopped = not self._plan.another_level(reached, self.level, self._budget.width)
 
+    def chain_request(self, depth: int) -> ChainRequest | None:
+        """The whole chain as one request, for a drafter that can draft it at once; None where it is none.
+
+        Args:
+            depth: levels at most, the drafter's own limit counted in.
+        """
+        if not self.is_chain or self._drawn or not self._sampling.is_plain or depth < 1:
+            return None
+        rule = None
+        if self._plan is not None:
+            rule = self._plan.stop_rule(depth)
+            if rule is None:
+                return None
+        rows, noise = self._sampling.rows, []
+        for row, start in zip(rows, self._starts, strict=True):
+            keyed = row.temperature > 0 and self._budget.children == "keyed"
+            noise.append([self._sampling.noise.at(row.seed, start + i) for i in range(depth)] if keyed else [])
+        return ChainRequest(depth, [row.temperature for row in rows], noise, rule)
+
+    def take_chain(self, tokens: Tensor, margins: list[list[float]]) -> DraftTree:
+        """The finished tree of a ``chain_request``: tokens (B, K), and the margins of each level's rows."""
+        unused = self._values.isinf()  # rows that nothing was wanted for
+        self._tokens = torch.cat([self._tokens, tokens.masked_fill(unused, PAD)], 1)
+        self.first = self.level = tokens.shape[1]
+        if self._plan is not None:
+            above = self._values[:, 0].exp().tolist()
+            for level, each in enumerate(margins, 1):
+                above = self._weigh(self._plan, each, above, level)
+        return self.finish()
+
     def finish(self) -> DraftTree:
         """The tree to verify: all nodes, or the best ``budget.nodes`` of them."""
         if self._plan is not None:
@@ -177,7 +208,7 @@ class Growth:
             count = plan.num_nodes([sum(level) for level in self._reached])
             one = [1.0] * len(self._tokens)
             told, reached = (torch.tensor([one, *each[:count]]).T for each in (self._told, self._reached))
-            plan.drafted(told)
+            plan.drafted(told, self.level)
             return DraftTree.chain(self._tokens[:, : count + 1], reached)
         ranked = self._values[:, 1:].sort(dim=-1, descending=True).values
         count = plan.num_nodes(ranked.exp().sum(0).tolist())
@@ -185,7 +216,7 @@ class Growth:
             return DraftTree.root(self._tokens[:, 0])
         tree = self._rerank(count)
         assert self._kept is not None
-        plan.drafted(self._raw.gather(1, self._kept).exp())
+        plan.drafted(self._raw.gather(1, self._kept).exp(), self.level)
         return tree
 
     # --- the three ways of growing ---------------------------------------------------------------------------------
@@ -210,12 +241,17 @@ class Growth:
         """``best``: (B, 2) the two best scores of every row. On the host, where a few numbers are handled faster."""
         above = self._reached[-1] if self._reached else self._values[:, 0].exp().tolist()
         margins = (best[:, 0] - best[:, 1]).tolist() if best.shape[1] > 1 else [math.inf] * len(best)
-        told = [1 / (1 + math.exp(-min(margin, 50.0))) if margin == margin else 0.5 for margin in margins]
         level = self.level + 1
+        reached = self._weigh(plan, margins, above, level)
+        self._stopped = level < self.depth and not plan.another_level(sum(reached), level, 1)
+
+    def _weigh(self, plan: Plan, margins: list[float], above: list[float], level: int) -> list[float]:
+        """The chances of the rows' paths down to a level of a chain; ``above``: those of the level above."""
+        told = [1 / (1 + math.exp(-min(margin, 50.0))) if margin == margin else 0.5 for margin in margins]
         reached = [path * plan.chance(raw, level) for path, raw in zip(above, told, strict=True)]
         self._told.append(told)
         self._reached.append(reached)
-        self._stopped = level < self.depth and not plan.another_level(sum(reached), level, 1)
+        return reached
 
     def _extend_static(self, scores: Tensor, frontier: Tensor, level: Level) -> None:
         count = max(level.ranks) + 1

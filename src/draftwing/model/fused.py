@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig
-from draftwing.model.kernel import ACTIVATIONS, Heads, Kernel, Program, Slots, get_kernel
+from draftwing.model.kernel import ACTIVATIONS, ChainRequest, Heads, Kernel, Program, Slots, get_kernel
 from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
 from draftwing.model.rope import Rotary
@@ -136,6 +136,18 @@ class FusedDecoder:
         num_hidden = len(program)
         program.linear(read, self._head.fused, logits)
         return _Built(program, features, logits, num_hidden)
+
+    def chain(
+        self, request: ChainRequest, logits: Tensor, cache: KVCache, lengths: Sequence[int]
+    ) -> tuple[Tensor, list[list[float]]]:
+        """Draft a chain for every row: see ``Program.chain``. ``logits`` (B, 1, V) of the roots, after ``lengths``."""
+        built = self._built.get(()) or self._build(())
+        self._built[()] = built
+        rows = len(lengths)
+        deepest = DraftTree.chain(torch.zeros(rows, request.depth + 1, dtype=torch.int64))
+        slots = tree_slots(cache, 0, lengths, deepest, 0, self._rotary)
+        outside = {built.logits: torch.empty(rows, self._config.vocab_size)}
+        return built.program.chain(request, outside, slots, logits[:, 0].contiguous(), built.logits)
 
     def forward(
         self,

@@ -663,9 +663,58 @@ int32_t draftwing_has_int8() {
 #endif
 }
 
-// Runs a program. Returns 0, or 1 where it is too long.
-int32_t draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
-    if (num_ops > MAX_OPS) return 1;
+// A chain of drafted tokens for every row, each the best by its score: logits / temperature + noise.
+struct Chain {
+    int32_t depth, vocab_size;
+    int32_t logits, states, fed_back;  // buffers; states and fed_back change places from level to level, -1: none
+    int32_t num_knots, num_tables;  // of the stop rule; no knots: always to the full depth
+    const float* first_logits;  // (rows, vocab) after the root; those of later levels lie in their buffer
+    const float* temperatures;  // (rows) 0: greedy
+    const float* const* noise;  // (rows * depth) of each row and level, null where there is none
+    const float* knots;  // (tables, knots) told chances, and at which chance such nodes were accepted, by level
+    const float* rates;
+    const float* gains;  // (depth) what reaching the level after this one is worth, and what it costs
+    const float* costs;
+    int64_t* tokens;  // (rows, depth)
+    float* margins;  // (rows, depth) between the best two scores
+};
+}
+
+namespace {
+
+// The best of scores (count), and how far it stands above the second.
+int best_of(const float* scores, int count, float* margin) {
+    int best = 0;
+    for (int turn = 0; turn < 2; ++turn) {  // NaN is never greater: it is never chosen
+        v16 lanes = spread(-INFINITY);
+        int i = 0;
+        for (; i + 16 <= count; i += 16) {
+            v16 part = load(scores + i);
+            if (turn == 1 && best >= i && best < i + 16) part[best - i] = -INFINITY;
+            lanes = part > lanes ? part : lanes;
+        }
+        float top = lanes[0];
+        for (int lane = 1; lane < 16; ++lane) top = lanes[lane] > top ? lanes[lane] : top;
+        for (; i < count; ++i)
+            if (scores[i] > top && !(turn == 1 && i == best)) top = scores[i];
+        if (turn == 1) {
+            *margin = scores[best] - top;
+            return best;
+        }
+        while (best < count - 1 && !(scores[best] == top)) ++best;
+    }
+    return best;
+}
+
+float interpolate(const float* x, const float* y, int count, float at) {
+    int right = 0;
+    while (right < count && x[right] < at) ++right;
+    if (right == 0 || right == count) return y[right == 0 ? 0 : count - 1];
+    const float gap = x[right] - x[right - 1], share = gap > 0 ? (at - x[right - 1]) / gap : 1.0f;
+    return y[right - 1] + share * (y[right] - y[right - 1]);
+}
+
+void run_program(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
     Pool& helpers = pool();
     std::lock_guard<std::mutex> turn(helpers.turn);
     Run& run = helpers.next();
@@ -691,7 +740,64 @@ int32_t draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_
         run.progress[i].claimed.store(0);
     }
     helpers.walk_with_helpers(run);
-    return 0;
+}
+
+thread_local Scratch chain_scores, chain_parents, chain_reached;
+
+}  // namespace
+
+extern "C" {
+
+// Runs a program.
+void draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
+    run_program(ops, num_ops, batch, num_threads);
+}
+
+// Drafts a chain; `batch` is that of its first level, a node for each row. Returns how many levels it has.
+int32_t draftwing_chain(const Op* ops, int32_t num_ops, const Batch* first, const Chain* chain, int32_t num_threads) {
+    Batch batch = *first;
+    const int rows = batch.rows, vocab = chain->vocab_size;
+    float* scores = chain_scores.get<float>(vocab);
+    float* reached = chain_reached.get<float>(rows);
+    int64_t* parents = chain_parents.get<int64_t>(static_cast<size_t>(rows) * (chain->depth + 2));
+    int64_t* newest = parents + static_cast<size_t>(rows) * (chain->depth + 1);
+    for (int row = 0; row < rows; ++row) reached[row] = 1.0f;
+    for (int level = 0;; ++level) {
+        float together = 0.0f;
+        for (int row = 0; row < rows; ++row) {
+            const float* logits = (level == 0 ? chain->first_logits : batch.buffers[chain->logits]) + static_cast<size_t>(row) * vocab;
+            const float temperature = chain->temperatures[row];
+            if (temperature > 0.0f) {
+                const float* noise = chain->noise[row * chain->depth + level];
+                for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature + (noise == nullptr ? 0.0f : noise[i]);
+                logits = scores;
+            }
+            const int place = row * chain->depth + level;
+            newest[row] = chain->tokens[place] = best_of(logits, vocab, &chain->margins[place]);
+            if (chain->num_knots > 0) {
+                const float margin = chain->margins[place] < 50.0f ? chain->margins[place] : 50.0f;
+                const int table = level < chain->num_tables ? level : chain->num_tables - 1;
+                const size_t start = static_cast<size_t>(table) * chain->num_knots;
+                reached[row] *= interpolate(chain->knots + start, chain->rates + start, chain->num_knots, 1.0f / (1.0f + std::exp(-margin)));
+                together += reached[row];
+            }
+        }
+        if (level + 1 == chain->depth) return level + 1;
+        if (chain->num_knots > 0 && !(together * chain->gains[level] > chain->costs[level])) return level + 1;
+        // The node just chosen is one deeper than the newest that was run.
+        batch.first_node = level + 1;
+        batch.tree_nodes = level + 2;
+        for (int row = 0; row < rows; ++row)
+            for (int node = 0; node < batch.tree_nodes; ++node) parents[row * batch.tree_nodes + node] = node - 1;
+        batch.parents = parents;
+        batch.tokens = newest;
+        if (level > 0 && chain->states >= 0) {
+            float* states = batch.buffers[chain->states];
+            batch.buffers[chain->states] = batch.buffers[chain->fed_back];
+            batch.buffers[chain->fed_back] = states;
+        }
+        run_program(ops, num_ops, &batch, num_threads);
+    }
 }
 
 // Moves the kept nodes of every row down to where committed slots go on: (rows, width) nodes, the root first, -1 behind.

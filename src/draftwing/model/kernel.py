@@ -5,8 +5,8 @@ are one *program*, a list of operations over buffers of rows, which ``kernel.cpp
 gives every row the same bits whatever stands beside it, in any tree, so that speculative decoding in float32 is
 exact to the bit, and so is int8.
 
-``kernel.cpp`` needs a C++ compiler: ``$CXX``, ``c++``, ``g++`` or ``clang++``, or the package ``ziglang`` from PyPI, which
-holds one. What it makes is kept in the user's cache. Without a compiler everything runs through PyTorch, slower;
+``kernel.cpp`` needs a C++ compiler: ``$CXX``, ``c++``, ``g++`` or ``clang++``, or the package ``ziglang`` from PyPI,
+which holds one. What it makes is kept in the user's cache. Without a compiler everything runs through PyTorch, slower;
 ``DRAFTWING_KERNEL=off`` asks for that.
 
 Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
@@ -30,11 +30,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Heads", "Kernel", "Packed", "Program", "Slots", "cache_folder", "get_kernel", "kernel_problem"]
+__all__ = [
+    "ChainRequest",
+    "Heads",
+    "Kernel",
+    "Packed",
+    "Program",
+    "Slots",
+    "StopRule",
+    "cache_folder",
+    "get_kernel",
+    "kernel_problem",
+]
 
 TILE = 64  # outputs that the kernel computes together
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
@@ -82,12 +94,24 @@ class _Batch(ctypes.Structure):
     ]
 
 
+class _Chain(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("depth", "vocab_size", "logits", "states", "fed_back")),
+        *((name, ctypes.c_int32) for name in ("num_knots", "num_tables")),
+        *((name, ctypes.c_void_p) for name in ("first_logits", "temperatures", "noise", "knots", "rates", "gains")),
+        *((name, ctypes.c_void_p) for name in ("costs", "tokens", "margins")),
+    ]
+
+
 class Kernel:
     """The compiled library, with as many threads as PyTorch is told to take."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run, self._commit = library.draftwing_run, library.draftwing_commit
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
+        self._run.restype = None
+        self._chain = library.draftwing_chain
+        self._chain.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int32]
         self._commit.argtypes = [
             ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
         ]  # fmt: skip
@@ -97,8 +121,12 @@ class Kernel:
 
     def run(self, ops: Any, num_ops: int, batch: _Batch) -> None:
         """Walk the first ``num_ops`` of a program."""
-        if self._run(ops, num_ops, ctypes.byref(batch), torch.get_num_threads()):
-            raise AssertionError(f"a program of {num_ops} operations: Program.add lets none be so long")
+        self._run(ops, num_ops, ctypes.byref(batch), torch.get_num_threads())
+
+    def chain(self, ops: Any, num_ops: int, batch: _Batch, chain: _Chain) -> int:
+        """Draft with a program, level by level; how many levels there are now."""
+        levels: int = self._chain(ops, num_ops, ctypes.byref(batch), ctypes.byref(chain), torch.get_num_threads())
+        return levels
 
     def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
         """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).
@@ -240,7 +268,8 @@ class Packed:
 
     def plain(self) -> Tensor:
         """The matrix (out, in) float32 again, where it was float32 and is not gated."""
-        assert self.bits == 32 and not self.gated
+        assert self.bits == 32
+        assert not self.gated
         return self.weight.transpose(1, 2).reshape(-1, self.num_in)[: self.num_out]
 
     @property
@@ -266,6 +295,41 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a chain that is being drafted is deep enough: nothing of it depends on the text but the margins.
+
+    A token's chance follows from the margin m of the best two scores, 1 / (1 + e^-m), by a table for its level. The
+    chain goes on while the chance of the whole path, summed over the rows, is worth more than another level costs.
+
+    Attributes:
+        knots, rates: (tables, K) float32: chances as told, and as they came true; the last table serves deeper levels.
+        gains, costs: (depth,) float32, of the level after each.
+    """
+
+    knots: np.ndarray
+    rates: np.ndarray
+    gains: np.ndarray
+    costs: np.ndarray
+
+
+@dataclass(frozen=True)
+class ChainRequest:
+    """A chain to draft for every row: the best token by logits / temperature + noise, level by level.
+
+    Attributes:
+        depth: levels at most.
+        temperatures: of each row, 0 for greedy ones.
+        noise: for each row the noise (V,) of its levels; empty for greedy rows, or where none is wanted.
+        rule: where to stop; None at ``depth``.
+    """
+
+    depth: int
+    temperatures: Sequence[float]
+    noise: Sequence[Sequence[Tensor]]
+    rule: StopRule | None = None
 
 
 class Program:
@@ -386,6 +450,57 @@ class Program:
             tokens: (R,) int64, for ``embed``; unused ones may hold PAD.
             slots: for ``attend``.
         """
+        batch = self._batch(rows, nodes, outside, slots)
+        if tokens is not None:
+            tokens = tokens.contiguous()
+            batch.tokens = tokens.data_ptr()
+        self._kernel.run(self._array, len(self._ops) if num_ops is None else num_ops, batch)
+
+    def chain(
+        self,
+        request: ChainRequest,
+        outside: Mapping[int, Tensor],
+        slots: Slots,
+        first_logits: Tensor,
+        logits: int,
+        states: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, list[list[float]]]:
+        """Draft a chain below each row's root, which has been run, without coming back to Python in between.
+
+        Args:
+            request: what to draft.
+            outside: as for ``run``, a node for each row.
+            slots: with room for the roots and ``request.depth`` nodes more; the roots are their first nodes.
+            first_logits: (B, V) after the roots.
+            logits: the buffer of the logits.
+            states: the buffers that a node reads and writes, where nodes read what their parents wrote.
+
+        Returns:
+            tokens (B, K) int64, and for each of the K levels the rows' margins between their two best scores.
+        """
+        rows, vocab, depth = len(first_logits), first_logits.shape[1], request.depth
+        batch = self._batch(rows, 1, outside, slots)
+        tokens, margins = torch.empty(rows, depth, dtype=torch.int64), torch.empty(rows, depth)
+        temperatures, first_logits = torch.tensor(request.temperatures), first_logits.contiguous()
+        noise = (ctypes.c_void_p * (rows * depth))()
+        for row, of_row in enumerate(request.noise):
+            for level, each in enumerate(of_row):
+                noise[row * depth + level] = each.data_ptr()
+        read, written = (-1, -1) if states is None else states
+        chain = _Chain(
+            depth=depth, vocab_size=vocab, logits=logits, states=read, fed_back=written,
+            first_logits=first_logits.data_ptr(), temperatures=temperatures.data_ptr(),
+            noise=ctypes.addressof(noise), tokens=tokens.data_ptr(), margins=margins.data_ptr(),
+        )  # fmt: skip
+        rule = request.rule
+        if rule is not None:
+            chain.num_tables, chain.num_knots = rule.knots.shape
+            chain.knots, chain.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
+            chain.gains, chain.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
+        levels = self._kernel.chain(self._array, len(self._ops), batch, chain)
+        return tokens[:, :levels], margins[:, :levels].T.tolist()
+
+    def _batch(self, rows: int, nodes: int, outside: Mapping[int, Tensor], slots: Slots | None) -> _Batch:
         batch = _Batch(rows=rows, nodes=nodes)
         count = rows * nodes
         if count > self._capacity:
@@ -400,14 +515,11 @@ class Program:
             else:
                 batch.buffers[buffer] = at
                 at += 4 * width * self._capacity
-        if tokens is not None:
-            tokens = tokens.contiguous()
-            batch.tokens = tokens.data_ptr()
         if slots is not None:
             slots.fill(batch)
         if self._array is None:
             self._array = (_Op * len(self._ops))(*self._ops)
-        self._kernel.run(self._array, len(self._ops) if num_ops is None else num_ops, batch)
+        return batch
 
 
 class Slots:

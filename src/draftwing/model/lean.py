@@ -20,7 +20,7 @@ from draftwing.model.cache import KVCache, TreeAttention
 from draftwing.model.causal import CausalAttention
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.fused import FusedDecoder, kernel_for
-from draftwing.model.kernel import Heads, Kernel
+from draftwing.model.kernel import ChainRequest, Heads, Kernel
 from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import MIN_ROWS, Linear, check_weights
 from draftwing.model.rope import Rotary
@@ -193,6 +193,18 @@ class LeanTarget(Target):
         rows, nodes = tree.num_rows, tree.num_nodes - first_node
         logits = self._head.forward(hidden)[: rows * nodes].view(rows, nodes, -1)
         return TargetOutput(logits, taps)
+
+    def draft_chain(
+        self, ctx: Context, request: ChainRequest, logits: Tensor
+    ) -> tuple[Tensor, list[list[float]]] | None:
+        """A chain below each row's root, ``logits`` (B, 1, V) after it: see ``Program.chain``.
+
+        The nodes' slots are written as ``forward`` does. None where the CPU kernel does not run this model.
+        """
+        assert isinstance(ctx, LeanContext)
+        if self._fused is None or not self.config.rope.position_only:
+            return None
+        return self._fused.chain(request, logits, ctx.cache, ctx.lengths)
 
     def _hidden(
         self,

@@ -176,7 +176,8 @@ class Linear(nn.Module):
 
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         packed, kernel = self.fused, get_kernel()
-        assert not packed.gated and kernel is not None
+        assert not packed.gated
+        assert kernel is not None
         if self._program is None:
             self._program = Program(kernel)
             self._program.linear(self._program.outside(self.num_in), packed, self._program.outside(self.num_out))

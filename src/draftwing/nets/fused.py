@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwing.model.cache import KVCache
 from draftwing.model.fused import add_layer, tree_slots
-from draftwing.model.kernel import Kernel, Program
+from draftwing.model.kernel import ChainRequest, Kernel, Program
 from draftwing.model.linear import Linear
 from draftwing.model.rope import Rotary
 from draftwing.nets.eagle import EagleNet
@@ -67,6 +67,35 @@ class FusedEagle:
         places = net.target_ids
         program.linear(x, head.fused, self._logits, norm=net.norm.weight, eps=net.norm.eps, places=places)
 
+    def chain(
+        self,
+        request: ChainRequest,
+        logits: Tensor,
+        states: Tensor,
+        cache: KVCache,
+        rotary: Rotary,
+        lengths: Sequence[int],
+    ) -> tuple[Tensor, list[list[float]]]:
+        """Draft a chain for every row without coming back to Python: see ``Program.chain``.
+
+        Args:
+            logits, states: (B, 1, V) and (B, 1, H) of the roots, which lie in their slots.
+            lengths: entries of each row before its root.
+        """
+        rows = len(lengths)
+        deepest = DraftTree.chain(torch.zeros(rows, request.depth + 1, dtype=torch.int64))
+        slots = tree_slots(cache, 0, lengths, deepest, 0, rotary)
+        first = logits[:, 0].clone()  # the next level overwrites what it is a view of
+        self._make_room(rows)
+        own = states[:, 0].clone()  # the levels take turns in it
+        outside = {self._states: own, self._fed_back: torch.empty_like(own), self._logits: self._logits_RV}
+        buffers = (self._states, self._fed_back)
+        return self._program.chain(request, outside, slots, first, self._logits, buffers)
+
+    def _make_room(self, count: int) -> None:
+        if count > len(self._logits_RV):
+            self._logits_RV = torch.full((max(count, 16), self._logits_RV.shape[1]), -torch.inf)
+
     def forward(
         self,
         tokens: Tensor,
@@ -94,8 +123,7 @@ class FusedEagle:
         fed_back = torch.empty_like(states)
         rows, entries = tokens.shape
         count = rows * entries if want_logits else 0
-        if count > len(self._logits_RV):
-            self._logits_RV = torch.full((max(count, 16), self._logits_RV.shape[1]), -torch.inf)
+        self._make_room(count)
         outside = {self._states: states, self._fed_back: fed_back, self._logits: self._logits_RV}
         num_ops = None if want_logits else self._num_hidden
         self._program.run(rows, entries, outside, num_ops=num_ops, tokens=tokens, slots=slots)
