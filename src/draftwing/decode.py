@@ -18,8 +18,9 @@ from draftwing.accept import Rule, get_rule
 from draftwing.drafters.auto import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.errors import ConfigError, NumericsError, UnsupportedError
+from draftwing.model.kernel import noise_of
 from draftwing.model.target import Row, Target, TargetOutput
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Logprob, RowStep, Step, Timings
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -67,7 +68,7 @@ class Decoder:
             )
         self.budget = replace(budget, children=self.rule.children)
         self.ctx = target.new_context()
-        self._noise = KeyedNoise(target.vocab_size, target.device)
+        self._noise = noise_of(target.vocab_size, target.device)
         self._requests: list[tuple[int, Sampling]] = []
         self._batch: SamplingBatch | None = None
         self._next_id = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
@@ -25,7 +25,7 @@ from torch import Tensor
 from draftwing.errors import SamplingError
 from draftwing.tree import DraftTree
 
-__all__ = ["History", "KeyedNoise", "Sampling", "SamplingBatch", "gumbel", "hash_bits", "uniform"]
+__all__ = ["History", "KeyedNoise", "Sampling", "SamplingBatch", "gumbel", "hash_bits", "noise_key", "uniform"]
 
 _PENALTIES = ("repetition", "presence", "frequency")
 
@@ -135,6 +135,20 @@ def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tenso
     return _mix(key + (ids + 1) * _GOLDEN)
 
 
+def noise_key(seed: int, counters: Sequence[int]) -> int:
+    """What ``hash_bits`` mixes with the ids, in [0, 2**64)."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * _MIX1 % 2**64
+        x = (x ^ (x >> 27)) * _MIX2 % 2**64
+        return x ^ (x >> 31)
+
+    key = mix((seed + _GOLDEN) % 2**64)
+    for counter in counters:
+        key = mix(((key + _GOLDEN) % 2**64) ^ mix((counter * _MIX2 + _GOLDEN) % 2**64))
+    return key
+
+
 def uniform(bits: Tensor) -> Tensor:
     """float64 in the open interval (0, 1) from 64 bits, on a grid of 2^-52."""
     return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
@@ -152,7 +166,15 @@ class KeyedNoise:
     cache serves them, the least recently used going first. It holds no state that could change a result.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = 256) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        capacity: int = 256,
+        make: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        """``make`` turns a ``noise_key`` and the vocabulary's size into noise, faster than torch's operators."""
+        self._make = make
         self._ids = torch.arange(vocab_size, device=device)
         self._cache: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._capacity = capacity
@@ -162,7 +184,11 @@ class KeyedNoise:
         key = (seed, position)
         found = self._cache.get(key)
         if found is None:
-            found = self._cache[key] = gumbel(hash_bits(seed, (TARGET, position), self._ids))
+            if self._make is None:
+                found = gumbel(hash_bits(seed, (TARGET, position), self._ids))
+            else:
+                found = self._make(noise_key(seed, (TARGET, position)), len(self._ids))
+            self._cache[key] = found
             if len(self._cache) > self._capacity:
                 self._cache.popitem(last=False)
         else:

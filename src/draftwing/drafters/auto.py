@@ -32,9 +32,10 @@ from draftwing.tree import Accepted, DraftTree
 __all__ = ["Acceptance", "Planner"]
 
 KEEP = 0.985  # share of what is remembered that a step leaves: the last 70 or so count
-DOUBT = 0.7  # of an arm's speedup, over the root of the steps that it had
+DOUBT = 1.0  # of an arm's speedup, over the root of the steps that it had: tokens of a step scatter as much as that
 TRUST = 4.0  # drafts that each end of a measured line counts as
-FIRST, AGAIN, EVERY = 6, 2, 48  # steps that an arm is tried at first; and again, every so many
+FIRST, AGAIN = 16, 2  # steps that an arm is tried at first, so many at a time: texts change, and arms must share them
+EVERY, SELDOM = 24, 384  # steps between two trials of an arm that is not the best: at first, and at most
 PROBE, PATIENCE = 16, 64  # plain steps between two probes: at first, and at most
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
@@ -152,6 +153,8 @@ class _Arm:
     verify: float = 0.0
     draft: float = 0.0
     steps: int = 0
+    rest: int = EVERY  # steps until it is tried again
+    due: int = 0
 
     def speedup(self, slow: float) -> float:
         """Over plain decoding, where verification is so much slower than measured."""
@@ -228,8 +231,10 @@ class Planner:
     def _choose(self) -> _Arm | None:
         if not self._arms:
             return None
-        fresh = next((arm for arm in self._arms if arm.steps < FIRST), None)
-        if fresh is not None:
+        if self._chosen is not None and self._chosen.steps % AGAIN and self._chosen.steps < FIRST:
+            return self._chosen
+        fresh = min(self._arms, key=lambda arm: arm.steps)
+        if fresh.steps < FIRST:
             return fresh
         best = max(self._arms, key=lambda arm: arm.hope(self._slow))
         if self._probing:
@@ -242,8 +247,21 @@ class Planner:
             self._plain, self._patience, self._probing = 0, min(2 * self._patience, PATIENCE), AGAIN - 1
             return best
         self._plain, self._patience = 0, PROBE
-        turn, place = divmod(self._steps, EVERY)
-        return self._arms[turn % len(self._arms)] if place < AGAIN else best
+        return self._another(best)
+
+    def _another(self, best: _Arm) -> _Arm:
+        """The best arm, or one whose turn to be tried again has come."""
+        best.rest = EVERY
+        for arm in self._arms:
+            if arm is best:
+                continue
+            if self._steps >= arm.due + AGAIN:  # it was tried and lost: less often from now on
+                if arm.due:
+                    arm.rest = min(2 * arm.rest, SELDOM)
+                arm.due = self._steps + arm.rest
+            if self._steps >= arm.due:
+                return arm
+        return best
 
     def observe(
         self, tree: DraftTree, accepted: Accepted, num_tokens: int, drafted_s: float, verified_s: float

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from draftwing.load import LM, Prompt
+from draftwing.model.kernel import noise_of
 from draftwing.model.target import Context, Target
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["Difference", "Verification", "verify"]
@@ -101,7 +102,7 @@ def _explain(
     paired = zip(plain, own, strict=False)
     position = next((i for i, (a, b) in enumerate(paired) if a != b), min(len(plain), len(own)))
     ids = prompt + plain[:position]
-    batch = SamplingBatch([sampling], KeyedNoise(target.vocab_size, target.device), target.device)
+    batch = SamplingBatch([sampling], noise_of(target.vocab_size, target.device), target.device)
     scores = [_scores(target, ids, len(prompt), group, batch) for group in (1, 2, 5, 16, len(ids))]
     noise = max(float((other - scores[0]).nan_to_num(0.0).abs().max()) for other in scores[1:])
     if position >= min(len(plain), len(own)):  # one ended where the other went on: an end token is the difference

@@ -800,6 +800,34 @@ int32_t draftwing_chain(const Op* ops, int32_t num_ops, const Batch* first, cons
     }
 }
 
+// Standard Gumbel noise of ids 0, 1, ... under a key: -log(-log(u)) of hashed bits, in double, rounded in the end.
+void draftwing_gumbel(uint64_t key, int64_t count, float* out) {
+    typedef double d8 __attribute__((vector_size(64)));
+    typedef uint64_t u8 __attribute__((vector_size(64)));
+    const auto log_of = [](d8 x) {  // x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log m = 2 artanh((m - 1) / (m + 1))
+        const u8 bits = (u8)x - 0x3fe6a09e667f3bcdull;
+        const d8 e = __builtin_convertvector((bits + (1023ull << 52)) >> 52, d8) - 1023.0;
+        const d8 m = (d8)((bits & 0x000fffffffffffffull) + 0x3fe6a09e667f3bcdull);
+        const d8 s = (m - 1.0) / (m + 1.0), z = s * s;
+        d8 p = d8{} + 1.0 / 23;
+        for (int k = 21; k >= 3; k -= 2) p = p * z + 1.0 / k;
+        return e * 6.93147180369123816490e-01 + (2.0 * s + (2.0 * s * z * p + e * 1.90821492927058770002e-10));
+    };
+    const auto mix = [](u8 x) {  // the finaliser of splitmix64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+        return x ^ (x >> 31);
+    };
+    for (int64_t start = 0; start < count; start += 8) {
+        u8 id;
+        for (int lane = 0; lane < 8; ++lane) id[lane] = static_cast<uint64_t>(start + lane + 1);
+        const u8 bits = mix(key + id * 0x9E3779B97F4A7C15ull) >> 12;
+        const d8 uniform = (__builtin_convertvector(bits, d8) + 0.5) * 0x1p-52;
+        const d8 noise = -log_of(-log_of(uniform));
+        for (int lane = 0; lane < 8 && start + lane < count; ++lane) out[start + lane] = static_cast<float>(noise[lane]);
+    }
+}
+
 // Moves the kept nodes of every row down to where committed slots go on: (rows, width) nodes, the root first, -1 behind.
 void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width) {
     for (int row = 0; row < batch->rows; ++row)

@@ -35,6 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.sampling import KeyedNoise
+
 __all__ = [
     "ChainRequest",
     "Heads",
@@ -46,6 +48,7 @@ __all__ = [
     "cache_folder",
     "get_kernel",
     "kernel_problem",
+    "noise_of",
 ]
 
 TILE = 64  # outputs that the kernel computes together
@@ -116,6 +119,8 @@ class Kernel:
             ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
         ]  # fmt: skip
         self._commit.restype = None
+        self._gumbel = library.draftwing_gumbel
+        self._gumbel.argtypes, self._gumbel.restype = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p], None
         self.max_ops: int = library.draftwing_sizes(2)
         self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
 
@@ -127,6 +132,12 @@ class Kernel:
         """Draft with a program, level by level; how many levels there are now."""
         levels: int = self._chain(ops, num_ops, ctypes.byref(batch), ctypes.byref(chain), torch.get_num_threads())
         return levels
+
+    def gumbel(self, key: int, count: int) -> Tensor:
+        """What ``sampling.gumbel`` makes of a ``noise_key`` for ids 0 to ``count - 1``: (count,) float32."""
+        out = torch.empty(count)
+        self._gumbel(key, count, out.data_ptr())
+        return out
 
     def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
         """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).
@@ -155,6 +166,12 @@ def get_kernel() -> Kernel | None:
 def kernel_problem() -> str:
     """Why ``get_kernel`` gives none, and what to do about it; empty where it gives one."""
     return "DRAFTWING_KERNEL is off" if os.environ.get("DRAFTWING_KERNEL") == "off" else _load()[1]
+
+
+def noise_of(vocab_size: int, device: torch.device) -> KeyedNoise:
+    """Keyed noise, made by the kernel where there is one."""
+    kernel = get_kernel() if device.type == "cpu" else None
+    return KeyedNoise(vocab_size, device, make=None if kernel is None else kernel.gumbel)
 
 
 @cache
