@@ -187,7 +187,11 @@ class Costs:
         if depth <= 0:
             return 0.0
         curve = self.chain if width == 1 or not self.tree.knots else self.tree
-        return curve(depth) * (1 + (rows - 1) * self.draft_per_row)
+        return curve(depth) * self.draft_share(rows)
+
+    def draft_share(self, rows: int) -> float:
+        """A draft for so many rows, in drafts for one."""
+        return 1 + (rows - 1) * self.draft_per_row
 
     @property
     def c(self) -> float:

@@ -36,11 +36,14 @@ DOUBT = 1.0  # of an arm's speedup, over the root of the steps that it had: toke
 TRUST = 4.0  # drafts that each end of a measured line counts as
 FIRST, AGAIN = 16, 2  # steps that an arm is tried at first, so many at a time: texts change, and arms must share them
 EVERY, SELDOM = 24, 384  # steps between two trials of an arm that is not the best: at first, and at most
+WIDER = 1.8  # times as many drafted tokens as a chain's are accepted from a tree, at the very best
 PROBE, PATIENCE = 16, 64  # plain steps between two probes: at first, and at most
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
+MOST = 256  # nodes that costs are looked up for
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
 PRIOR = 3.0  # observations that a bin's own chance counts as
 FORGET = 0.998  # of acceptance, by observation
+FRESH = 4  # observations until what was learnt from them is used, after the first few
 
 
 class Acceptance:
@@ -56,6 +59,7 @@ class Acceptance:
         self._prior = PRIOR * np.stack([np.ones_like(middles), middles, middles])
         self._sums = np.tile(self._prior, (NUM_DEPTHS, 1, 1))
         self._lines: list[tuple[np.ndarray, np.ndarray] | None] = [None] * NUM_DEPTHS
+        self._observed = 0
         self._lists: list[tuple[list[float], list[float]]] = [([], [])] * NUM_DEPTHS
 
     def observe(self, chances: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
@@ -68,7 +72,9 @@ class Acceptance:
         self._sums[touched] = self._prior + FORGET ** len(chances) * (self._sums[touched] - self._prior)
         for kind, values in enumerate((np.ones_like(chances), chances, accepted)):
             np.add.at(self._sums, (place, np.full_like(place, kind), bins), values)
-        self._lines = [None] * NUM_DEPTHS
+        self._observed += 1
+        if self._observed < 8 * FRESH or self._observed % FRESH == 0:
+            self._lines = [None] * NUM_DEPTHS
 
     def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
         """The chance at which such nodes of this depth were accepted, of any shape."""
@@ -152,6 +158,8 @@ class _Arm:
     plain: float = 0.0  # that plain decoding would have taken for as many tokens
     verify: float = 0.0
     draft: float = 0.0
+    tokens: float = 0.0  # of a row,
+    count: float = 0.0  # in so many steps
     steps: int = 0
     rest: int = EVERY  # steps until it is tried again
     due: int = 0
@@ -164,7 +172,12 @@ class _Arm:
         """Speedup with the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little."""
         return self.speedup(slow) * (1 + DOUBT / math.sqrt(max(self.steps, 1)))
 
-    def add(self, plain: float, verify: float, draft: float) -> None:
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.count if self.count else 1.0
+
+    def add(self, plain: float, verify: float, draft: float, tokens: float) -> None:
+        self.tokens, self.count = KEEP * self.tokens + tokens, KEEP * self.count + 1
         self.plain, self.verify = KEEP * self.plain + plain, KEEP * self.verify + verify
         self.draft = KEEP * self.draft + draft
         self.steps += 1
@@ -210,9 +223,12 @@ class Planner:
         self._rows, self._context = 1, 0.0
         self._all = _Arm(Budget(0))  # what every step brought, whichever way
         self._slow = 1.0  # how much slower than measured a verification is now
+        self._curves: dict[int, np.ndarray] = {}
         self._lines = {False: _line_of(self.costs, 1), True: _line_of(self.costs, self.costs.width)}  # by: is a tree
         self._continues = np.full(NUM_DEPTHS, 0.7)  # how often a node's best child was accepted
+        self._asked = [0] * NUM_DEPTHS  # how often that was seen
         self._chosen: _Arm | None = None
+        self._reform = 0  # the step from which an arm may be judged anew
         self._steps = self._plain = 0
         self._patience, self._probing = PROBE, 0
         self._raw: np.ndarray | None = None
@@ -233,10 +249,11 @@ class Planner:
             return None
         if self._chosen is not None and self._chosen.steps % AGAIN and self._chosen.steps < FIRST:
             return self._chosen
-        fresh = min(self._arms, key=lambda arm: arm.steps)
-        if fresh.steps < FIRST:
+        open_arms = [arm for arm in self._arms if self._may_win(arm)]
+        fresh = min(open_arms, key=lambda arm: arm.steps)
+        if fresh.steps < (FIRST if fresh.budget.width == 1 else max(FIRST // 2, 1)):
             return fresh
-        best = max(self._arms, key=lambda arm: arm.hope(self._slow))
+        best = max(open_arms, key=lambda arm: arm.hope(self._slow))
         if self._probing:
             self._probing -= 1
             return best
@@ -245,15 +262,45 @@ class Planner:
             if self._plain < self._patience:
                 return None
             self._plain, self._patience, self._probing = 0, min(2 * self._patience, PATIENCE), AGAIN - 1
+            if self._forecast() > max(1.05, 1.1 * best.speedup(self._slow)) and self._steps >= self._reform:
+                # What it brought was brought by chains of another length than it would draft now.
+                self._reform = self._steps + 2 * (self._steps + FIRST)  # ever rarer, should that prove wrong
+                best.plain = best.verify = best.draft = best.tokens = best.count = 0.0
+                best.steps = 0
             return best
         self._plain, self._patience = 0, PROBE
         return self._another(best)
+
+    def _forecast(self) -> float:
+        """The speedup of the best fixed chain by what has been learnt of the depths, by the costs of now."""
+        if not self.reads or not any(arm.budget.width == 1 for arm in self._arms):
+            return 0.0
+        tau, path, best = 1.0, 1.0, 0.0
+        for depth in range(1, 17):
+            path *= self._continues[min(depth, NUM_DEPTHS) - 1]
+            tau += path
+            takes = self._verify(depth + 1) + self._lines[False](depth) * self._share
+            best = max(best, tau * self._verify(1) / takes)
+        return best
+
+    def _may_win(self, arm: _Arm) -> bool:
+        """Whether a tree may beat the best chain, by its costs: a trial is dear where its levels are."""
+        chains = [each for each in self._arms if each.budget.width == 1 and each.steps >= FIRST]
+        if arm.budget.width == 1 or not self.reads:
+            return True
+        if not chains:
+            return len(self._arms) == 1 or all(each.budget.width > 1 for each in self._arms)
+        chain = max(chains, key=lambda each: each.speedup(self._slow))
+        tau = 1 + WIDER * (chain.tau - 1)
+        draft = self._lines[True](round(tau)) * self._share
+        takes = self._verify(math.ceil(2 * tau)) + draft
+        return tau * self._verify(1) / takes > chain.speedup(self._slow)
 
     def _another(self, best: _Arm) -> _Arm:
         """The best arm, or one whose turn to be tried again has come."""
         best.rest = EVERY
         for arm in self._arms:
-            if arm is best:
+            if arm is best or not self._may_win(arm):
                 continue
             if self._steps >= arm.due + AGAIN:  # it was tried and lost: less often from now on
                 if arm.due:
@@ -270,37 +317,43 @@ class Planner:
         rows, nodes, arm = tree.num_rows, tree.num_nodes, self._chosen
         width = 1 if arm is None else arm.budget.width
         depth = max(tree.max_depth, self._levels)
-        line, share = self._lines[width > 1], 1 + (rows - 1) * self.costs.draft_per_row
+        line, share = self._lines[width > 1], self.costs.draft_share(rows)
         if depth:
             line.observe(depth, drafted_s / share)
         verify = self._verify(nodes) / self._slow
         self._slow += 0.05 * (min(max(verified_s / verify, 0.25), 4.0) - self._slow)
         plain = num_tokens * self._verify(1) / self._slow / rows
         draft = line(depth) * share
-        self._all.add(plain, verify, draft)
+        self._all.add(plain, verify, draft, num_tokens / rows)
         if arm is not None:
-            arm.add(plain, verify, draft)
+            arm.add(plain, verify, draft, num_tokens / rows)
         if nodes > 1 and self.reads:
             self._learn(tree, accepted)
 
     def _learn(self, tree: DraftTree, accepted: Accepted) -> None:
         """Acceptance of the nodes whose parents were accepted."""
-        path, parents = accepted.path.cpu().numpy(), tree.parents.cpu().numpy()
-        on_path = np.zeros((*parents.shape,), dtype=bool)
-        row = np.arange(len(path))[:, None].repeat(path.shape[1], 1)[path >= 0]
-        on_path[row, path[path >= 0]] = True
-        tried = (parents >= 0) & np.take_along_axis(on_path, parents.clip(min=0), 1)
-        depths = tree.depths.expand_as(tree.parents).cpu().numpy()
-        best = tried & (np.diff(parents, axis=1, prepend=-2) != 0)  # siblings stand in order: the first of each
-        for place in range(NUM_DEPTHS):
-            here = best & ((depths == place + 1) if place < NUM_DEPTHS - 1 else (depths > place))
-            for hit in on_path[here]:
-                self._continues[place] += 0.03 * (hit - self._continues[place])
-        if self._raw is not None and self._raw.shape == parents.shape:
-            chosen = self._chosen
-            is_tree = chosen is not None and chosen.budget.width > 1
+        raw = None if self._raw is None or self._raw.shape != tree.parents.shape else self._raw.tolist()
+        said, at, right = [], [], []  # of every node that was tried: on lists, since there are a handful
+        for row, (path, parents) in enumerate(zip(accepted.path.tolist(), tree.parents.tolist(), strict=True)):
+            kept, depths = set(path), [0] * len(parents)
+            for node in range(1, len(parents)):
+                above = parents[node]
+                if above < 0 or above not in kept:
+                    continue
+                depth = depths[node] = depths[above] + 1
+                hit = node in kept
+                if parents[node - 1] != above:  # siblings stand in order: the best of them
+                    place = min(depth, NUM_DEPTHS) - 1
+                    self._asked[place] += 1
+                    self._continues[place] += max(0.03, 1 / (self._asked[place] + 3)) * (hit - self._continues[place])
+                if raw is not None:
+                    said.append(raw[row][node])
+                    at.append(depth)
+                    right.append(hit)
+        if said:
+            is_tree = self._chosen is not None and self._chosen.budget.width > 1
             acceptance = self.tree_acceptance if is_tree else self.acceptance
-            acceptance.observe(self._raw[tried], depths[tried], on_path[tried])
+            acceptance.observe(np.array(said), np.array(at), np.array(right))
 
     # --- what a growing tree asks ----------------------------------------------------------------------------------
 
@@ -325,26 +378,23 @@ class Planner:
     def stop_rule(self, depth: int) -> StopRule:
         """See ``Plan``."""
         lines = [self.acceptance.line(place) for place in range(NUM_DEPTHS)]
-        more = [self._verify(level + 2) - self._verify(level + 1) for level in range(1, depth + 1)]
+        more = np.diff(self._curve[2 : depth + 3]) * self._slow
         continues = self._continues[np.minimum(np.arange(1, depth + 1), NUM_DEPTHS - 1)]
+        told = np.array(lines, dtype=np.float32)  # (tables, 2, K)
         return StopRule(
-            np.array([at for at, _ in lines], dtype=np.float32),
-            np.array([rates for _, rates in lines], dtype=np.float32),
+            np.ascontiguousarray(told[:, 0]),
+            np.ascontiguousarray(told[:, 1]),
             (continues * self._token_seconds).astype(np.float32),
-            np.array([self._level_seconds(1) + each for each in more], dtype=np.float32),
+            (self._level_seconds(1) + more).astype(np.float32),
         )
 
     def num_nodes(self, chances: Sequence[float]) -> int:
         """See ``Plan``."""
         worth = self._token_seconds
         most = None if self._chosen is None else self._chosen.budget.nodes
-        best, count, gain = -self._verify(1), 0, 0.0
         self._levels = max(self._levels, 1)
-        for number, chance in enumerate(chances[:most], 1):
-            gain += chance * worth
-            if gain - self._verify(number + 1) > best:
-                best, count = gain - self._verify(number + 1), number
-        return count
+        gains = np.cumsum([0.0, *chances[:most]]) * worth
+        return int((gains - self._curve[1 : len(gains) + 1] * self._slow).argmax())
 
     def drafted(self, raw: Tensor, levels: int) -> None:
         """See ``Plan``."""
@@ -359,11 +409,30 @@ class Planner:
 
     def _level_seconds(self, width: int) -> float:
         """Another level of drafting, for the present rows."""
-        return self._lines[width > 1].slope * (1 + (self._rows - 1) * self.costs.draft_per_row)
+        return self._lines[width > 1].slope * self._share
+
+    @property
+    def _share(self) -> float:
+        return self.costs.draft_share(self._rows)
 
     def _verify(self, nodes: int) -> float:
         """T_V of the present rows."""
-        return self.costs.verify_seconds(nodes, self._rows, self._context) * self._slow
+        return max(float(self._curve[min(nodes, MOST)]) + self._beyond, 1e-7) * self._slow
+
+    @property
+    def _curve(self) -> np.ndarray:
+        """T_V of the present rows by nodes, at the context of the costs."""
+        known = self._curves.get(self._rows)
+        if known is None:
+            rows, context = self._rows, self.costs.context / self._rows
+            found = [self.costs.verify_seconds(max(nodes, 1), rows, context) for nodes in range(MOST + 1)]
+            known = self._curves[rows] = np.array(found)
+        return known
+
+    @property
+    def _beyond(self) -> float:
+        """What longer texts add."""
+        return (self._context * self._rows - self.costs.context) * self.costs.per_token
 
 
 def _line_of(costs: Costs, width: int) -> _Line:

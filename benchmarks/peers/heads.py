@@ -1,0 +1,37 @@
+"""Heads as the peers' engines take them: what ``draftwing export`` writes, in our own environment."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from peers.channel import PeerError
+from peers.modes import Mode, Settings, fingerprint
+
+READERS = ("vllm", "openvino")  # of the layout that ``draftwing export --to vllm`` writes
+
+
+def exported(mode: Mode, settings: Settings) -> Path | None:
+    """The folder that drafts for a mode: the given one, or for a head and another engine its export.
+
+    Raises:
+        PeerError: a head that cannot be exported.
+    """
+    folder = settings.draft_of(mode)
+    if folder is None or mode.peer not in READERS or not mode.name.startswith("eagle"):
+        return folder
+    from draftwing.errors import DraftwingError
+    from draftwing.formats.convert import convert
+    from draftwing.formats.identity import target_id_of_folder
+
+    out = settings.cache / "heads" / f"{fingerprint(folder)}-for-{fingerprint(settings.target)}"
+    if not out.exists():
+        partial = out.with_name(out.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            convert(folder, partial, "vllm", target=target_id_of_folder(settings.target))
+        except DraftwingError as error:
+            raise PeerError(f"the head cannot be exported: {error}") from error
+        partial.replace(out)
+    return out

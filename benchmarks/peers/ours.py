@@ -1,0 +1,46 @@
+"""Draftwing's own worker."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from peers.channel import Run, Stopwatch
+
+# Our mode: what ``draftwing.load`` calls it, or the key of the job under which its folder stands.
+DRAFTS = {"plain": "none", "lookup": "lookup"}
+
+
+class Draftwing:
+    """``draftwing.load`` with the automatic budget."""
+
+    def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def load(self, job: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        import draftwing as dw
+
+        torch.set_num_threads(job["threads"])
+        self.lm = dw.load(
+            job["target"],
+            DRAFTS.get(job["mode"]) or job["draft"],
+            weights="int8" if job["precision"] == "int8" else None,
+            device="cpu",
+        )
+        self.lm.decoder()  # measures once what steps cost here, if that is not known yet
+        return {"versions": {name: version(name) for name in ("draftwing", "torch")}}
+
+    def generate(self, prompt: list[int], max_tokens: int) -> Run:
+        import draftwing as dw
+
+        watch = Stopwatch()
+        decoder = self.lm.decoder()
+        decoder.admit(prompt, dw.Sampling(max_tokens=max_tokens, ignore_eos=True))
+        while decoder.num_running:
+            watch.take(decoder.step().rows[0].token_ids)
+        return watch.stop(max_tokens, watch.steps - 1)
+
+
+PEER = Draftwing()
