@@ -170,27 +170,6 @@ float quantise_row(const float* x, int width, int padded, uint8_t* out) {
     return largest / 127.0f + check;
 }
 
-template <int R> inline void tile_product(const float* x, size_t stride, const float* w, int count, v16 (&sum)[R][PARTS]) {
-    v16 acc[R][PARTS] = {};
-    for (int k = 0; k < count; ++k, w += TILE) {
-        const v16 w0 = load(w), w1 = load(w + 16), w2 = load(w + 32), w3 = load(w + 48);
-        __builtin_prefetch(w + 24 * TILE);
-        __builtin_prefetch(w + 24 * TILE + 16);
-        __builtin_prefetch(w + 24 * TILE + 32);
-        __builtin_prefetch(w + 24 * TILE + 48);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const v16 value = spread(x[r * stride + k]);
-            acc[r][0] += value * w0;
-            acc[r][1] += value * w1;
-            acc[r][2] += value * w2;
-            acc[r][3] += value * w3;
-        }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
-}
-
 // Sums of four products of unsigned and signed bytes, added to 32 bits: exact in any order.
 inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
 #if defined(__AVX512VNNI__)
@@ -213,26 +192,93 @@ inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
 #endif
 }
 
-template <int R>
-inline void tile_product(const uint8_t* x, size_t stride, const int8_t* w, int count, i16 (&sum)[R][PARTS]) {
-    i16 acc[R][PARTS] = {};
-    for (int k = 0; k < count; k += 4, w += 4 * TILE) {
-        __builtin_prefetch(w + 32 * TILE);
-        __builtin_prefetch(w + 33 * TILE);
-        __builtin_prefetch(w + 34 * TILE);
-        __builtin_prefetch(w + 35 * TILE);
+struct Floats {
+    typedef v16 Lanes;
+    typedef float Row;
+    typedef float Weight;
+    static constexpr int STEP = 1, BLOCK = 512;  // inputs of one multiplication; and of a part of the weight that stays near
+    static inline Row value_of(const float* x) { return *x; }
+    static inline v16 add(v16 sum, float value, const float* w) { return sum + spread(value) * load(w); }
+};
+
+struct Bytes {
+    typedef i16 Lanes;
+    typedef uint8_t Row;
+    typedef int8_t Weight;
+    static constexpr int STEP = 4, BLOCK = 2048;
+    static inline int32_t value_of(const uint8_t* x) {
+        int32_t four;
+        memcpy(&four, x, 4);
+        return four;
+    }
+    static inline i16 add(i16 sum, int32_t value, const int8_t* w) { return dot4(sum, value, w); }
+};
+
+// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched, LINES lines for each step.
+template <typename T, int R, int LINES>
+inline void tile_product(const typename T::Row* x, size_t stride, const typename T::Weight* w, int count, const char* ahead,
+                         typename T::Lanes (*sum)[PARTS]) {
+    typename T::Lanes acc[R][PARTS];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < PARTS; ++c) acc[r][c] = sum[r][c];
+    constexpr int WIDE = 16 * T::STEP;
+    for (int k = 0; k < count; k += T::STEP, w += TILE * T::STEP) {
+        for (int line = 0; line < LINES; ++line, ahead += 64) __builtin_prefetch(ahead);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            int32_t four;
-            memcpy(&four, x + r * stride + k, 4);
-            acc[r][0] = dot4(acc[r][0], four, w);
-            acc[r][1] = dot4(acc[r][1], four, w + 64);
-            acc[r][2] = dot4(acc[r][2], four, w + 128);
-            acc[r][3] = dot4(acc[r][3], four, w + 192);
+            const auto value = T::value_of(x + r * stride + k);
+#pragma GCC unroll 4
+            for (int c = 0; c < PARTS; ++c) acc[r][c] = T::add(acc[r][c], value, w + c * WIDE);
         }
     }
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
+}
+
+template <typename T, int LINES>
+inline void any_rows(int num, const typename T::Row* x, size_t stride, const typename T::Weight* w, int count,
+                     const char* ahead, typename T::Lanes (*sum)[PARTS]) {
+    switch (num) {
+        case 1: return tile_product<T, 1, LINES>(x, stride, w, count, ahead, sum);
+        case 2: return tile_product<T, 2, LINES>(x, stride, w, count, ahead, sum);
+#if defined(__AVX512F__)
+        case 3: return tile_product<T, 3, LINES>(x, stride, w, count, ahead, sum);
+        case 4: return tile_product<T, 4, LINES>(x, stride, w, count, ahead, sum);
+        case 5: return tile_product<T, 5, LINES>(x, stride, w, count, ahead, sum);
+        case 6: return tile_product<T, 6, LINES>(x, stride, w, count, ahead, sum);
+#endif
+    }
+}
+
+// One tile of a matrix times all rows. Where the rows take several passes, they share a part of the tile while it is
+// near, and the next part is fetched by all of them: memory and arithmetic go on at the same time.
+template <typename T>
+void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight* w, int num_in, int count,
+               typename T::Lanes (*sums)[PARTS]) {
+    memset(sums, 0, sizeof(sums[0]) * count);
+    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
+    if (passes == 1) {
+        const char* ahead = reinterpret_cast<const char*>(w + 24 * T::STEP * TILE);
+        return any_rows<T, 4>(count, x, stride, w, num_in, ahead, sums);
+    }
+    for (int from = 0; from < num_in; from += T::BLOCK) {
+        const int inputs = num_in - from < T::BLOCK ? num_in - from : T::BLOCK;
+        const char* next = reinterpret_cast<const char*>(w + static_cast<size_t>(from + inputs) * TILE);
+        const size_t share = static_cast<size_t>(inputs) / T::STEP * (passes < 4 ? 2 : 1) * 64;
+        for (int pass = 0; pass < passes; ++pass) {
+            const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
+            const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
+            const auto* part = x + first * stride + from;
+            const auto* weight = w + static_cast<size_t>(from) * TILE;
+            if (passes < 4) {
+                any_rows<T, 2>(num, part, stride, weight, inputs, next + pass * share, sums + first);
+            } else if (pass < 4) {
+                any_rows<T, 1>(num, part, stride, weight, inputs, next + pass * share, sums + first);
+            } else {
+                any_rows<T, 0>(num, part, stride, weight, inputs, next, sums + first);
+            }
+        }
+    }
 }
 
 struct Rows {  // of a product, as its weight wants them
@@ -268,29 +314,32 @@ Rows prepare(const Op& op, const Batch& batch) {
     return {out, static_cast<size_t>(padded), scales};
 }
 
-template <int R> inline void product(const Op& op, const Rows& rows, int first, int tile, v16 (&out)[R][PARTS]) {
+thread_local Scratch sums_of_rows;
+
+// One tile of a product: (count, 64) at `out`, the bias added.
+void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
     if (op.bits == 32) {
-        const float* x = static_cast<const float*>(rows.data) + first * rows.stride;
         const float* w = static_cast<const float*>(op.weight) + static_cast<size_t>(tile) * op.num_in * TILE;
-        tile_product<R>(x, rows.stride, w, op.num_in, out);
+        tile_sums<Floats>(static_cast<const float*>(rows.data), rows.stride, w, op.num_in, count, out);
     } else {
         const int padded = padded_inputs(op);
-        i16 sums[R][PARTS];
-        const uint8_t* x = static_cast<const uint8_t*>(rows.data) + first * rows.stride;
         const int8_t* w = static_cast<const int8_t*>(op.weight) + static_cast<size_t>(tile) * padded * TILE;
-        tile_product<R>(x, rows.stride, w, padded, sums);
+        i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
+        tile_sums<Bytes>(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
             const i16 offset = *reinterpret_cast<const i16*>(op.sums + at);
             const v16 scale = load(op.scales + at);
-            for (int r = 0; r < R; ++r)
-                out[r][c] = __builtin_convertvector(sums[r][c] - offset, v16) * rows.scales[first + r] * scale;
+            for (int r = 0; r < count; ++r) {
+                const v16 found = __builtin_convertvector(sums[r][c] - offset, v16) * rows.scales[r] * scale;
+                out[r][c] = found;
+            }
         }
     }
     if (op.bias != nullptr)
         for (int c = 0; c < PARTS; ++c) {
             const v16 bias = load(op.bias + tile * TILE + 16 * c);
-            for (int r = 0; r < R; ++r) out[r][c] += bias;
+            for (int r = 0; r < count; ++r) out[r][c] += bias;
         }
 }
 
@@ -302,50 +351,29 @@ inline void put(float* to, v16 value, int room, bool add) {
     for (int i = 0; i < room; ++i) to[i] = add ? to[i] + value[i] : value[i];
 }
 
-template <int R> void tile_rows(const Op& op, const Batch& batch, const Rows& rows, int first, int tile) {
-    const bool gated = op.epilogue >= SILU;
-    v16 found[R][PARTS];
-    product<R>(op, rows, first, gated ? 2 * tile : tile, found);
-    if (gated) {  // a tile of gates lies before the tile of what they let through
-        v16 up[R][PARTS];
-        product<R>(op, rows, first, 2 * tile + 1, up);
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < PARTS; ++c) found[r][c] = activate(op.epilogue, found[r][c]) * up[r][c];
-    }
-    const int width = batch.widths[op.target];
-    for (int r = 0; r < R; ++r) {
-        float* row = batch.buffers[op.target] + static_cast<size_t>(first + r) * width + op.column + tile * TILE;
-        for (int c = 0; c < PARTS; ++c) {
-            const int room = op.num_out - tile * TILE - 16 * c;
-            if (room <= 0) break;
-            if (op.places == nullptr) {
-                put(row + 16 * c, found[r][c], room, op.epilogue == ADD);
-                continue;
-            }
-            const int64_t* places = op.places + tile * TILE + 16 * c;
-            for (int i = 0; i < 16 && i < room; ++i) row[places[i] - tile * TILE] = found[r][c][i];
-        }
-    }
-}
-
 void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, int last_tile) {
-    const int count = batch.rows * batch.nodes;
-    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
-    for (int tile = first_tile; tile < last_tile; ++tile)
-        for (int pass = 0; pass < passes; ++pass) {
-            const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
-            const int last = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes);
-            switch (last - first) {
-                case 1: tile_rows<1>(op, batch, rows, first, tile); break;
-                case 2: tile_rows<2>(op, batch, rows, first, tile); break;
-#if defined(__AVX512F__)
-                case 3: tile_rows<3>(op, batch, rows, first, tile); break;
-                case 4: tile_rows<4>(op, batch, rows, first, tile); break;
-                case 5: tile_rows<5>(op, batch, rows, first, tile); break;
-                case 6: tile_rows<6>(op, batch, rows, first, tile); break;
-#endif
+    const int count = batch.rows * batch.nodes, width = batch.widths[op.target];
+    const bool gated = op.epilogue >= SILU;
+    v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(static_cast<size_t>(2) * count * TILE));
+    v16(*up)[PARTS] = found + count;
+    for (int tile = first_tile; tile < last_tile; ++tile) {
+        product(op, rows, count, gated ? 2 * tile : tile, found);
+        if (gated) product(op, rows, count, 2 * tile + 1, up);  // what the gates of the tile before let through
+        for (int r = 0; r < count; ++r) {
+            float* row = batch.buffers[op.target] + static_cast<size_t>(r) * width + op.column + tile * TILE;
+            for (int c = 0; c < PARTS; ++c) {
+                const int room = op.num_out - tile * TILE - 16 * c;
+                if (room <= 0) break;
+                const v16 value = gated ? activate(op.epilogue, found[r][c]) * up[r][c] : found[r][c];
+                if (op.places == nullptr) {
+                    put(row + 16 * c, value, room, op.epilogue == ADD);
+                    continue;
+                }
+                const int64_t* places = op.places + tile * TILE + 16 * c;
+                for (int i = 0; i < 16 && i < room; ++i) row[places[i] - tile * TILE] = value[i];
             }
         }
+    }
 }
 
 // --- attention -------------------------------------------------------------------------------------------------------

@@ -53,7 +53,16 @@ __all__ = [
 
 TILE = 64  # outputs that the kernel computes together
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+)
 _EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
 _STORE, _ADD = 0, 1
 _NUM_BUFFERS = 16
