@@ -155,7 +155,13 @@ class Decoder:
         if tree.num_nodes == 1:
             return tree
         room = [self._room(row, request) - 1 for row, (_, request) in zip(self.ctx.rows, self._requests, strict=True)]
-        return tree.prune(self.ctx.tensor(room)) if min(room) < tree.num_nodes - 1 else tree
+        # The depth is known on the host for every tree that was grown, so that nothing waits for the device.
+        if min(room) >= tree.num_nodes - 1 or min(room) >= tree.max_depth:
+            return tree
+        pruned = tree.prune(self.ctx.tensor(room))
+        if not tree.is_chain:
+            pruned.__dict__.setdefault("max_depth", min(tree.max_depth, max(room)))
+        return pruned
 
     def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[tuple[list[int], int, int]]:
         """For each row the tokens that it emits, its drafted nodes and its depth.
