@@ -15,6 +15,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +29,7 @@ from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
-from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, SAMPLINGS, Lab, run
+from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run
 from test_lean import ROPES, check_trees
 
 FAMILIES = ("llama", "llama-bias-tied", "mistral-window", "qwen2-window", "qwen3", "phi3")
@@ -36,8 +37,23 @@ aten = torch.ops.aten
 WAITS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
 
 
+class Reads(TorchFunctionMode):
+    """Counts where the host reads what a tensor holds."""
+
+    names = frozenset(("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in self.names:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class NoWaiting(TorchDispatchMode):
-    """Fails where the host would learn a number from the device, or send one from memory that is not pinned."""
+    """Fails at operations whose result has a size that the host must ask the device for."""
 
     forbidden = WAITS
 
@@ -79,8 +95,9 @@ class TapeRecorder:
     def __call__(self, function):
         self.num_recorded += 1
         function()
-        with Tape() as tape:
+        with Tape() as tape, Reads() as reads:
             outputs = function()
+        assert not reads.found
 
         def replay():
             self.num_replays += 1
@@ -117,8 +134,7 @@ def lab(folder_of, tmp_path_factory):
 # --- the target ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("record", RECORDERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "record"), [("llama", "eager"), *((family, "tape") for family in FAMILIES)])
 def test_logits_of_every_family(family, record, folder_of):
     """Against transformers: ragged rows, a tree of a size between buckets, a commit, a row that leaves, a chain."""
     target = LeanTarget.from_folder(folder_of(family), torch.float64)
@@ -129,7 +145,7 @@ def test_logits_of_every_family(family, record, folder_of):
         assert target.record.num_recorded == 2
 
 
-@pytest.mark.parametrize("rope", [rope for rope in ROPES if rope != "dynamic"])
+@pytest.mark.parametrize("rope", ["llama3", "yarn"])
 def test_every_rope(rope, folder_of):
     changes = {"rope_parameters": ROPES[rope]}
     target = LeanTarget.from_folder(folder_of("llama", **changes), torch.float64)
@@ -176,11 +192,11 @@ def test_experts_and_dynamic_rotation_run_eagerly(folder_of):
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-TEXTS = ("eagle1-unshifted", "eagle3-chain", "eagle3-dynamic", "eagle3-few-tokens", "lm-chain", "lm-tree", "scattered")
+TEXTS = ("eagle1-unshifted", "eagle3-chain", "eagle3-few-tokens", "lm-tree", "scattered")
 
 
 @pytest.mark.parametrize("drafter", TEXTS)
-@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["greedy", "t1", "penalties"])
 def test_text_is_plain_decodings(kind, drafter, lab):
     """Greedy, keyed, filtered and penalised; in ragged batches whose rows join and leave."""
     here, case, record = lab("llama"), DRAFTERS[drafter], Recorder()
@@ -202,7 +218,7 @@ def test_text_is_plain_decodings(kind, drafter, lab):
 @pytest.mark.parametrize("drafter", ["eagle3-chain", "eagle1-static", "lm-dynamic"])
 def test_text_from_a_tape(kind, drafter, lab):
     """What a graph would repeat blindly gives the same text."""
-    here, case, batch = lab("mistral-window"), DRAFTERS[drafter], BATCHES["churn"]
+    here, case, batch = lab("llama"), DRAFTERS[drafter], BATCHES["churn"]
     with recorded(here, TapeRecorder()):
         requests = [here.request(kind, row) for row in batch["rows"]]
         drafting = case.make(here, kind)
@@ -228,9 +244,8 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("rule", ["match", "match-top"])
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("budget", "rule"), [*((each, "match") for each in BUDGETS), ("dynamic", "match-top")])
 def test_trees_are_growths(budget, rows, rule, lab):
     """The tree of every step, of rows of which one has nothing to draft from at first: token by token."""
     here, trees = lab("llama"), []
@@ -251,6 +266,7 @@ def test_trees_are_growths(budget, rows, rule, lab):
     for eager, ours in zip(*trees, strict=True):  # compared in the end: a step's tree stays what it was
         assert torch.equal(eager.tokens, ours.tokens)
         assert torch.equal(eager.parents, ours.parents)
+        assert torch.equal(eager.ancestors, ours.ancestors)
         assert torch.equal(eager.depths.expand_as(eager.parents), ours.depths.expand_as(ours.parents))
         assert (eager.confidence is None) == (ours.confidence is None)
         if eager.confidence is not None:
@@ -317,8 +333,12 @@ def test_recordings_follow_the_slots(lab, monkeypatch):
     wanted = [run(here.target, [each])[0][0] for each in requests]
     record = TapeRecorder()
     with recorded(here, record):
-        texts, _ = run(here.target, requests, EagleDrafter(here.head(3, ()), here.target), Budget(3), joins=joins)
-    assert [texts[row] for row in range(3)] == wanted
+        drafter = EagleDrafter(here.head(3, ()), here.target)
+        texts, _ = run(here.target, requests, drafter, Budget(3), joins=joins, leaves={2: 23})
+    # After the third has left, the other two are what they were before it came, in slots that moved when it did.
+    assert [texts[row] for row in range(2)] == wanted[:2]
+    assert 0 < len(texts[2]) < len(wanted[2])
+    assert texts[2] == wanted[2][: len(texts[2])]
     assert record.num_recorded > 8
 
 
@@ -374,9 +394,10 @@ def test_a_step_asks_the_device_for_nothing(drafter, kind, is_recorded, lab):
             decoder.admit(prompt, replace(sampling, max_tokens=100))
         for _ in range(2):
             decoder.step()
-        with NoWaiting():
-            for _ in range(3):
+        for _ in range(3):
+            with NoWaiting(), Reads() as reads:
                 decoder.step()
+            assert reads.found == ["tolist"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

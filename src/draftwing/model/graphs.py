@@ -199,7 +199,7 @@ class _Bucket:
     """The static inputs of one recorded forward.
 
     Attributes:
-        tokens, parents: (B, N) of the trees; ``PAD`` and -1 fill them up to the bucket.
+        tokens, parents: (B, N) of the trees, and past them of whatever was there before.
         lengths: (B,) committed tokens.
         table: the rotation factors that were recorded: held, since a longer table takes its place elsewhere.
     """
@@ -215,9 +215,9 @@ class _Bucket:
 class TreeGraphs:
     """A lean decoder's forward over the slots of one cache, recorded by buckets.
 
-    A bucket is (rows, nodes forwarded before, nodes rounded up, slots rounded up, taps). Nodes that only fill a bucket
-    are unused nodes of the tree: they see themselves alone, and their keys and values go into slots past the tree's,
-    which are reserved for them and written again before anything looks at them.
+    A bucket is (rows, nodes forwarded before, nodes rounded up, slots rounded up, taps). Nodes that only fill a bucket,
+    unused ones or what an earlier tree left there, do no harm: no node of the tree sees them, and their keys and
+    values go into slots past the tree's, which are reserved for them and written again before anything looks at them.
 
     Args:
         cache: its own; prefill and commit use it too.
@@ -251,9 +251,6 @@ class TreeGraphs:
         bucket.lengths.copy_(on_device(lengths, bucket.lengths.device))
         bucket.tokens[:, :nodes].copy_(tree.tokens)
         bucket.parents[:, :nodes].copy_(tree.parents)
-        if nodes < padded:
-            bucket.tokens[:, nodes:].fill_(PAD)
-            bucket.parents[:, nodes:].fill_(-1)
         assert bucket.recording is not None
         logits, ancestors, depths, *taps = bucket.recording.run()
         if not tree.is_chain:  # the rule walks along them; copies, since a tree outlives its step
