@@ -18,7 +18,7 @@ from torch import Tensor
 from draftwing.drafters.base import Budget
 from draftwing.drafters.growth import Growth
 from draftwing.model.cache import KVCache, TreeAttention
-from draftwing.model.graphs import Outputs, Pool, Record, Recording, Recordings, round_up_slots
+from draftwing.model.graphs import Outputs, Pool, Record, Recording, Recordings, round_up_rows, round_up_slots
 from draftwing.model.linear import MIN_ROWS
 from draftwing.model.rope import Rotary
 from draftwing.model.target import Context, on_device
@@ -159,7 +159,7 @@ class EagleRun:
     def draft(self, ctx: Context, waiting: CatchUp, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Catch up and grow the tree of ``budget``: the very one that ``Growth`` gives eagerly."""
         assert self.record is not None
-        count, rows, device = max(map(len, waiting.tokens)), len(waiting.fed), ctx.device
+        count, rows, device = max(map(len, waiting.tokens)), round_up_rows(ctx.num_rows), ctx.device
         # After a tree of this budget no row waits for more: one bucket for all that can come of it.
         entries = budget.depth + 1 if count <= budget.depth + 1 else 1 << (count - 1).bit_length()
         drafted = len(budget.paths) if budget.paths else budget.width * budget.depth
@@ -172,7 +172,7 @@ class EagleRun:
         draft = self._drafts.get(key, lambda: self._draft(rows, entries, budget, width, waiting, sampling, device))
         draft.fill(waiting, sampling, [row.length + 1 for row in ctx.rows])
         assert draft.recording is not None
-        found = [output.clone() for output in draft.recording.run()]  # a step keeps its tree
+        found = [output[: ctx.num_rows].clone() for output in draft.recording.run()]  # a step keeps its tree
         if len(found) == 1:
             return DraftTree.chain(found[0])
         tree = DraftTree(*found)
@@ -230,25 +230,26 @@ class _StaticSampling(SamplingBatch):
     """Temperatures and noise of whatever rows are filled in; which are greedy, only as far as all or none are.
 
     Args:
-        like: rows of the same kind.
+        like: rows of the same kind, fewer than ``num_rows`` perhaps.
         num_levels: positions that noise is held for.
     """
 
-    def __init__(self, like: SamplingBatch, num_levels: int) -> None:
-        super().__init__(like.rows, like.noise, like.device)
+    def __init__(self, like: SamplingBatch, num_rows: int, num_levels: int) -> None:
+        super().__init__([*like.rows, *[like.rows[0]] * (num_rows - len(like.rows))], like.noise, like.device)
         self._levels: Tensor | None = None
         if self.all_greedy:
             return
-        self.greedy, self.temperature = torch.zeros_like(like.greedy), torch.ones_like(like.temperature)
-        self._levels = torch.zeros(len(like.rows), num_levels, like.noise.vocab_size, device=like.device)
+        self.greedy, self.temperature = torch.zeros_like(self.greedy), torch.ones_like(self.temperature)
+        self._levels = torch.zeros(num_rows, num_levels, like.noise.vocab_size, device=like.device)
 
     def fill(self, other: SamplingBatch, starts: Sequence[int], *, with_noise: bool) -> None:
         if self._levels is None:
             return
-        self.greedy.copy_(other.greedy)
-        self.temperature.copy_(other.temperature)
+        rows = len(other.rows)
+        self.greedy[:rows].copy_(other.greedy)
+        self.temperature[:rows].copy_(other.temperature)
         if with_noise:
-            self._levels.copy_(other.noise.block(other.seeds, starts, self._levels.shape[1]))
+            self._levels[:rows].copy_(other.noise.block(other.seeds, starts, self._levels.shape[1]))
 
     def perturb_level(self, scores: Tensor, starts: Sequence[int], level: int) -> Tensor:
         return scores if self._levels is None else self.add_noise(scores, self._levels[:, level : level + 1])
@@ -277,7 +278,7 @@ class _Draft:
         self.fed, self.lengths, self.pending, last, wanted = self._numbers[:, entries:].unbind(1)
         self.last, self.wanted = last[:, None, None], wanted[:, None]
         self.features = features.new_zeros(rows, entries, features.shape[2])
-        self.sampling = _StaticSampling(sampling, budget.depth)
+        self.sampling = _StaticSampling(sampling, rows, budget.depth)
         self._with_noise = budget.children == "keyed"
         self._entries, self._table = entries, table
         self.recording: Recording | None = None
@@ -290,9 +291,9 @@ class _Draft:
             [*ids, *[PAD] * (self._entries - len(ids)), fed, length, pending, max(len(ids), 1) - 1, wanted]
             for ids, fed, length, pending, wanted in columns
         ]
-        self._numbers.copy_(on_device(numbers, self._numbers.device))
-        count = min(waiting.features.shape[1], self._entries)
-        self.features[:, :count].copy_(waiting.features[:, :count])
+        rows, count = len(numbers), min(waiting.features.shape[1], self._entries)
+        self._numbers[:rows].copy_(on_device(numbers, self._numbers.device))
+        self.features[:rows, :count].copy_(waiting.features[:, :count])
         if count < self._entries:  # never what lay there: a NaN would not stay in its own entry (0 * NaN is NaN)
             self.features[:, count:].zero_()
         self.sampling.fill(sampling, starts, with_noise=self._with_noise)

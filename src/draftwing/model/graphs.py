@@ -30,9 +30,20 @@ from draftwing.model.rope import Rotary
 from draftwing.model.target import FeatureSpec, TargetOutput, on_device
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["CudaRecorder", "Pool", "Record", "Recorder", "Recording", "Recordings", "TreeGraphs", "round_up_slots"]
+__all__ = [
+    "CudaRecorder",
+    "Pool",
+    "Record",
+    "Recorder",
+    "Recording",
+    "Recordings",
+    "TreeGraphs",
+    "round_up_rows",
+    "round_up_slots",
+]
 
 NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16)
 MIN_SLOTS = 256  # fewer are not worth a graph of their own
 WARM_UPS = 2  # runs before a capture: libraries set themselves up in the first, and may not while it is recorded
 CAPACITY = 64  # recordings over one cache; the least recently used goes first
@@ -43,7 +54,16 @@ T = TypeVar("T")
 
 def round_up_nodes(count: int) -> int:
     """Nodes of the bucket that ``count`` nodes go into."""
-    return next((size for size in NODE_BUCKETS if size >= count), -(-count // NODE_BUCKETS[-1]) * NODE_BUCKETS[-1])
+    return _bucket_of(count, NODE_BUCKETS)
+
+
+def round_up_rows(count: int) -> int:
+    """Rows of the bucket that ``count`` rows go into: while requests come and go, most of them change nothing."""
+    return _bucket_of(count, ROW_BUCKETS)
+
+
+def _bucket_of(count: int, sizes: tuple[int, ...]) -> int:
+    return next((size for size in sizes if size >= count), -(-count // sizes[-1]) * sizes[-1])
 
 
 def round_up_slots(count: int, cache: KVCache) -> int:
@@ -215,9 +235,10 @@ class _Bucket:
 class TreeGraphs:
     """A lean decoder's forward over the slots of one cache, recorded by buckets.
 
-    A bucket is (rows, nodes forwarded before, nodes rounded up, slots rounded up, taps). Nodes that only fill a bucket,
-    unused ones or what an earlier tree left there, do no harm: no node of the tree sees them, and their keys and
-    values go into slots past the tree's, which are reserved for them and written again before anything looks at them.
+    A bucket is (rows rounded up, nodes forwarded before, nodes rounded up, slots rounded up, taps). Nodes that only
+    fill a bucket, unused ones or what an earlier tree left there, do no harm: no node of the tree sees them, and their
+    keys and values go into slots past the tree's, reserved for them and written again before anything looks at them.
+    Rows that only fill a bucket write slots of no one: a row that joins later fills its own first.
 
     Args:
         cache: its own; prefill and commit use it too.
@@ -244,20 +265,21 @@ class TreeGraphs:
         rows, nodes = tree.num_rows, tree.num_nodes
         padded = first_node + round_up_nodes(nodes - first_node)
         most = max(lengths) + padded
-        self.cache.reserve(rows, most)
+        wide = round_up_rows(rows)
+        self.cache.reserve(wide, most)
         width = round_up_slots(most, self.cache)
-        key = (rows, first_node, padded, width, features.taps)
-        bucket = self._buckets.get(key, lambda: self._bucket(rows, padded, width, first_node, features))
-        bucket.lengths.copy_(on_device(lengths, bucket.lengths.device))
-        bucket.tokens[:, :nodes].copy_(tree.tokens)
-        bucket.parents[:, :nodes].copy_(tree.parents)
+        key = (wide, first_node, padded, width, features.taps)
+        bucket = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node, features))
+        bucket.lengths[:rows].copy_(on_device(lengths, bucket.lengths.device))
+        bucket.tokens[:rows, :nodes].copy_(tree.tokens)
+        bucket.parents[:rows, :nodes].copy_(tree.parents)
         assert bucket.recording is not None
         logits, ancestors, depths, *taps = bucket.recording.run()
         if not tree.is_chain:  # the rule walks along them; copies, since a tree outlives its step
-            tree.__dict__.setdefault("ancestors", ancestors[:, :nodes, :nodes].clone())
-            tree.__dict__.setdefault("depths", depths[:, :nodes].clone())
+            tree.__dict__.setdefault("ancestors", ancestors[:rows, :nodes, :nodes].clone())
+            tree.__dict__.setdefault("depths", depths[:rows, :nodes].clone())
         fresh = nodes - first_node
-        return TargetOutput(logits[:, :fresh], taps[0][:, :fresh] if taps else None)
+        return TargetOutput(logits[:rows, :fresh], taps[0][:rows, :fresh] if taps else None)
 
     def _bucket(self, rows: int, nodes: int, width: int, first_node: int, features: FeatureSpec) -> _Bucket:
         bucket = _Bucket(rows, nodes, self.cache.data.device, self._rotary.table(width))
