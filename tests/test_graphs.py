@@ -8,16 +8,20 @@ where one of them would wait for the device.
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
 
 from conftest import build, float64_norms
 from draftwing.decode import Decoder
@@ -398,6 +402,16 @@ def test_a_step_asks_the_device_for_nothing(drafter, kind, is_recorded, lab):
             with NoWaiting(), Reads() as reads:
                 decoder.step()
             assert reads.found == ["tolist"]
+
+
+def test_the_benchmark_says_that_it_needs_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    script, app = importlib.import_module("gpu"), typer.Typer()
+    app.command()(script.main)
+    found = CliRunner().invoke(app, [str(tmp_path)])
+    assert found.exit_code == 2
+    assert "sees no CUDA device" in " ".join(found.stderr.split())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
