@@ -276,7 +276,7 @@ def test_it_is_compiled_once_and_a_folder_that_cannot_be_written_does_no_harm(tm
 @needs_kernel
 def test_structures_of_another_layout_are_refused(monkeypatch):
     class Shorter(kernel_module._Op):
-        _fields_ = [("more", kernel_module.ctypes.c_int32)]
+        _fields_ = (("more", kernel_module.ctypes.c_int32),)
 
     monkeypatch.setattr(kernel_module, "_Op", Shorter)
     kernel_module._load.cache_clear()
@@ -287,4 +287,3 @@ def test_structures_of_another_layout_are_refused(monkeypatch):
         monkeypatch.undo()
         kernel_module._load.cache_clear()
     assert get_kernel() is not None
-

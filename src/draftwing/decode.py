@@ -105,7 +105,7 @@ class Decoder:
         """Advance every running request by at least one token; finished ones leave the batch."""
         if not self._requests:
             raise ConfigError("there is nothing to decode: admit a prompt first")
-        clock = [time.perf_counter()]
+        clock, marks = [time.perf_counter()], [_mark(self.target.device)]
         ctx = self.ctx
         sampling = self._batch = self._batch or SamplingBatch(
             [request for _, request in self._requests], self._noise, self.target.device
@@ -116,12 +116,15 @@ class Decoder:
             budget = planner.budget(ctx, self.rule.children)
         tree = self._fit(self.drafter.propose(ctx, sampling, budget))
         clock.append(time.perf_counter())
+        marks.append(_mark(self.target.device))
         output = self.target.forward(ctx, tree, self.drafter.features)
         clock.append(time.perf_counter())
+        marks.append(_mark(self.target.device))
         scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
         accepted = self.rule.apply(tree, scores, sampling, starts)
         emitted = self._hand_over(tree, accepted, scores)
         clock.append(time.perf_counter())
+        _as_on_device(clock, marks)
         self.target.commit(ctx, tree, accepted)
         self.drafter.observe(ctx, tree, accepted, output)
         clock.append(time.perf_counter())
@@ -157,7 +160,13 @@ class Decoder:
         if tree.num_nodes == 1:
             return tree
         room = [self._room(row, request) - 1 for row, (_, request) in zip(self.ctx.rows, self._requests, strict=True)]
-        return tree.prune(self.ctx.tensor(room)) if min(room) < tree.num_nodes - 1 else tree
+        # The depth is known on the host for every tree that was grown, so that nothing waits for the device.
+        if min(room) >= tree.num_nodes - 1 or min(room) >= tree.max_depth:
+            return tree
+        pruned = tree.prune(self.ctx.tensor(room))
+        if not tree.is_chain:
+            pruned.__dict__.setdefault("max_depth", min(tree.max_depth, max(room)))
+        return pruned
 
     def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[tuple[list[int], int, int]]:
         """For each row the tokens that it emits, its drafted nodes and its depth.
@@ -242,3 +251,22 @@ def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> l
         finite = math.isfinite(float(scores[row, path[num], bonus]))
         found.append([*(tokens[node] for node in path), num, bonus, used, max(depths), int(finite)])
     return found
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """A moment in the work of a GPU, which goes on after the host has given it out."""
+    if device.type != "cuda":
+        return None
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _as_on_device(clock: list[float], marks: list[torch.cuda.Event | None]) -> None:
+    """Set when drafting and the forward ended to when the GPU had done them; it has, once tokens were handed over.
+
+    The host's own times would count all of it to the hand-over, and a planner would take drafts for free.
+    """
+    for place, (before, after) in enumerate(itertools.pairwise(marks), 1):
+        if before is not None and after is not None:
+            clock[place] = min(clock[place - 1] + before.elapsed_time(after) / 1000, clock[3])

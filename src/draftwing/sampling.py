@@ -109,6 +109,7 @@ class Sampling:
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 _GOLDEN, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_ALL = 2**64 - 1
 DRAFT, ACCEPT, TARGET = 1, 2, 0  # streams: noise drawn for one purpose never meets another's
 
 
@@ -124,29 +125,42 @@ def _mix(x: Tensor) -> Tensor:
     return _shift_right(x, 31).bitwise_xor_(x)
 
 
+def _mix_int(x: int) -> int:
+    """``_mix`` of one number on the host: a dozen kernels on one number each would take far longer."""
+    x &= _ALL
+    x = (x ^ x >> 30) * _MIX1 & _ALL
+    x = (x ^ x >> 27) * _MIX2 & _ALL
+    return _wrap(x ^ x >> 31)
+
+
+def _wrap(x: int) -> int:
+    """``x`` as an int64 holds it."""
+    return (x + 2**63 & _ALL) - 2**63
+
+
 def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tensor:
     """64 random bits for each id: int64 of the shape that ``counters`` and ``ids`` broadcast to.
 
     Each counter (an int or an int64 tensor) is absorbed in turn, so that (1, 2) and (2, 1) differ.
     """
-    key = _mix(torch.tensor(seed, dtype=torch.int64, device=ids.device) + _GOLDEN)
+    key: int | Tensor = _mix_int(seed + _GOLDEN)
     for counter in counters:
-        key = _mix(key + _GOLDEN ^ _mix(torch.as_tensor(counter, device=ids.device) * _MIX2 + _GOLDEN))
+        key = _wrap(key + _GOLDEN) if isinstance(key, int) else key + _GOLDEN
+        if isinstance(counter, Tensor):
+            key = _mix(_mix(counter * _MIX2 + _GOLDEN) ^ key)
+        elif isinstance(key, Tensor):
+            key = _mix(key ^ _mix_int(counter * _MIX2 + _GOLDEN))
+        else:
+            key = _mix_int(key ^ _mix_int(counter * _MIX2 + _GOLDEN))
     return _mix(key + (ids + 1) * _GOLDEN)
 
 
 def noise_key(seed: int, counters: Sequence[int]) -> int:
     """What ``hash_bits`` mixes with the ids, in [0, 2**64)."""
-
-    def mix(x: int) -> int:
-        x = (x ^ (x >> 30)) * _MIX1 % 2**64
-        x = (x ^ (x >> 27)) * _MIX2 % 2**64
-        return x ^ (x >> 31)
-
-    key = mix((seed + _GOLDEN) % 2**64)
+    key = _mix_int(seed + _GOLDEN)
     for counter in counters:
-        key = mix(((key + _GOLDEN) % 2**64) ^ mix((counter * _MIX2 + _GOLDEN) % 2**64))
-    return key
+        key = _mix_int(_wrap(key + _GOLDEN) ^ _mix_int(counter * _MIX2 + _GOLDEN))
+    return key & _ALL
 
 
 def uniform(bits: Tensor) -> Tensor:
@@ -178,6 +192,11 @@ class KeyedNoise:
         self._ids = torch.arange(vocab_size, device=device)
         self._cache: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._capacity = capacity
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._ids.numel()
 
     def at(self, seed: int, position: int) -> Tensor:
         """(V,) float32."""
@@ -239,18 +258,19 @@ class SamplingBatch:
         self.noise = noise
         self.device = torch.device(device)
         self.seeds = [row.seed for row in rows]
-        self.all_greedy = all(row.temperature == 0 for row in rows)
+        self.num_greedy = sum(row.temperature == 0 for row in rows)
+        self.all_greedy = self.num_greedy == len(rows)
+        self.scales = any(row.temperature not in (0.0, 1.0) for row in rows)
         self.penalises = any(row.penalises for row in rows)
-        # Scores are then logits over the temperature, and nothing else.
-        self.is_plain = not self.penalises and not any(
-            row.logit_bias or row.banned_tokens or row.top_k is not None or row.top_p < 1 or row.min_p > 0
-            for row in rows
-        )
+        self.biases = any(row.logit_bias or row.banned_tokens for row in rows)
+        self._columns: dict[str, Tensor] = {}
 
-    def _column(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-        """One parameter of every row, (B, 1, 1)."""
-        values = [getattr(row, name) for row in self.rows]
-        return torch.tensor(values, dtype=dtype, device=self.device)[:, None, None]
+    def _column(self, name: str) -> Tensor:
+        """One parameter of every row, (B, 1, 1) float64; it goes to the device once, since that may have to wait."""
+        if name not in self._columns:
+            values = [getattr(row, name) for row in self.rows]
+            self._columns[name] = torch.tensor(values, dtype=torch.float64, device=self.device)[:, None, None]
+        return self._columns[name]
 
     @cached_property
     def greedy(self) -> Tensor:
@@ -258,8 +278,15 @@ class SamplingBatch:
         return self._column("temperature") == 0
 
     @cached_property
-    def _temperature(self) -> Tensor:
+    def temperature(self) -> Tensor:
+        """(B, 1, 1) float64, 1 for greedy rows."""
         return self._column("temperature").masked_fill(self.greedy, 1.0)
+
+    @cached_property
+    def only_temperature(self) -> bool:
+        """Whether the scores follow from the logits and a temperature alone."""
+        filters = any(row.top_k is not None or row.top_p < 1 or row.min_p > 0 for row in self.rows)
+        return not (self.penalises or self.biases or (filters and not self.all_greedy))
 
     def scores(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
         """(B, N, V) scores of the token after each node. ``history`` may be None where nothing penalises."""
@@ -267,12 +294,12 @@ class SamplingBatch:
         if self.penalises:
             assert history is not None
             scores = self._penalise(scores, tree, history)
-        if any(row.logit_bias or row.banned_tokens for row in self.rows):
+        if self.biases:
             scores = self._bias(scores)
         if self.all_greedy:
             return scores
-        if any(row.temperature not in (0.0, 1.0) for row in self.rows):
-            scores = scores / self._temperature.to(scores.dtype)
+        if self.scales:
+            scores = scores / self.temperature.to(scores.dtype)
         return self._filter(scores)
 
     def _penalise(self, scores: Tensor, tree: DraftTree, history: History) -> Tensor:
@@ -304,7 +331,7 @@ class SamplingBatch:
     @cached_property
     def _bias_rows(self) -> Tensor:
         """(B, 1, V) float64, -inf for banned tokens."""
-        bias = torch.zeros(len(self.rows), 1, self.noise._ids.numel(), dtype=torch.float64)
+        bias = torch.zeros(len(self.rows), 1, self.noise.vocab_size, dtype=torch.float64)
         for b, row in enumerate(self.rows):
             for token, value in row.logit_bias.items():
                 bias[b, 0, token] = value
@@ -325,10 +352,16 @@ class SamplingBatch:
             scores = scores.masked_fill(scores < floor, -math.inf)
         return scores
 
+    def _ks(self, vocab: int) -> Tensor:
+        """(B, 1, 1) int64: of how many tokens a row keeps the best."""
+        if "ks" not in self._columns:
+            values = [min(row.top_k or vocab, vocab) for row in self.rows]
+            self._columns["ks"] = torch.tensor(values, device=self.device)[:, None, None]
+        return self._columns["ks"]
+
     def _top_k(self, scores: Tensor) -> Tensor:
         """Mask what lies below the k-th score; ties with it stay, as in transformers."""
-        vocab = scores.shape[-1]
-        ks = torch.tensor([min(row.top_k or vocab, vocab) for row in self.rows], device=self.device)[:, None, None]
+        vocab, ks = scores.shape[-1], self._ks(scores.shape[-1])
         largest = max(row.top_k for row in self.rows if row.top_k is not None)
         best = scores.topk(min(largest, vocab), dim=-1).values
         cut = best.gather(-1, (ks - 1).clamp(max=best.shape[-1] - 1).expand(-1, scores.shape[1], 1))
@@ -376,14 +409,25 @@ class SamplingBatch:
             return scores
         noise = self.noise.block(self.seeds, starts, max_depth + 1)
         per_node = noise.gather(1, depths[:, :, None].expand(-1, -1, noise.shape[-1])) if max_depth else noise
-        if not any(row.temperature == 0 for row in self.rows):
-            return scores + per_node
-        return torch.where(self.greedy, scores, scores + per_node)
+        return self.add_noise(scores, per_node)
+
+    def perturb_level(self, scores: Tensor, starts: Sequence[int], level: int) -> Tensor:
+        """The same where all nodes have one depth: what a growing tree adds to its newest level."""
+        if self.all_greedy:
+            return scores
+        noise = self.noise.block(self.seeds, [start + level for start in starts], 1)
+        return self.add_noise(scores, noise)
+
+    def add_noise(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """``scores`` (B, N, V) + ``noise`` (B, N or 1, V), but for greedy rows."""
+        if not self.num_greedy:
+            return scores + noise
+        return torch.where(self.greedy, scores, scores + noise)
 
     def probs(self, scores: Tensor) -> Tensor:
         """(B, N, V) the law of a drawn token: softmax of the scores; one-hot at the argmax for greedy rows."""
         probs = scores.softmax(-1)
-        if not any(row.temperature == 0 for row in self.rows):
+        if not self.num_greedy:
             return probs
         one_hot = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.greedy, one_hot, probs)

@@ -129,7 +129,7 @@ class DraftTree:
     def prune(self, max_depths: Tensor) -> DraftTree:
         """Mark nodes deeper than ``max_depths`` (B,) as unused; the root always stays."""
         keep = self.depths <= max_depths[:, None].clamp(min=0)
-        if bool(keep.all()):
+        if keep.device.type == "cpu" and bool(keep.all()):  # elsewhere that would wait for the device
             return self
         tree = DraftTree(
             self.tokens.masked_fill(~keep, PAD), self.parents.masked_fill(~keep, -1), self.confidence, self.draft_probs

@@ -7,7 +7,6 @@ Shape suffixes: B rows, W nodes of a level, N nodes, V vocabulary, C candidates.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
@@ -92,7 +91,7 @@ class CausalLMDrafter:
             missing.append(row.tokens[read : row.length + 1])
         width = max(map(len, missing))
         padded = [tokens + [PAD] * (width - len(tokens)) for tokens in missing]
-        chain = DraftTree.chain(torch.tensor(padded, device=ctx.device))
+        chain = DraftTree.chain(ctx.tensor(padded))
         output = self.model.forward(self._ctx, chain)
         for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
             if self._room(row) > 0:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from draftwing.drafters.base import Budget
 from draftwing.drafters.growth import Growth
+from draftwing.drafters.recorded import CatchUp, EagleRun, grow
 from draftwing.errors import ConfigError
-from draftwing.model.cache import KVCache, TreeAttention
-from draftwing.model.linear import MIN_ROWS
-from draftwing.model.rope import Rotary
+from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.fused import FusedEagle
@@ -48,13 +47,14 @@ class EagleDrafter:
         self.net, self.features = net, FeatureSpec(config.taps)
         self.name = f"eagle{config.version}" + (f" ({name})" if name else "")
         dtype, device = net.dtype, target.device
-        self._rotary = Rotary(config.rope, dtype, device)
-        self._cache = KVCache(1, config.num_kv_heads, config.head_dim, dtype, device)
+        # Where the target's forwards are recorded, so are the drafts.
+        record = target.record if isinstance(target, LeanTarget) else None
+        self._run = EagleRun.of(net, device, record, self)
+        self._cache, self._rotary, self._shifted = self._run.cache, self._run.rotary, self._run.shifted
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         self._waiting = torch.zeros(0, 1, config.hidden_size * len(config.taps), dtype=dtype, device=device)
         self._fused = None if net.kernel is None else FusedEagle(net.kernel, net, net.read_head)
-        self._unrolls = config.rope.position_only and config.inputs == "feature-shifted"
-        self._shifted = config.inputs != "feature-unshifted"
+        self._unrolls = self._fused is not None and config.rope.position_only and config.inputs == "feature-shifted"
 
     # --- the rows --------------------------------------------------------------------------------------------------
 
@@ -69,14 +69,14 @@ class EagleDrafter:
         for start in range(0, count - 1, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, count - 1)
             ids = tokens[start + 1 : stop + 1] if self._shifted else tokens[start:stop]
-            chain = DraftTree.chain(torch.tensor([ids], device=ctx.device))
-            states = self._fuse(features[:, start:stop])
+            chain = DraftTree.chain(ctx.tensor([ids]))
+            states = self._run.fuse(features[:, start:stop])
             if self._fused is not None:
                 self._fused.forward(
                     chain.tokens, states, chain, self._cache, self._rotary, [start], row, 0, want_logits=False
                 )
             else:
-                self._run_net(chain.tokens, states, chain, [start], row, 0)
+                self._run.run(chain.tokens, states, chain, [start], row)
         self._fed.append(max(count - 1, 0))
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
         self._waiting = torch.cat([self._waiting, F.pad(last, (0, 0, 0, self._waiting.shape[1] - 1))])
@@ -98,22 +98,20 @@ class EagleDrafter:
         wanted = [row.length > 0 for row in ctx.rows]  # a prompt of one token has no feature to start from
         if budget.depth == 0 or not any(wanted):
             return DraftTree.root(ctx.pending())
-        logits, states = self._catch_up(ctx)
-        growth, start = Growth(ctx, wanted, sampling, budget, self.net.config.calibration), 0
-        lengths = [max(row.length - 1, 0) for row in ctx.rows]
-        request = growth.chain_request(growth.depth) if self._fused is not None and self._unrolls else None
+        waiting = self._waiting_entries(ctx, wanted)
+        if self._run.can_record(sampling, budget):
+            return self._run.draft(ctx, waiting, sampling, budget)
+        logits, states = self._catch_up(ctx, waiting)
+        growth = Growth(ctx, wanted, sampling, budget, self.net.config.calibration)
+        request = growth.chain_request(growth.depth) if self._unrolls else None
         if request is not None and self._fused is not None:
-            return growth.take_chain(*self._fused.chain(request, logits, states, self._cache, self._rotary, lengths))
-        while True:
-            growth.extend(logits)
-            if growth.done:
-                return growth.finish()
-            tree, first = growth.drafted(), growth.first
-            above = tree.parents[:, first:].clamp(min=start)  # an unused node may follow any
-            tokens = tree.tokens[:, first:] if self._shifted else tree.tokens.gather(1, above)
-            states = states.gather(1, (above - start)[:, :, None].expand(-1, -1, states.shape[2]))
-            logits, states = self._forward(tokens, states, tree, lengths, first_node=first)
-            start = first
+            chain = self._fused.chain(request, logits, states, self._cache, self._rotary, waiting.lengths)
+            return growth.take_chain(*chain)
+
+        def step(tokens: Tensor, states: Tensor, tree: DraftTree, first: int) -> tuple[Tensor, Tensor]:
+            return self._forward(tokens, states, tree, waiting.lengths, first_node=first)
+
+        return grow(growth, logits, states, step, shifted=self._shifted)
 
     @torch.inference_mode()
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
@@ -128,25 +126,24 @@ class EagleDrafter:
         ends = [torch.cat([old[row, :count], fresh[row]]) for row, count in enumerate(waiting)]
         self._waiting = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)
 
-    def _catch_up(self, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Feed each row's waiting entries; logits (B, 1, V) and states (B, 1, H) of the last: the root's."""
-        fed = self._fed
-        shift = 1 if self._shifted else 0
+    def _waiting_entries(self, ctx: Context, wanted: list[bool]) -> CatchUp:
+        """Each row's entries since the last draft, which are as good as fed now."""
+        fed, shift = self._fed, 1 if self._shifted else 0
         fresh = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
-        width = max(map(len, fresh))
-        padded = [[*ids, *[PAD] * (width - len(ids))] for ids in fresh]
-        chain = DraftTree.chain(torch.tensor(padded, device=ctx.device))
-        states = self._fuse(self._waiting[:, :width])
-        last = ctx.tensor([max(len(ids), 1) - 1 for ids in fresh])[:, None, None]
-        found = self._forward(chain.tokens, states, chain, fed, last=last)
         self._fed = [row.length for row in ctx.rows]
-        return found
+        lengths = [max(row.length - 1, 0) for row in ctx.rows]
+        pending = [row.tokens[row.length] for row in ctx.rows]
+        return CatchUp(fresh, self._waiting, fed, lengths, pending, wanted)
+
+    def _catch_up(self, ctx: Context, waiting: CatchUp) -> tuple[Tensor, Tensor]:
+        """Feed each row's waiting entries; logits (B, 1, V) and states (B, 1, H) of the last: the root's."""
+        width = max(map(len, waiting.tokens))
+        chain = DraftTree.chain(ctx.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in waiting.tokens]))
+        states = self._run.fuse(waiting.features[:, :width])
+        last = ctx.tensor([max(len(ids), 1) - 1 for ids in waiting.tokens])[:, None, None]
+        return self._forward(chain.tokens, states, chain, waiting.fed, last=last)
 
     # --- the net ---------------------------------------------------------------------------------------------------
-
-    def _fuse(self, features: Tensor) -> Tensor:
-        """(B, W, F) -> (B, W, H)."""
-        return self.net.fuse(features.flatten(0, 1)).view(*features.shape[:2], -1)
 
     def _forward(
         self,
@@ -174,35 +171,7 @@ class EagleDrafter:
             return logits.gather(1, last.expand(-1, 1, logits.shape[2])), fed_back.gather(
                 1, last.expand(-1, 1, fed_back.shape[2])
             )
-        fed_back, read = self._run_net(tokens, states, tree, lengths, 0, first_node)
+        fed_back, read = self._run.run(tokens, states, tree, lengths, 0, first_node)
         if last is not None:
             fed_back, read = (each.gather(1, last.expand(-1, 1, each.shape[2])) for each in (fed_back, read))
-        logits = self.net.logits(read.flatten(0, 1)).view(len(tokens), read.shape[1], -1)
-        return self.net.to_target(logits), fed_back
-
-    def _run_net(
-        self, tokens: Tensor, states: Tensor, tree: DraftTree, lengths: list[int], first_row: int, first_node: int
-    ) -> tuple[Tensor, Tensor]:
-        """What is fed back and what the LM head reads, (B, W, H) each."""
-        rows, nodes = tokens.shape
-        real, config = rows * nodes, self.net.config
-        self._cache.reserve(first_row + rows, max(lengths) + tree.num_nodes)
-        lengths_B = torch.tensor(lengths, device=tokens.device)
-        positions = lengths_B[:, None] + tree.depths[:, first_node:]
-        cis = self._rotary.cis(positions, upto=max(lengths) + tree.max_depth + 1).view(real, 1, -1)
-        padding = max(MIN_ROWS - real, 0)  # padded once here, not in every matrix
-        ids = F.pad(tokens.clamp(min=0).flatten(), (0, padding))
-        attend = TreeAttention(
-            self._cache,
-            first_row,
-            lengths,
-            lengths_B,
-            tree,
-            first_node,
-            [None],
-            config.num_heads,
-            config.head_dim**-0.5,
-            real + padding,
-        )
-        fed_back, read = self.net.forward(ids, F.pad(states.flatten(0, 1), (0, 0, 0, padding)), cis, attend)
-        return fed_back[:real].view(rows, nodes, -1), read[:real].view(rows, nodes, -1)
+        return self._run.logits(read), fed_back

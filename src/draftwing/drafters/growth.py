@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,14 @@ class Level:
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
     expanded: tuple[int, ...]
+
+    @cache  # noqa: B019  # of a handful of shapes; for good, since a recorded draft knows where they lie
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """``parents``, ``ranks`` and ``expanded`` as int64 on a device: made once, since that may have to wait."""
+        with torch.inference_mode(False):
+            every = (self.parents, self.ranks, self.expanded)
+            parents, ranks, expanded = (torch.tensor(each, dtype=torch.int64, device=device) for each in every)
+        return parents, ranks, expanded
 
 
 class Shape:
@@ -84,7 +92,7 @@ class Growth:
 
     Args:
         ctx: the running rows.
-        wanted: which rows are drafted for.
+        wanted: which rows are drafted for; (B, 1) int64 where the host must not know (see ``drafters.recorded``).
         sampling: theirs.
         budget: shape and size; ``budget.children`` says how children are chosen.
         calibration: how scores become chances at T > 0.
@@ -93,7 +101,7 @@ class Growth:
     def __init__(
         self,
         ctx: Context,
-        wanted: list[bool],
+        wanted: list[bool] | Tensor,
         sampling: SamplingBatch,
         budget: Budget,
         calibration: Calibration = DEFAULT,
@@ -104,8 +112,8 @@ class Growth:
         self._tokens = ctx.pending()[:, None]
         self._parents = torch.full_like(self._tokens, -1)
         # A root without value has no children: how rows are left out.
-        rows = torch.tensor(wanted, device=ctx.device)[:, None]
-        self._values = torch.zeros(self._tokens.shape, device=ctx.device).masked_fill(~rows, -torch.inf)
+        rows = wanted if isinstance(wanted, Tensor) else ctx.tensor(wanted)[:, None]
+        self._values = torch.zeros(self._tokens.shape, device=ctx.device).masked_fill(rows == 0, -torch.inf)
         self._expanded = torch.zeros_like(self._tokens)  # nodes that were, or are about to be, forwarded
         self._drafted_parents = self._parents
         self._raw = torch.zeros_like(self._values)  # the chances of nodes given their parents, for the plan
@@ -155,7 +163,7 @@ class Growth:
         Args:
             depth: levels at most, the drafter's own limit counted in.
         """
-        if not self.is_chain or self._drawn or not self._sampling.is_plain or depth < 1:
+        if not self.is_chain or self._drawn or not self._sampling.only_temperature or depth < 1:
             return None
         rule = None
         if self._plan is not None:
@@ -258,11 +266,10 @@ class Growth:
         missing = max(count - scores.shape[-1], 0)  # ranks that a small vocabulary does not have: unused nodes
         tokens, values = self._children(scores, frontier, count - missing)
         tokens, values = F.pad(tokens, (0, missing)), F.pad(values, (0, missing), value=-torch.inf)
-        parents = torch.tensor(level.parents, device=scores.device)
-        chosen = parents * count + torch.tensor(level.ranks, device=scores.device)
+        parents, ranks, inner = level.places(scores.device)
+        chosen = parents * count + ranks
         start = self._tokens.shape[1]
         self._append(tokens.flatten(1)[:, chosen], frontier[:, parents], values.flatten(1)[:, chosen])
-        inner = torch.tensor(level.expanded, device=scores.device).long()
         self._expand((start + inner).expand(len(tokens), -1), (self.first + parents[inner]).expand(len(tokens), -1))
 
     def _extend_dynamic(self, scores: Tensor, frontier: Tensor) -> None:
@@ -335,8 +342,7 @@ class Growth:
         """What the best children are the best by: the scores under the target's noise, or (``top``) without."""
         if self._budget.children == "top":
             return scores
-        starts = [start + self.level for start in self._starts]
-        return self._sampling.perturb(scores, torch.zeros_like(scores[..., 0], dtype=torch.int64), starts, 0)
+        return self._sampling.perturb_level(scores, self._starts, self.level)
 
     def _log_chance(self, scores: Tensor, ranked: Tensor, tokens: Tensor) -> Tensor:
         """Log of the chance that each of ``tokens`` (B, W, C) is what the target draws."""

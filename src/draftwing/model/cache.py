@@ -90,7 +90,8 @@ class TreeAttention:
     Args:
         cache: where keys and values are written; room for every tree must be reserved.
         first_row: the cache row of the tree's first row.
-        lengths: committed tokens of each row, on the host; ``lengths_B`` the same on the device.
+        lengths: committed tokens of each row, on the host; ``lengths_B`` the same on the device. None in a recording
+            (``model.graphs``), which must not know them: it gives ``width`` instead, the slots that are looked at.
         first_node: the queries are the nodes from here on; earlier ones lie in their slots already.
         windows: each layer's sliding window, or None.
         num_heads: query heads.
@@ -102,7 +103,7 @@ class TreeAttention:
         self,
         cache: KVCache,
         first_row: int,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | None,
         lengths_B: Tensor,
         tree: DraftTree,
         first_node: int,
@@ -110,11 +111,13 @@ class TreeAttention:
         num_heads: int,
         scale: float,
         num_rows_out: int,
+        width: int | None = None,
     ) -> None:
         rows, nodes = tree.num_rows, tree.num_nodes - first_node
         layers, _, _, kv_heads, _, dim = cache.data.shape
-        longest, shortest = max(lengths), min(lengths)
-        width = min(_round_up(longest + tree.num_nodes, KEY_BLOCK), cache.num_slots)
+        if width is None:
+            assert lengths is not None
+            width = min(_round_up(max(lengths) + tree.num_nodes, KEY_BLOCK), cache.num_slots)
         self._groups = num_heads // kv_heads
         self._queries = nodes * self._groups
         self._scale, self._windows = scale, windows
@@ -128,8 +131,8 @@ class TreeAttention:
             for window in set(windows)
         }
         # Rows of one length share a contiguous range of slots, which is far cheaper to write than an index.
-        if longest == shortest:
-            fresh = slice(longest + first_node, longest + tree.num_nodes)
+        if lengths is not None and max(lengths) == min(lengths):
+            fresh = slice(lengths[0] + first_node, lengths[0] + tree.num_nodes)
             self._key_slots = [keys[:, :, fresh].transpose(1, 2) for keys in self._keys]
             self._value_slots = [values[:, :, fresh].transpose(1, 2) for values in self._values]
             self._index: tuple[Tensor, Tensor] | None = None

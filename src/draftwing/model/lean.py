@@ -20,11 +20,12 @@ from draftwing.model.cache import KVCache, TreeAttention
 from draftwing.model.causal import CausalAttention
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.fused import FusedDecoder, kernel_for
+from draftwing.model.graphs import CudaRecorder, Pool, Record, TreeGraphs
 from draftwing.model.kernel import ChainRequest, Heads, Kernel
 from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import MIN_ROWS, Linear, check_weights
 from draftwing.model.rope import Rotary
-from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
+from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, on_device
 from draftwing.model.weights import WeightFiles, check_finite
 from draftwing.tree import Accepted, DraftTree
 
@@ -38,6 +39,7 @@ class LeanContext(Context):
     """Rows and their KV slots."""
 
     cache: KVCache = None  # type: ignore[assignment]  # set by new_context, the only maker
+    graphs: TreeGraphs | None = None  # forwards recorded over this cache
 
 
 class LeanTarget(Target):
@@ -64,6 +66,10 @@ class LeanTarget(Target):
         self._fused = (
             None if kernel is None else FusedDecoder(kernel, config, embedding, layers, norm, head, self.rotary)
         )
+        self._pool: Pool[TreeGraphs] = Pool()
+        self.record: Record | None = None
+        if self.device.type == "cuda":
+            self.use_graphs(CudaRecorder(self.device))
         self._num_weight_bytes = head.num_bytes + sum(
             _active_bytes(layer, config.moe.num_experts_per_token if config.moe else 0) for layer in layers
         )
@@ -139,11 +145,24 @@ class LeanTarget(Target):
         """See ``Target``."""
         return self._head
 
+    def use_graphs(self, record: Record | None) -> None:
+        """Record the forwards of contexts made from now on (``model.graphs``), or None: run them eagerly.
+
+        Experts and dynamic rotation ask the device as they go, and the CPU kernel needs no graphs: these run as ever.
+        """
+        fits = self._fused is None and self.config.moe is None and self.config.rope.position_only
+        self.record, self._pool = record if fits else None, Pool()
+
     def new_context(self) -> LeanContext:
-        """An empty context; slots are made as rows come."""
+        """An empty context; slots are made as rows come, or taken over with the graphs recorded over them."""
         c = self.config
         cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype, self.device)
-        return LeanContext(self.device, cache=cache)
+        ctx, record = LeanContext(self.device, cache=cache), self.record
+        if record is not None:
+            parts = (c, self.rotary, self._embedding, self._head, self._run_layers, record)
+            ctx.graphs = self._pool.lend(ctx, lambda: TreeGraphs(cache, *parts))
+            ctx.cache = ctx.graphs.cache
+        return ctx
 
     @torch.inference_mode()
     def prefill(self, ctx: Context, prompt_ids: Sequence[int], features: FeatureSpec = NO_FEATURES) -> Tensor | None:
@@ -182,6 +201,8 @@ class LeanTarget(Target):
         covers the rest alone: how a model that drafts for another grows its own tree level by level.
         """
         assert isinstance(ctx, LeanContext)
+        if ctx.graphs is not None:
+            return ctx.graphs.forward(ctx.lengths, tree, features, first_node)
         prompts = [row.prompt_length for row in ctx.rows]
         if self._fused is not None:
             found, taps = self._fused.forward(
@@ -220,10 +241,10 @@ class LeanTarget(Target):
         rows, nodes = tree.num_rows, tree.num_nodes - first_node
         real = rows * nodes
         cache.reserve(first_row + rows, max(lengths) + tree.num_nodes)
-        lengths_B = torch.tensor(lengths, device=self.device)
+        lengths_B = on_device(lengths, self.device)
         positions = lengths_B[:, None] + tree.depths[:, first_node:]
-        prompts_B = torch.tensor(prompt_lengths, device=self.device)[:, None]
-        cis = self.rotary.cis(positions, prompts_B).view(real, 1, -1)
+        prompts_B = on_device(prompt_lengths, self.device)[:, None]
+        cis = self.rotary.cis(positions, prompts_B, upto=max(lengths) + tree.num_nodes).view(real, 1, -1)
         x = F.embedding(tree.tokens[:, first_node:].clamp(min=0).reshape(-1), self._embedding)
         if real < MIN_ROWS:  # padded once here, not in every matrix
             x = F.pad(x, (0, 0, 0, MIN_ROWS - real))

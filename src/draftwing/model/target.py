@@ -17,7 +17,7 @@ from draftwing.model.linear import Linear
 from draftwing.sampling import History
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput"]
+__all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput", "on_device"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,17 @@ class FeatureSpec:
 
 
 NO_FEATURES = FeatureSpec()
+
+
+def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """The host's numbers as int64 on a device, without waiting for what the device still has to do.
+
+    From memory that the system may move, a GPU copies only after it has finished all earlier work. Pinned memory it
+    reads when it comes to it; PyTorch keeps it until then.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,9 @@ class Context:
         """Committed tokens of each row."""
         return [row.length for row in self.rows]
 
-    def tensor(self, values: Sequence[int]) -> Tensor:
-        """int64 on the context's device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """int64 on the context's device; see ``on_device``."""
+        return on_device(values, self.device)
 
     def pending(self) -> Tensor:
         """(B,) the tokens at the roots of the next trees."""
@@ -86,7 +97,7 @@ class Context:
         longest = max(row.length for row in self.rows)
         padded = [row.tokens[: row.length] + [0] * (longest - row.length) for row in self.rows]
         return History(
-            torch.tensor(padded, dtype=torch.int64, device=self.device).view(self.num_rows, longest),
+            self.tensor(padded).view(self.num_rows, longest),
             self.tensor(self.lengths),
             self.tensor([row.prompt_length for row in self.rows]),
         )

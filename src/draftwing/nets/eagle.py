@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.config import Activation, ModelConfig
 from draftwing.model.fused import kernel_for
+from draftwing.model.graphs import Record
 from draftwing.model.kernel import Heads, Kernel
 from draftwing.model.layers import Attend, DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
@@ -213,6 +214,7 @@ class EagleNet(nn.Module):
         self._target_head = [target_head] if target_head is not None and not is_third else []
         self.head = matrix(config.draft_vocab_size, hidden) if is_third else None
         self.kernel: Kernel | None = None  # where ``prepack`` has laid the matrices out for it
+        self.runs: tuple[Record, Any] | None = None  # its slots and drafts recorded over them, lent to drafters
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features (R, F) as the states (R, H) of entries: EAGLE-3's fc, for EAGLE-1 nothing."""

@@ -1,0 +1,280 @@
+"""On a GPU: speculative decoding against plain decoding and against transformers, batch 1 to 64.
+
+    python benchmarks/inflate.py /tmp/inflated-8b --like 8b --dtype bfloat16 --no-check
+    python benchmarks/gpu.py /tmp/inflated-8b/target --head /tmp/inflated-8b/eagle3 --json NAME.json --png NAME.png
+
+Every round runs all ways in turn; the table shows medians. A batch is timed from its second step until its first row
+ends, so that it is full all the time, and the first round, which records the graphs, is not counted. What plain
+decoding could reach is the bandwidth of copying memory, measured here, over the weights' bytes. ``--device cpu`` tries
+the script out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+import draftwing as dw
+from draftwing import console
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.evaluate.machine import describe_machine
+from draftwing.evaluate.prompts import read_prompts, shipped_prompts
+from draftwing.load import DTYPES, SHIPPED, load_drafter
+from plain_decoding import commit
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+Prompts = list[list[int]]
+Measure = Callable[[Prompts], tuple[float, float]]  # tokens per second of all rows together, tau
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way at one batch size: medians over the rounds.
+
+    Attributes:
+        speedup: over our plain decoding of the same round, and ``efficiency`` that over tau.
+        share: of the copy bandwidth that reading the weights once for each forward takes.
+    """
+
+    way: str
+    batch: int
+    tokens_per_s: float
+    speedup: float
+    tau: float
+    efficiency: float
+    share: float
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 9) -> float:
+    """GB/s, reads and writes both counted, of copying so many bytes; the median."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(repeats + 1):
+        wait(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        wait(device)
+        seconds.append(time.perf_counter() - began)
+    return 8 * source.numel() / statistics.median(seconds[1:]) / 1e9
+
+
+def ours(lm: dw.LM, tokens: int, temperature: float) -> Measure:
+    def measure(prompts: Prompts) -> tuple[float, float]:
+        decoder, stats = lm.decoder(), dw.Stats()
+        for seed, prompt in enumerate(prompts):
+            request = dw.Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed)
+            decoder.admit(prompt, request)
+        decoder.step()  # and with it all that is left of the prefill
+        began = time.perf_counter()
+        while decoder.num_running == len(prompts):
+            stats.add(decoder.step())
+        return stats.num_tokens / (time.perf_counter() - began), stats.tau
+
+    return measure
+
+
+def theirs(model: Any, tokens: int, temperature: float, assistant: Any = None) -> Measure:
+    """transformers' ``generate``, from which a run of one token is taken off: the prefill."""
+
+    @torch.inference_mode()
+    def measure(prompts: Prompts) -> tuple[float, float]:
+        longest, device = max(map(len, prompts)), model.device
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        options = {"attention_mask": mask, "do_sample": temperature > 0, "eos_token_id": None, "pad_token_id": 0}
+        options |= {"assistant_model": assistant} if assistant is not None else {}
+        options |= {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
+        times = []
+        for count in (1, tokens):
+            wait(device)
+            began = time.perf_counter()
+            model.generate(ids, max_new_tokens=count, **options)
+            wait(device)
+            times.append(time.perf_counter() - began)
+        return len(prompts) * (tokens - 1) / (times[1] - times[0]), float("nan")
+
+    return measure
+
+
+def run(ways: dict[str, Measure], prompts: Prompts, rounds: int, only_one: Sequence[str]) -> dict[str, Any]:
+    """Rates, speedups and taus of every way that takes such a batch, round by round."""
+    todo = {name: way for name, way in ways.items() if len(prompts) == 1 or name not in only_one}
+    found: dict[str, Any] = {name: {"rate": [], "speedup": [], "tau": []} for name in todo}
+    for turn in range(rounds + 1):
+        rates = {name: way(prompts) for name, way in todo.items()}
+        for name, (rate, tau) in rates.items() if turn else ():
+            found[name]["rate"].append(rate)
+            found[name]["speedup"].append(rate / rates["plain"][0])
+            found[name]["tau"].append(tau)
+    return found
+
+
+def fold(found: dict[str, Any], batch: int, weight_bytes: int, bandwidth: float) -> list[Result]:
+    results = []
+    for name, rounds in found.items():
+        rate, speedup, tau = (statistics.median(rounds[key]) for key in ("rate", "speedup", "tau"))
+        forwards = rate / batch / (1.0 if tau != tau else tau)  # transformers says nothing of tau
+        share = weight_bytes * forwards / bandwidth / 1e9
+        results.append(Result(name, batch, rate, speedup, tau, speedup / tau, share))
+    return results
+
+
+def picture(results: list[Result], path: Path, title: str) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for way in dict.fromkeys(result.way for result in results):
+        own = [result for result in results if result.way == way]
+        left.plot([r.batch for r in own], [r.tokens_per_s for r in own], "o-", label=way)
+        right.plot([r.batch for r in own], [r.speedup for r in own], "o-", label=way)
+    left.set(xlabel="batch", ylabel="tokens/s, all rows", xscale="log", yscale="log", title=title)
+    right.set(xlabel="batch", ylabel="speedup over our plain decoding", xscale="log")
+    right.axhline(1, color="k", lw=0.8)
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def show(results: list[Result], title: str) -> None:
+    table = Table("batch", "way", "tokens/s", "speedup", "tau", "speedup / tau", "share of bandwidth", title=title)
+    for r in results:
+        known = (f"{r.tau:.2f}", f"{r.efficiency:.2f}") if r.tau == r.tau else ("-", "-")
+        drafted = r.way not in ("plain", "transformers")
+        share = "-" if drafted else f"{r.share:.0%}"
+        table.add_row(str(r.batch), r.way, f"{r.tokens_per_s:.1f}", f"{r.speedup:.2f}x", *known, share)
+    Console().print(table)
+
+
+def check_device(name: str) -> torch.device:
+    """Raise ConfigError where there is no such device."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"PyTorch {torch.__version__} sees no CUDA device here, and this benchmark measures one: run it on a "
+            f"machine with a GPU and a CUDA build of PyTorch, or try it out with --device cpu"
+        )
+    return torch.device(name)
+
+
+def numbers(text: str, what: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ConfigError(f"{what} must be numbers from 1 with commas between them, found {text!r}: such as 1,2,4")
+    return found
+
+
+def bench(
+    target: Path,
+    head: Path,
+    device: torch.device,
+    dtype: str,
+    batches: list[int],
+    budgets: list[dw.Budget],
+    rounds: int,
+    tokens: int,
+    temperature: float,
+    peer: bool,
+    assistant: Path,
+    num_bytes: int,
+    file: Path | None,
+) -> tuple[list[Result], dict[str, Any]]:
+    plain = dw.load(str(target), "none", dtype=dtype, device=str(device))
+    maker = load_drafter(head, plain.target, plain.tokenizer, dtype=dtype, device=str(device))
+    lms = {"plain": plain, f"{head.name} auto": dw.LM(plain.target, plain.tokenizer, maker)}
+    for budget in budgets:
+        lms[f"{head.name} {budget}"] = dw.LM(plain.target, plain.tokenizer, maker, budget=budget)
+    ways = {name: ours(lm, tokens, temperature) for name, lm in lms.items()}
+    if peer:
+        load = AutoModelForCausalLM.from_pretrained
+        model = load(target, dtype=DTYPES[dtype]).to(device).eval()
+        small = load(assistant, dtype=DTYPES[dtype]).to(device).eval()
+        ways["transformers"] = theirs(model, tokens, temperature)
+        ways["transformers assisted"] = theirs(model, tokens, temperature, small)
+    texts = read_prompts(file) if file is not None else shipped_prompts()
+    prompts = [plain.encode(text) for text in texts]
+    bandwidth, weight_bytes = copy_bandwidth(device, num_bytes), plain.target.num_weight_bytes
+    results = []
+    for batch in batches:
+        chosen = [prompts[index % len(prompts)] for index in range(batch)]
+        found = run(ways, chosen, rounds, ["transformers assisted"])
+        results += fold(found, batch, weight_bytes, bandwidth)
+        Console(stderr=True).print(f"batch {batch} measured")
+    return results, {"copy_gb_per_s": round(bandwidth, 1), "weight_mb": round(weight_bytes / 1e6, 1)}
+
+
+def rounded(result: Result) -> dict[str, Any]:
+    values = asdict(result)
+    return {key: value if not isinstance(value, float) else _digits(value) for key, value in values.items()}
+
+
+def _digits(value: float) -> float | None:
+    return None if value != value else float(f"{value:.4g}")  # JSON has no NaN
+
+
+def main(
+    target: Annotated[Path, typer.Argument(help="Folder of the target, such as inflate.py writes.")],
+    head: Annotated[Path | None, typer.Option(help="Folder of its EAGLE head. [default: eagle3 beside it]")] = None,
+    device: str = "cuda",
+    dtype: Annotated[str | None, typer.Option(help="[default: bfloat16, on a CPU float32]")] = None,
+    batches: str = "1,2,4,8,16,32,64",
+    chains: Annotated[str, typer.Option(help="Depths of fixed chains.")] = "1,2,3,5,8",
+    tree: Annotated[bool, typer.Option(help="Also EAGLE-2's tree of 60 nodes.")] = True,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    tokens: Annotated[int, typer.Option(min=2)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    peer: Annotated[bool, typer.Option(help="Also transformers, plain and assisted (at batch 1).")] = True,
+    assistant: Annotated[Path, typer.Option(help="The small model that assists transformers.")] = SHIPPED / "draft",
+    prompts: Annotated[Path | None, typer.Option(help="[default: the shipped ones]")] = None,
+    copied_mb: Annotated[int, typer.Option(min=1, help="Copied for the bandwidth.")] = 1024,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw them here.")] = None,
+) -> None:
+    """Measure a target and its head on a GPU, batch by batch, beside transformers."""
+    try:
+        where = check_device(device)
+        kind = dtype or ("bfloat16" if where.type == "cuda" else "float32")
+        if kind not in DTYPES:
+            raise ConfigError(f"unknown dtype {kind!r}: choose one of {', '.join(DTYPES)}")
+        budgets = [dw.Budget(depth) for depth in numbers(chains, "--chains")] + [dw.Budget(8, 10, 60)] * tree
+        heading = head or target.parent / "eagle3"
+        sizes = numbers(batches, "--batches")
+        found, measured = bench(
+            target, heading, where, kind, sizes, budgets, rounds, tokens, temperature, peer, assistant,
+            copied_mb * 10**6, prompts,
+        )  # fmt: skip
+    except DraftwingError as error:
+        console.error(str(error))
+        raise typer.Exit(2) from None
+    title = f"{target.parent.name}/{target.name}, {kind}, {tokens} tokens, T={temperature:g}, {where}"
+    show(found, title)
+    settings = {"rounds": rounds, "tokens": tokens, "temperature": temperature, "dtype": kind, "device": str(where)}
+    at = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"results": [rounded(each) for each in found], "measured": measured, "settings": settings, **at}
+        output.write_text(json.dumps(result, indent=2) + "\n")
+    if png is not None:
+        picture(found, png, title)
+
+
+if __name__ == "__main__":
+    typer.run(main)

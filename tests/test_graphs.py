@@ -1,0 +1,429 @@
+"""Recorded forwards and drafts: what they compute is the eager path's, and a recording holds while memory changes.
+
+Two recorders stand for the GPU. ``Recorder`` runs the function again; ``Tape`` is as strict as a CUDA graph: it keeps
+the operations of one run and repeats these very ones on this very memory, whatever the host thinks by then, and fails
+where one of them would wait for the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
+
+from conftest import build, float64_norms
+from draftwing.decode import Decoder
+from draftwing.drafters.base import EAGLE_TREE, Budget
+from draftwing.drafters.eagle import EagleDrafter
+from draftwing.model import graphs
+from draftwing.model.graphs import CudaRecorder, Pool, Recorder, round_up_nodes
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import FeatureSpec
+from draftwing.sampling import Sampling
+from draftwing.tree import PAD, DraftTree
+from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run
+from test_lean import ROPES, check_trees
+
+FAMILIES = ("llama", "llama-bias-tied", "mistral-window", "qwen2-window", "qwen3", "phi3")
+aten = torch.ops.aten
+WAITS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
+
+
+class Reads(TorchFunctionMode):
+    """Counts where the host reads what a tensor holds."""
+
+    names = frozenset(("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in self.names:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails at operations whose result has a size that the host must ask the device for."""
+
+    forbidden = WAITS
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in self.forbidden, func
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            assert all(index is None or index.dtype == torch.int64 for index in args[1]), "boolean index"
+        return func(*args, **(kwargs or {}))
+
+
+class Tape(NoWaiting):
+    """The operations of one run, and where their results lie."""
+
+    forbidden = (*WAITS, aten.lift_fresh)  # torch.tensor of the host's numbers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        memory = {each.untyped_storage().data_ptr() for each in tensors((args, kwargs))}
+        shares = all(each.untyped_storage().data_ptr() in memory for each in tensors(results))
+        if func._schema.is_mutable or not shares:  # what only shares memory needs no repeating
+            self.done.append((func, args, kwargs or {}, [] if func._schema.is_mutable else tensors(results)))
+        return results
+
+
+def tensors(of) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(of) if isinstance(leaf, torch.Tensor)]
+
+
+class TapeRecorder:
+    """A ``Record`` as strict as a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_replays = 0
+
+    def __call__(self, function):
+        self.num_recorded += 1
+        function()
+        with Tape() as tape, Reads() as reads:
+            outputs = function()
+        assert not reads.found
+
+        def replay():
+            self.num_replays += 1
+            for func, args, kwargs, results in tape.done:
+                for kept, fresh in zip(results, tensors(func(*args, **kwargs)) if results else (), strict=False):
+                    kept.copy_(fresh)
+                if not results:
+                    func(*args, **kwargs)
+            return outputs
+
+        return replay
+
+
+RECORDERS = {"eager": Recorder, "tape": TapeRecorder}
+
+
+@contextmanager
+def recorded(lab: Lab, record) -> Iterator[None]:
+    """The lab's models record, as they do on a GPU."""
+    try:
+        for model in (lab.itself, lab.perturbed):
+            model.use_graphs(record)
+        yield
+    finally:
+        for model in (lab.itself, lab.perturbed):
+            model.use_graphs(None)
+
+
+@pytest.fixture(scope="module")
+def lab(folder_of, tmp_path_factory):
+    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
+
+
+# --- the target ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "record"), [("llama", "eager"), *((family, "tape") for family in FAMILIES)])
+def test_logits_of_every_family(family, record, folder_of):
+    """Against transformers: ragged rows, a tree of a size between buckets, a commit, a row that leaves, a chain."""
+    target = LeanTarget.from_folder(folder_of(family), torch.float64)
+    target.use_graphs(RECORDERS[record]())
+    model = float64_norms(build(family))
+    for _ in range(2):  # the second time over the slots and graphs of the first
+        check_trees(model, target, [list(range(3, 23)), [4], [9, 9, 30, 31, 32]])
+        assert target.record.num_recorded == 2
+
+
+@pytest.mark.parametrize("rope", ["llama3", "yarn"])
+def test_every_rope(rope, folder_of):
+    changes = {"rope_parameters": ROPES[rope]}
+    target = LeanTarget.from_folder(folder_of("llama", **changes), torch.float64)
+    target.use_graphs(TapeRecorder())
+    check_trees(float64_norms(build("llama", **changes)), target, [list(range(3, 50)), [7, 8]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nodes", [1, 2, 3, 7, 33])
+def test_the_same_numbers_as_eagerly(nodes, dtype, folder_of):
+    """Logits, features, and the keys and values of every slot up to the tree's last."""
+    target = LeanTarget.from_folder(folder_of("qwen3"), dtype, prepack=False)
+    taps, tokens = FeatureSpec((1, 3)), torch.arange(2 * nodes).view(2, nodes) % 50 + 3
+    parents = (torch.arange(nodes) // 2 - (torch.arange(nodes) == 0).long()).expand(2, -1).clone()
+    found = []
+    for record in (None, TapeRecorder()):
+        target.use_graphs(record)
+        ctx = target.new_context()
+        for prompt in PROMPTS[1:]:
+            target.prefill(ctx, prompt, taps)
+        for first in (0, 11):  # the second is a replay
+            tree = DraftTree((tokens + first) % 60, parents)
+            output = target.forward(ctx, tree, taps)
+        slots = [ctx.cache.data[:, :, row, :, : state.length + nodes] for row, state in enumerate(ctx.rows)]
+        found.append([output.logits.clone(), output.features.clone(), *slots, tree.ancestors, tree.depths])
+    for eager, ours in zip(*found, strict=True):
+        assert eager.shape == ours.shape
+        tolerance = 1e-4 if dtype == torch.float32 else 0.15
+        assert torch.allclose(eager.double(), ours.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_nodes_go_into_buckets():
+    assert [round_up_nodes(count) for count in (1, 2, 3, 5, 9, 61, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 64, 128, 192]
+
+
+def test_experts_and_dynamic_rotation_run_eagerly(folder_of):
+    for changes in ({}, {"rope_parameters": ROPES["dynamic"]}):
+        target = LeanTarget.from_folder(folder_of("llama" if changes else "mixtral", **changes), torch.float64)
+        target.use_graphs(Recorder())
+        assert target.record is None
+        assert target.new_context().graphs is None
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+TEXTS = ("eagle1-unshifted", "eagle3-chain", "eagle3-few-tokens", "lm-tree", "scattered")
+
+
+@pytest.mark.parametrize("drafter", TEXTS)
+@pytest.mark.parametrize("kind", ["greedy", "t1", "penalties"])
+def test_text_is_plain_decodings(kind, drafter, lab):
+    """Greedy, keyed, filtered and penalised; in ragged batches whose rows join and leave."""
+    here, case, record = lab("llama"), DRAFTERS[drafter], Recorder()
+    wanted = [here.plain(kind, row) for row in range(3)]
+    for batch in BATCHES.values():
+        leaves, make = batch.get("leaves", {}), case.make(here, kind) if drafter == "scattered" else None
+        with recorded(here, record):
+            requests = [here.request(kind, row) for row in batch["rows"]]
+            joins = batch.get("joins", ())
+            drafting = make or case.make(here, kind)
+            texts, _ = run(here.target, requests, drafting, case.budget, joins=joins, leaves=leaves)
+        for request, row in enumerate(batch["rows"]):
+            assert texts[request] == wanted[row][: len(texts[request])]
+            assert len(texts[request]) == MAX_TOKENS or request in leaves
+    assert record.num_replays > record.num_recorded > 0
+
+
+@pytest.mark.parametrize("kind", ["greedy", "t1"])
+@pytest.mark.parametrize("drafter", ["eagle3-chain", "eagle1-static", "lm-dynamic"])
+def test_text_from_a_tape(kind, drafter, lab):
+    """What a graph would repeat blindly gives the same text."""
+    here, case, batch = lab("llama"), DRAFTERS[drafter], BATCHES["churn"]
+    with recorded(here, TapeRecorder()):
+        requests = [here.request(kind, row) for row in batch["rows"]]
+        drafting = case.make(here, kind)
+        texts, _ = run(here.target, requests, drafting, case.budget, joins=batch["joins"], leaves=batch["leaves"])
+    for request, row in enumerate(batch["rows"]):
+        assert texts[request] == here.plain(kind, row)[: len(texts[request])]
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+
+BUDGETS = {
+    "chain": Budget(5),
+    "chain-1": Budget(1),
+    "levels": Budget(3, 4),
+    "dynamic": Budget(4, 6, 12),
+    "static": Budget(paths=EAGLE_TREE),
+}
+ROWS = {
+    "greedy": ({"temperature": 0.0},) * 3,
+    "t1": ({"temperature": 1.0},) * 3,
+    "mixed": ({"temperature": 0.7}, {"temperature": 0.0}, {"temperature": 1.0}),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("budget", "rule"), [*((each, "match") for each in BUDGETS), ("dynamic", "match-top")])
+def test_trees_are_growths(budget, rows, rule, lab):
+    """The tree of every step, of rows of which one has nothing to draft from at first: token by token."""
+    here, trees = lab("llama"), []
+    requests = [
+        (prompt, Sampling(max_tokens=16, ignore_eos=True, seed=row, **ROWS[rows][row]))
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    for record in (None, TapeRecorder()):
+        with recorded(here, record):
+            decoder = Decoder(here.target, EagleDrafter(here.head(3, ()), here.target), rule, BUDGETS[budget])
+            for request in requests:
+                decoder.admit(*request)
+            steps = []
+            while decoder.num_running:
+                steps.append(decoder.step().tree)
+            trees.append(steps)
+    assert len(trees[0]) == len(trees[1])
+    for eager, ours in zip(*trees, strict=True):  # compared in the end: a step's tree stays what it was
+        assert torch.equal(eager.tokens, ours.tokens)
+        assert torch.equal(eager.parents, ours.parents)
+        assert torch.equal(eager.ancestors, ours.ancestors)
+        assert torch.equal(eager.depths.expand_as(eager.parents), ours.depths.expand_as(ours.parents))
+        assert (eager.confidence is None) == (ours.confidence is None)
+        if eager.confidence is not None:
+            assert torch.allclose(eager.confidence, ours.confidence)
+    assert any((tree.tokens[:, 1:] != PAD).any() for tree in trees[1])
+
+
+def test_drafts_in_float32(folder_of, lab):
+    here = lab("llama")
+    target = LeanTarget.from_folder(folder_of("llama"), torch.float32, prepack=False)
+    texts = []
+    for record in (None, TapeRecorder()):
+        target.use_graphs(record)
+        head = here.head(3, ())
+        net = type(head)(head.config, target.embedding).load_tensors(
+            {name: tensor.float() for name, tensor in head.tensors().items()}
+        )
+        drafter = EagleDrafter(net.requires_grad_(False), target)
+        requests = [here.request(kind, row) for row, kind in enumerate(("greedy", "t1", "greedy"))]
+        texts.append(run(target, requests, drafter, Budget(4, 4, 10))[0])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["top-p", "penalties"])
+def test_filtered_scores_are_drafted_from_eagerly(kind, lab):
+    """What the host must know is not recorded: the target's forwards are, the drafts are not."""
+    here, record = lab("llama"), Recorder()
+    with recorded(here, record):
+        drafter = EagleDrafter(here.head(3, ()), here.target)
+        run(here.target, [here.request(kind, 1)], drafter, Budget(4))
+    assert not drafter._run._drafts._found
+    assert record.num_recorded > 0
+
+
+# --- what a recording depends on -------------------------------------------------------------------------------------
+
+
+def decode(target, prompt, budget=None, net=None, num_tokens=24):
+    drafter = None if net is None else EagleDrafter(net, target)
+    request = Sampling(max_tokens=num_tokens, ignore_eos=True)
+    return run(target, [(prompt, request)], drafter, budget)[0][0]
+
+
+def test_buckets_are_recorded_once(lab):
+    """A second request takes the slots and the recordings of the first."""
+    here, record = lab("llama"), Recorder()
+    with recorded(here, record):
+        net = here.head(3, ())
+        first = decode(here.target, PROMPTS[1], Budget(5), net)
+        # Chains of 6 nodes, and what is left of them near the end; one draft.
+        assert 2 <= record.num_recorded <= 5
+        before = record.num_recorded
+        assert decode(here.target, PROMPTS[1], Budget(5), net) == first
+        assert record.num_recorded == before
+        decode(here.target, PROMPTS[1], Budget(3), net)
+        assert record.num_recorded > before
+
+
+def test_recordings_follow_the_slots(lab, monkeypatch):
+    """Slots that move, for more tokens or more rows, take their recordings with them; and the text goes on."""
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 16)
+    here, request = lab("llama"), Sampling(max_tokens=150, ignore_eos=True, temperature=1.0, seed=3)
+    requests, joins = [(prompt, request) for prompt in PROMPTS], (0, 9, 21)
+    wanted = [run(here.target, [each])[0][0] for each in requests]
+    record = TapeRecorder()
+    with recorded(here, record):
+        drafter = EagleDrafter(here.head(3, ()), here.target)
+        texts, _ = run(here.target, requests, drafter, Budget(3), joins=joins, leaves={2: 23})
+    # After the third has left, the other two are what they were before it came, in slots that moved when it did.
+    assert [texts[row] for row in range(2)] == wanted[:2]
+    assert 0 < len(texts[2]) < len(wanted[2])
+    assert texts[2] == wanted[2][: len(texts[2])]
+    assert record.num_recorded > 8
+
+
+def test_decoders_side_by_side(lab):
+    """Each has slots of its own, and the second to end gives its own up."""
+    here = lab("llama")
+    wanted = [here.plain("t1", row) for row in (1, 2)]
+    with recorded(here, TapeRecorder()):
+        decoders = [Decoder(here.target, EagleDrafter(here.head(3, ()), here.target), budget=Budget(3)) for _ in "ab"]
+        for row, decoder in enumerate(decoders, 1):
+            decoder.admit(*here.request("t1", row))
+        texts = [(), ()]
+        while any(decoder.num_running for decoder in decoders):
+            for place, decoder in enumerate(decoders):
+                if decoder.num_running:
+                    texts[place] += decoder.step().rows[0].token_ids
+        assert texts == wanted
+        caches = {id(decoder.ctx.cache) for decoder in decoders}
+        assert len(caches) == 2
+        del decoder, decoders
+        gc.collect()
+        assert id(here.target.new_context().cache) in caches
+        assert not here.target._pool._free or len(here.target._pool._free) <= 1
+
+
+def test_a_pool_lends_to_one_at_a_time():
+    class Holder:
+        pass
+
+    pool, made = Pool(), iter(range(9))
+    first, second = Holder(), Holder()
+    assert [pool.lend(each, lambda: next(made)) for each in (first, second)] == [0, 1]
+    del first
+    assert pool.lend(Holder(), lambda: next(made)) == 0
+    del second  # one lies idle already
+    assert pool._free == [0]
+
+
+# --- nothing waits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3-chain", "eagle3-dynamic", "eagle1-static"])
+@pytest.mark.parametrize("kind", ["greedy", "t1"])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_step_asks_the_device_for_nothing(drafter, kind, is_recorded, lab):
+    """But for the one list in which the tokens are handed over."""
+    here = lab("llama")
+    with recorded(here, Recorder() if is_recorded else None):
+        case = DRAFTERS.get(drafter)
+        decoder = Decoder(here.target, case and case.make(here, kind), budget=case and case.budget)
+        for row in range(3):
+            prompt, sampling = here.request(kind, row)
+            decoder.admit(prompt, replace(sampling, max_tokens=100))
+        for _ in range(2):
+            decoder.step()
+        for _ in range(3):
+            with NoWaiting(), Reads() as reads:
+                decoder.step()
+            assert reads.found == ["tolist"]
+
+
+def test_the_benchmark_says_that_it_needs_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    script, app = importlib.import_module("gpu"), typer.Typer()
+    app.command()(script.main)
+    found = CliRunner().invoke(app, [str(tmp_path)])
+    assert found.exit_code == 2
+    assert "sees no CUDA device" in " ".join(found.stderr.split())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["greedy", "t1"])
+@pytest.mark.parametrize("drafter", ["eagle3-chain", "eagle3-dynamic"])
+def test_on_a_gpu(drafter, kind, folder_of, lab):
+    """The graphs themselves: float64, so that no tie breaks another way."""
+    here, device = lab("llama"), torch.device("cuda")
+    target = LeanTarget.from_folder(folder_of("llama"), torch.float64, device)
+    assert isinstance(target.record, CudaRecorder)
+    net = here.head(3, ()).to(device)
+    net.embedding = target.embedding
+    requests = [here.request(kind, row) for row in range(3)]
+    texts, _ = run(target, requests, EagleDrafter(net, target), DRAFTERS[drafter].budget)
+    assert [texts[row] for row in range(3)] == [here.plain(kind, row) for row in range(3)]
