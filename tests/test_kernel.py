@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from draftwing.model import kernel as kernel_module
-from draftwing.model.kernel import Packed, Program, get_kernel, kernel_problem
+from draftwing.model.kernel import get_kernel, kernel_problem
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
+from draftwing.model.program import Packed, Program
 from draftwing.model.target import FeatureSpec
 from draftwing.tree import Accepted, DraftTree
 
@@ -242,7 +243,7 @@ def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
 
 
 def in_a_fresh_process(tmp_path, **environment):
-    code = "from draftwing.model.kernel import *; print(get_kernel() is not None, '|', kernel_problem())"
+    code = "import draftwing.model.kernel as k; print(k.get_kernel() is not None, '|', k.kernel_problem())"
     env = {**os.environ, "DRAFTWING_CACHE": str(tmp_path / "cache"), **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -275,10 +276,10 @@ def test_it_is_compiled_once_and_a_folder_that_cannot_be_written_does_no_harm(tm
 
 @needs_kernel
 def test_structures_of_another_layout_are_refused(monkeypatch):
-    class Shorter(kernel_module._Op):
+    class Shorter(kernel_module.Op):
         _fields_ = (("more", kernel_module.ctypes.c_int32),)
 
-    monkeypatch.setattr(kernel_module, "_Op", Shorter)
+    monkeypatch.setattr(kernel_module, "Op", Shorter)
     kernel_module._load.cache_clear()
     try:
         assert get_kernel() is None

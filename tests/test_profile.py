@@ -20,9 +20,10 @@ from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.kernel import cache_folder
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleConfig, EagleNet
-from draftwing.profile import cache_folder, costs_of, measure, planner_for
+from draftwing.profile import costs_of, measure, planner_for
 from draftwing.sampling import Sampling
 
 VOCAB = 80  # more than the most nodes that are measured

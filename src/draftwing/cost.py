@@ -28,6 +28,7 @@ __all__ = [
     "memory_factor",
     "operations_factor",
     "pays",
+    "pooled",
     "predicted_speedup",
 ]
 
@@ -137,15 +138,22 @@ class Curve:
         That is isotonic regression by pooling adjacent violators: more nodes never take less time, whatever a noisy
         clock says. Medians of the faster half: what else runs on a machine only ever adds to a time.
         """
-        blocks: list[tuple[float, list[float]]] = []  # (mean, counts)
-        for count in sorted(samples):
-            mean, counts = _quiet(samples[count]), [count]
-            while blocks and blocks[-1][0] > mean:
-                above, others = blocks.pop()
-                mean = (mean * len(counts) + above * len(others)) / (len(counts) + len(others))
-                counts = others + counts
-            blocks.append((mean, counts))
-        return cls(tuple((count, mean) for mean, counts in blocks for count in counts))
+        counts = sorted(samples)
+        means = pooled([_quiet(samples[count]) for count in counts], [1.0] * len(counts))
+        return cls(tuple(zip(counts, means, strict=True)))
+
+
+def pooled(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest never falling sequence (isotonic regression): those out of order become their weighted mean."""
+    blocks: list[tuple[float, float, int]] = []  # (mean, weight, how many)
+    for value, weight in zip(values, weights, strict=True):
+        mean, total, count = value, weight, 1
+        while blocks and blocks[-1][0] > mean:
+            above, others, more = blocks.pop()
+            mean = (mean * total + above * others) / (total + others)
+            total, count = total + others, count + more
+        blocks.append((mean, total, count))
+    return [mean for mean, _, count in blocks for _ in range(count)]
 
 
 def _quiet(values: Sequence[float]) -> float:

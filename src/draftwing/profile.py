@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,13 +24,14 @@ from draftwing.drafters.auto import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import ConfigError
+from draftwing.model.kernel import cache_folder
 from draftwing.model.lean import LeanContext
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Timings
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["cache_folder", "costs_of", "measure", "planner_for"]
+__all__ = ["costs_of", "measure", "planner_for"]
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 8)
@@ -183,8 +184,7 @@ def _later(samples: dict[float, list[float]]) -> dict[float, list[float]]:
 
 
 def _middle(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+    return statistics.median(values) if values else 0.0
 
 
 def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str) -> Planner:
@@ -197,17 +197,11 @@ def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str) -
 # --- kept for the next time ------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """Where measured costs are kept: ``$DRAFTWING_CACHE``, or ``draftwing`` in the user's cache."""
-    own = os.environ.get("DRAFTWING_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftwing"
-
-
 def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool = False) -> Costs:
     """Measured costs, from the cache where this machine has measured the same before."""
     key = {
         "version": 2,
-        "runtime": getattr(target, "runtime", "torch"),
+        "runtime": target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes],
         "dtype": str(target.dtype),

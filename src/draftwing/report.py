@@ -8,9 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftwing.load import LM, Generation, Prompt
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import read_config
+from draftwing.model.kernel import kernel_problem
+from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Target
 from draftwing.model.weights import WeightFiles
 from draftwing.sampling import Sampling
@@ -122,8 +126,18 @@ def _describe_target(target: Target, folder: Path) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "weights": target.weights or "as dtype",
         "device": str(target.device),
+        "runtime": _runtime(target),
         "mb_per_token": target.num_weight_bytes / 1e6,
     }
+
+
+def _runtime(target: Target) -> str:
+    """What runs the layers, and why not the CPU kernel where that could."""
+    if target.runtime == "kernel":
+        return "CPU kernel"
+    could = isinstance(target, LeanTarget) and target.device.type == "cpu" and target.dtype == torch.float32
+    problem = kernel_problem() if could else ""
+    return f"PyTorch ({problem})" if problem else "PyTorch"
 
 
 def _num_parameters(target: Target, folder: Path) -> int:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from draftwing.accept import Rule
-from draftwing.cost import Costs
+from draftwing.cost import Costs, pooled
 from draftwing.drafters.base import Budget
-from draftwing.model.kernel import StopRule
+from draftwing.model.program import StopRule
 from draftwing.model.target import Context
 from draftwing.tree import Accepted, DraftTree
 
@@ -36,14 +36,15 @@ DOUBT = 1.0  # of an arm's speedup, over the root of the steps that it had: toke
 TRUST = 4.0  # drafts that each end of a measured line counts as
 FIRST, AGAIN = 16, 2  # steps that an arm is tried at first, so many at a time: texts change, and arms must share them
 EVERY, SELDOM = 24, 384  # steps between two trials of an arm that is not the best: at first, and at most
-WIDER = 1.8  # times as many drafted tokens as a chain's are accepted from a tree, at the very best
+WIDER, NODES = 1.8, 2.5  # a tree may have so many times a chain's accepted drafts, with so many nodes for each token
 PROBE, PATIENCE = 16, 64  # plain steps between two probes: at first, and at most
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
+HICCUP = 2.0  # times what was expected: more of a step's time is not held against what it did
 MOST = 256  # nodes that costs are looked up for
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
 PRIOR = 3.0  # observations that a bin's own chance counts as
 FORGET = 0.998  # of acceptance, by observation
-FRESH = 4  # observations until what was learnt from them is used, after the first few
+FRESH, YOUNG = 4, 32  # after the first so many steps, what was seen is learnt from every so many
 
 
 class Acceptance:
@@ -59,7 +60,6 @@ class Acceptance:
         self._prior = PRIOR * np.stack([np.ones_like(middles), middles, middles])
         self._sums = np.tile(self._prior, (NUM_DEPTHS, 1, 1))
         self._lines: list[tuple[np.ndarray, np.ndarray] | None] = [None] * NUM_DEPTHS
-        self._observed = 0
         self._lists: list[tuple[list[float], list[float]]] = [([], [])] * NUM_DEPTHS
 
     def observe(self, chances: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
@@ -72,9 +72,7 @@ class Acceptance:
         self._sums[touched] = self._prior + FORGET ** len(chances) * (self._sums[touched] - self._prior)
         for kind, values in enumerate((np.ones_like(chances), chances, accepted)):
             np.add.at(self._sums, (place, np.full_like(place, kind), bins), values)
-        self._observed += 1
-        if self._observed < 8 * FRESH or self._observed % FRESH == 0:
-            self._lines = [None] * NUM_DEPTHS
+        self._lines = [None] * NUM_DEPTHS
 
     def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
         """The chance at which such nodes of this depth were accepted, of any shape."""
@@ -105,13 +103,7 @@ class Acceptance:
         seen, chances, hits = self._sums[place]
         if place:
             hits = hits - self._prior[2] + PRIOR * self._line(place - 1)[1]
-        blocks: list[list[float]] = []  # (hits, seen, bins)
-        for hit, count in zip(hits, seen, strict=True):
-            blocks.append([hit, count, 1])
-            while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
-                last = blocks.pop()
-                blocks[-1] = [a + b for a, b in zip(blocks[-1], last, strict=True)]
-        rates = np.concatenate([np.full(int(bins), hit / count) for hit, count, bins in blocks])
+        rates = np.array(pooled((hits / seen).tolist(), seen.tolist()))
         self._lists[place] = (chances / seen).tolist(), rates.tolist()
         line = self._lines[place] = chances / seen, rates
         return line
@@ -223,6 +215,10 @@ class Planner:
         self._rows, self._context = 1, 0.0
         self._all = _Arm(Budget(0))  # what every step brought, whichever way
         self._slow = 1.0  # how much slower than measured a verification is now
+        # Of the nodes that were tried: what the drafter said, their depths, and whether it was right.
+        self._seen: dict[bool, tuple[list[float], list[int], list[bool]]] = {k: ([], [], []) for k in (False, True)}
+        self._rules: dict[tuple[int, int], StopRule] = {}
+        self._budgets: dict[tuple[int, str], Budget] = {}
         self._curves: dict[int, np.ndarray] = {}
         self._lines = {False: _line_of(self.costs, 1), True: _line_of(self.costs, self.costs.width)}  # by: is a tree
         self._continues = np.full(NUM_DEPTHS, 0.7)  # how often a node's best child was accepted
@@ -242,7 +238,10 @@ class Planner:
         self._steps += 1
         self._raw, self._levels = None, 0
         arm = self._chosen = self._choose()
-        return Budget(0, children=children) if arm is None else replace(arm.budget, children=children)
+        key = (id(arm), children)
+        if key not in self._budgets:
+            self._budgets[key] = Budget(0, children=children) if arm is None else replace(arm.budget, children=children)
+        return self._budgets[key]
 
     def _choose(self) -> _Arm | None:
         if not self._arms:
@@ -290,11 +289,11 @@ class Planner:
             return True
         if not chains:
             return len(self._arms) == 1 or all(each.budget.width > 1 for each in self._arms)
-        chain = max(chains, key=lambda each: each.speedup(self._slow))
-        tau = 1 + WIDER * (chain.tau - 1)
-        draft = self._lines[True](round(tau)) * self._share
-        takes = self._verify(math.ceil(2 * tau)) + draft
-        return tau * self._verify(1) / takes > chain.speedup(self._slow)
+        chain = max(chain.tau for chain in chains)
+        wide = 1 + WIDER * (chain - 1)
+        chain_takes = self._verify(round(chain) + 1) + self._lines[False](round(chain)) * self._share
+        wide_takes = self._verify(round(NODES * wide)) + self._lines[True](round(wide)) * self._share
+        return wide / wide_takes > chain / chain_takes
 
     def _another(self, best: _Arm) -> _Arm:
         """The best arm, or one whose turn to be tried again has come."""
@@ -323,7 +322,10 @@ class Planner:
         verify = self._verify(nodes) / self._slow
         self._slow += 0.05 * (min(max(verified_s / verify, 0.25), 4.0) - self._slow)
         plain = num_tokens * self._verify(1) / self._slow / rows
-        draft = line(depth) * share
+        # What it took by the clock, since trees and sampling take more than was measured beforehand; but a hiccup of
+        # the machine says nothing of an arm.
+        draft = min(drafted_s, HICCUP * line(depth) * share) if depth else 0.0
+        verify = min(verified_s / self._slow, HICCUP * verify)
         self._all.add(plain, verify, draft, num_tokens / rows)
         if arm is not None:
             arm.add(plain, verify, draft, num_tokens / rows)
@@ -333,7 +335,8 @@ class Planner:
     def _learn(self, tree: DraftTree, accepted: Accepted) -> None:
         """Acceptance of the nodes whose parents were accepted."""
         raw = None if self._raw is None or self._raw.shape != tree.parents.shape else self._raw.tolist()
-        said, at, right = [], [], []  # of every node that was tried: on lists, since there are a handful
+        is_tree = self._chosen is not None and self._chosen.budget.width > 1
+        said, at, right = self._seen[is_tree]  # on lists, since there are a handful
         for row, (path, parents) in enumerate(zip(accepted.path.tolist(), tree.parents.tolist(), strict=True)):
             kept, depths = set(path), [0] * len(parents)
             for node in range(1, len(parents)):
@@ -350,10 +353,10 @@ class Planner:
                     said.append(raw[row][node])
                     at.append(depth)
                     right.append(hit)
-        if said:
-            is_tree = self._chosen is not None and self._chosen.budget.width > 1
+        if said and (self._steps < YOUNG or self._steps % FRESH == 0):
             acceptance = self.tree_acceptance if is_tree else self.acceptance
             acceptance.observe(np.array(said), np.array(at), np.array(right))
+            self._seen[is_tree] = ([], [], [])
 
     # --- what a growing tree asks ----------------------------------------------------------------------------------
 
@@ -377,6 +380,12 @@ class Planner:
 
     def stop_rule(self, depth: int) -> StopRule:
         """See ``Plan``."""
+        key = (depth, self._rows)
+        if self._steps < YOUNG or self._steps % FRESH == 0 or key not in self._rules:
+            self._rules = {key: self._stop_rule(depth)}
+        return self._rules[key]
+
+    def _stop_rule(self, depth: int) -> StopRule:
         lines = [self.acceptance.line(place) for place in range(NUM_DEPTHS)]
         more = np.diff(self._curve[2 : depth + 3]) * self._slow
         continues = self._continues[np.minimum(np.arange(1, depth + 1), NUM_DEPTHS - 1)]

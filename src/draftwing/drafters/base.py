@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.model.kernel import StopRule
+from draftwing.model.program import StopRule
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree

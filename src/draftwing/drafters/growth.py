@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Plan
-from draftwing.model.kernel import ChainRequest
+from draftwing.model.program import ChainRequest
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig
-from draftwing.model.kernel import ACTIVATIONS, ChainRequest, Heads, Kernel, Program, Slots, get_kernel
+from draftwing.model.kernel import Kernel, get_kernel
 from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
+from draftwing.model.program import ACTIVATIONS, ChainRequest, Heads, Program, Slots
 from draftwing.model.rope import Rotary
 from draftwing.tree import DraftTree
 

@@ -139,7 +139,7 @@ struct Scratch {
     }
 };
 
-thread_local Scratch prepared_rows, row_scales, attention_queries, attention_scores;
+thread_local Scratch prepared_rows, row_scales, attention_queries, attention_scores, attention_path;
 
 // --- a matrix times rows ---------------------------------------------------------------------------------------------
 
@@ -492,7 +492,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
     }
 
     // The scores of a node's ancestors, in the order of their depths, follow those of the committed slots.
-    int path[4096];
+    int* path = attention_path.get<int>(batch.tree_nodes);
     for (int i = 0; i < nodes; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;

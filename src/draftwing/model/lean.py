@@ -21,9 +21,10 @@ from draftwing.model.causal import CausalAttention
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.fused import FusedDecoder, kernel_for
 from draftwing.model.graphs import CudaRecorder, Pool, Record, TreeGraphs
-from draftwing.model.kernel import ChainRequest, Heads, Kernel
+from draftwing.model.kernel import Kernel
 from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import MIN_ROWS, Linear, check_weights
+from draftwing.model.program import ChainRequest, Heads
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, on_device
 from draftwing.model.weights import WeightFiles, check_finite
@@ -127,7 +128,7 @@ class LeanTarget(Target):
 
     @property
     def runtime(self) -> str:
-        """What runs its layers: ``kernel`` or ``torch``."""
+        """See ``Target``."""
         return "torch" if self._fused is None else "kernel"
 
     @property

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.model.kernel import Packed, Program, get_kernel
+from draftwing.model.kernel import get_kernel
+from draftwing.model.program import Packed, Program
 
 __all__ = ["MIN_ROWS", "WEIGHTS", "Linear", "can_prepack", "check_weights"]
 

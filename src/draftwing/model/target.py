@@ -132,6 +132,11 @@ class Target(ABC):
         return None
 
     @property
+    def runtime(self) -> str:
+        """What runs its layers: ``torch``, or the CPU ``kernel`` (``model.kernel``)."""
+        return "torch"
+
+    @property
     @abstractmethod
     def num_weight_bytes(self) -> int:
         """Bytes of weights read by one forward of one token (for bandwidth figures)."""

@@ -25,9 +25,10 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.config import Activation, ModelConfig
 from draftwing.model.fused import kernel_for
 from draftwing.model.graphs import Record
-from draftwing.model.kernel import Heads, Kernel
+from draftwing.model.kernel import Kernel
 from draftwing.model.layers import Attend, DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
+from draftwing.model.program import Heads
 from draftwing.model.rope import RopeConfig
 from draftwing.nets.calibration import Calibration
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from draftwing.model.cache import KVCache
 from draftwing.model.fused import add_layer, tree_slots
-from draftwing.model.kernel import ChainRequest, Kernel, Program
+from draftwing.model.kernel import Kernel
 from draftwing.model.linear import Linear
+from draftwing.model.program import ChainRequest, Program
 from draftwing.model.rope import Rotary
 from draftwing.nets.eagle import EagleNet
 from draftwing.tree import DraftTree

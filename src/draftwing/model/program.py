@@ -1,0 +1,370 @@
+"""What the CPU kernel runs: matrices laid out for it, and programs of operations over buffers of rows.
+
+Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwing.model.kernel import NUM_BUFFERS, Batch, Chain, Kernel, Op, set_cache
+
+__all__ = ["ACTIVATIONS", "ChainRequest", "Heads", "Packed", "Program", "Slots", "StopRule"]
+
+TILE = 64  # outputs that the kernel computes together
+ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
+_EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
+_STORE, _ADD = 0, 1
+_LEVELS = 127
+_CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
+
+
+# --- a matrix --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix as the kernel reads it.
+
+    Attributes:
+        num_in, num_out: of the product; ``num_out`` is half the matrix's rows where it is ``gated``.
+        bits: 32 or 8.
+        weight: tiles of 64 outputs: (tiles, in, 64) float32, or (tiles, in / 4, 64, 4) int8.
+        scales, sums: of int8, by output: what a level is worth, and what the rows' offset of 128 adds.
+        bias: by output, or None.
+        gated: gates (the first half of the rows) and what they let through (the second) lie in alternate tiles.
+    """
+
+    num_in: int
+    num_out: int
+    bits: int
+    weight: Tensor
+    scales: Tensor | None
+    sums: Tensor | None
+    bias: Tensor | None
+    gated: bool
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, *, bits: int = 32, gated: bool = False) -> Packed:
+        """Pack ``weight`` (out, in) float32."""
+        num_out, num_in = weight.shape
+        if gated:
+            num_out //= 2
+            weight = _interleave(weight)
+            bias = None if bias is None else _interleave(bias[:, None])[:, 0]
+        padding = -weight.shape[0] % TILE
+        weight = F.pad(weight, (0, 0, 0, padding)) if padding else weight
+        bias = None if bias is None else F.pad(bias, (0, weight.shape[0] - bias.shape[0])).contiguous()
+        tiles = weight.shape[0] // TILE
+        if bits == 32:
+            laid_out = weight.view(tiles, TILE, num_in).transpose(1, 2).contiguous()
+            return cls(num_in, num_out, bits, laid_out, None, None, bias, gated)
+        scales = torch.empty(weight.shape[0])
+        levels = F.pad(torch.empty(weight.shape[0], num_in, dtype=torch.int8), (0, -num_in % 4))
+        for start in range(0, weight.shape[0], _CHUNK):
+            part = weight[start : start + _CHUNK].float()
+            own = (part.abs().amax(1) / _LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
+            scales[start : start + _CHUNK] = own
+            levels[start : start + _CHUNK, :num_in] = (part / own[:, None]).round_().clamp_(-_LEVELS, _LEVELS)
+        sums = 128 * levels.sum(1, dtype=torch.int32)
+        laid_out = levels.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
+        return cls(num_in, num_out, bits, laid_out, scales, sums, bias, gated)
+
+    def plain(self) -> Tensor:
+        """The matrix (out, in) float32 again, where it was float32 and is not gated."""
+        assert self.bits == 32
+        assert not self.gated
+        return self.weight.transpose(1, 2).reshape(-1, self.num_in)[: self.num_out]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read for one forward."""
+        return sum(part.nbytes for part in (self.weight, self.scales) if part is not None)
+
+
+def _interleave(rows: Tensor) -> Tensor:
+    """(2 W, ...) -> tiles of the first half before those of the second, each half padded to whole tiles."""
+    half = rows.shape[0] // 2
+    padded = [F.pad(part, (0, 0, 0, -half % TILE)).view(-1, TILE, rows.shape[1]) for part in (rows[:half], rows[half:])]
+    return torch.stack(padded, 1).reshape(-1, rows.shape[1])
+
+
+# --- a program -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention: how many, of queries and of keys, and how wide."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a chain that is being drafted is deep enough: nothing of it depends on the text but the margins.
+
+    A token's chance follows from the margin m of the best two scores, 1 / (1 + e^-m), by a table for its level. The
+    chain goes on while the chance of the whole path, summed over the rows, is worth more than another level costs.
+
+    Attributes:
+        knots, rates: (tables, K) float32: chances as told, and as they came true; the last table serves deeper levels.
+        gains, costs: (depth,) float32, of the level after each.
+    """
+
+    knots: np.ndarray
+    rates: np.ndarray
+    gains: np.ndarray
+    costs: np.ndarray
+
+
+@dataclass(frozen=True)
+class ChainRequest:
+    """A chain to draft for every row: the best token by logits / temperature + noise, level by level.
+
+    Attributes:
+        depth: levels at most.
+        temperatures: of each row, 0 for greedy ones.
+        noise: for each row the noise (V,) of its levels; empty for greedy rows, or where none is wanted.
+        rule: where to stop; None at ``depth``.
+    """
+
+    depth: int
+    temperatures: Sequence[float]
+    noise: Sequence[Sequence[Tensor]]
+    rule: StopRule | None = None
+
+
+class Program:
+    """Operations over buffers of rows, built once and run for any number of rows.
+
+    A buffer is a number: ``scratch`` lies in the program's own workspace, ``outside`` is given anew for every run.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._ops: list[Op] = []
+        self._array: Any = None
+        self._kept: list[Any] = []  # what the operations point to
+        self._widths: list[int] = []
+        self._is_outside: list[bool] = []
+        self._workspace = torch.empty(0)
+        self._capacity = 0
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def scratch(self, width: int) -> int:
+        """A buffer (R, width) of the program's own."""
+        return self._buffer(-(-width // 16) * 16, outside=False)
+
+    def outside(self, width: int) -> int:
+        """A buffer (R, width) that ``run`` is given."""
+        return self._buffer(width, outside=True)
+
+    def _buffer(self, width: int, *, outside: bool) -> int:
+        assert len(self._widths) < NUM_BUFFERS
+        self._widths.append(width)
+        self._is_outside.append(outside)
+        return len(self._widths) - 1
+
+    def embed(self, table: Tensor, target: int) -> None:
+        """target = the rows of ``table`` (V, H) that the tokens name."""
+        self._add(kind=_EMBED, target=target, num_out=table.shape[1], weight=table)
+
+    def norm(self, source: int, weight: Tensor, eps: float, target: int, column: int = 0) -> None:
+        """target[column:] = RMSNorm(source)."""
+        self._add(kind=_NORM, source=source, target=target, column=column, num_in=len(weight), eps=eps, norm=weight)
+
+    def copy(self, source: int, width: int, target: int, column: int = 0) -> None:
+        """target[column:] = source[:width]."""
+        self._add(kind=_COPY, source=source, target=target, column=column, num_in=width)
+
+    def linear(
+        self,
+        source: int,
+        packed: Packed,
+        target: int,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        activation: str | None = None,
+        add: bool = False,
+        places: Tensor | None = None,
+    ) -> None:
+        """target = matrix times (normed) source; with ``activation`` a gated one; with ``add`` added to target.
+
+        ``places`` (num_out,) int64 says where in the target each output goes; what no place names stays as it is.
+        """
+        assert packed.gated == (activation is not None)
+        self._add(
+            kind=_LINEAR, source=source, target=target, num_in=packed.num_in, num_out=packed.num_out,
+            epilogue=ACTIVATIONS[activation] if activation is not None else _ADD if add else _STORE,
+            bits=packed.bits, eps=eps, norm=norm, weight=packed.weight, scales=packed.scales, sums=packed.sums,
+            bias=packed.bias, places=places,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        source: int,
+        heads: Heads,
+        target: int,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Rotate queries and keys, write keys and values to their slots, and mix: target = attention(source)."""
+        q_norm, k_norm = norms or (None, None)
+        self._add(
+            kind=_ATTEND, source=source, target=target, layer=layer, window=window or 0, scale=scale, eps=eps,
+            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
+            q_norm=q_norm, k_norm=k_norm,
+        )  # fmt: skip
+
+    def _add(self, **values: Any) -> None:
+        assert len(self._ops) < self._kernel.max_ops
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                value = value.detach()
+                assert value.is_contiguous()
+                self._kept.append(value)
+                values[name] = value.data_ptr()
+        self._ops.append(Op(**values))
+        self._array = None
+
+    def run(
+        self,
+        rows: int,
+        nodes: int,
+        outside: Mapping[int, Tensor],
+        *,
+        num_ops: int | None = None,
+        tokens: Tensor | None = None,
+        slots: Slots | None = None,
+    ) -> None:
+        """Run the program, or the first ``num_ops`` of it.
+
+        Args:
+            rows, nodes: R = rows * nodes.
+            outside: float32 tensors of R rows, for every buffer made by ``outside`` that these operations use.
+            tokens: (R,) int64, for ``embed``; unused ones may hold PAD.
+            slots: for ``attend``.
+        """
+        batch = self._batch(rows, nodes, outside, slots)
+        if tokens is not None:
+            tokens = tokens.contiguous()
+            batch.tokens = tokens.data_ptr()
+        self._kernel.run(self._array, len(self._ops) if num_ops is None else num_ops, batch)
+
+    def chain(
+        self,
+        request: ChainRequest,
+        outside: Mapping[int, Tensor],
+        slots: Slots,
+        first_logits: Tensor,
+        logits: int,
+        states: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, list[list[float]]]:
+        """Draft a chain below each row's root, which has been run, without coming back to Python in between.
+
+        Args:
+            request: what to draft.
+            outside: as for ``run``, a node for each row.
+            slots: with room for the roots and ``request.depth`` nodes more; the roots are their first nodes.
+            first_logits: (B, V) after the roots.
+            logits: the buffer of the logits.
+            states: the buffers that a node reads and writes, where nodes read what their parents wrote.
+
+        Returns:
+            tokens (B, K) int64, and for each of the K levels the rows' margins between their two best scores.
+        """
+        rows, vocab, depth = len(first_logits), first_logits.shape[1], request.depth
+        batch = self._batch(rows, 1, outside, slots)
+        tokens, margins = torch.empty(rows, depth, dtype=torch.int64), torch.empty(rows, depth)
+        temperatures, first_logits = torch.tensor(request.temperatures), first_logits.contiguous()
+        noise = (ctypes.c_void_p * (rows * depth))()
+        for row, of_row in enumerate(request.noise):
+            for level, each in enumerate(of_row):
+                noise[row * depth + level] = each.data_ptr()
+        read, written = (-1, -1) if states is None else states
+        chain = Chain(
+            depth=depth, vocab_size=vocab, logits=logits, states=read, fed_back=written,
+            first_logits=first_logits.data_ptr(), temperatures=temperatures.data_ptr(),
+            noise=ctypes.addressof(noise), tokens=tokens.data_ptr(), margins=margins.data_ptr(),
+        )  # fmt: skip
+        rule = request.rule
+        if rule is not None:
+            chain.num_tables, chain.num_knots = rule.knots.shape
+            chain.knots, chain.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
+            chain.gains, chain.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
+        levels = self._kernel.chain(self._array, len(self._ops), batch, chain)
+        return tokens[:, :levels], margins[:, :levels].T.tolist()
+
+    def _batch(self, rows: int, nodes: int, outside: Mapping[int, Tensor], slots: Slots | None) -> Batch:
+        batch = Batch(rows=rows, nodes=nodes)
+        count = rows * nodes
+        if count > self._capacity:
+            self._capacity = max(count, 2 * self._capacity)
+            self._workspace = torch.empty(self._capacity * sum(self._widths))
+        at = self._workspace.data_ptr()
+        for buffer, (width, is_outside) in enumerate(zip(self._widths, self._is_outside, strict=True)):
+            batch.widths[buffer] = width
+            if is_outside:
+                if buffer in outside:
+                    batch.buffers[buffer] = outside[buffer].data_ptr()
+            else:
+                batch.buffers[buffer] = at
+                at += 4 * width * self._capacity
+        if slots is not None:
+            slots.fill(batch)
+        if self._array is None:
+            self._array = (Op * len(self._ops))(*self._ops)
+        return batch
+
+
+class Slots:
+    """Where the nodes of a batch of trees stand: their rows' slots, their parents and their rotation.
+
+    Args:
+        data: (L, 2, B, K, S, D) keys and values, with room for the trees.
+        first_row: the row of the first tree.
+        lengths: committed tokens of each row.
+        parents: (B, N) of the trees.
+        first_node: the nodes from here on are forwarded; earlier ones lie in their slots already.
+        rotation: complex64, (positions, D / 2), or one row for each node where ``by_node``.
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        first_row: int,
+        lengths: Sequence[int],
+        parents: Tensor,
+        first_node: int,
+        rotation: Tensor,
+        *,
+        by_node: bool,
+    ) -> None:
+        self._data, self._first_row, self._first_node, self._by_node = data, first_row, first_node, by_node
+        self._lengths = torch.tensor(lengths)
+        self._parents, self._rotation = parents.contiguous(), rotation.contiguous()
+
+    def fill(self, batch: Batch) -> None:
+        """Write it where the kernel reads it."""
+        set_cache(batch, self._data, self._first_row)
+        batch.first_node, batch.tree_nodes = self._first_node, self._parents.shape[1]
+        batch.parents, batch.lengths = self._parents.data_ptr(), self._lengths.data_ptr()
+        batch.rotation, batch.rotation_by_row = self._rotation.data_ptr(), int(self._by_node)
+        batch.rotary_half = self._rotation.shape[-1]
