@@ -42,8 +42,9 @@ VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
-TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2", "kernel", "kernel-int8")
 KERNEL = {"head_dim": 32, "sliding_window": 7}  # a mistral that the CPU kernel runs, in float32 and with int8 weights
+FUSED = [name for name, runs in (("kernel", get_kernel()), ("kernel-int8", get_kernel() and can_int8())) if runs]
+TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2", *FUSED)
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "t1": {"temperature": 1.0},
@@ -213,7 +214,7 @@ class Lab:
         load = {"dtype": self.dtype, "weights": "int8" if family == "kernel-int8" else None}
         own = folder_of(ours, **changes)
         self.itself = LeanTarget.from_folder(own, **load)
-        assert self.itself.runtime == ("kernel" if self.is_fused and get_kernel() else "torch")
+        assert self.itself.runtime == ("kernel" if self.is_fused else "torch")
         self.target: Target = self.itself if self.is_lean else AdapterTarget(build(family))
         self.plain_target = LeanTarget.from_folder(own, self.dtype, prepack=False) if self.is_fused else self.target
         model, folder = build(ours, **changes), tmp_path_factory.mktemp("perturbed")
