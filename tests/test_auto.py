@@ -34,6 +34,12 @@ COSTS = Costs(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_plain_start(monkeypatch):
+    """Worlds begin with drafts; ``test_plain_steps_come_first`` has the start as it is."""
+    monkeypatch.setattr(auto, "PLAIN", 0)
+
+
 # --- acceptance ------------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +407,24 @@ def test_a_machine_that_slows_down_does_not_stop_the_drafts():
     world.run(300, 0.05)
     for slow in (3.0, 0.5, 2.0):
         assert world.run(400, 0.05, slow=slow)[0] < 0.05
+
+
+def test_plain_steps_come_first(monkeypatch):
+    """What a run of plain steps takes is measured then: half of what the costs say makes drafts half as good."""
+    monkeypatch.setattr(auto, "PLAIN", 4)
+    for plain, drafts in ((1.0, True), (0.4, False)):
+        world = World(Planner(COSTS, (Budget(1),), reads=False))
+        for _ in range(60):
+            world.slow = 1.0 if world.planner.budget(context(), "keyed").depth else plain
+            world.planner._steps -= 1
+            world.step()
+        assert world.depths[:4] == [0] * 4
+        assert world.depths[4] == 1
+        world.rate = 0.6
+        for _ in range(300):
+            world.slow = plain if world.planner._chosen is None else 1.0
+            world.step()
+        assert (sum(world.depths[-200:]) > 150) == drafts, plain
 
 
 def test_all_that_was_drafted_is_paid_for():

@@ -37,8 +37,9 @@ TRUST = 4.0  # drafts that each end of a measured line counts as
 FIRST, AGAIN = 16, 2  # steps that an arm is tried at first, so many at a time: texts change, and arms must share them
 EVERY, SELDOM = 24, 384  # steps between two trials of an arm that is not the best: at first, and at most
 WIDER, NODES = 1.8, 2.5  # a tree may have so many times a chain's accepted drafts, with so many nodes for each token
-PROBE, PATIENCE = 16, 64  # plain steps between two probes: at first, and at most
+PROBE, PATIENCE = 16, 160  # plain steps between two probes: at first, and at most
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
+PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
 HICCUP = 2.0  # times what was expected: more of a step's time is not held against what it did
 MOST = 256  # nodes that costs are looked up for
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
@@ -214,7 +215,9 @@ class Planner:
         self._arms = [_Arm(replace(budget, plan=self if self.reads else None)) for budget in self.arms]
         self._rows, self._context = 1, 0.0
         self._all = _Arm(Budget(0))  # what every step brought, whichever way
-        self._slow = 1.0  # how much slower than measured a verification is now
+        self._slow = 1.0  # how much slower than measured a verification is now,
+        self._alone = 1.0  # and how much slower than that in a run of plain steps
+        self._run = 0  # plain steps up to now
         # Of the nodes that were tried: what the drafter said, their depths, and whether it was right.
         self._seen: dict[bool, tuple[list[float], list[int], list[bool]]] = {k: ([], [], []) for k in (False, True)}
         self._rules: dict[tuple[int, int], StopRule] = {}
@@ -244,7 +247,10 @@ class Planner:
         return self._budgets[key]
 
     def _choose(self) -> _Arm | None:
-        if not self._arms:
+        if not self._arms or self._steps <= PLAIN:
+            return None
+        if self._chosen is None and 0 < self._plain < self._patience - 1:  # nothing is learnt from plain steps
+            self._plain += 1
             return None
         if self._chosen is not None and self._chosen.steps % AGAIN and self._chosen.steps < FIRST:
             return self._chosen
@@ -320,8 +326,13 @@ class Planner:
         if depth:
             line.observe(depth, drafted_s / share)
         verify = self._verify(nodes) / self._slow
-        self._slow += 0.05 * (min(max(verified_s / verify, 0.25), 4.0) - self._slow)
-        plain = num_tokens * self._verify(1) / self._slow / rows
+        ratio = min(max(verified_s / verify, 0.25), 4.0)
+        self._run = self._run + 1 if nodes == 1 else 0
+        if nodes > 1 or self._all.steps < 2:
+            self._slow += 0.05 * (ratio - self._slow)
+        if self._run > 1:  # the first plain step after drafts is not yet like those of plain decoding
+            self._alone += (0.5 if self._all.steps < PLAIN else 0.1) * (ratio / self._slow - self._alone)
+        plain = num_tokens * self._verify(1) * self._alone / self._slow / rows
         # What it took by the clock, since trees and sampling take more than was measured beforehand; but a hiccup of
         # the machine says nothing of an arm.
         draft = min(drafted_s, HICCUP * line(depth) * share) if depth else 0.0
@@ -414,7 +425,7 @@ class Planner:
     @property
     def _token_seconds(self) -> float:
         """What a token takes at present: no more than in plain decoding."""
-        return self._verify(1) / self._rows / max(self._all.speedup(self._slow), 1.0)
+        return self._verify(1) * self._alone / self._rows / max(self._all.speedup(self._slow), 1.0)
 
     def _level_seconds(self, width: int) -> float:
         """Another level of drafting, for the present rows."""

@@ -159,15 +159,28 @@ void norm_row(const float* x, const float* weight, int width, float eps, float* 
 
 // To 8 bits, 128 for zero; what one level is worth comes back.
 float quantise_row(const float* x, int width, int padded, uint8_t* out) {
-    float largest = 0.0f;
-    for (int i = 0; i < width; ++i) largest = std::fmax(largest, std::fabs(x[i]));
+    typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
+    v16 most{}, check{};  // NaN is never greater, and must stay visible
+    int i = 0;
+    for (; i + 16 <= width; i += 16) {
+        const v16 part = load(x + i), size = part < 0.0f ? -part : part;
+        most = size > most ? size : most;
+        check += part * 0.0f;
+    }
+    float largest = 0.0f, unusual = sum_of(check);
+    for (int lane = 0; lane < 16; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+    for (int k = i; k < width; ++k) {
+        largest = std::fmax(largest, std::fabs(x[k]));
+        unusual += x[k] * 0.0f;
+    }
     const float levels = largest > 0.0f ? 127.0f / largest : 0.0f;
-    for (int i = 0; i < width; ++i) out[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i] * levels + 128.5f));
-    for (int i = width; i < padded; ++i) out[i] = 128;
-    // NaN must stay visible: comparisons above have let it through as some level or other.
-    float check = 0.0f;
-    for (int i = 0; i < width; ++i) check += x[i] * 0.0f;
-    return largest / 127.0f + check;
+    for (i = 0; i + 16 <= width; i += 16) {
+        const i16 level = __builtin_convertvector(load(x + i) * levels + 128.5f, i16);
+        *reinterpret_cast<bytes*>(out + i) = __builtin_convertvector(level, bytes);
+    }
+    for (; i < width; ++i) out[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i] * levels + 128.5f));
+    for (; i < padded; ++i) out[i] = 128;
+    return largest / 127.0f + unusual;
 }
 
 // Sums of four products of unsigned and signed bytes, added to 32 bits: exact in any order.
