@@ -27,8 +27,8 @@ from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.kernel import get_kernel
-from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.lean import LeanTarget
+from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleConfig, EagleNet
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
