@@ -9,12 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conftest import build
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget
+from draftwing.drafters.eagle import EagleDrafter
 from draftwing.model import kernel as kernel_module
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.kernel import get_kernel, kernel_problem
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.model.program import Packed, Program
 from draftwing.model.target import FeatureSpec
+from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.sampling import Sampling
 from draftwing.tree import Accepted, DraftTree
 
 needs_kernel = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
@@ -237,6 +245,33 @@ def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
     plain = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32, prepack=False)
     assert plain.runtime == "torch"
     assert plain.head.weight.numel() > 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_eagle1_head_drafts_for_a_target_that_runs_in_pytorch(fast, folder_of):
+    """It reads the target's LM head: a copy of it, laid out for the kernel."""
+    target = AdapterTarget(build("llama", head_dim=32).float())
+    config = EagleConfig.for_target(1, ModelConfig.from_hf(read_config(folder_of("llama", head_dim=32))))
+    torch.manual_seed(0)
+    net = EagleNet(config, target.embedding, target.head).prepack(fast=fast)
+    assert net.kernel is not None
+    assert target.head.weight.numel() > 0
+    texts = []
+    for drafter in (None, EagleDrafter(net, target)):
+        decoder, text = Decoder(target, drafter, budget=Budget(4)), []
+        decoder.admit([3, 8, 12, 5], Sampling(max_tokens=20, ignore_eos=True))
+        while decoder.num_running:
+            text += decoder.step().rows[0].token_ids
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+@needs_kernel
+def test_a_head_that_is_laid_out_for_pytorch_keeps_its_net_there(folder_of):
+    target = LeanTarget.from_folder(folder_of("mixtral", head_dim=32), torch.float32)
+    config = EagleConfig.for_target(1, ModelConfig.from_hf(read_config(folder_of("mixtral", head_dim=32))))
+    assert EagleNet(config, target.embedding, target.head).prepack(fast=True).kernel is None
 
 
 # --- where it comes from ---------------------------------------------------------------------------------------------

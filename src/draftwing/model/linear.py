@@ -125,12 +125,18 @@ class Linear(nn.Module):
             self._fused = Packed.of(self.weight.detach(), bias, bits=32 if weights is None else 8, gated=gated)
             self._drop()
 
-    def quantised_copy(self) -> Linear | None:
-        """The same matrix in 8 bits for drafting; None where this one is not fused, or has 8 bits already."""
-        if self._fused is None or self._fused.bits != 32:
+    def for_drafts(self, weights: str | None) -> Linear | None:
+        """This matrix fused, with ``weights`` in place of float32 ones: itself, or a copy; None where it cannot be.
+
+        For a net that reads a matrix of the target, which may run in PyTorch.
+        """
+        if self._fused is not None and (weights is None or self._fused.bits == 8):
+            return self
+        plain = self.weight.detach() if self._fused is None else self._fused.plain()
+        if plain.numel() == 0 or plain.dtype != torch.float32 or plain.device.type != "cpu":
             return None
-        copy = Linear(self._fused.plain(), None if self.bias is None else self.bias.detach())
-        copy.fuse("int8")
+        copy = Linear(plain, None if self.bias is None else self.bias.detach())
+        copy.fuse(weights)
         return copy
 
     def quantise(self, weights: str = "int8") -> None:

@@ -299,6 +299,12 @@ class EagleNet(nn.Module):
             self.kernel = kernel_for(self.dtype, self.embedding.device, heads, mlp.activation_name)
         if fast and self.kernel is not None and self.kernel.has_int8:
             weights = "int8"
+        if self.kernel is not None and self._target_head:
+            head = self._target_head[0].for_drafts(weights)
+            if head is None:  # it was laid out for PyTorch: then this net runs there too
+                self.kernel, weights = None, self._target_head[0].quantised
+            else:
+                self._target_head = [head]
         for module in self.modules():
             if not isinstance(module, Linear):
                 continue
@@ -308,9 +314,6 @@ class EagleNet(nn.Module):
                 module.prepack()
             else:
                 module.quantise(weights)
-        if weights is not None and self._target_head:
-            copy = self._target_head[0].quantised_copy()
-            self._target_head = self._target_head if copy is None else [copy]
         return self
 
     # --- the tensors of a head, by the names that the field gives them ---------------------------------------------
