@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.sampling import ACCEPT, SamplingBatch, hash_bits, uniform
+from draftwing.sampling import ACCEPT, SamplingBatch, hash_bits, on_host, uniform
 from draftwing.tree import PAD, Accepted, DraftTree
 
 __all__ = ["RULES", "Draws", "KeyedDraws", "Rule", "block", "get_rule", "match", "multi_round", "typical"]
@@ -80,7 +80,7 @@ def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequ
         sampling: the rows' sampling.
         starts: for each row the absolute position of the token after the root.
     """
-    if scores.device.type == "cpu":
+    if on_host(scores):
         return _walk(tree, scores, sampling, starts)
     drawn = sampling.draw(scores, tree.depths, starts, tree.max_depth)
     return _along(tree, drawn)

@@ -20,7 +20,7 @@ from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.errors import ConfigError, NumericsError, UnsupportedError
 from draftwing.model.kernel import noise_of
 from draftwing.model.target import Row, Target, TargetOutput
-from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.sampling import Sampling, SamplingBatch, on_host
 from draftwing.stats import Logprob, RowStep, Step, Timings
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -173,7 +173,7 @@ class Decoder:
 
         The one place where a step waits for the device.
         """
-        if scores.device.type == "cpu":
+        if on_host(scores):
             together = _on_the_host(tree, accepted, scores)
         else:
             together = self._gathered(tree, accepted, scores).tolist()
