@@ -257,8 +257,8 @@ class Watched(EagleDrafter):
         self._texts = [tuple(row.tokens[: row.length + 1]) for row in ctx.rows]
         return super().propose(ctx, sampling, budget)
 
-    def _forward(self, tokens, states, tree, lengths, first_row=0, first_node=0, last=None):
-        logits, states = super()._forward(tokens, states, tree, lengths, first_row, first_node, last)
+    def _forward(self, tokens, states, tree, lengths, first_node=0, last=None):
+        logits, states = super()._forward(tokens, states, tree, lengths, first_node, last)
         if self._texts is None:  # a prompt
             return logits, states
         for row, text in enumerate(self._texts):
