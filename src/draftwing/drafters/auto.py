@@ -77,13 +77,13 @@ class Acceptance:
 
     def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
         """The chance at which such nodes of this depth were accepted, of any shape."""
-        found: np.ndarray = np.interp(chances, *self._line(min(depth, NUM_DEPTHS) - 1))
+        found: np.ndarray = np.interp(chances, *self.line(min(depth, NUM_DEPTHS) - 1))
         return found
 
     def one(self, chance: float, depth: int) -> float:
         """The same for one node, faster."""
         place = min(depth, NUM_DEPTHS) - 1
-        self._line(place)
+        self.line(place)
         at, rates = self._lists[place]
         right = bisect.bisect_left(at, chance)
         if right == 0 or right == len(at):
@@ -92,18 +92,14 @@ class Acceptance:
         share = (chance - low) / (high - low) if high > low else 1.0
         return rates[right - 1] + share * (rates[right] - rates[right - 1])
 
-    def line(self, depth_place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of depth ``depth_place + 1``: chances as the drafter says them, and as they came true; (bins,) each."""
-        return self._line(depth_place)
-
-    def _line(self, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """The mean chance of each bin, and the rate at which its nodes were accepted."""
+    def line(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of depth ``place + 1``, (bins,) each: the mean chance, and the rate at which the nodes were accepted."""
         known = self._lines[place]
         if known is not None:
             return known
         seen, chances, hits = self._sums[place]
         if place:
-            hits = hits - self._prior[2] + PRIOR * self._line(place - 1)[1]
+            hits = hits - self._prior[2] + PRIOR * self.line(place - 1)[1]
         rates = np.array(pooled((hits / seen).tolist(), seen.tolist()))
         self._lists[place] = (chances / seen).tolist(), rates.tolist()
         line = self._lines[place] = chances / seen, rates

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.kernel import get_kernel
-from draftwing.model.program import Packed, Program
+from draftwing.model.program import MAX_LEVEL, Packed, Program, quantise_channels
 
 __all__ = ["MIN_ROWS", "WEIGHTS", "Linear", "can_prepack", "check_weights"]
 
@@ -29,9 +29,7 @@ _product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops
 MIN_ROWS = 4  # on AVX-512, 4 rows take a faster kernel than 1 or 2, and the same bits as any larger number
 
 WEIGHTS = ("int8",)
-_LEVELS = 127  # of each sign
-_MAX_INPUTS = 2**31 // (255 * _LEVELS)  # more could overflow a sum of 32 bits
-_CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
+_MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -201,15 +199,9 @@ class _Int8:
 
     def __init__(self, weight: Tensor) -> None:
         num_out, num_in = weight.shape
-        scales = torch.empty(num_out)
-        quantised = torch.empty(num_out, num_in, dtype=torch.int8)
-        for start in range(0, num_out, _CHUNK):
-            part = weight[start : start + _CHUNK].float()
-            own = (part.abs().amax(1) / _LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
-            scales[start : start + _CHUNK] = own
-            quantised[start : start + _CHUNK] = (part / own[:, None]).round_().clamp_(-_LEVELS, _LEVELS)
+        quantised, scales = quantise_channels(weight)
         self.packed: Tensor = _pack_int8(quantised, None)
-        self.scales = scales / _LEVELS  # of a row whose largest number is 1
+        self.scales = scales / MAX_LEVEL  # of a row whose largest number is 1
         self._zeros = torch.zeros(num_out, dtype=torch.int32)
         self._half = torch.full((1, num_in), 128.5)  # not one number: TensorIterator is slow with two broadcast inputs
 
@@ -219,7 +211,7 @@ class _Int8:
         largest = wide.abs().amax(1, keepdim=True)
         # To the next of the 255 levels: the conversion cuts off what half a level was added to. A row of zeros is
         # 0 / 0, NaN here, and some level or other after it; its largest number, zero, makes it zero again below.
-        levels = torch.addcdiv(self._half, wide, largest, value=_LEVELS).to(torch.uint8)
+        levels = torch.addcdiv(self._half, wide, largest, value=MAX_LEVEL).to(torch.uint8)
         out = self.product(levels)
         if residual is not None:
             out = torch.addcmul(residual if bias is None else residual + bias, out, largest)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from draftwing.model.kernel import NUM_BUFFERS, Batch, Chain, Kernel, Op, set_cache
 
-__all__ = ["ACTIVATIONS", "ChainRequest", "Heads", "Packed", "Program", "Slots", "StopRule"]
+__all__ = ["ACTIVATIONS", "ChainRequest", "Heads", "Packed", "Program", "Slots", "StopRule", "quantise_channels"]
 
 TILE = 64  # outputs that the kernel computes together
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
 _EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
 _STORE, _ADD = 0, 1
-_LEVELS = 127
+MAX_LEVEL = 127  # of each sign
 _CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
 
 
@@ -67,13 +67,8 @@ class Packed:
         if bits == 32:
             laid_out = weight.view(tiles, TILE, num_in).transpose(1, 2).contiguous()
             return cls(num_in, num_out, bits, laid_out, None, None, bias, gated)
-        scales = torch.empty(weight.shape[0])
-        levels = F.pad(torch.empty(weight.shape[0], num_in, dtype=torch.int8), (0, -num_in % 4))
-        for start in range(0, weight.shape[0], _CHUNK):
-            part = weight[start : start + _CHUNK].float()
-            own = (part.abs().amax(1) / _LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
-            scales[start : start + _CHUNK] = own
-            levels[start : start + _CHUNK, :num_in] = (part / own[:, None]).round_().clamp_(-_LEVELS, _LEVELS)
+        levels, scales = quantise_channels(weight)
+        levels = F.pad(levels, (0, -num_in % 4))
         sums = 128 * levels.sum(1, dtype=torch.int32)
         laid_out = levels.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
         return cls(num_in, num_out, bits, laid_out, scales, sums, bias, gated)
@@ -88,6 +83,17 @@ class Packed:
     def num_bytes(self) -> int:
         """Bytes read for one forward."""
         return sum(part.nbytes for part in (self.weight, self.scales) if part is not None)
+
+
+def quantise_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix (out, in) as levels (out, in) int8, symmetric, and what one level of each output is worth, (out,)."""
+    scales, levels = torch.empty(weight.shape[0]), torch.empty(weight.shape, dtype=torch.int8)
+    for start in range(0, weight.shape[0], _CHUNK):
+        part = weight[start : start + _CHUNK].float()
+        own = (part.abs().amax(1) / MAX_LEVEL).clamp_min(torch.finfo(torch.float32).tiny)
+        scales[start : start + _CHUNK] = own
+        levels[start : start + _CHUNK] = (part / own[:, None]).round_().clamp_(-MAX_LEVEL, MAX_LEVEL)
+    return levels, scales
 
 
 def _interleave(rows: Tensor) -> Tensor:
