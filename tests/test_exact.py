@@ -6,6 +6,7 @@ in a ragged batch, and in one whose rows join late and leave early.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count, product
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.kernel import get_kernel
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import _has_exact_int8 as can_int8
+from draftwing.model.program import GrowthRule
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleConfig, EagleNet
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
@@ -140,6 +143,8 @@ def anything(stats: Stats) -> bool:
 class Erratic:
     """A plan that decides by dice and believes in odd chances: no decision may change the text."""
 
+    at_once = False
+
     def __init__(self) -> None:
         self.rng = random.Random(4)
 
@@ -156,11 +161,25 @@ class Erratic:
     def num_nodes(self, chances):
         return self.rng.randint(0, len(chances))
 
-    def stop_rule(self, depth):
+    def growth_rule(self, depth, width, most):
         return None
 
-    def drafted(self, raw, levels):
+    def drafted(self, raw, effort):
         assert raw.ndim == 2
+
+
+class ErraticAtOnce(Erratic):
+    """The same for trees that the CPU kernel grows in one call."""
+
+    at_once = True
+
+    def growth_rule(self, depth, width, most):
+        def some(*shape, upto):
+            return np.array([self.rng.random() * upto for _ in range(math.prod(shape))], np.float32).reshape(shape)
+
+        knots = np.sort(some(3, 6, upto=1.0))
+        costs, verify = some(depth, upto=0.5), np.sort(some(most + 3, upto=2.0))
+        return GrowthRule(knots, some(3, 6, upto=1.0), some(depth, upto=3.0), costs, verify, self.rng.random(), 0.1)
 
 
 DRAFTERS = {
@@ -180,6 +199,10 @@ DRAFTERS = {
     "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
     "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
     "lm-best-first": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3, plan=Erratic())),
+    "lm-at-once": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3, 9, plan=ErraticAtOnce())),
+    "eagle1-at-once": Case(eagle(1), Budget(5, 4, 12, plan=ErraticAtOnce()), anything),
+    "eagle3-at-once": Case(eagle(3), Budget(5, 4, 12, plan=ErraticAtOnce()), anything),
+    "eagle3-at-once-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(6, 9, 30, plan=ErraticAtOnce()), anything),
     "eagle1-best-first-chain": Case(eagle(1), Budget(6, plan=Erratic()), anything),
     "eagle3-best-first": Case(eagle(3), Budget(4, 4, plan=Erratic())),
     "eagle3-best-first-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(6, 4, plan=Erratic()), anything),

@@ -189,9 +189,15 @@ def _middle(values: list[float]) -> float:
 
 def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str) -> Planner:
     """A planner for a target with a drafter, by measured costs."""
-    free = new_drafter().name == LookupDrafter.name
-    costs = costs_of(target, new_drafter)
-    return Planner.of(costs, get_rule(rule, lossless=False), free=free, on_cpu=target.device.type == "cpu")
+    drafter = new_drafter()
+    costs, on_cpu = costs_of(target, new_drafter), target.device.type == "cpu"
+    return Planner.of(
+        costs,
+        get_rule(rule, lossless=False),
+        free=drafter.name == LookupDrafter.name,
+        on_cpu=on_cpu,
+        at_once=getattr(drafter, "at_once", False),
+    )
 
 
 # --- kept for the next time ------------------------------------------------------------------------------------------
@@ -200,7 +206,7 @@ def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str) -
 def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool = False) -> Costs:
     """Measured costs, from the cache where this machine has measured the same before."""
     key = {
-        "version": 2,
+        "version": 3,
         "runtime": target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes],

@@ -25,7 +25,7 @@ from torch import Tensor
 from draftwing.accept import Rule
 from draftwing.cost import Costs, pooled
 from draftwing.drafters.base import Budget
-from draftwing.model.program import StopRule
+from draftwing.model.program import GrowthRule
 from draftwing.model.target import Context
 from draftwing.tree import Accepted, DraftTree
 
@@ -37,6 +37,7 @@ TRUST = 4.0  # drafts that each end of a measured line counts as
 FIRST, AGAIN = 16, 2  # steps that an arm is tried at first, so many at a time: texts change, and arms must share them
 EVERY, SELDOM = 24, 384  # steps between two trials of an arm that is not the best: at first, and at most
 WIDER, NODES = 1.8, 2.5  # a tree may have so many times a chain's accepted drafts, with so many nodes for each token
+BRANCHES = 4  # children of a node, and nodes of a level that go on, of a tree that grows at once
 PROBE, PATIENCE = 16, 160  # plain steps between two probes: at first, and at most
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
@@ -114,7 +115,7 @@ class _Line:
         self._sums = [0.0] * 5  # of 1, depth, seconds, depth ** 2, depth * seconds
         self.start, self.slope = start, slope
 
-    def observe(self, depth: int, seconds: float) -> None:
+    def observe(self, depth: float, seconds: float) -> None:
         """One draft; a single slow one says little."""
         seconds = min(seconds, 3 * self(depth))
         fresh = (1.0, float(depth), seconds, float(depth * depth), depth * seconds)
@@ -130,7 +131,7 @@ class _Line:
         if self.start < 0:  # then through the origin
             self.start, self.slope = 0.0, max(xy / xx, 0.2 * self._prior[1])
 
-    def __call__(self, depth: int) -> float:
+    def __call__(self, depth: float) -> float:
         """Seconds."""
         return self.start + self.slope * depth if depth else 0.0
 
@@ -182,26 +183,32 @@ class Planner:
         costs: of this target and drafter, measured.
         arms: budgets to choose among.
         reads: whether a tree may be shaped by the chances of its own nodes.
+        at_once: trees grow in one call, a wider level takes little more than a narrow one, and a tree with nothing
+            worth a second branch is a chain: then there is nothing to choose among.
     """
 
     costs: Costs
     arms: Sequence[Budget]
     reads: bool = True
+    at_once: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)  # of chains, by the margin of their best two scores
     tree_acceptance: Acceptance = field(default_factory=Acceptance)  # by the chances that the drafter gives
 
     @classmethod
-    def of(cls, costs: Costs, rule: Rule, *, free: bool, on_cpu: bool) -> Planner:
+    def of(cls, costs: Costs, rule: Rule, *, free: bool, on_cpu: bool, at_once: bool = False) -> Planner:
         """With the usual arms.
 
         Args:
             free: a draft costs no pass of a net (lookup).
             on_cpu: elsewhere a step must not wait for the chances of its own nodes.
+            at_once: the drafter grows whole trees in one call.
         """
         grows = not rule.chain_only and costs.width > 1
         if free:
             return cls(costs, (Budget(4), Budget(8), Budget(16)), reads=False)
         if on_cpu and rule.children in ("keyed", "top"):
+            if grows and at_once:
+                return cls(costs, (Budget(14, BRANCHES, 63),), at_once=True)
             chain = (Budget(14),)
             return cls(costs, (*chain, Budget(10, costs.width, 63)) if grows else chain)
         chains = tuple(map(Budget, (1, 2, 3, 5, 8)))
@@ -216,7 +223,7 @@ class Planner:
         self._run = 0  # plain steps up to now
         # Of the nodes that were tried: what the drafter said, their depths, and whether it was right.
         self._seen: dict[bool, tuple[list[float], list[int], list[bool]]] = {k: ([], [], []) for k in (False, True)}
-        self._rules: dict[tuple[int, int], StopRule] = {}
+        self._rules: dict[tuple[int, int, int], GrowthRule] = {}
         self._budgets: dict[tuple[int, str], Budget] = {}
         self._curves: dict[int, np.ndarray] = {}
         self._lines = {False: _line_of(self.costs, 1), True: _line_of(self.costs, self.costs.width)}  # by: is a tree
@@ -227,7 +234,12 @@ class Planner:
         self._steps = self._plain = 0
         self._patience, self._probing = PROBE, 0
         self._raw: np.ndarray | None = None
-        self._levels = 0
+        self._levels = 0.0
+        self._by_margin = False  # whether a chain was told of by margins
+        low, high = self.costs.draft_seconds(1), self.costs.draft_seconds(8)
+        wide = self.costs.draft_seconds(8, self.costs.width) - self.costs.draft_seconds(1, self.costs.width)
+        more = (wide / max(high - low, 1e-7) - 1) / max(self.costs.width - 1, 1)
+        self._wider = min(max(more, 0.02), 1.0)  # what each other node of a level takes, as a share of the first
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +247,7 @@ class Planner:
         """For the next step."""
         self._rows, self._context = ctx.num_rows, sum(ctx.lengths) / max(ctx.num_rows, 1)
         self._steps += 1
-        self._raw, self._levels = None, 0
+        self._raw, self._levels, self._by_margin = None, 0.0, False
         arm = self._chosen = self._choose()
         key = (id(arm), children)
         if key not in self._budgets:
@@ -252,7 +264,7 @@ class Planner:
             return self._chosen
         open_arms = [arm for arm in self._arms if self._may_win(arm)]
         fresh = min(open_arms, key=lambda arm: arm.steps)
-        if fresh.steps < (FIRST if fresh.budget.width == 1 else max(FIRST // 2, 1)):
+        if fresh.steps < (FIRST if fresh.budget.width == 1 or self.at_once else max(FIRST // 2, 1)):
             return fresh
         best = max(open_arms, key=lambda arm: arm.hope(self._slow))
         if self._probing:
@@ -274,7 +286,7 @@ class Planner:
 
     def _forecast(self) -> float:
         """The speedup of the best fixed chain by what has been learnt of the depths, by the costs of now."""
-        if not self.reads or not any(arm.budget.width == 1 for arm in self._arms):
+        if not self.reads or not (self.at_once or any(arm.budget.width == 1 for arm in self._arms)):
             return 0.0
         tau, path, best = 1.0, 1.0, 0.0
         for depth in range(1, 17):
@@ -316,9 +328,8 @@ class Planner:
     ) -> None:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         rows, nodes, arm = tree.num_rows, tree.num_nodes, self._chosen
-        width = 1 if arm is None else arm.budget.width
         depth = max(tree.max_depth, self._levels)
-        line, share = self._lines[width > 1], self.costs.draft_share(rows)
+        line, share = self._lines[self._is_wide], self.costs.draft_share(rows)
         if depth:
             line.observe(depth, drafted_s / share)
         verify = self._verify(nodes) / self._slow
@@ -342,7 +353,7 @@ class Planner:
     def _learn(self, tree: DraftTree, accepted: Accepted) -> None:
         """Acceptance of the nodes whose parents were accepted."""
         raw = None if self._raw is None or self._raw.shape != tree.parents.shape else self._raw.tolist()
-        is_tree = self._chosen is not None and self._chosen.budget.width > 1
+        is_tree = not self._by_margin and self._chosen is not None and self._chosen.budget.width > 1
         said, at, right = self._seen[is_tree]  # on lists, since there are a handful
         for row, (path, parents) in enumerate(zip(accepted.path.tolist(), tree.parents.tolist(), strict=True)):
             kept, depths = set(path), [0] * len(parents)
@@ -369,6 +380,7 @@ class Planner:
 
     def chance(self, raw: float, depth: int) -> float:
         """See ``Plan``."""
+        self._by_margin = True
         return self.acceptance.one(raw, depth)
 
     def chances(self, raw: Tensor, depth: int) -> Tensor:
@@ -385,23 +397,26 @@ class Planner:
         self._levels = level + worth
         return worth
 
-    def stop_rule(self, depth: int) -> StopRule:
+    def growth_rule(self, depth: int, width: int, most: int) -> GrowthRule | None:
         """See ``Plan``."""
-        key = (depth, self._rows)
+        if width > 1 and not self.at_once:
+            return None
+        key = (depth, most, self._rows)
         if self._steps < YOUNG or self._steps % FRESH == 0 or key not in self._rules:
-            self._rules = {key: self._stop_rule(depth)}
+            self._rules = {key: self._growth_rule(depth, most)}
         return self._rules[key]
 
-    def _stop_rule(self, depth: int) -> StopRule:
-        lines = [self.acceptance.line(place) for place in range(NUM_DEPTHS)]
-        more = np.diff(self._curve[2 : depth + 3]) * self._slow
+    def _growth_rule(self, depth: int, most: int) -> GrowthRule:
+        told = np.array([self.tree_acceptance.line(place) for place in range(NUM_DEPTHS)], dtype=np.float32)
         continues = self._continues[np.minimum(np.arange(1, depth + 1), NUM_DEPTHS - 1)]
-        told = np.array(lines, dtype=np.float32)  # (tables, 2, K)
-        return StopRule(
-            np.ascontiguousarray(told[:, 0]),
+        return GrowthRule(
+            np.ascontiguousarray(told[:, 0]),  # (tables, 2, K)
             np.ascontiguousarray(told[:, 1]),
             (continues * self._token_seconds).astype(np.float32),
-            (self._level_seconds(1) + more).astype(np.float32),
+            np.full(depth, self._level_seconds(1), dtype=np.float32),
+            (self._curve[: most + 3] * self._slow).astype(np.float32),
+            self._token_seconds,
+            self._wider,
         )
 
     def num_nodes(self, chances: Sequence[float]) -> int:
@@ -412,9 +427,9 @@ class Planner:
         gains = np.cumsum([0.0, *chances[:most]]) * worth
         return int((gains - self._curve[1 : len(gains) + 1] * self._slow).argmax())
 
-    def drafted(self, raw: Tensor, levels: int) -> None:
+    def drafted(self, raw: Tensor, effort: float) -> None:
         """See ``Plan``."""
-        self._raw, self._levels = raw.numpy(), max(self._levels, levels)
+        self._raw, self._levels = raw.numpy(), max(self._levels, effort)
 
     # --- seconds ---------------------------------------------------------------------------------------------------
 
@@ -425,7 +440,12 @@ class Planner:
 
     def _level_seconds(self, width: int) -> float:
         """Another level of drafting, for the present rows."""
-        return self._lines[width > 1].slope * self._share
+        return self._lines[width > 1 and not self.at_once].slope * self._share
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether what drafting takes is counted by levels of a tree: where trees grow at once, by those of a chain."""
+        return not self.at_once and self._chosen is not None and self._chosen.budget.width > 1
 
     @property
     def _share(self) -> float:

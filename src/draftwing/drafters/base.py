@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.model.program import StopRule
+from draftwing.model.program import GrowthRule
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
@@ -21,7 +21,13 @@ __all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan"]
 
 
 class Plan(Protocol):
-    """What a growing tree asks, where its size is not fixed beforehand (``drafters.auto``)."""
+    """What a growing tree asks, where its size is not fixed beforehand (``drafters.auto``).
+
+    Attributes:
+        at_once: its trees are for drafters that grow them in one call; what grows level by level is to be a chain.
+    """
+
+    at_once: bool
 
     def chance(self, raw: float, depth: int) -> float:
         """The chance at which nodes of a depth are accepted, given their parents, where the drafter says ``raw``."""
@@ -35,16 +41,19 @@ class Plan(Protocol):
         """Whether to draft below depth ``level``, whose expanded nodes are reached at ``reached`` in sum."""
         ...
 
-    def stop_rule(self, depth: int) -> StopRule | None:
-        """All that ``another_level`` would say of a chain, at once; None where that must be asked."""
+    def growth_rule(self, depth: int, width: int, most: int) -> GrowthRule | None:
+        """All that is asked here of a tree so deep and wide, at once; None where it must be asked as it grows."""
         ...
 
     def num_nodes(self, chances: Sequence[float]) -> int:
         """How many nodes to verify: ``chances`` of the best, the second best, ... of all rows in sum."""
         ...
 
-    def drafted(self, raw: Tensor, levels: int) -> None:
-        """What the drafter said of the finished tree's nodes, given their parents, (B, N) chances; levels drafted."""
+    def drafted(self, raw: Tensor, effort: float) -> None:
+        """What the drafter said of the finished tree's nodes, given their parents, (B, N) chances.
+
+        ``effort``: levels drafted; those that were wider than one node may count as more.
+        """
         ...
 
 
@@ -134,6 +143,8 @@ class Drafter(Protocol):
     Attributes:
         name: for reports.
         features: the target's hidden states that it reads.
+
+    One that grows whole trees in one call says so by ``at_once``.
     """
 
     name: str

@@ -10,9 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth
+from draftwing.drafters.growth import Growth, request_for
 from draftwing.errors import TokenizerError
 from draftwing.model.lean import LeanContext, LeanTarget
+from draftwing.model.program import Drafted
 from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
@@ -38,7 +39,8 @@ class CausalLMDrafter:
         self.model = model
         self.name = f"causal-lm ({model.name})"
         self._ctx: LeanContext = model.new_context()
-        self._growth: Growth | None = None  # of the tree that is being verified
+        self.at_once = model.drafts
+        self._slots: Growth | Drafted | None = None  # of the tree that is being verified
         self._forwarded = 0  # levels of it below the root that were forwarded here
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
@@ -58,17 +60,20 @@ class CausalLMDrafter:
         """Grow a tree in the shape of ``budget`` (see ``growth``), as deep as this model's context lets it."""
         rooms = [self._room(row) for row in ctx.rows]
         room = min((room for room in rooms if room > 0), default=0)
-        self._growth = None
+        self._slots = None
         if min(room, budget.depth) <= 0:
             return DraftTree.root(ctx.pending())
         logits = self._catch_up(ctx)
-        growth = self._growth = Growth(ctx, [room > 0 for room in rooms], sampling, budget)
-        depth, self._forwarded = min(room, growth.depth), 0
-        request = growth.chain_request(depth)
-        found = None if request is None else self.model.draft_chain(self._ctx, request, logits)
-        if found is not None:
-            self._forwarded = found[0].shape[1] - 1
-            return growth.take_chain(*found)
+        wanted, depth = [room > 0 for room in rooms], min(room, budget.depth)
+        request = request_for(ctx, wanted, sampling, budget, depth) if self.at_once else None
+        if request is not None:
+            drafted = self._slots = self.model.draft(self._ctx, request, logits)
+            self._forwarded = drafted.num_levels - 1
+            if budget.plan is not None:
+                budget.plan.drafted(drafted.told, drafted.effort)
+            return drafted.tree
+        growth = self._slots = Growth(ctx, wanted, sampling, budget)
+        self._forwarded = 0
         while True:
             growth.extend(logits)
             if growth.done or growth.level == depth:
@@ -101,13 +106,14 @@ class CausalLMDrafter:
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Commit the accepted path as far as it was forwarded here: leaves never were."""
-        growth, self._growth = self._growth, None
-        if growth is None:
+        slots, self._slots = self._slots, None
+        if slots is None:
             return
         # The deepest level was never forwarded: its nodes have no slots, and near the end there is no room for any.
-        path = growth.slots_of(accepted.path)[:, : 1 + self._forwarded]
-        if not tree.is_chain:
-            self.model.commit(self._ctx, tree, Accepted(path, accepted.num, accepted.bonus))
+        path = slots.slots_of(accepted.path)[:, : 1 + self._forwarded]
+        if not slots.is_chain:  # even of a lone path the nodes may stand apart here
+            apart = DraftTree(tree.tokens, tree.parents)
+            self.model.commit(self._ctx, apart, Accepted(path, accepted.num, accepted.bonus))
         num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has handed its tokens out already
         for row, own, num in zip(ctx.rows, self._ctx.rows, num_kept, strict=True):
             if self._room(row) > 0:

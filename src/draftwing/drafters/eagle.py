@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth
+from draftwing.drafters.growth import Growth, request_for
 from draftwing.drafters.recorded import CatchUp, EagleRun, grow
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanTarget
@@ -54,7 +54,7 @@ class EagleDrafter:
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         self._waiting = torch.zeros(0, 1, config.hidden_size * len(config.taps), dtype=dtype, device=device)
         self._fused = None if net.kernel is None else FusedEagle(net.kernel, net, net.read_head)
-        self._unrolls = self._fused is not None and config.rope.position_only and config.inputs == "feature-shifted"
+        self.at_once = self._fused is not None and config.rope.position_only and config.inputs == "feature-shifted"
 
     # --- the rows --------------------------------------------------------------------------------------------------
 
@@ -101,12 +101,19 @@ class EagleDrafter:
         waiting = self._waiting_entries(ctx, wanted)
         if self._run.can_record(sampling, budget):
             return self._run.draft(ctx, waiting, sampling, budget)
+        fused, calibration = self._fused, self.net.config.calibration
+        request = request_for(ctx, wanted, sampling, budget, budget.depth, calibration) if self.at_once else None
+        if request is not None and fused is not None:
+            features = waiting.features[:, : max(map(len, waiting.tokens))]
+            states = features if fused.fuses else self._run.fuse(features)
+            drafted = fused.draft(
+                request, waiting.tokens, states, self._cache, self._rotary, waiting.fed, waiting.lengths
+            )
+            if budget.plan is not None:
+                budget.plan.drafted(drafted.told, drafted.effort)
+            return drafted.tree
         logits, states = self._catch_up(ctx, waiting)
-        growth = Growth(ctx, wanted, sampling, budget, self.net.config.calibration)
-        request = growth.chain_request(growth.depth) if self._unrolls else None
-        if request is not None and self._fused is not None:
-            chain = self._fused.chain(request, logits, states, self._cache, self._rotary, waiting.lengths)
-            return growth.take_chain(*chain)
+        growth = Growth(ctx, wanted, sampling, budget, calibration)
 
         def step(tokens: Tensor, states: Tensor, tree: DraftTree, first: int) -> tuple[Tensor, Tensor]:
             return self._forward(tokens, states, tree, waiting.lengths, first_node=first)

@@ -17,7 +17,8 @@ Shape suffixes: B rows, N nodes, W nodes of the newest level, C children of each
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -25,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Plan
-from draftwing.model.program import ChainRequest
+from draftwing.model.program import DraftRequest
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["Growth", "Shape"]
+__all__ = ["Growth", "Shape", "request_for"]
 
 DEFAULT = Calibration()
 
@@ -84,6 +85,48 @@ class Shape:
         return Shape(paths)
 
 
+def request_for(
+    ctx: Context,
+    wanted: Sequence[bool],
+    sampling: SamplingBatch,
+    budget: Budget,
+    depth: int,
+    calibration: Calibration = DEFAULT,
+) -> DraftRequest | None:
+    """The trees of ``budget`` as one request, for a drafter that grows them in one call: the very ones of ``Growth``.
+
+    None where that must be asked as they grow. ``depth``: levels at most, the drafter's own limit counted in; the other
+    arguments are those of ``Growth``.
+    """
+    most = depth if budget.is_chain else budget.nodes
+    if budget.paths or budget.children not in ("keyed", "top") or most is None or depth < 1:
+        return None
+    if not sampling.only_temperature:
+        return None
+    rule = None
+    if budget.plan is not None:
+        rule = budget.plan.growth_rule(depth, budget.width, most)
+        if rule is None:
+            return None
+    noise: list[list[Tensor]] = []
+    for row, request in zip(ctx.rows, sampling.rows, strict=True):
+        keyed = request.temperature > 0 and budget.children == "keyed"
+        start = row.length + 1
+        noise.append([sampling.noise.at(request.seed, start + i) for i in range(depth)] if keyed else [])
+    return DraftRequest(
+        depth,
+        budget.width,
+        most,
+        [row.tokens[row.length] for row in ctx.rows],
+        wanted,
+        [request.temperature for request in sampling.rows],
+        noise,
+        calibration.sharpness,
+        calibration.miss,
+        rule,
+    )
+
+
 class Growth:
     """A tree under construction.
 
@@ -106,6 +149,8 @@ class Growth:
         budget: Budget,
         calibration: Calibration = DEFAULT,
     ) -> None:
+        if budget.plan is not None and budget.plan.at_once:  # a call for each level: a chain's are the cheapest
+            budget = replace(budget, width=1, nodes=None)
         self._sampling, self._budget, self._calibration = sampling, budget, calibration
         self._history = ctx.history() if sampling.penalises else None
         self._starts = [row.length + 1 for row in ctx.rows]
@@ -156,36 +201,6 @@ class Growth:
         if self._plan is not None and self.level < self.depth:
             reached = float(self._values.gather(1, self._expanded[:, self.first :]).exp().sum())
             self._stopped = not self._plan.another_level(reached, self.level, self._budget.width)
-
-    def chain_request(self, depth: int) -> ChainRequest | None:
-        """The whole chain as one request, for a drafter that can draft it at once; None where it is none.
-
-        Args:
-            depth: levels at most, the drafter's own limit counted in.
-        """
-        if not self.is_chain or self._drawn or not self._sampling.only_temperature or depth < 1:
-            return None
-        rule = None
-        if self._plan is not None:
-            rule = self._plan.stop_rule(depth)
-            if rule is None:
-                return None
-        rows, noise = self._sampling.rows, []
-        for row, start in zip(rows, self._starts, strict=True):
-            keyed = row.temperature > 0 and self._budget.children == "keyed"
-            noise.append([self._sampling.noise.at(row.seed, start + i) for i in range(depth)] if keyed else [])
-        return ChainRequest(depth, [row.temperature for row in rows], noise, rule)
-
-    def take_chain(self, tokens: Tensor, margins: list[list[float]]) -> DraftTree:
-        """The finished tree of a ``chain_request``: tokens (B, K), and the margins of each level's rows."""
-        unused = self._values.isinf()  # rows that nothing was wanted for
-        self._tokens = torch.cat([self._tokens, tokens.masked_fill(unused, PAD)], 1)
-        self.first = self.level = tokens.shape[1]
-        if self._plan is not None:
-            above = self._values[:, 0].exp().tolist()
-            for level, each in enumerate(margins, 1):
-                above = self._weigh(self._plan, each, above, level)
-        return self.finish()
 
     def finish(self) -> DraftTree:
         """The tree to verify: all nodes, or the best ``budget.nodes`` of them."""

@@ -16,11 +16,11 @@ from draftwing.model.config import ModelConfig
 from draftwing.model.kernel import Kernel, get_kernel
 from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
-from draftwing.model.program import ACTIVATIONS, ChainRequest, Heads, Program, Slots
+from draftwing.model.program import ACTIVATIONS, Drafted, DraftRequest, Heads, Program, Slots
 from draftwing.model.rope import Rotary
 from draftwing.tree import DraftTree
 
-__all__ = ["FusedDecoder", "add_layer", "kernel_for", "tree_slots"]
+__all__ = ["FusedDecoder", "add_layer", "draft_slots", "kernel_for", "tree_slots"]
 
 _DIM = 32  # heads are mixed so many channels at a time
 
@@ -53,6 +53,13 @@ def tree_slots(
     else:
         rotation = rotary.table(max(lengths) + tree.num_nodes)
     return Slots(cache.data, first_row, lengths, tree.parents, first_node, rotation, by_node=by_node)
+
+
+def draft_slots(cache: KVCache, lengths: Sequence[int], num_nodes: int, rotary: Rotary) -> Slots:
+    """Room for trees that grow to so many nodes beside their roots, which stand behind ``lengths`` slots."""
+    upto = max(lengths) + 1 + num_nodes
+    cache.reserve(len(lengths), upto)
+    return Slots(cache.data, 0, lengths, None, 0, rotary.table(upto), by_node=False)
 
 
 def add_layer(
@@ -138,17 +145,14 @@ class FusedDecoder:
         program.linear(read, self._head.fused, logits)
         return _Built(program, features, logits, num_hidden)
 
-    def chain(
-        self, request: ChainRequest, logits: Tensor, cache: KVCache, lengths: Sequence[int]
-    ) -> tuple[Tensor, list[list[float]]]:
-        """Draft a chain for every row: see ``Program.chain``. ``logits`` (B, 1, V) of the roots, after ``lengths``."""
+    def draft(self, request: DraftRequest, logits: Tensor, cache: KVCache, lengths: Sequence[int]) -> Drafted:
+        """Grow a tree for every row: see ``Program.draft``. ``logits`` (B, 1, V) of the roots, after ``lengths``."""
         built = self._built.get(()) or self._build(())
         self._built[()] = built
         rows = len(lengths)
-        deepest = DraftTree.chain(torch.zeros(rows, request.depth + 1, dtype=torch.int64))
-        slots = tree_slots(cache, 0, lengths, deepest, 0, self._rotary)
-        outside = {built.logits: torch.empty(rows, self._config.vocab_size)}
-        return built.program.chain(request, outside, slots, logits[:, 0].contiguous(), built.logits)
+        slots = draft_slots(cache, lengths, request.depth * request.width, self._rotary)
+        outside = {built.logits: torch.empty(rows * request.width, self._config.vocab_size)}
+        return built.program.draft(request, outside, slots, built.logits, first_logits=logits[:, 0])
 
     def forward(
         self,

@@ -209,7 +209,8 @@ struct Floats {
     typedef v16 Lanes;
     typedef float Row;
     typedef float Weight;
-    static constexpr int STEP = 1, BLOCK = 512;  // inputs of one multiplication; and of a part of the weight that stays near
+    static constexpr int STEP = 1;  // inputs of one multiplication
+    static constexpr int BLOCK = 32, OF_MANY = 64;  // of a part of a tile that stays in the nearest cache, see tile_sums
     static inline Row value_of(const float* x) { return *x; }
     static inline v16 add(v16 sum, float value, const float* w) { return sum + spread(value) * load(w); }
 };
@@ -218,7 +219,8 @@ struct Bytes {
     typedef i16 Lanes;
     typedef uint8_t Row;
     typedef int8_t Weight;
-    static constexpr int STEP = 4, BLOCK = 2048;
+    static constexpr int STEP = 4;
+    static constexpr int BLOCK = 128, OF_MANY = 128;
     static inline int32_t value_of(const uint8_t* x) {
         int32_t four;
         memcpy(&four, x, 4);
@@ -263,8 +265,9 @@ inline void any_rows(int num, const typename T::Row* x, size_t stride, const typ
     }
 }
 
-// One tile of a matrix times all rows. Where the rows take several passes, they share a part of the tile while it is
-// near, and the next part is fetched by all of them: memory and arithmetic go on at the same time.
+// One tile of a matrix times all rows. Where the rows take several passes, they share a part of the tile that fits in
+// the nearest cache with the next one, which all of them fetch: memory and arithmetic go on at the same time. (From a
+// cache further away each line read would take one of the few places in which lines from memory are waited for.)
 template <typename T>
 void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight* w, int num_in, int count,
                typename T::Lanes (*sums)[PARTS]) {
@@ -274,19 +277,24 @@ void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight
         const char* ahead = reinterpret_cast<const char*>(w + 24 * T::STEP * TILE);
         return any_rows<T, 4>(count, x, stride, w, num_in, ahead, sums);
     }
-    for (int from = 0; from < num_in; from += T::BLOCK) {
-        const int inputs = num_in - from < T::BLOCK ? num_in - from : T::BLOCK;
+    const int block = passes < 3 ? T::BLOCK : T::OF_MANY;
+    for (int from = 0; from < num_in; from += block) {
+        const int inputs = num_in - from < block ? num_in - from : block;
         const char* next = reinterpret_cast<const char*>(w + static_cast<size_t>(from + inputs) * TILE);
-        const size_t share = static_cast<size_t>(inputs) / T::STEP * (passes < 4 ? 2 : 1) * 64;
+        const size_t step_lines = static_cast<size_t>(inputs) / T::STEP * 64;
+        size_t fetched = 0;
         for (int pass = 0; pass < passes; ++pass) {
             const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
             const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
             const auto* part = x + first * stride + from;
             const auto* weight = w + static_cast<size_t>(from) * TILE;
-            if (passes < 4) {
-                any_rows<T, 2>(num, part, stride, weight, inputs, next + pass * share, sums + first);
+            // Four lines for each step in all, as even as may be: 2 2, 2 1 1, or 1 1 1 1.
+            if (passes == 2 || (passes == 3 && pass == 0)) {
+                any_rows<T, 2>(num, part, stride, weight, inputs, next + fetched, sums + first);
+                fetched += 2 * step_lines;
             } else if (pass < 4) {
-                any_rows<T, 1>(num, part, stride, weight, inputs, next + pass * share, sums + first);
+                any_rows<T, 1>(num, part, stride, weight, inputs, next + fetched, sums + first);
+                fetched += step_lines;
             } else {
                 any_rows<T, 0>(num, part, stride, weight, inputs, next, sums + first);
             }
@@ -693,8 +701,6 @@ Pool& pool() {
 
 extern "C" {
 
-int32_t draftwing_sizes(int32_t which) { return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : MAX_OPS; }
-
 // Whether this CPU multiplies bytes four at a time.
 int32_t draftwing_has_int8() {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -704,47 +710,77 @@ int32_t draftwing_has_int8() {
 #endif
 }
 
-// A chain of drafted tokens for every row, each the best by its score: logits / temperature + noise.
-struct Chain {
-    int32_t depth, vocab_size;
-    int32_t logits, states, fed_back;  // buffers; states and fed_back change places from level to level, -1: none
-    int32_t num_knots, num_tables;  // of the stop rule; no knots: always to the full depth
-    const float* first_logits;  // (rows, vocab) after the root; those of later levels lie in their buffer
+// A tree to draft for every row: of each expanded node the best children by their scores, logits / temperature + noise.
+struct Draft {
+    int32_t depth, width, most;  // levels; nodes that are expanded of each, and children of each; nodes to keep: at most
+    int32_t vocab_size, room;  // room: of a row's nodes in what is written
+    int32_t num_catch_up, num_hidden;  // operations: only of the catch-up; up to the states, the logits' come behind
+    int32_t logits, read, states, fed_back;  // buffers; read: what the logits are made of. -1: none
+    int32_t num_tables, num_knots;  // no knots: nothing is decided while the tree grows
+    float sharpness, kept;  // of the chances under noise, see Calibration; kept: 1 - miss
+    float worth, share;  // seconds that a token is worth; what one more node of a level takes, of the first one's time
+    const float* first_logits;  // (rows, vocab) after the roots; null where there is a catch-up
+    const int64_t* counts;  // (rows) entries of the catch-up
+    const int64_t* wanted;  // (rows) 0: nothing is drafted
     const float* temperatures;  // (rows) 0: greedy
     const float* const* noise;  // (rows * depth) of each row and level, null where there is none
     const float* knots;  // (tables, knots) told chances, and at which chance such nodes were accepted, by level
     const float* rates;
-    const float* gains;  // (depth) what reaching the level after this one is worth, and what it costs
+    const float* gains;  // (depth) what reaching the level after this one is worth, and what its first node costs
     const float* costs;
-    int64_t* tokens;  // (rows, depth)
-    float* margins;  // (rows, depth) between the best two scores
+    const float* verify;  // (most + 3) seconds of verifying so many nodes, the root counted
+    int64_t* tokens;  // (rows, nodes) of the finished tree; unused nodes hold -1
+    int64_t* parents;
+    int64_t* places;  // where a node stands among the expanded ones, whose slots follow the root's in that order
+    float* told;  // chance given the parent, as the net says, and of the whole path, as such came true
+    float* reached;
+    int32_t levels, is_chain, deepest;  // written: levels that were drafted, and what the finished tree is
+    float effort;  // levels, by the nodes expanded on them: 1 for the first of each, `share` for each other
 };
 }
 
 namespace {
 
-// The best of scores (count), and how far it stands above the second.
-int best_of(const float* scores, int count, float* margin) {
-    int best = 0;
-    for (int turn = 0; turn < 2; ++turn) {  // NaN is never greater: it is never chosen
-        v16 lanes = spread(-INFINITY);
-        int i = 0;
-        for (; i + 16 <= count; i += 16) {
-            v16 part = load(scores + i);
-            if (turn == 1 && best >= i && best < i + 16) part[best - i] = -INFINITY;
+// The best scores in falling order, equal ones by their ids: how many there are, `count` at most. NaN is never among
+// them, nor -inf.
+int top_of(const float* scores, int size, int count, int* ids, float* values) {
+    constexpr int BLOCK = 128;
+    int found = 0;
+    float floor = -INFINITY;  // what a score must exceed to be among them
+    const auto look_at = [&](int id) {
+        const float score = scores[id];
+        if (!(score > floor)) return;
+        int place = found < count ? found++ : count - 1;
+        for (; place > 0 && score > values[place - 1]; --place) values[place] = values[place - 1], ids[place] = ids[place - 1];
+        values[place] = score, ids[place] = id;
+        if (found == count) floor = values[count - 1];
+    };
+    int start = 0;
+    for (; start + BLOCK <= size; start += BLOCK) {
+        v16 lanes = load(scores + start);
+        for (int i = 16; i < BLOCK; i += 16) {
+            const v16 part = load(scores + start + i);
             lanes = part > lanes ? part : lanes;
         }
-        float top = lanes[0];
-        for (int lane = 1; lane < 16; ++lane) top = lanes[lane] > top ? lanes[lane] : top;
-        for (; i < count; ++i)
-            if (scores[i] > top && !(turn == 1 && i == best)) top = scores[i];
-        if (turn == 1) {
-            *margin = scores[best] - top;
-            return best;
-        }
-        while (best < count - 1 && !(scores[best] == top)) ++best;
+        float top = -INFINITY;
+        for (int lane = 0; lane < 16; ++lane) top = lanes[lane] > top ? lanes[lane] : top;
+        bool may = top > floor;
+        for (int lane = 0; lane < 16; ++lane) may |= lanes[lane] != lanes[lane];  // NaN hides what is beside it
+        if (may)
+            for (int id = start; id < start + BLOCK; ++id) look_at(id);
     }
-    return best;
+    for (; start < size; ++start) look_at(start);
+    return found;
+}
+
+// Sum of e^(score - highest).
+float sum_of_exp(const float* scores, int size, float highest) {
+    v16 lanes{};
+    int i = 0;
+    for (; i + 16 <= size; i += 16) lanes += exp_of(load(scores + i) - highest);
+    float sum = sum_of(lanes);
+    for (; i < size; ++i) sum += std::exp(scores[i] - highest);
+    return sum;
 }
 
 float interpolate(const float* x, const float* y, int count, float at) {
@@ -783,62 +819,253 @@ void run_program(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num
     helpers.walk_with_helpers(run);
 }
 
-thread_local Scratch chain_scores, chain_parents, chain_reached;
+// --- a draft ---------------------------------------------------------------------------------------------------------
+
+constexpr int NUM_COMPARED = 8;  // rivals that a score under noise is weighed against
+
+struct Node {
+    int64_t token;
+    int32_t parent, depth;
+    int32_t place, entry;  // among the expanded nodes, and among those of its level; -1: not expanded
+    float told, reached;
+};
+
+// The tree of one row while it grows. Nodes stand in the order in which they were met: parents first.
+struct Tree {
+    Node* nodes;
+    int32_t* order;  // all but the root, by what they are worth; equal ones as they were met
+    int32_t* expanded;  // the newest level's, as many as there are entries; -1: none
+    int32_t size, newest;  // newest: the first node of the newest level
+
+    void add(const Node& node, bool is_ranked) {
+        int place = size - 1;
+        if (is_ranked)
+            for (; place > 0 && node.reached > nodes[order[place - 1]].reached; --place) order[place] = order[place - 1];
+        order[place] = size;
+        nodes[size++] = node;
+    }
+};
+
+thread_local Scratch draft_scores, draft_best, draft_trees, draft_nodes, draft_numbers, draft_parents, draft_tokens;
+
+// The children of an expanded node.
+void branch(const Draft& draft, int row, int level, const float* logits, Tree& tree, int above) {
+    const int vocab = draft.vocab_size;
+    const float temperature = draft.temperatures[row];
+    const float* noise = temperature > 0.0f ? draft.noise[row * draft.depth + level] : nullptr;
+    if (temperature > 0.0f) {
+        float* scores = draft_scores.get<float>(vocab);
+        for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature + (noise == nullptr ? 0.0f : noise[i]);
+        logits = scores;
+    }
+    const bool weighs = draft.num_knots > 0 || draft.width > 1;
+    const int wanted = weighs && noise != nullptr && draft.width < NUM_COMPARED ? NUM_COMPARED : draft.width;
+    int* ids = draft_best.get<int>(2 * static_cast<size_t>(wanted));
+    float* values = reinterpret_cast<float*>(ids + wanted);
+    const int found = top_of(logits, vocab, wanted, ids, values);
+    float sharpness = 1.0f, whole = 1.0f;
+    if (weighs && noise != nullptr) {
+        sharpness = draft.sharpness, whole = 0.0f;
+        for (int i = 0; i < found && i < NUM_COMPARED; ++i) whole += std::exp(sharpness * (values[i] - values[0]));
+        whole /= draft.kept;
+    } else if (weighs && found > 0) {
+        whole = sum_of_exp(logits, vocab, values[0]);
+    }
+    const int table = level < draft.num_tables ? level : draft.num_tables - 1;
+    const size_t knots = static_cast<size_t>(table) * draft.num_knots;
+    const Node parent = tree.nodes[above];
+    for (int i = 0; i < found && i < draft.width; ++i) {
+        Node child{ids[i], above, level + 1, -1, -1, 1.0f, 1.0f};
+        if (weighs) {
+            child.told = std::exp(sharpness * (values[i] - values[0])) / whole;
+            const float rate = draft.num_knots > 0 ? interpolate(draft.knots + knots, draft.rates + knots, draft.num_knots, child.told) : child.told;
+            child.reached = parent.reached * rate;
+            if (!(child.reached > 0.0f)) continue;
+        }
+        tree.add(child, weighs);
+    }
+}
+
+// How many nodes of every row are worth their verification.
+int worth_verifying(const Draft& draft, const Tree* trees, int rows) {
+    int best = 0, most = 0;
+    for (int row = 0; row < rows; ++row) most = trees[row].size - 1 > most ? trees[row].size - 1 : most;
+    if (most > draft.most) most = draft.most;
+    float gain = 0.0f, greatest = -draft.verify[1];
+    for (int count = 1; count <= most; ++count) {
+        for (int row = 0; row < rows; ++row)
+            if (count < trees[row].size) gain += trees[row].nodes[trees[row].order[count - 1]].reached;
+        const float net = gain * draft.worth - draft.verify[count + 1];
+        if (net > greatest) greatest = net, best = count;
+    }
+    return best;
+}
+
+// Chooses the nodes of the newest level to expand: how many of each row, 0 where another level is not worth its time.
+int widen(const Draft& draft, Tree* trees, int rows, int level) {
+    const bool plans = draft.num_knots > 0;
+    const int kept = plans ? worth_verifying(draft, trees, rows) : 0;
+    int entries = 0;
+    for (int row = 0; row < rows; ++row) {
+        Tree& tree = trees[row];
+        int count = 0;
+        for (int rank = 0; rank < tree.size - 1 && count < draft.width; ++rank) {
+            if (plans && rank >= kept) break;  // it will not be verified, nor what comes below it
+            if (tree.order[rank] >= tree.newest) tree.expanded[count++] = tree.order[rank];
+        }
+        for (int rest = count; rest < draft.width; ++rest) tree.expanded[rest] = -1;
+        entries = count > entries ? count : entries;
+    }
+    if (!plans || entries == 0) return entries;
+    const float gain = draft.gains[level], cost = draft.costs[level];
+    float sum = 0.0f;
+    int worth = 0;
+    for (; worth < entries; ++worth) {
+        float reached = 0.0f;
+        for (int row = 0; row < rows; ++row)
+            if (trees[row].expanded[worth] >= 0) reached += trees[row].nodes[trees[row].expanded[worth]].reached;
+        if (worth > 0 && !(reached * gain > cost * draft.share)) break;
+        sum += reached;
+    }
+    const float takes = cost * (1.0f + (worth - 1) * draft.share) + draft.verify[kept + 2] - draft.verify[kept + 1];
+    return sum * gain > takes ? worth : 0;
+}
+
+// Runs the waiting entries of every row; the logits after the last of each.
+const float* catch_up(const Op* ops, int32_t num_ops, Batch batch, const Draft& draft, int32_t num_threads) {
+    const int entries = batch.nodes;
+    run_program(ops, draft.num_hidden, &batch, num_threads);
+    for (int row = 0; row < batch.rows; ++row) {
+        const size_t last = static_cast<size_t>(row) * entries + (draft.counts[row] > 0 ? draft.counts[row] - 1 : 0);
+        for (const int buffer : {draft.read, draft.fed_back}) {
+            const size_t width = batch.widths[buffer];
+            memmove(batch.buffers[buffer] + row * width, batch.buffers[buffer] + last * width, width * sizeof(float));
+        }
+    }
+    batch.nodes = 1;
+    run_program(ops + draft.num_hidden, num_ops - draft.num_hidden, &batch, num_threads);
+    return batch.buffers[draft.logits];
+}
+
+// Writes the finished trees, side by side; how many nodes each has room for.
+int write_trees(Draft& draft, Tree* trees, int rows) {
+    const bool plans = draft.num_knots > 0;
+    const int limit = plans ? worth_verifying(draft, trees, rows) : draft.most;
+    int width = 1;
+    for (int row = 0; row < rows; ++row) {
+        const int kept = trees[row].size - 1 < limit ? trees[row].size - 1 : limit;
+        width = kept + 1 > width ? kept + 1 : width;
+    }
+    draft.is_chain = 1, draft.deepest = 0;
+    for (int row = 0; row < rows; ++row) {
+        Tree& tree = trees[row];
+        const int kept = tree.size - 1 < limit ? tree.size - 1 : limit;
+        int32_t* at = tree.expanded;  // no longer needed for anything else
+        for (int node = 0; node < tree.size; ++node) at[node] = -1;
+        at[0] = 0;
+        for (int rank = 0; rank < kept; ++rank) at[tree.order[rank]] = 1;
+        const size_t start = static_cast<size_t>(row) * width;
+        int count = 0;
+        for (int node = 0; node < tree.size; ++node) {
+            if (at[node] < 0) continue;
+            const Node& found = tree.nodes[node];
+            at[node] = count;
+            const int parent = node == 0 ? -1 : at[found.parent];
+            draft.tokens[start + count] = found.token;
+            draft.parents[start + count] = parent;
+            draft.places[start + count] = found.place;
+            draft.told[start + count] = found.told;
+            draft.reached[start + count] = found.reached;
+            if (parent != count - 1) draft.is_chain = 0;
+            if (found.depth > draft.deepest) draft.deepest = found.depth;
+            ++count;
+        }
+        for (; count < width; ++count) {
+            draft.tokens[start + count] = draft.parents[start + count] = draft.places[start + count] = -1;
+            draft.told[start + count] = draft.reached[start + count] = 0.0f;
+        }
+    }
+    return width;
+}
 
 }  // namespace
 
 extern "C" {
+
+// What Python must agree on.
+int32_t draftwing_sizes(int32_t which) {
+    return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : which == 2 ? MAX_OPS : sizeof(Draft);
+}
 
 // Runs a program.
 void draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
     run_program(ops, num_ops, batch, num_threads);
 }
 
-// Drafts a chain; `batch` is that of its first level, a node for each row. Returns how many levels it has.
-int32_t draftwing_chain(const Op* ops, int32_t num_ops, const Batch* first, const Chain* chain, int32_t num_threads) {
-    Batch batch = *first;
-    const int rows = batch.rows, vocab = chain->vocab_size;
-    float* scores = chain_scores.get<float>(vocab);
-    float* reached = chain_reached.get<float>(rows);
-    int64_t* parents = chain_parents.get<int64_t>(static_cast<size_t>(rows) * (chain->depth + 2));
-    int64_t* newest = parents + static_cast<size_t>(rows) * (chain->depth + 1);
-    for (int row = 0; row < rows; ++row) reached[row] = 1.0f;
-    for (int level = 0;; ++level) {
-        float together = 0.0f;
-        for (int row = 0; row < rows; ++row) {
-            const float* logits = (level == 0 ? chain->first_logits : batch.buffers[chain->logits]) + static_cast<size_t>(row) * vocab;
-            const float temperature = chain->temperatures[row];
-            if (temperature > 0.0f) {
-                const float* noise = chain->noise[row * chain->depth + level];
-                for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature + (noise == nullptr ? 0.0f : noise[i]);
-                logits = scores;
-            }
-            const int place = row * chain->depth + level;
-            newest[row] = chain->tokens[place] = best_of(logits, vocab, &chain->margins[place]);
-            if (chain->num_knots > 0) {
-                const float margin = chain->margins[place] < 50.0f ? chain->margins[place] : 50.0f;
-                const int table = level < chain->num_tables ? level : chain->num_tables - 1;
-                const size_t start = static_cast<size_t>(table) * chain->num_knots;
-                reached[row] *= interpolate(chain->knots + start, chain->rates + start, chain->num_knots, 1.0f / (1.0f + std::exp(-margin)));
-                together += reached[row];
-            }
-        }
-        if (level + 1 == chain->depth) return level + 1;
-        if (chain->num_knots > 0 && !(together * chain->gains[level] > chain->costs[level])) return level + 1;
-        // The node just chosen is one deeper than the newest that was run.
-        batch.first_node = level + 1;
-        batch.tree_nodes = level + 2;
-        for (int row = 0; row < rows; ++row)
-            for (int node = 0; node < batch.tree_nodes; ++node) parents[row * batch.tree_nodes + node] = node - 1;
-        batch.parents = parents;
-        batch.tokens = newest;
-        if (level > 0 && chain->states >= 0) {
-            float* states = batch.buffers[chain->states];
-            batch.buffers[chain->states] = batch.buffers[chain->fed_back];
-            batch.buffers[chain->fed_back] = states;
-        }
-        run_program(ops, num_ops, &batch, num_threads);
+// Drafts a tree for every row: how many nodes it has. `steps` is the batch of a level, `waiting` that of the catch-up or
+// null; both have their rows' roots in `roots`.
+int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, const Batch* waiting, Draft* out, const int64_t* roots, int32_t num_threads) {
+    Draft& draft = *out;
+    Batch batch = *steps;
+    const int rows = batch.rows, most_drafted = 1 + draft.depth * draft.width;
+    const float* logits = waiting == nullptr ? draft.first_logits : catch_up(ops, num_ops, *waiting, draft, num_threads);
+    Tree* trees = draft_trees.get<Tree>(rows);
+    Node* nodes = draft_nodes.get<Node>(static_cast<size_t>(rows) * draft.room);
+    int32_t* numbers = draft_numbers.get<int32_t>(static_cast<size_t>(rows) * (2 * draft.room + draft.width));
+    int64_t* parents = draft_parents.get<int64_t>(static_cast<size_t>(rows) * most_drafted * 2);
+    int64_t* packed = parents + static_cast<size_t>(rows) * most_drafted;
+    int64_t* tokens = draft_tokens.get<int64_t>(static_cast<size_t>(rows) * draft.width);
+    for (int row = 0; row < rows; ++row) {
+        int32_t* own = numbers + static_cast<size_t>(row) * (2 * draft.room + draft.width);
+        trees[row] = Tree{nodes + static_cast<size_t>(row) * draft.room, own, own + draft.room, 1, 1};
+        trees[row].nodes[0] = Node{roots[row], -1, 0, 0, 0, 1.0f, 1.0f};
+        trees[row].expanded[0] = draft.wanted[row] ? 0 : -1;
+        parents[static_cast<size_t>(row) * most_drafted] = -1;
     }
+    draft.effort = 1.0f;
+    int entries = 1, drafted = 1;
+    for (int level = 0;; ++level) {
+        for (int row = 0; row < rows; ++row) {
+            Tree& tree = trees[row];
+            tree.newest = tree.size;
+            for (int entry = 0; entry < entries; ++entry)
+                if (tree.expanded[entry] >= 0)
+                    branch(draft, row, level, logits + (static_cast<size_t>(row) * entries + entry) * draft.vocab_size, tree, tree.expanded[entry]);
+        }
+        draft.levels = level + 1;
+        if (level + 1 == draft.depth) break;
+        const int before = entries;
+        entries = widen(draft, trees, rows, level);
+        if (entries == 0) break;
+        draft.effort += 1.0f + (entries - 1) * draft.share;
+        for (int row = 0; row < rows; ++row)
+            for (int entry = 0; entry < entries; ++entry) {
+                const size_t place = static_cast<size_t>(row) * entries + entry;
+                int64_t& parent = parents[static_cast<size_t>(row) * most_drafted + drafted + entry];
+                tokens[place] = parent = -1;
+                int source = 0;
+                if (trees[row].expanded[entry] >= 0) {
+                    Node& node = trees[row].nodes[trees[row].expanded[entry]];
+                    const Node& above = trees[row].nodes[node.parent];
+                    node.place = drafted + entry, node.entry = entry;
+                    tokens[place] = node.token, parent = above.place, source = above.entry;
+                }
+                if (draft.states < 0) continue;
+                const size_t width = batch.widths[draft.states];
+                memcpy(batch.buffers[draft.states] + place * width,
+                       batch.buffers[draft.fed_back] + (static_cast<size_t>(row) * before + source) * batch.widths[draft.fed_back], width * sizeof(float));
+            }
+        batch.nodes = entries;
+        batch.first_node = drafted;
+        batch.tree_nodes = drafted += entries;
+        for (int row = 0; row < rows; ++row)
+            memcpy(packed + static_cast<size_t>(row) * drafted, parents + static_cast<size_t>(row) * most_drafted, drafted * sizeof(int64_t));
+        batch.parents = packed;
+        batch.tokens = tokens;
+        run_program(ops + draft.num_catch_up, num_ops - draft.num_catch_up, &batch, num_threads);
+        logits = batch.buffers[draft.logits];
+    }
+    return write_trees(draft, trees, rows);
 }
 
 // Standard Gumbel noise of ids 0, 1, ... under a key: -log(-log(u)) of hashed bits, in double, rounded in the end.

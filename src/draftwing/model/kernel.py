@@ -33,7 +33,7 @@ from torch import Tensor
 
 from draftwing.sampling import KeyedNoise
 
-__all__ = ["Batch", "Chain", "Kernel", "Op", "cache_folder", "get_kernel", "kernel_problem", "noise_of", "set_cache"]
+__all__ = ["Batch", "Draft", "Kernel", "Op", "cache_folder", "get_kernel", "kernel_problem", "noise_of", "set_cache"]
 
 _FLAGS = (
     "-O3",
@@ -88,14 +88,19 @@ class Batch(ctypes.Structure):
     ]
 
 
-class Chain(ctypes.Structure):
-    """A chain to draft, and where it is written."""
+class Draft(ctypes.Structure):
+    """Trees to draft, and where they are written."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("depth", "vocab_size", "logits", "states", "fed_back")),
-        *((name, ctypes.c_int32) for name in ("num_knots", "num_tables")),
-        *((name, ctypes.c_void_p) for name in ("first_logits", "temperatures", "noise", "knots", "rates", "gains")),
-        *((name, ctypes.c_void_p) for name in ("costs", "tokens", "margins")),
+        *((name, ctypes.c_int32) for name in ("depth", "width", "most", "vocab_size", "room")),
+        *((name, ctypes.c_int32) for name in ("num_catch_up", "num_hidden", "logits", "read", "states", "fed_back")),
+        *((name, ctypes.c_int32) for name in ("num_tables", "num_knots")),
+        *((name, ctypes.c_float) for name in ("sharpness", "kept", "worth", "share")),
+        *((name, ctypes.c_void_p) for name in ("first_logits", "counts", "wanted", "temperatures", "noise")),
+        *((name, ctypes.c_void_p) for name in ("knots", "rates", "gains", "costs", "verify")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached")),
+        *((name, ctypes.c_int32) for name in ("levels", "is_chain", "deepest")),
+        ("effort", ctypes.c_float),
     ]
 
 
@@ -106,8 +111,8 @@ class Kernel:
         self._run, self._commit = library.draftwing_run, library.draftwing_commit
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
         self._run.restype = None
-        self._chain = library.draftwing_chain
-        self._chain.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int32]
+        self._draft = library.draftwing_draft
+        self._draft.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_int32]
         self._commit.argtypes = [
             ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
         ]  # fmt: skip
@@ -121,10 +126,13 @@ class Kernel:
         """Walk the first ``num_ops`` of a program."""
         self._run(ops, num_ops, ctypes.byref(batch), torch.get_num_threads())
 
-    def chain(self, ops: Any, num_ops: int, batch: Batch, chain: Chain) -> int:
-        """Draft with a program, level by level; how many levels there are now."""
-        levels: int = self._chain(ops, num_ops, ctypes.byref(batch), ctypes.byref(chain), torch.get_num_threads())
-        return levels
+    def draft(self, ops: Any, num_ops: int, batch: Batch, waiting: Batch | None, draft: Draft, roots: int) -> int:
+        """Grow trees with a program, level by level; how many nodes they have. ``roots``: address of (B,) int64."""
+        caught = None if waiting is None else ctypes.byref(waiting)
+        nodes: int = self._draft(
+            ops, num_ops, ctypes.byref(batch), caught, ctypes.byref(draft), roots, torch.get_num_threads()
+        )
+        return nodes
 
     def gumbel(self, key: int, count: int) -> Tensor:
         """What ``sampling.gumbel`` makes of a ``noise_key`` for ids 0 to ``count - 1``: (count,) float32."""
@@ -176,8 +184,8 @@ def _load() -> tuple[Kernel | None, str]:
         library = ctypes.CDLL(str(_compiled()))
     except (OSError, subprocess.SubprocessError) as error:
         return None, str(error)
-    sizes = library.draftwing_sizes(0), library.draftwing_sizes(1)
-    if sizes != (ctypes.sizeof(Op), ctypes.sizeof(Batch)):
+    sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3))
+    if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft))):
         return None, f"the compiled CPU kernel lays its structures out otherwise: {sizes}; delete it from the cache"
     return Kernel(library), ""
 

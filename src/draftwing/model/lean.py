@@ -24,7 +24,7 @@ from draftwing.model.graphs import CudaRecorder, Pool, Record, TreeGraphs
 from draftwing.model.kernel import Kernel
 from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import MIN_ROWS, Linear, check_weights
-from draftwing.model.program import ChainRequest, Heads
+from draftwing.model.program import Drafted, DraftRequest, Heads
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, on_device
 from draftwing.model.weights import WeightFiles, check_finite
@@ -216,17 +216,19 @@ class LeanTarget(Target):
         logits = self._head.forward(hidden)[: rows * nodes].view(rows, nodes, -1)
         return TargetOutput(logits, taps)
 
-    def draft_chain(
-        self, ctx: Context, request: ChainRequest, logits: Tensor
-    ) -> tuple[Tensor, list[list[float]]] | None:
-        """A chain below each row's root, ``logits`` (B, 1, V) after it: see ``Program.chain``.
+    def draft(self, ctx: Context, request: DraftRequest, logits: Tensor) -> Drafted:
+        """A tree below each row's root, ``logits`` (B, 1, V) after it: see ``Program.draft``. Only with ``drafts``.
 
-        The nodes' slots are written as ``forward`` does. None where the CPU kernel does not run this model.
+        The slots of the nodes that were expanded are written as ``forward`` does.
         """
         assert isinstance(ctx, LeanContext)
-        if self._fused is None or not self.config.rope.position_only:
-            return None
-        return self._fused.chain(request, logits, ctx.cache, ctx.lengths)
+        assert self._fused is not None
+        return self._fused.draft(request, logits, ctx.cache, ctx.lengths)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the CPU kernel grows whole trees with this model."""
+        return self._fused is not None and self.config.rope.position_only
 
     def _hidden(
         self,

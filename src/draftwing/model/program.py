@@ -1,4 +1,4 @@
-"""What the CPU kernel runs: matrices laid out for it, and programs of operations over buffers of rows.
+"""What the CPU kernel runs: matrices laid out for it, programs of operations over buffers of rows, whole drafts.
 
 Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.model.kernel import NUM_BUFFERS, Batch, Chain, Kernel, Op, set_cache
+from draftwing.model.kernel import NUM_BUFFERS, Batch, Draft, Kernel, Op, set_cache
+from draftwing.tree import PAD, DraftTree
 
-__all__ = ["ACTIVATIONS", "ChainRequest", "Heads", "Packed", "Program", "Slots", "StopRule", "quantise_channels"]
+__all__ = [
+    "ACTIVATIONS",
+    "DraftRequest",
+    "Drafted",
+    "GrowthRule",
+    "Heads",
+    "Packed",
+    "Program",
+    "Slots",
+    "Waiting",
+    "quantise_channels",
+]
 
 TILE = 64  # outputs that the kernel computes together
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
@@ -116,38 +129,98 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class StopRule:
-    """When a chain that is being drafted is deep enough: nothing of it depends on the text but the margins.
+class GrowthRule:
+    """What a tree's nodes are worth while it grows, in seconds: see ``drafters.auto``.
 
-    A token's chance follows from the margin m of the best two scores, 1 / (1 + e^-m), by a table for its level. The
-    chain goes on while the chance of the whole path, summed over the rows, is worth more than another level costs.
+    A node is reached at the product of its path's chances, each corrected by a table for its level. Nodes are verified
+    while they bring more than they cost, and another level is drafted below those of them that are worth its time.
 
     Attributes:
         knots, rates: (tables, K) float32: chances as told, and as they came true; the last table serves deeper levels.
-        gains, costs: (depth,) float32, of the level after each.
+        gains, costs: (depth,) float32, of the level after each: what reaching it is worth, what its first node takes.
+        verify: (most + 3,) float32: seconds that the verification of so many nodes of each row takes, the root counted.
+        worth: of a token.
+        share: what each other node of a level takes, as a share of the first one's time.
     """
 
     knots: np.ndarray
     rates: np.ndarray
     gains: np.ndarray
     costs: np.ndarray
+    verify: np.ndarray
+    worth: float
+    share: float
 
 
 @dataclass(frozen=True)
-class ChainRequest:
-    """A chain to draft for every row: the best token by logits / temperature + noise, level by level.
+class DraftRequest:
+    """Trees to draft, one for every row: the best children by logits / temperature + noise, level by level.
 
     Attributes:
         depth: levels at most.
+        width: nodes that are expanded of each level, and children of each of them; 1 is a chain.
+        most: nodes to keep at most, the root not counted.
+        roots: of each row its token.
+        wanted: of each row, whether anything is to be drafted for it.
         temperatures: of each row, 0 for greedy ones.
         noise: for each row the noise (V,) of its levels; empty for greedy rows, or where none is wanted.
-        rule: where to stop; None at ``depth``.
+        sharpness, miss: how scores under noise become chances (``nets.calibration``).
+        rule: what the nodes are worth; None expands ``width`` nodes of every level and keeps the ``most`` likely.
     """
 
     depth: int
+    width: int
+    most: int
+    roots: Sequence[int]
+    wanted: Sequence[bool]
     temperatures: Sequence[float]
     noise: Sequence[Sequence[Tensor]]
-    rule: StopRule | None = None
+    sharpness: float = 1.0
+    miss: float = 0.0
+    rule: GrowthRule | None = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What every row reads before its draft: entries of its own, the last of which is the root.
+
+    Attributes:
+        tokens: of each row.
+        features: (B, W, F) contiguous, of the same entries, W the most of them.
+        source: the buffer that the program reads them from.
+        lengths: entries of each row that lie in its slots already.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    features: Tensor
+    source: int
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Finished trees.
+
+    Attributes:
+        tree: of all rows, with the chances of the paths as they came true.
+        told: (B, N) the chance of each node given its parent, as the net says.
+        places: (B, N) int64, where a node stands among those that were run, whose slots follow each other after the
+            root's; -1 for leaves that were not.
+        num_levels: that were run, the root's counted.
+        effort: levels by the nodes run on them: 1 for the first of each, the rule's ``share`` for each other.
+        is_chain: whether no level was wider than one node.
+    """
+
+    tree: DraftTree
+    told: Tensor
+    places: Tensor
+    num_levels: int
+    effort: float
+    is_chain: bool
+
+    def slots_of(self, path: Tensor) -> Tensor:
+        """``places`` of the nodes of a path (B, D); PAD where they have none."""
+        return self.places.gather(1, path.clamp(min=0)).masked_fill(path == PAD, PAD)
 
 
 class Program:
@@ -256,11 +329,12 @@ class Program:
         nodes: int,
         outside: Mapping[int, Tensor],
         *,
+        first_op: int = 0,
         num_ops: int | None = None,
         tokens: Tensor | None = None,
         slots: Slots | None = None,
     ) -> None:
-        """Run the program, or the first ``num_ops`` of it.
+        """Run the program, or its operations from ``first_op`` to before ``num_ops``.
 
         Args:
             rows, nodes: R = rows * nodes.
@@ -272,51 +346,87 @@ class Program:
         if tokens is not None:
             tokens = tokens.contiguous()
             batch.tokens = tokens.data_ptr()
-        self._kernel.run(self._array, len(self._ops) if num_ops is None else num_ops, batch)
+        last = len(self._ops) if num_ops is None else num_ops
+        self._kernel.run(ctypes.byref(self._array, first_op * ctypes.sizeof(Op)), last - first_op, batch)
 
-    def chain(
+    def draft(
         self,
-        request: ChainRequest,
+        request: DraftRequest,
         outside: Mapping[int, Tensor],
         slots: Slots,
-        first_logits: Tensor,
         logits: int,
+        *,
+        first_logits: Tensor | None = None,
+        waiting: Waiting | None = None,
+        num_catch_up: int = 0,
+        num_hidden: int = 0,
+        read: int = -1,
         states: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, list[list[float]]]:
-        """Draft a chain below each row's root, which has been run, without coming back to Python in between.
+    ) -> Drafted:
+        """Grow a tree for every row without coming back to Python in between.
 
         Args:
             request: what to draft.
-            outside: as for ``run``, a node for each row.
-            slots: with room for the roots and ``request.depth`` nodes more; the roots are their first nodes.
-            first_logits: (B, V) after the roots.
+            outside: as for ``run``, with room for a level of every row, and for what is waiting.
+            slots: with room for the roots and ``request.depth * request.width`` nodes more.
             logits: the buffer of the logits.
+            first_logits: (B, V) after the roots, where these have been run already.
+            waiting: else what is to be run first: its last entries are the roots.
+            num_catch_up: operations in front that only ``waiting`` goes through.
+            num_hidden: operations before those that turn the buffer ``read`` into logits.
             states: the buffers that a node reads and writes, where nodes read what their parents wrote.
-
-        Returns:
-            tokens (B, K) int64, and for each of the K levels the rows' margins between their two best scores.
         """
-        rows, vocab, depth = len(first_logits), first_logits.shape[1], request.depth
-        batch = self._batch(rows, 1, outside, slots)
-        tokens, margins = torch.empty(rows, depth, dtype=torch.int64), torch.empty(rows, depth)
-        temperatures, first_logits = torch.tensor(request.temperatures), first_logits.contiguous()
+        rows, depth, rule = len(request.roots), request.depth, request.rule
+        width, entries = request.width, 1 if waiting is None else waiting.features.shape[1]
+        batch = self._batch(rows, max(width, entries), outside, slots)
+        room = 1 + width + (depth - 1) * width * width
+        numbers, chances = torch.empty(3, rows * room, dtype=torch.int64), torch.empty(2, rows * room)
         noise = (ctypes.c_void_p * (rows * depth))()
         for row, of_row in enumerate(request.noise):
             for level, each in enumerate(of_row):
                 noise[row * depth + level] = each.data_ptr()
-        read, written = (-1, -1) if states is None else states
-        chain = Chain(
-            depth=depth, vocab_size=vocab, logits=logits, states=read, fed_back=written,
-            first_logits=first_logits.data_ptr(), temperatures=temperatures.data_ptr(),
-            noise=ctypes.addressof(noise), tokens=tokens.data_ptr(), margins=margins.data_ptr(),
+        roots, wanted, counts = array("q", request.roots), array("q", request.wanted), array("q")
+        temperatures = array("f", request.temperatures)
+        out = numbers.data_ptr()
+        draft = Draft(
+            depth=depth, width=width, most=request.most, vocab_size=self._widths[logits], room=room,
+            num_catch_up=num_catch_up, num_hidden=num_hidden, logits=logits, read=read,
+            states=-1, fed_back=-1, sharpness=request.sharpness, kept=1 - request.miss,
+            wanted=_address(wanted), temperatures=_address(temperatures), noise=ctypes.addressof(noise),
+            tokens=out, parents=out + 8 * rows * room, places=out + 16 * rows * room,
+            told=chances.data_ptr(), reached=chances.data_ptr() + 4 * rows * room,
         )  # fmt: skip
-        rule = request.rule
+        if states is not None:
+            draft.states, draft.fed_back = states
         if rule is not None:
-            chain.num_tables, chain.num_knots = rule.knots.shape
-            chain.knots, chain.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
-            chain.gains, chain.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
-        levels = self._kernel.chain(self._array, len(self._ops), batch, chain)
-        return tokens[:, :levels], margins[:, :levels].T.tolist()
+            draft.num_tables, draft.num_knots = rule.knots.shape
+            draft.knots, draft.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
+            draft.gains, draft.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
+            draft.verify, draft.worth, draft.share = rule.verify.ctypes.data, rule.worth, rule.share
+        caught = None
+        if waiting is None:
+            assert first_logits is not None
+            first_logits = first_logits.contiguous()
+            draft.first_logits = first_logits.data_ptr()
+        else:
+            counts.extend(map(len, waiting.tokens))
+            draft.counts = _address(counts)
+            caught = Batch.from_buffer_copy(batch)
+            caught.nodes = caught.tree_nodes = entries
+            caught.first_node = 0
+            caught.buffers[waiting.source] = waiting.features.data_ptr()
+            flat = array("q")
+            for ids in waiting.tokens:
+                flat.extend(ids)
+                flat.extend([-1] * (entries - len(ids)))
+            lengths, parents = array("q", waiting.lengths), array("q", [*range(-1, entries - 1)] * rows)
+            caught.tokens, caught.lengths, caught.parents = map(_address, (flat, lengths, parents))
+        nodes = self._kernel.draft(self._array, len(self._ops), batch, caught, draft, _address(roots))
+        tokens, parents_BN, places = numbers[:, : rows * nodes].view(3, rows, nodes).unbind()
+        told, reached = chances[:, : rows * nodes].view(2, rows, nodes).unbind()
+        tree = DraftTree(tokens, parents_BN, reached)
+        tree.__dict__["is_chain"], tree.__dict__["max_depth"] = bool(draft.is_chain), draft.deepest
+        return Drafted(tree, told, places, draft.levels, draft.effort, width == 1)
 
     def _batch(self, rows: int, nodes: int, outside: Mapping[int, Tensor], slots: Slots | None) -> Batch:
         batch = Batch(rows=rows, nodes=nodes)
@@ -340,6 +450,10 @@ class Program:
         return batch
 
 
+def _address(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]
+
+
 class Slots:
     """Where the nodes of a batch of trees stand: their rows' slots, their parents and their rotation.
 
@@ -347,7 +461,7 @@ class Slots:
         data: (L, 2, B, K, S, D) keys and values, with room for the trees.
         first_row: the row of the first tree.
         lengths: committed tokens of each row.
-        parents: (B, N) of the trees.
+        parents: (B, N) of the trees; None where they grow (``Program.draft``).
         first_node: the nodes from here on are forwarded; earlier ones lie in their slots already.
         rotation: complex64, (positions, D / 2), or one row for each node where ``by_node``.
     """
@@ -357,7 +471,7 @@ class Slots:
         data: Tensor,
         first_row: int,
         lengths: Sequence[int],
-        parents: Tensor,
+        parents: Tensor | None,
         first_node: int,
         rotation: Tensor,
         *,
@@ -365,12 +479,15 @@ class Slots:
     ) -> None:
         self._data, self._first_row, self._first_node, self._by_node = data, first_row, first_node, by_node
         self._lengths = torch.tensor(lengths)
-        self._parents, self._rotation = parents.contiguous(), rotation.contiguous()
+        self._parents = None if parents is None else parents.contiguous()
+        self._rotation = rotation.contiguous()
 
     def fill(self, batch: Batch) -> None:
         """Write it where the kernel reads it."""
         set_cache(batch, self._data, self._first_row)
-        batch.first_node, batch.tree_nodes = self._first_node, self._parents.shape[1]
-        batch.parents, batch.lengths = self._parents.data_ptr(), self._lengths.data_ptr()
+        if self._parents is not None:
+            batch.first_node, batch.tree_nodes = self._first_node, self._parents.shape[1]
+            batch.parents = self._parents.data_ptr()
+        batch.lengths = self._lengths.data_ptr()
         batch.rotation, batch.rotation_by_row = self._rotation.data_ptr(), int(self._by_node)
         batch.rotary_half = self._rotation.shape[-1]

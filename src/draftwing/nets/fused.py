@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from draftwing.model.cache import KVCache
-from draftwing.model.fused import add_layer, tree_slots
+from draftwing.model.fused import add_layer, draft_slots, tree_slots
 from draftwing.model.kernel import Kernel
 from draftwing.model.linear import Linear
-from draftwing.model.program import ChainRequest, Program
+from draftwing.model.program import Drafted, DraftRequest, Program, Waiting
 from draftwing.model.rope import Rotary
 from draftwing.nets.eagle import EagleNet
 from draftwing.tree import DraftTree
@@ -31,13 +31,23 @@ class FusedEagle:
 
     def __init__(self, kernel: Kernel, net: EagleNet, head: Linear) -> None:
         config, layer, hidden = net.config, net.layer, net.config.hidden_size
-        self._hidden = hidden
         program = self._program = Program(kernel)
         self._states, self._fed_back = program.outside(hidden), program.outside(hidden)
+        # Whether what a draft reads are the target's features; else states, which ``EagleNet.fuse`` made of them.
+        self.fuses = config.version == 1 or net.tap_norms is None
+        self._features, self._num_fc = self._states, 0
+        self._hidden = hidden
+        if self.fuses and config.version == 3:
+            self._features = program.outside(hidden * len(config.taps))
+            norm = net.input_norm
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            program.linear(self._features, net.fc.fused, self._states, norm=weight, eps=eps)
+            self._num_fc = len(program)
         self._logits = program.outside(config.vocab_size)
         # Tokens outside the draft vocabulary are never written: they keep -inf.
         self._logits_RV = torch.empty(0, config.vocab_size)
         both, x = program.scratch(2 * hidden), program.scratch(hidden)
+        self._read = x
         qkv_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         widths = (qkv_width, config.num_heads * config.head_dim, config.intermediate_size)
         qkv, mixed, wide = (program.scratch(width) for width in widths)
@@ -68,30 +78,41 @@ class FusedEagle:
         places = net.target_ids
         program.linear(x, head.fused, self._logits, norm=net.norm.weight, eps=net.norm.eps, places=places)
 
-    def chain(
+    def draft(
         self,
-        request: ChainRequest,
-        logits: Tensor,
-        states: Tensor,
+        request: DraftRequest,
+        tokens: Sequence[Sequence[int]],
+        features: Tensor,
         cache: KVCache,
         rotary: Rotary,
+        fed: Sequence[int],
         lengths: Sequence[int],
-    ) -> tuple[Tensor, list[list[float]]]:
-        """Draft a chain for every row without coming back to Python: see ``Program.chain``.
+    ) -> Drafted:
+        """Read what is waiting and grow a tree for every row, without coming back to Python in between.
 
         Args:
-            logits, states: (B, 1, V) and (B, 1, H) of the roots, which lie in their slots.
-            lengths: entries of each row before its root.
+            tokens: of each row's waiting entries, the last of which is the root.
+            features: (B, W, F) of the same entries; states (B, W, H) without ``fuses``.
+            fed: entries that lie in each row's slots already; ``lengths`` are those before the roots.
         """
-        rows = len(lengths)
-        deepest = DraftTree.chain(torch.zeros(rows, request.depth + 1, dtype=torch.int64))
-        slots = tree_slots(cache, 0, lengths, deepest, 0, rotary)
-        first = logits[:, 0].clone()  # the next level overwrites what it is a view of
-        self._make_room(rows)
-        own = states[:, 0].clone()  # the levels take turns in it
-        outside = {self._states: own, self._fed_back: torch.empty_like(own), self._logits: self._logits_RV}
-        buffers = (self._states, self._fed_back)
-        return self._program.chain(request, outside, slots, first, self._logits, buffers)
+        rows, entries = features.shape[:2]
+        cache.reserve(rows, max(fed) + entries)
+        slots = draft_slots(cache, lengths, request.depth * request.width, rotary)
+        count = rows * max(entries, request.width)
+        self._make_room(count)
+        states, fed_back = torch.empty(2, count, self._hidden)
+        outside = {self._states: states, self._fed_back: fed_back, self._logits: self._logits_RV}
+        return self._program.draft(
+            request,
+            outside,
+            slots,
+            self._logits,
+            waiting=Waiting(tokens, features.contiguous(), self._features, fed),
+            num_catch_up=self._num_fc,
+            num_hidden=self._num_hidden,
+            read=self._read,
+            states=(self._states, self._fed_back),
+        )
 
     def _make_room(self, count: int) -> None:
         if count > len(self._logits_RV):
@@ -127,5 +148,5 @@ class FusedEagle:
         self._make_room(count)
         outside = {self._states: states, self._fed_back: fed_back, self._logits: self._logits_RV}
         num_ops = None if want_logits else self._num_hidden
-        self._program.run(rows, entries, outside, num_ops=num_ops, tokens=tokens, slots=slots)
+        self._program.run(rows, entries, outside, first_op=self._num_fc, num_ops=num_ops, tokens=tokens, slots=slots)
         return self._logits_RV[:count].view(rows, -1, self._logits_RV.shape[1]), fed_back
