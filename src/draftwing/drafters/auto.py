@@ -41,6 +41,8 @@ BRANCHES = 4  # children of a node, and nodes of a level that go on, of a tree t
 PROBE, PATIENCE = 16, 160  # plain steps between two probes: at first, and at most
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
+SETTLED = 8  # plain steps of a run that tell how these compare with drafts; later ones tell of the machine's speed
+CHECK, CLOSE = 24, 1.5  # the step from which they are measured anew, ever rarer, where drafting gains less than that
 HICCUP = 2.0  # times what was expected: more of a step's time is not held against what it did
 MOST = 256  # nodes that costs are looked up for
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
@@ -154,13 +156,9 @@ class _Arm:
     rest: int = EVERY  # steps until it is tried again
     due: int = 0
 
-    def speedup(self, slow: float) -> float:
-        """Over plain decoding, where verification is so much slower than measured."""
-        return slow * self.plain / (slow * self.verify + self.draft) if self.steps else 1.0
-
-    def hope(self, slow: float) -> float:
-        """Speedup with the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little."""
-        return self.speedup(slow) * (1 + DOUBT / math.sqrt(max(self.steps, 1)))
+    def speedup(self, slow: float, alone: float) -> float:
+        """Over plain decoding, where verification is so much slower than measured, and that of plain steps again."""
+        return slow * alone * self.plain / (slow * self.verify + self.draft) if self.steps else 1.0
 
     @property
     def tau(self) -> float:
@@ -221,6 +219,8 @@ class Planner:
         self._slow = 1.0  # how much slower than measured a verification is now,
         self._alone = 1.0  # and how much slower than that in a run of plain steps
         self._run = 0  # plain steps up to now
+        self._settled = [0, 0]  # steps that told of the one, and of the other
+        self._check, self._checking = CHECK, 0
         # Of the nodes that were tried: what the drafter said, their depths, and whether it was right.
         self._seen: dict[bool, tuple[list[float], list[int], list[bool]]] = {k: ([], [], []) for k in (False, True)}
         self._rules: dict[tuple[int, int, int], GrowthRule] = {}
@@ -240,6 +240,14 @@ class Planner:
         wide = self.costs.draft_seconds(8, self.costs.width) - self.costs.draft_seconds(1, self.costs.width)
         more = (wide / max(high - low, 1e-7) - 1) / max(self.costs.width - 1, 1)
         self._wider = min(max(more, 0.02), 1.0)  # what each other node of a level takes, as a share of the first
+
+    def _speedup(self, arm: _Arm) -> float:
+        """Over plain decoding."""
+        return arm.speedup(self._slow, self._alone)
+
+    def _hope(self, arm: _Arm) -> float:
+        """Speedup with the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little."""
+        return self._speedup(arm) * (1 + DOUBT / math.sqrt(max(arm.steps, 1)))
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -262,20 +270,22 @@ class Planner:
             return None
         if self._chosen is not None and self._chosen.steps % AGAIN and self._chosen.steps < FIRST:
             return self._chosen
+        if self._must_check():
+            return None
         open_arms = [arm for arm in self._arms if self._may_win(arm)]
         fresh = min(open_arms, key=lambda arm: arm.steps)
         if fresh.steps < (FIRST if fresh.budget.width == 1 or self.at_once else max(FIRST // 2, 1)):
             return fresh
-        best = max(open_arms, key=lambda arm: arm.hope(self._slow))
+        best = max(open_arms, key=self._hope)
         if self._probing:
             self._probing -= 1
             return best
-        if best.hope(self._slow) < 1:
+        if self._hope(best) < 1:
             self._plain += 1
             if self._plain < self._patience:
                 return None
             self._plain, self._patience, self._probing = 0, min(2 * self._patience, PATIENCE), AGAIN - 1
-            if self._forecast() > max(1.05, 1.1 * best.speedup(self._slow)) and self._steps >= self._reform:
+            if self._forecast() > max(1.05, 1.1 * self._speedup(best)) and self._steps >= self._reform:
                 # What it brought was brought by chains of another length than it would draft now.
                 self._reform = self._steps + 2 * (self._steps + FIRST)  # ever rarer, should that prove wrong
                 best.plain = best.verify = best.draft = best.tokens = best.count = 0.0
@@ -283,6 +293,21 @@ class Planner:
             return best
         self._plain, self._patience = 0, PROBE
         return self._another(best)
+
+    def _must_check(self) -> bool:
+        """Whether to step plainly for once: what that takes decides, and the first steps of all told little of it."""
+        if self._checking:
+            self._checking -= 1
+            return True
+        if not PLAIN or self._steps < self._check:
+            return False
+        if self._check == CHECK:
+            self._settled[1] = 0
+        self._check = 2 * self._steps
+        if self._speedup(self._all) >= CLOSE:
+            return False
+        self._checking = PLAIN - 1
+        return True
 
     def _forecast(self) -> float:
         """The speedup of the best fixed chain by what has been learnt of the depths, by the costs of now."""
@@ -335,11 +360,15 @@ class Planner:
         verify = self._verify(nodes) / self._slow
         ratio = min(max(verified_s / verify, 0.25), 4.0)
         self._run = self._run + 1 if nodes == 1 else 0
-        if nodes > 1 or self._all.steps < 2:
-            self._slow += 0.05 * (ratio - self._slow)
-        if self._run > 1:  # the first plain step after drafts is not yet like those of plain decoding
-            self._alone += (0.5 if self._all.steps < PLAIN else 0.1) * (ratio / self._slow - self._alone)
-        plain = num_tokens * self._verify(1) * self._alone / self._slow / rows
+        if nodes > 1:
+            self._settled[0] += 1
+            self._slow += max(0.05, 1 / (self._settled[0] + 1)) * (ratio - self._slow)
+        elif self._run > SETTLED:
+            self._slow += 0.05 * (ratio / self._alone - self._slow)
+        elif self._run > 1:  # the first plain step after drafts is not yet like those of plain decoding
+            self._settled[1] += 1
+            self._alone += max(0.1, 1 / self._settled[1]) * (ratio / self._slow - self._alone)
+        plain = num_tokens * self._verify(1) / self._slow / rows
         # What it took by the clock, since trees and sampling take more than was measured beforehand; but a hiccup of
         # the machine says nothing of an arm.
         draft = min(drafted_s, HICCUP * line(depth) * share) if depth else 0.0
@@ -436,7 +465,7 @@ class Planner:
     @property
     def _token_seconds(self) -> float:
         """What a token takes at present: no more than in plain decoding."""
-        return self._verify(1) * self._alone / self._rows / max(self._all.speedup(self._slow), 1.0)
+        return self._verify(1) * self._alone / self._rows / max(self._speedup(self._all), 1.0)
 
     def _level_seconds(self, width: int) -> float:
         """Another level of drafting, for the present rows."""
