@@ -691,6 +691,67 @@ Pool& pool() {
 
 }  // namespace
 
+namespace {
+
+// --- keyed noise -----------------------------------------------------------------------------------------------------
+
+typedef double d8 __attribute__((vector_size(64)));
+typedef uint64_t u8 __attribute__((vector_size(64)));
+typedef float f8 __attribute__((vector_size(32)));
+
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull, MIX1 = 0xBF58476D1CE4E5B9ull, MIX2 = 0x94D049BB133111EBull;
+constexpr int SIDES = 4;  // vectors side by side: a logarithm is one long chain of products
+
+// The finaliser of splitmix64, of a number or of a vector of them.
+template <typename T> inline T mixed(T x) {
+    x = (x ^ (x >> 30)) * MIX1;
+    x = (x ^ (x >> 27)) * MIX2;
+    return x ^ (x >> 31);
+}
+
+// x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log m = 2 artanh((m - 1) / (m + 1)).
+inline void log_of(const d8* x, d8* out) {
+    d8 e[SIDES], s[SIDES], z[SIDES], p[SIDES];
+    for (int i = 0; i < SIDES; ++i) {
+        const u8 bits = (u8)x[i] - 0x3fe6a09e667f3bcdull;
+        const d8 m = (d8)((bits & 0x000fffffffffffffull) + 0x3fe6a09e667f3bcdull);
+        e[i] = __builtin_convertvector((bits + (1023ull << 52)) >> 52, d8) - 1023.0;
+        s[i] = (m - 1.0) / (m + 1.0);
+        z[i] = s[i] * s[i];
+        p[i] = d8{} + 1.0 / 23;
+    }
+#pragma GCC unroll 10
+    for (int k = 21; k >= 3; k -= 2)
+#pragma GCC unroll 4
+        for (int i = 0; i < SIDES; ++i) p[i] = p[i] * z[i] + 1.0 / k;
+    for (int i = 0; i < SIDES; ++i)
+        out[i] = e[i] * 6.93147180369123816490e-01 +
+                 (2.0 * s[i] + (2.0 * s[i] * z[i] * p[i] + e[i] * 1.90821492927058770002e-10));
+}
+
+// Standard Gumbel noise of ids 0, 1, ... under a key: -log(-log(u)) of hashed bits, in double, rounded in the end.
+void gumbel(uint64_t key, int64_t count, float* out) {
+    constexpr int STEP = 8 * SIDES;
+    u8 hash = key + u8{1, 2, 3, 4, 5, 6, 7, 8} * GOLDEN;
+    for (int64_t start = 0; start < count; start += STEP, hash += STEP * GOLDEN) {
+        d8 x[SIDES], y[SIDES];
+        f8 noise[SIDES];
+        for (int i = 0; i < SIDES; ++i)
+            x[i] = (__builtin_convertvector(mixed(hash + i * 8 * GOLDEN) >> 12, d8) + 0.5) * 0x1p-52;
+        log_of(x, y);
+        for (int i = 0; i < SIDES; ++i) y[i] = -y[i];
+        log_of(y, x);
+        for (int i = 0; i < SIDES; ++i) noise[i] = __builtin_convertvector(-x[i], f8);
+        if (start + STEP <= count) {
+            memcpy(out + start, noise, sizeof(noise));
+        } else {
+            memcpy(out + start, noise, (count - start) * sizeof(float));
+        }
+    }
+}
+
+}  // namespace
+
 extern "C" {
 
 int32_t draftwing_sizes(int32_t which) { return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : MAX_OPS; }
@@ -703,6 +764,9 @@ int32_t draftwing_has_int8() {
     return 0;
 #endif
 }
+
+// Noise under a key: see `gumbel`.
+void draftwing_gumbel(uint64_t key, int64_t count, float* out) { gumbel(key, count, out); }
 
 // A chain of drafted tokens for every row, each the best by its score: logits / temperature + noise.
 struct Chain {
@@ -838,34 +902,6 @@ int32_t draftwing_chain(const Op* ops, int32_t num_ops, const Batch* first, cons
             batch.buffers[chain->fed_back] = states;
         }
         run_program(ops, num_ops, &batch, num_threads);
-    }
-}
-
-// Standard Gumbel noise of ids 0, 1, ... under a key: -log(-log(u)) of hashed bits, in double, rounded in the end.
-void draftwing_gumbel(uint64_t key, int64_t count, float* out) {
-    typedef double d8 __attribute__((vector_size(64)));
-    typedef uint64_t u8 __attribute__((vector_size(64)));
-    const auto log_of = [](d8 x) {  // x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log m = 2 artanh((m - 1) / (m + 1))
-        const u8 bits = (u8)x - 0x3fe6a09e667f3bcdull;
-        const d8 e = __builtin_convertvector((bits + (1023ull << 52)) >> 52, d8) - 1023.0;
-        const d8 m = (d8)((bits & 0x000fffffffffffffull) + 0x3fe6a09e667f3bcdull);
-        const d8 s = (m - 1.0) / (m + 1.0), z = s * s;
-        d8 p = d8{} + 1.0 / 23;
-        for (int k = 21; k >= 3; k -= 2) p = p * z + 1.0 / k;
-        return e * 6.93147180369123816490e-01 + (2.0 * s + (2.0 * s * z * p + e * 1.90821492927058770002e-10));
-    };
-    const auto mix = [](u8 x) {  // the finaliser of splitmix64
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-        return x ^ (x >> 31);
-    };
-    for (int64_t start = 0; start < count; start += 8) {
-        u8 id;
-        for (int lane = 0; lane < 8; ++lane) id[lane] = static_cast<uint64_t>(start + lane + 1);
-        const u8 bits = mix(key + id * 0x9E3779B97F4A7C15ull) >> 12;
-        const d8 uniform = (__builtin_convertvector(bits, d8) + 0.5) * 0x1p-52;
-        const d8 noise = -log_of(-log_of(uniform));
-        for (int lane = 0; lane < 8 && start + lane < count; ++lane) out[start + lane] = static_cast<float>(noise[lane]);
     }
 }
 
