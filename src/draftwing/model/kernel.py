@@ -30,6 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -214,17 +215,21 @@ class NativeNoise(KeyedNoise):
         if scores.dtype != torch.float32 or vocab != self.vocab_size or not scores.is_contiguous():
             return None
         tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
-        out = torch.empty(rows, 5 + 2 * nodes, dtype=torch.int64)
-        whole = ctypes.c_int64 * rows
+        width, whole = 5 + 2 * nodes, ctypes.c_int64 * rows
+        found = (ctypes.c_int64 * (rows * width))()
         self._kernel.walk(
             self.handle, scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(),
-            whole(*seeds), whole(*starts), out.data_ptr(),
+            whole(*seeds), whole(*starts), found,
         )  # fmt: skip
-        longest, on_host = 0, []
-        for num, _, used, depth, finite, *lists in out.tolist():
+        numbers, longest, on_host = found[:], 0, []
+        for at in range(0, rows * width, width):
+            num, _, used, depth, finite = numbers[at : at + 5]
+            emitted = at + 5 + nodes
             longest = max(longest, num)
-            on_host.append(Emitted(lists[nodes : nodes + num + 1], used - 1, depth, finite > 0))
-        return Accepted(out.narrow(1, 5, longest + 1), out.select(1, 0), out.select(1, 1), on_host)
+            on_host.append(Emitted(numbers[emitted : emitted + num + 1], used - 1, depth, finite > 0))
+        columns = np.frombuffer(memoryview(found), np.int64).reshape(rows, width)  # its views cost less than tensors'
+        path, num_kept, bonus = map(torch.from_numpy, (columns[:, 5 : 6 + longest], columns[:, 0], columns[:, 1]))
+        return Accepted(path, num_kept, bonus, on_host)
 
 
 @cache
