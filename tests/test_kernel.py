@@ -1,6 +1,8 @@
 """The CPU kernel: the numbers of PyTorch, the same bits in any company, and what happens where it cannot be had."""
 
+import math
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -10,20 +12,21 @@ import torch
 import torch.nn.functional as F
 
 from conftest import build
+from draftwing.accept import _along, _walk, match
 from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget
 from draftwing.drafters.eagle import EagleDrafter
 from draftwing.model import kernel as kernel_module
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.kernel import get_kernel, kernel_problem
+from draftwing.model.kernel import NativeNoise, get_kernel, kernel_problem
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.model.program import Packed, Program
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleConfig, EagleNet
-from draftwing.sampling import Sampling
-from draftwing.tree import Accepted, DraftTree
+from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.tree import PAD, Accepted, DraftTree
 
 needs_kernel = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
 FAMILIES = {
@@ -123,6 +126,110 @@ def test_a_gated_matrix_and_places():
     assert torch.allclose(out.double(), F.silu(gate) * up, atol=1e-4)
     assert torch.allclose(scattered[:, places].double(), gate, atol=1e-4)
     assert scattered.isfinite().sum() == 7 * 70
+
+
+# --- the walk --------------------------------------------------------------------------------------------------------
+
+
+def random_trees(rng, rows, vocab, *, distinct=False):
+    """Ragged rows, unused nodes in between; children of few tokens, so that siblings are often equal."""
+    nodes = rng.choice((1, 2, 5, 9, 17))
+    tokens, parents = torch.full((rows, nodes), PAD), torch.full((rows, nodes), -1)
+    for row in range(rows):
+        used = [0, *sorted(rng.sample(range(1, nodes), rng.randrange(nodes)))]
+        taken = set()
+        for place, node in enumerate(used):
+            parent, token = rng.choice(used[:place]) if place else -1, rng.randrange(min(vocab, 4) if distinct else 2)
+            if place and (parent, token) in taken and distinct:
+                continue
+            if parent >= 0 and tokens[row, parent] == PAD:
+                continue
+            taken.add((parent, token))
+            tokens[row, node], parents[row, node] = token, parent
+    return DraftTree(tokens, parents)
+
+
+def batches(vocab, noise):
+    """The same rows with the kernel's noise and with Python's: greedy ones beside others, seeds alike and apart."""
+    kernel = get_kernel()
+    assert kernel is not None
+    rows = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.5, seed=2**63 - 1), Sampling(seed=3)]
+    native = NativeNoise(kernel, vocab, capacity=2)
+    return SamplingBatch(rows, native), SamplingBatch(rows, noise)
+
+
+@needs_kernel
+@pytest.mark.parametrize("vocab", [2, 5, 16, 61, 333])
+def test_a_walk_finds_what_python_finds(vocab):
+    """Ties, equal siblings, unused nodes, tokens that are banned, whole rows that are."""
+    rng, longest = random.Random(vocab), 0
+    native, python = batches(vocab, KeyedNoise(vocab))
+    for turn in range(150):
+        tree = random_trees(rng, 4, vocab, distinct=turn % 3 == 0)
+        scores = torch.randn(4, tree.num_nodes, vocab, generator=torch.Generator().manual_seed(turn))
+        scores[..., :2] += 3  # which are drafted
+        if turn % 2:
+            scores = scores.round()
+        scores[torch.rand(scores.shape, generator=torch.Generator().manual_seed(turn)) < 0.2] = -math.inf
+        starts = [rng.randrange(100) for _ in range(4)]
+        found, wanted = match(tree, scores, native, starts), _walk(tree, scores, python, starts)
+        for ours, theirs in zip(
+            (found.path, found.num, found.bonus), (wanted.path, wanted.num, wanted.bonus), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        assert found.on_host is not None
+        assert wanted.on_host is None
+        drawn = python.draw(scores, tree.depths, starts, tree.max_depth)
+        along = _along(tree, drawn)
+        assert torch.equal(found.num, along.num)
+        for row, emitted in enumerate(found.on_host):
+            num = int(wanted.num[row])
+            path = wanted.path[row, : num + 1]
+            assert emitted.tokens == [*tree.tokens[row, path[1:]].tolist(), int(wanted.bonus[row])]
+            assert emitted.num_drafted == int(tree.valid[row].sum()) - 1
+            assert emitted.depth == int(tree.depths[row].max())
+            chosen = scores[row, path].gather(1, drawn[row, path, None])
+            reached = [node for node in range(tree.num_nodes) if int(tree.depths[row, node]) <= num]
+            if all(scores[row, node].isfinite().any() for node in reached):
+                assert emitted.finite
+            elif not bool(chosen.isfinite().all()):
+                assert not emitted.finite
+            longest = max(longest, num)
+    assert longest >= 3
+
+
+@needs_kernel
+@pytest.mark.parametrize("place", [0, 7, 15, 16, 40, 60])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_walk_sees_scores_that_are_no_law(place, bad):
+    """At any node that is drawn from, in the rows that have one; NaN wins every draw, as it does in Python."""
+    native, python = batches(61, KeyedNoise(61))
+    tree = DraftTree.chain(torch.tensor([[1, 2, 3], [1, 2, 3], [1, place, 3], [1, 2, PAD]]))
+    scores = torch.zeros(4, 3, 61)
+    scores[:, 0, 2] = scores[:, 1, 3] = 100.0
+    scores[0, 0, place] = scores[2, 0, place] = scores[3, 2, place] = bad
+    found, wanted = match(tree, scores, native, [5] * 4), _walk(tree, scores, python, [5] * 4)
+    assert torch.equal(found.path, wanted.path)
+    assert torch.equal(found.bonus, wanted.bonus)
+    assert found.on_host is not None
+    assert [emitted.finite for emitted in found.on_host] == [False, True, False, True]
+    banned = torch.full((4, 3, 61), -math.inf)
+    found = match(tree, banned, native, [5] * 4)
+    assert found.bonus.tolist() == [0] * 4
+    assert found.on_host is not None
+    assert not any(emitted.finite for emitted in found.on_host)
+
+
+@needs_kernel
+def test_what_the_kernel_does_not_walk_python_walks():
+    native, python = batches(61, KeyedNoise(61))
+    tree = DraftTree.chain(torch.tensor([[1, 2, 3]] * 4))
+    scores = torch.randn(4, 3, 61, generator=torch.Generator().manual_seed(0))
+    apart = torch.stack([scores, scores], -1)[..., 0]
+    for kind in (scores.double(), apart):
+        found = match(tree, kind, native, [5] * 4)
+        assert found.on_host is None
+        assert torch.equal(found.path, _walk(tree, kind, python, [5] * 4).path)
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from draftwing.model.kernel import NativeNoise, get_kernel, kernel_problem, noise_of
 from draftwing.sampling import ACCEPT, DRAFT, TARGET, KeyedNoise, Sampling, SamplingBatch, gumbel, hash_bits, uniform
 
 IDS = torch.arange(1000)
@@ -121,6 +122,26 @@ def test_eviction_changes_no_value():
         assert torch.equal(tiny.at(seed, position), large.at(seed, position))
         assert len(tiny._cache) <= 3
     assert torch.equal(tiny.block([1, 2], [0, 0], 5), large.block([1, 2], [0, 0], 5))  # a block larger than the cache
+
+
+@pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
+@pytest.mark.parametrize("vocab", [1, 31, 32, 61, 1000])
+def test_the_kernels_noise_is_the_same(vocab):
+    """Whatever it has had to forget, and where one call asks for more than it may keep."""
+    kernel = get_kernel()
+    assert kernel is not None
+    assert isinstance(noise_of(vocab, torch.device("cpu")), NativeNoise)
+    native, wanted = NativeNoise(kernel, vocab, capacity=3), KeyedNoise(vocab)
+    rng = random.Random(2)
+    seeds, positions = (0, 1, 77, 2**62 + 5, 2**63 - 1), (0, 1, 2, 4095, 2**31, 2**40 + 3)
+    for _ in range(100):
+        seed, position = rng.choice(seeds), rng.choice(positions)
+        assert torch.equal(native.at(seed, position), wanted.at(seed, position))
+    kept = native.at(0, 1)
+    for _ in range(2):
+        assert torch.equal(native.block([1, 2], [0, 3], 5), wanted.block([1, 2], [0, 3], 5))
+        assert torch.equal(native.at(1, 2), wanted.at(1, 2))
+    assert torch.equal(kept, wanted.at(0, 1))  # a copy: what goes from the store does not take it along
 
 
 def test_streams_differ():

@@ -81,7 +81,8 @@ def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequ
         starts: for each row the absolute position of the token after the root.
     """
     if on_host(scores):
-        return _walk(tree, scores, sampling, starts)
+        walked = sampling.noise.walk(tree, scores, sampling.drawing_seeds, starts)
+        return _walk(tree, scores, sampling, starts) if walked is None else walked
     drawn = sampling.draw(scores, tree.depths, starts, tree.max_depth)
     return _along(tree, drawn)
 

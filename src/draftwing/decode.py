@@ -22,7 +22,7 @@ from draftwing.model.kernel import noise_of
 from draftwing.model.target import Row, Target, TargetOutput
 from draftwing.sampling import Sampling, SamplingBatch, on_host
 from draftwing.stats import Logprob, RowStep, Step, Timings
-from draftwing.tree import PAD, Accepted, DraftTree
+from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 __all__ = ["Decoder"]
 
@@ -128,7 +128,7 @@ class Decoder:
         self.target.commit(ctx, tree, accepted)
         self.drafter.observe(ctx, tree, accepted, output)
         clock.append(time.perf_counter())
-        rows = [self._advance(b, *found, accepted, output) for b, found in enumerate(emitted)]
+        rows = [self._advance(b, found, accepted, output) for b, found in enumerate(emitted)]
         for row in reversed([b for b, row in enumerate(rows) if row.finish_reason]):
             self._drop(row)
         if planner is not None:
@@ -168,40 +168,27 @@ class Decoder:
             pruned.__dict__.setdefault("max_depth", min(tree.max_depth, max(room)))
         return pruned
 
-    def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[tuple[list[int], int, int]]:
-        """For each row the tokens that it emits, its drafted nodes and its depth.
+    def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
+        """What each row emits.
 
         The one place where a step waits for the device.
         """
-        if on_host(scores):
-            together = _on_the_host(tree, accepted, scores)
-        else:
-            together = self._gathered(tree, accepted, scores).tolist()
-        emitted = []
-        for row, (*tokens, num, bonus, used, depth, finite) in enumerate(together):
-            if not finite:
+        emitted = accepted.on_host
+        if emitted is None:
+            emitted = _on_the_host(tree, accepted, scores) if on_host(scores) else _gathered(tree, accepted, scores)
+        for row, found in enumerate(emitted):
+            if not found.finite:
                 raise NumericsError(
                     f"{self.target.name}: the logits of request {self._requests[row][0]} at position "
                     f"{self.ctx.rows[row].length + 1} hold NaN, or every token is banned: check the weights, or load "
                     f"with dtype='float32'"
                 )
-            emitted.append(([*tokens[1 : num + 1], bonus], used - 1, depth))
         return emitted
 
-    def _gathered(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> torch.Tensor:
-        """All that ``_hand_over`` reads as one tensor: (B, D + 6)."""
-        path = accepted.path
-        drafted = tree.tokens.gather(1, path.clamp(min=0))
-        last = path.gather(1, accepted.num[:, None])
-        chosen = scores[torch.arange(len(path), device=path.device), last[:, 0], accepted.bonus]
-        columns = [accepted.num, accepted.bonus, tree.valid.sum(1), tree.depths.amax(1), chosen.isfinite()]
-        return torch.cat([drafted, *(column[:, None] for column in columns)], 1)
-
-    def _advance(
-        self, row: int, tokens: list[int], num_drafted: int, depth: int, accepted: Accepted, output: TargetOutput
-    ) -> RowStep:
+    def _advance(self, row: int, emitted: Emitted, accepted: Accepted, output: TargetOutput) -> RowStep:
         """Move one row on by the tokens it emits, cut where the request ends."""
         request_id, sampling = self._requests[row]
+        tokens = emitted.tokens
         state = self.ctx.rows[row]
         num_accepted = len(tokens) - 1
         room, finish = self._room(state, sampling), None
@@ -216,7 +203,7 @@ class Decoder:
         )
         state.tokens.extend(tokens)
         state.length += num_accepted + 1
-        return RowStep(request_id, tuple(tokens), num_drafted, num_accepted, depth, finish, logprobs)
+        return RowStep(request_id, tuple(tokens), emitted.num_drafted, num_accepted, emitted.depth, finish, logprobs)
 
     def _logprobs(
         self, row: int, tokens: list[int], accepted: Accepted, output: TargetOutput, num_top: int
@@ -239,8 +226,22 @@ class Decoder:
         self._batch = None
 
 
-def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[list[int]]:
-    """What ``Decoder._gathered`` holds, where tensors are on the host: small operators would cost more than loops."""
+def _gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
+    """What each row emits, read from the device as one tensor: (B, D + 6)."""
+    path = accepted.path
+    drafted = tree.tokens.gather(1, path.clamp(min=0))
+    last = path.gather(1, accepted.num[:, None])
+    chosen = scores[torch.arange(len(path), device=path.device), last[:, 0], accepted.bonus]
+    columns = [accepted.num, accepted.bonus, tree.valid.sum(1), tree.depths.amax(1), chosen.isfinite()]
+    together = torch.cat([drafted, *(column[:, None] for column in columns)], 1)
+    return [
+        Emitted([*tokens[1 : num + 1], bonus], used - 1, depth, finite > 0)
+        for *tokens, num, bonus, used, depth, finite in together.tolist()
+    ]
+
+
+def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
+    """The same where tensors are on the host: small operators would cost more than loops."""
     found = []
     columns = (tree.tokens, tree.parents, accepted.path, accepted.num, accepted.bonus)
     for row, (tokens, parents, path, num, bonus) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
@@ -249,7 +250,7 @@ def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> l
             depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 0
         used = sum(token != PAD for token in tokens)
         finite = math.isfinite(float(scores[row, path[num], bonus]))
-        found.append([*(tokens[node] for node in path), num, bonus, used, max(depths), int(finite)])
+        found.append(Emitted([*(tokens[node] for node in path[1 : num + 1]), bonus], used - 1, max(depths), finite))
     return found
 
 

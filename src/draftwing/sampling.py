@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import SamplingError
-from draftwing.tree import DraftTree
+from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["History", "KeyedNoise", "Sampling", "SamplingBatch", "gumbel", "hash_bits", "noise_key", "uniform"]
+__all__ = ["History", "KeyedNoise", "Sampling", "SamplingBatch", "gumbel", "hash_bits", "uniform"]
 
 _PENALTIES = ("repetition", "presence", "frequency")
 
@@ -155,14 +155,6 @@ def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tenso
     return _mix(key + (ids + 1) * _GOLDEN)
 
 
-def noise_key(seed: int, counters: Sequence[int]) -> int:
-    """What ``hash_bits`` mixes with the ids, in [0, 2**64)."""
-    key = _mix_int(seed + _GOLDEN)
-    for counter in counters:
-        key = _mix_int(_wrap(key + _GOLDEN) ^ _mix_int(counter * _MIX2 + _GOLDEN))
-    return key & _ALL
-
-
 def uniform(bits: Tensor) -> Tensor:
     """float64 in the open interval (0, 1) from 64 bits, on a grid of 2^-52."""
     return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
@@ -178,36 +170,28 @@ class KeyedNoise:
 
     The drafter, the verification and the next step's verification ask for the same positions; a bounded
     cache serves them, the least recently used going first. It holds no state that could change a result.
+
+    Attributes:
+        handle: by which the CPU kernel reads the same noise; None: it cannot.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device | str = "cpu",
-        capacity: int = 256,
-        make: Callable[[int, int], Tensor] | None = None,
-    ) -> None:
-        """``make`` turns a ``noise_key`` and the vocabulary's size into noise, faster than torch's operators."""
-        self._make = make
-        self._ids = torch.arange(vocab_size, device=device)
+    handle: int | None = None
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = 256) -> None:
+        self.vocab_size, self._device = vocab_size, device
         self._cache: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._capacity = capacity
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self._ids.numel()
+    @cached_property
+    def _ids(self) -> Tensor:
+        return torch.arange(self.vocab_size, device=self._device)
 
     def at(self, seed: int, position: int) -> Tensor:
         """(V,) float32."""
         key = (seed, position)
         found = self._cache.get(key)
         if found is None:
-            if self._make is None:
-                found = gumbel(hash_bits(seed, (TARGET, position), self._ids))
-            else:
-                found = self._make(noise_key(seed, (TARGET, position)), len(self._ids))
-            self._cache[key] = found
+            found = self._cache[key] = gumbel(hash_bits(seed, (TARGET, position), self._ids))
             if len(self._cache) > self._capacity:
                 self._cache.popitem(last=False)
         else:
@@ -219,6 +203,17 @@ class KeyedNoise:
         keys = [(seed, start + i) for seed, start in zip(seeds, starts, strict=True) for i in range(num_positions)]
         rows = [self.at(seed, position) for seed, position in keys]
         return torch.stack(rows).view(len(seeds), num_positions, -1)
+
+    def walk(self, tree: DraftTree, scores: Tensor, seeds: Sequence[int], starts: Sequence[int]) -> Accepted | None:
+        """What ``accept.match`` keeps, where something faster than Python finds it; else None.
+
+        Args:
+            tree: the batch of trees.
+            scores: (B, N, V) on the host.
+            seeds: of the rows, -1 for greedy ones.
+            starts: for each row the absolute position of the token after the root.
+        """
+        return None
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -263,6 +258,7 @@ class SamplingBatch:
         self.noise = noise
         self.device = torch.device(device)
         self.seeds = [row.seed for row in rows]
+        self.drawing_seeds = [row.seed if row.temperature > 0 else -1 for row in rows]  # -1: greedy
         self.num_greedy = sum(row.temperature == 0 for row in rows)
         self.all_greedy = self.num_greedy == len(rows)
         self.scales = any(row.temperature not in (0.0, 1.0) for row in rows)

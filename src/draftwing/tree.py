@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftwing.errors import TreeError
 
-__all__ = ["PAD", "Accepted", "DraftTree"]
+__all__ = ["PAD", "Accepted", "DraftTree", "Emitted"]
 
 PAD = -1
 
@@ -170,6 +171,22 @@ class DraftTree:
                     )
 
 
+class Emitted(NamedTuple):
+    """What one step emits of a row, in the host's own numbers.
+
+    Attributes:
+        tokens: of the kept draft nodes, then the bonus.
+        num_drafted: nodes of the row's tree (the root not counted).
+        depth: of the row's tree.
+        finite: whether the scores that these tokens were drawn from are those of a law.
+    """
+
+    tokens: list[int]
+    num_drafted: int
+    depth: int
+    finite: bool
+
+
 @dataclass(frozen=True)
 class Accepted:
     """What one step keeps.
@@ -178,8 +195,10 @@ class Accepted:
         path: (B, D + 1) int64 indices of the kept nodes, the root first, then ``PAD``.
         num: (B,) kept draft nodes (the root not counted).
         bonus: (B,) the token after the last kept node: the next pending token.
+        on_host: what each row emits, where a rule found it on the host: then nobody has to read it from the tensors.
     """
 
     path: Tensor
     num: Tensor
     bonus: Tensor
+    on_host: list[Emitted] | None = None

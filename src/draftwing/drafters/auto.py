@@ -221,8 +221,8 @@ class Planner:
         self._run = 0  # plain steps up to now
         self._settled = [0, 0]  # steps that told of the one, and of the other
         self._check, self._checking = CHECK, 0
-        # Of the nodes that were tried: what the drafter said, their depths, and whether it was right.
-        self._seen: dict[bool, tuple[list[float], list[int], list[bool]]] = {k: ([], [], []) for k in (False, True)}
+        # Steps not yet learnt from: parents (B, N), path (B, D), chances (B, N), and whether these are no margins.
+        self._unlearnt: list[tuple[Tensor, Tensor, np.ndarray | None, bool]] = []
         self._rules: dict[tuple[int, int, int], GrowthRule] = {}
         self._budgets: dict[tuple[int, str], Budget] = {}
         self._curves: dict[int, np.ndarray] = {}
@@ -377,33 +377,38 @@ class Planner:
         if arm is not None:
             arm.add(plain, verify, draft, num_tokens / rows)
         if nodes > 1 and self.reads:
-            self._learn(tree, accepted)
+            is_tree = not self._by_margin and arm is not None and arm.budget.width > 1
+            self._unlearnt.append((tree.parents, accepted.path, self._raw, is_tree))
+            if self._steps < YOUNG or self._steps % FRESH == 0:  # several at once take less than each by itself
+                self._learn()
 
-    def _learn(self, tree: DraftTree, accepted: Accepted) -> None:
-        """Acceptance of the nodes whose parents were accepted."""
-        raw = None if self._raw is None or self._raw.shape != tree.parents.shape else self._raw.tolist()
-        is_tree = not self._by_margin and self._chosen is not None and self._chosen.budget.width > 1
-        said, at, right = self._seen[is_tree]  # on lists, since there are a handful
-        for row, (path, parents) in enumerate(zip(accepted.path.tolist(), tree.parents.tolist(), strict=True)):
-            kept, depths = set(path), [0] * len(parents)
-            for node in range(1, len(parents)):
-                above = parents[node]
-                if above < 0 or above not in kept:
-                    continue
-                depth = depths[node] = depths[above] + 1
-                hit = node in kept
-                if parents[node - 1] != above:  # siblings stand in order: the best of them
-                    place = min(depth, NUM_DEPTHS) - 1
-                    self._asked[place] += 1
-                    self._continues[place] += max(0.03, 1 / (self._asked[place] + 3)) * (hit - self._continues[place])
-                if raw is not None:
-                    said.append(raw[row][node])
-                    at.append(depth)
-                    right.append(hit)
-        if said and (self._steps < YOUNG or self._steps % FRESH == 0):
+    def _learn(self) -> None:
+        """Acceptance of the nodes whose parents were accepted, in the steps since it was learnt from last."""
+        seen: dict[bool, tuple[list[float], list[int], list[bool]]] = {}  # by: chances of a tree's nodes, no margins
+        for parents_BN, path_BD, raw_BN, is_tree in self._unlearnt:
+            raw = None if raw_BN is None or raw_BN.shape != parents_BN.shape else raw_BN.tolist()
+            said, at, right = seen.setdefault(is_tree, ([], [], []))  # lists, since there are a handful
+            for row, (path, parents) in enumerate(zip(path_BD.tolist(), parents_BN.tolist(), strict=True)):
+                kept, depths = set(path), [0] * len(parents)
+                for node in range(1, len(parents)):
+                    above = parents[node]
+                    if above < 0 or above not in kept:
+                        continue
+                    depth = depths[node] = depths[above] + 1
+                    hit = node in kept
+                    if parents[node - 1] != above:  # siblings stand in order: the best of them
+                        place = min(depth, NUM_DEPTHS) - 1
+                        self._asked[place] += 1
+                        weight = max(0.03, 1 / (self._asked[place] + 3))
+                        self._continues[place] += weight * (hit - self._continues[place])
+                    if raw is not None:
+                        said.append(raw[row][node])
+                        at.append(depth)
+                        right.append(hit)
+        self._unlearnt = []
+        for is_tree, (said, at, right) in seen.items():
             acceptance = self.tree_acceptance if is_tree else self.acceptance
             acceptance.observe(np.array(said), np.array(at), np.array(right))
-            self._seen[is_tree] = ([], [], [])
 
     # --- what a growing tree asks ----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from draftwing.drafters.base import Budget
 from draftwing.drafters.growth import Growth, request_for
 from draftwing.drafters.recorded import CatchUp, EagleRun, grow
 from draftwing.errors import ConfigError
-from draftwing.model.lean import LeanTarget
+from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.fused import FusedEagle
@@ -124,8 +124,9 @@ class EagleDrafter:
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until a tree is drafted again."""
         assert output.features is not None
-        path = accepted.path.clamp(min=0)[:, :, None].expand(-1, -1, output.features.shape[2])
-        fresh, old = output.features.gather(1, path).to(self._waiting.dtype), self._waiting
+        rewritten = isinstance(ctx, LeanContext) and ctx.graphs is not None  # by the next replay: these need a copy
+        fresh = _kept(output.features, accepted.path, as_view=tree.is_chain and not rewritten)
+        fresh, old = fresh.to(self._waiting.dtype), self._waiting
         waiting = [row.length - fed for row, fed in zip(ctx.rows, self._fed, strict=True)]
         if min(waiting) == max(waiting):
             self._waiting = torch.cat([old[:, : waiting[0]], fresh], 1) if waiting[0] else fresh
@@ -182,3 +183,15 @@ class EagleDrafter:
         if last is not None:
             fed_back, read = (each.gather(1, last.expand(-1, 1, each.shape[2])) for each in (fed_back, read))
         return self._run.logits(read), fed_back
+
+
+def _kept(features: Tensor, path: Tensor, *, as_view: bool) -> Tensor:
+    """The features (B, P, F) of the nodes on each row's ``path`` (B, P); past a row's own end anything.
+
+    ``as_view``: the nodes are the first ones.
+    """
+    if as_view:
+        return features[:, : path.shape[1]]
+    if len(path) == 1:
+        return features.index_select(1, path[0])
+    return features.gather(1, path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[2]))

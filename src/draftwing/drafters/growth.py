@@ -108,11 +108,10 @@ def request_for(
         rule = budget.plan.growth_rule(depth, budget.width, most)
         if rule is None:
             return None
-    noise: list[list[Tensor]] = []
-    for row, request in zip(ctx.rows, sampling.rows, strict=True):
-        keyed = request.temperature > 0 and budget.children == "keyed"
-        start = row.length + 1
-        noise.append([sampling.noise.at(request.seed, start + i) for i in range(depth)] if keyed else [])
+    handle = sampling.noise.handle
+    if handle is None:
+        return None
+    keyed = budget.children == "keyed"
     return DraftRequest(
         depth,
         budget.width,
@@ -120,7 +119,9 @@ def request_for(
         [row.tokens[row.length] for row in ctx.rows],
         wanted,
         [request.temperature for request in sampling.rows],
-        noise,
+        handle,
+        [request.seed if keyed and request.temperature > 0 else -1 for request in sampling.rows],
+        [row.length + 1 for row in ctx.rows],
         calibration.sharpness,
         calibration.miss,
         rule,

@@ -24,16 +24,31 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftwing.sampling import KeyedNoise
+from draftwing.tree import Accepted, DraftTree, Emitted
 
-__all__ = ["Batch", "Draft", "Kernel", "Op", "cache_folder", "get_kernel", "kernel_problem", "noise_of", "set_cache"]
+__all__ = [
+    "Batch",
+    "Draft",
+    "Kernel",
+    "NativeNoise",
+    "Op",
+    "cache_folder",
+    "get_kernel",
+    "kernel_problem",
+    "noise_of",
+    "set_cache",
+]
 
 _FLAGS = (
     "-O3",
@@ -96,7 +111,10 @@ class Draft(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_catch_up", "num_hidden", "logits", "read", "states", "fed_back")),
         *((name, ctypes.c_int32) for name in ("num_tables", "num_knots")),
         *((name, ctypes.c_float) for name in ("sharpness", "kept", "worth", "share")),
-        *((name, ctypes.c_void_p) for name in ("first_logits", "counts", "wanted", "temperatures", "noise")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("first_logits", "counts", "wanted", "temperatures", "noise", "seeds", "starts")
+        ),
         *((name, ctypes.c_void_p) for name in ("knots", "rates", "gains", "costs", "verify")),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached")),
         *((name, ctypes.c_int32) for name in ("levels", "is_chain", "deepest")),
@@ -117,8 +135,14 @@ class Kernel:
             ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
         ]  # fmt: skip
         self._commit.restype = None
-        self._gumbel = library.draftwing_gumbel
-        self._gumbel.argtypes, self._gumbel.restype = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p], None
+        self.noise_new, self.noise_free = library.draftwing_noise_new, library.draftwing_noise_free
+        self.noise_new.argtypes, self.noise_new.restype = [ctypes.c_int64] * 2, ctypes.c_void_p
+        self.noise_free.argtypes, self.noise_free.restype = [ctypes.c_void_p], None
+        self.noise_copy, self.walk = library.draftwing_noise_copy, library.draftwing_walk
+        self.noise_copy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+        self.noise_copy.restype = None
+        self.walk.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5]
+        self.walk.restype = None
         self.max_ops: int = library.draftwing_sizes(2)
         self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
 
@@ -133,12 +157,6 @@ class Kernel:
             ops, num_ops, ctypes.byref(batch), caught, ctypes.byref(draft), roots, torch.get_num_threads()
         )
         return nodes
-
-    def gumbel(self, key: int, count: int) -> Tensor:
-        """What ``sampling.gumbel`` makes of a ``noise_key`` for ids 0 to ``count - 1``: (count,) float32."""
-        out = torch.empty(count)
-        self._gumbel(key, count, out.data_ptr())
-        return out
 
     def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
         """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).
@@ -173,7 +191,57 @@ def kernel_problem() -> str:
 def noise_of(vocab_size: int, device: torch.device) -> KeyedNoise:
     """Keyed noise, made by the kernel where there is one."""
     kernel = get_kernel() if device.type == "cpu" else None
-    return KeyedNoise(vocab_size, device, make=None if kernel is None else kernel.gumbel)
+    return KeyedNoise(vocab_size, device) if kernel is None else NativeNoise(kernel, vocab_size)
+
+
+class NativeNoise(KeyedNoise):
+    """Keyed noise that the kernel makes and keeps, and reads itself where it drafts and where it walks trees.
+
+    Attributes:
+        handle: the ``NoiseStore`` of ``kernel.cpp``.
+    """
+
+    def __init__(self, kernel: Kernel, vocab_size: int, capacity: int = 256) -> None:
+        super().__init__(vocab_size)
+        self._kernel = kernel
+        self._store = kernel.noise_new(vocab_size, capacity)
+        self.handle = self._store
+        weakref.finalize(self, kernel.noise_free, self._store)
+
+    def at(self, seed: int, position: int) -> Tensor:
+        """(V,) float32, a copy."""
+        out = torch.empty(self.vocab_size)
+        self._kernel.noise_copy(self._store, seed, position, 1, out.data_ptr())
+        return out
+
+    def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
+        """See ``KeyedNoise.block``."""
+        out = torch.empty(len(seeds), num_positions, self.vocab_size)
+        for row, (seed, start) in enumerate(zip(seeds, starts, strict=True)):
+            self._kernel.noise_copy(self._store, seed, start, num_positions, out[row].data_ptr())
+        return out
+
+    def walk(self, tree: DraftTree, scores: Tensor, seeds: Sequence[int], starts: Sequence[int]) -> Accepted | None:
+        """See ``KeyedNoise.walk``; of float32 scores."""
+        rows, nodes, vocab = scores.shape
+        if scores.dtype != torch.float32 or vocab != self.vocab_size or not scores.is_contiguous():
+            return None
+        tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
+        width, whole = 5 + 2 * nodes, ctypes.c_int64 * rows
+        found = (ctypes.c_int64 * (rows * width))()
+        self._kernel.walk(
+            self._store, scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(),
+            whole(*seeds), whole(*starts), found,
+        )  # fmt: skip
+        numbers, longest, on_host = found[:], 0, []
+        for at in range(0, rows * width, width):
+            num, _, used, depth, finite = numbers[at : at + 5]
+            emitted = at + 5 + nodes
+            longest = max(longest, num)
+            on_host.append(Emitted(numbers[emitted : emitted + num + 1], used - 1, depth, finite > 0))
+        columns = np.frombuffer(memoryview(found), np.int64).reshape(rows, width)  # its views cost less than tensors'
+        path, num_kept, bonus = map(torch.from_numpy, (columns[:, 5 : 6 + longest], columns[:, 0], columns[:, 1]))
+        return Accepted(path, num_kept, bonus, on_host)
 
 
 @cache

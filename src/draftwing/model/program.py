@@ -163,7 +163,8 @@ class DraftRequest:
         roots: of each row its token.
         wanted: of each row, whether anything is to be drafted for it.
         temperatures: of each row, 0 for greedy ones.
-        noise: for each row the noise (V,) of its levels; empty for greedy rows, or where none is wanted.
+        noise: the handle of a ``NativeNoise``, with the rows' seeds, -1 where none is to be added, and the absolute
+            positions of the tokens after their roots.
         sharpness, miss: how scores under noise become chances (``nets.calibration``).
         rule: what the nodes are worth; None expands ``width`` nodes of every level and keeps the ``most`` likely.
     """
@@ -174,7 +175,9 @@ class DraftRequest:
     roots: Sequence[int]
     wanted: Sequence[bool]
     temperatures: Sequence[float]
-    noise: Sequence[Sequence[Tensor]]
+    noise: int
+    seeds: Sequence[int]
+    starts: Sequence[int]
     sharpness: float = 1.0
     miss: float = 0.0
     rule: GrowthRule | None = None
@@ -381,18 +384,19 @@ class Program:
         batch = self._batch(rows, max(width, entries), outside, slots)
         room = 1 + width + (depth - 1) * width * width
         numbers, chances = torch.empty(3, rows * room, dtype=torch.int64), torch.empty(2, rows * room)
-        noise = (ctypes.c_void_p * (rows * depth))()
-        for row, of_row in enumerate(request.noise):
-            for level, each in enumerate(of_row):
-                noise[row * depth + level] = each.data_ptr()
         roots, wanted, counts = array("q", request.roots), array("q", request.wanted), array("q")
-        temperatures = array("f", request.temperatures)
+        seeds, starts, temperatures = (
+            array("q", request.seeds),
+            array("q", request.starts),
+            array("f", request.temperatures),
+        )
         out = numbers.data_ptr()
         draft = Draft(
             depth=depth, width=width, most=request.most, vocab_size=self._widths[logits], room=room,
             num_catch_up=num_catch_up, num_hidden=num_hidden, logits=logits, read=read,
             states=-1, fed_back=-1, sharpness=request.sharpness, kept=1 - request.miss,
-            wanted=_address(wanted), temperatures=_address(temperatures), noise=ctypes.addressof(noise),
+            wanted=_address(wanted), temperatures=_address(temperatures),
+            noise=request.noise, seeds=_address(seeds), starts=_address(starts),
             tokens=out, parents=out + 8 * rows * room, places=out + 16 * rows * room,
             told=chances.data_ptr(), reached=chances.data_ptr() + 4 * rows * room,
         )  # fmt: skip
