@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,8 +33,9 @@ from draftwing.tree import Accepted, DraftTree
 __all__ = ["Acceptance", "Planner"]
 
 KEEP = 0.985  # share of what is remembered that a step leaves: the last 70 or so count
-DOUBT = 1.0  # of an arm's speedup, over the root of the steps that it had: tokens of a step scatter as much as that
+DOUBT = 0.5  # of an arm's speedup, over the root of the steps that it had: tokens of a step scatter as much as that
 TRUST = 4.0  # drafts that each end of a measured line counts as
+SPREAD = 100.0  # squares of nodes that no slope at all counts as
 FIRST, AGAIN = 16, 2  # steps that an arm is tried at first, so many at a time: texts change, and arms must share them
 EVERY, SELDOM = 24, 384  # steps between two trials of an arm that is not the best: at first, and at most
 WIDER, NODES = 1.8, 2.5  # a tree may have so many times a chain's accepted drafts, with so many nodes for each token
@@ -48,7 +50,7 @@ MOST = 256  # nodes that costs are looked up for
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
 PRIOR = 3.0  # observations that a bin's own chance counts as
 FORGET = 0.998  # of acceptance, by observation
-FRESH, YOUNG = 4, 32  # after the first so many steps, what was seen is learnt from every so many
+FRESH, YOUNG = 8, 32  # after the first so many steps, what was seen is learnt from every so many
 
 
 class Acceptance:
@@ -138,6 +140,24 @@ class _Line:
         return self.start + self.slope * depth if depth else 0.0
 
 
+class _Tilt:
+    """How much more a node takes than was measured beforehand, in plain steps: the slope of what steps took beyond it.
+
+    Caches that drafts have emptied, or a machine whose arithmetic is shared while its memory is not, show in it.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of 1, nodes, excess, nodes ** 2, nodes * excess
+        self.slope = 0.0
+
+    def observe(self, nodes: int, excess: float) -> None:
+        """One step: by how many plain steps its verification took longer than expected."""
+        fresh = (1.0, float(nodes), excess, float(nodes * nodes), nodes * excess)
+        self._sums = [KEEP * old + new for old, new in zip(self._sums, fresh, strict=True)]
+        count, x, y, xx, xy = self._sums
+        self.slope = (xy - x * y / count) / (xx - x * x / count + SPREAD)
+
+
 @dataclass
 class _Arm:
     """One budget, and what it brought: decayed sums, in seconds of the cost model.
@@ -219,6 +239,8 @@ class Planner:
         self._slow = 1.0  # how much slower than measured a verification is now,
         self._alone = 1.0  # and how much slower than that in a run of plain steps
         self._run = 0  # plain steps up to now
+        self._tilt = _Tilt()
+        self._own = 0.0  # seconds that the planner takes after a step, in the mean
         self._settled = [0, 0]  # steps that told of the one, and of the other
         self._check, self._checking = CHECK, 0
         # Steps not yet learnt from: parents (B, N), path (B, D), chances (B, N), and whether these are no margins.
@@ -352,6 +374,7 @@ class Planner:
         self, tree: DraftTree, accepted: Accepted, num_tokens: int, drafted_s: float, verified_s: float
     ) -> None:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
+        began = time.perf_counter()
         rows, nodes, arm = tree.num_rows, tree.num_nodes, self._chosen
         depth = max(tree.max_depth, self._levels)
         line, share = self._lines[self._is_wide], self.costs.draft_share(rows)
@@ -361,6 +384,9 @@ class Planner:
         ratio = min(max(verified_s / verify, 0.25), 4.0)
         self._run = self._run + 1 if nodes == 1 else 0
         if nodes > 1:
+            self._tilt.observe(
+                nodes, (min(ratio, HICCUP * self._slow) - self._slow) * verify * self._slow / self._verify(1)
+            )
             self._settled[0] += 1
             self._slow += max(0.05, 1 / (self._settled[0] + 1)) * (ratio - self._slow)
         elif self._run > SETTLED:
@@ -375,12 +401,13 @@ class Planner:
         verify = min(verified_s / self._slow, HICCUP * verify)
         self._all.add(plain, verify, draft, num_tokens / rows)
         if arm is not None:
-            arm.add(plain, verify, draft, num_tokens / rows)
+            arm.add(plain, verify, draft + self._own, num_tokens / rows)
         if nodes > 1 and self.reads:
             is_tree = not self._by_margin and arm is not None and arm.budget.width > 1
             self._unlearnt.append((tree.parents, accepted.path, self._raw, is_tree))
             if self._steps < YOUNG or self._steps % FRESH == 0:  # several at once take less than each by itself
                 self._learn()
+        self._own += 0.05 * (min(time.perf_counter() - began, 1e-3) - self._own)
 
     def _learn(self) -> None:
         """Acceptance of the nodes whose parents were accepted, in the steps since it was learnt from last."""
@@ -448,7 +475,7 @@ class Planner:
             np.ascontiguousarray(told[:, 1]),
             (continues * self._token_seconds).astype(np.float32),
             np.full(depth, self._level_seconds(1), dtype=np.float32),
-            (self._curve[: most + 3] * self._slow).astype(np.float32),
+            self._weighed(most + 3).astype(np.float32),
             self._token_seconds,
             self._wider,
         )
@@ -459,7 +486,7 @@ class Planner:
         most = None if self._chosen is None else self._chosen.budget.nodes
         self._levels = max(self._levels, 1)
         gains = np.cumsum([0.0, *chances[:most]]) * worth
-        return int((gains - self._curve[1 : len(gains) + 1] * self._slow).argmax())
+        return int((gains - self._weighed(len(gains) + 1)[1:]).argmax())
 
     def drafted(self, raw: Tensor, effort: float) -> None:
         """See ``Plan``."""
@@ -488,6 +515,11 @@ class Planner:
     def _verify(self, nodes: int) -> float:
         """T_V of the present rows."""
         return max(float(self._curve[min(nodes, MOST)]) + self._beyond, 1e-7) * self._slow
+
+    def _weighed(self, count: int) -> np.ndarray:
+        """T_V of the present rows for 0 to ``count - 1`` nodes, but for what all have in common."""
+        tilted = self._curve[:count] * self._slow + self._tilt.slope * self._verify(1) * np.arange(count)
+        return np.maximum.accumulate(tilted)
 
     @property
     def _curve(self) -> np.ndarray:
