@@ -488,9 +488,9 @@ class Planner:
         gains = np.cumsum([0.0, *chances[:most]]) * worth
         return int((gains - self._weighed(len(gains) + 1)[1:]).argmax())
 
-    def drafted(self, raw: Tensor, effort: float) -> None:
+    def drafted(self, raw: np.ndarray, effort: float) -> None:
         """See ``Plan``."""
-        self._raw, self._levels = raw.numpy(), max(self._levels, effort)
+        self._raw, self._levels = raw, max(self._levels, effort)
 
     # --- seconds ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from draftwing.errors import ConfigError
@@ -49,7 +50,7 @@ class Plan(Protocol):
         """How many nodes to verify: ``chances`` of the best, the second best, ... of all rows in sum."""
         ...
 
-    def drafted(self, raw: Tensor, effort: float) -> None:
+    def drafted(self, raw: np.ndarray, effort: float) -> None:
         """What the drafter said of the finished tree's nodes, given their parents, (B, N) chances.
 
         ``effort``: levels drafted; those that were wider than one node may count as more.

@@ -52,7 +52,10 @@ class EagleDrafter:
         self._run = EagleRun.of(net, device, record, self)
         self._cache, self._rotary, self._shifted = self._run.cache, self._run.rotary, self._run.shifted
         self._fed: list[int] = []  # entries of each row whose slots hold true features
-        self._waiting = torch.zeros(0, 1, config.hidden_size * len(config.taps), dtype=dtype, device=device)
+        self._none = torch.zeros(0, 1, config.hidden_size * len(config.taps), dtype=dtype, device=device)
+        # Features since the last draft, step by step, (B, at least a row's entries, F) each, with the rows' lengths
+        # before: in a run of plain steps they are only put down here.
+        self._waiting: list[tuple[Tensor, list[int]]] = []
         self._fused = None if net.kernel is None else FusedEagle(net.kernel, net, net.read_head)
         self.at_once = self._fused is not None and config.rope.position_only and config.inputs == "feature-shifted"
 
@@ -65,7 +68,7 @@ class EagleDrafter:
         tokens, row, count = ctx.rows[-1].tokens, len(self._fed), features.shape[1]
         self._cache.reserve(row + 1, count + 1)
         self._cache.clear(row)
-        features = features.to(self._waiting.dtype)
+        features = features.to(self._none.dtype)
         for start in range(0, count - 1, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, count - 1)
             ids = tokens[start + 1 : stop + 1] if self._shifted else tokens[start:stop]
@@ -77,18 +80,19 @@ class EagleDrafter:
                 )
             else:
                 self._run.run(chain.tokens, states, chain, [start], row)
-        self._fed.append(max(count - 1, 0))
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
-        self._waiting = torch.cat([self._waiting, F.pad(last, (0, 0, 0, self._waiting.shape[1] - 1))])
+        waiting = self._joined(ctx)
+        self._fed.append(max(count - 1, 0))
+        self._waiting = [(torch.cat([waiting, F.pad(last, (0, 0, 0, waiting.shape[1] - 1))]), list(self._fed))]
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
-        last = len(self._fed) - 1
+        last, waiting = len(self._fed) - 1, self._joined(ctx)
         self._cache.move_row(last, row)
         self._fed[row] = self._fed[-1]
         self._fed.pop()
-        self._waiting = torch.cat([self._waiting[:row], self._waiting[last:], self._waiting[row + 1 : last]])[:last]
+        self._waiting = [(torch.cat([waiting[:row], waiting[last:], waiting[row + 1 : last]])[:last], list(self._fed))]
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -126,13 +130,23 @@ class EagleDrafter:
         assert output.features is not None
         rewritten = isinstance(ctx, LeanContext) and ctx.graphs is not None  # by the next replay: these need a copy
         fresh = _kept(output.features, accepted.path, as_view=tree.is_chain and not rewritten)
-        fresh, old = fresh.to(self._waiting.dtype), self._waiting
-        waiting = [row.length - fed for row, fed in zip(ctx.rows, self._fed, strict=True)]
-        if min(waiting) == max(waiting):
-            self._waiting = torch.cat([old[:, : waiting[0]], fresh], 1) if waiting[0] else fresh
-            return
-        ends = [torch.cat([old[row, :count], fresh[row]]) for row, count in enumerate(waiting)]
-        self._waiting = torch.nn.utils.rnn.pad_sequence(ends, batch_first=True)
+        self._waiting.append((fresh.to(self._none.dtype), ctx.lengths))
+
+    def _joined(self, ctx: Context) -> Tensor:
+        """(B, W, F) what is waiting, W at least the most entries of a row."""
+        if not self._waiting:
+            return self._none
+        pieces, starts = zip(*self._waiting, strict=True)
+        ends = [*starts[1:], [row.length for row, _ in zip(ctx.rows, starts[0], strict=False)]]
+        counts = [[end - start for start, end in zip(*pair, strict=True)] for pair in zip(starts, ends, strict=True)]
+        if len(pieces) == 1:
+            return pieces[0][:, : max(1, *counts[0])] if counts[0] else pieces[0]
+        if all(min(each) == max(each) for each in counts):
+            return torch.cat([piece[:, : each[0]] for piece, each in zip(pieces, counts, strict=True)], 1)
+        rows = [torch.cat([piece[row, : each[row]] for piece, each in zip(pieces, counts, strict=True)])
+                for row in range(len(counts[0]))]  # fmt: skip
+        padded: Tensor = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return padded
 
     def _waiting_entries(self, ctx: Context, wanted: list[bool]) -> CatchUp:
         """Each row's entries since the last draft, which are as good as fed now."""
@@ -141,7 +155,8 @@ class EagleDrafter:
         self._fed = [row.length for row in ctx.rows]
         lengths = [max(row.length - 1, 0) for row in ctx.rows]
         pending = [row.tokens[row.length] for row in ctx.rows]
-        return CatchUp(fresh, self._waiting, fed, lengths, pending, wanted)
+        features, self._waiting = self._joined(ctx), []
+        return CatchUp(fresh, features, fed, lengths, pending, wanted)
 
     def _catch_up(self, ctx: Context, waiting: CatchUp) -> tuple[Tensor, Tensor]:
         """Feed each row's waiting entries; logits (B, 1, V) and states (B, 1, H) of the last: the root's."""

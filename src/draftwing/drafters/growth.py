@@ -232,7 +232,7 @@ class Growth:
             count = plan.num_nodes([sum(level) for level in self._reached])
             one = [1.0] * len(self._tokens)
             told, reached = (torch.tensor([one, *each[:count]]).T for each in (self._told, self._reached))
-            plan.drafted(told, self.level)
+            plan.drafted(told.numpy(), self.level)
             return DraftTree.chain(self._tokens[:, : count + 1], reached)
         ranked = self._values[:, 1:].sort(dim=-1, descending=True).values
         count = plan.num_nodes(ranked.exp().sum(0).tolist())
@@ -240,7 +240,7 @@ class Growth:
             return DraftTree.root(self._tokens[:, 0])
         tree = self._rerank(count)
         assert self._kept is not None
-        plan.drafted(self._raw.gather(1, self._kept).exp(), self.level)
+        plan.drafted(self._raw.gather(1, self._kept).exp().numpy(), self.level)
         return tree
 
     # --- the three ways of growing ---------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """A whole forward in one call: the CPU kernel, compiled where it is first used.
 
 Decoding a small model through PyTorch spends most of its time between the operators. Here the layers of a decoder
-are one *program*, a list of operations over buffers of rows, which ``kernel.cpp`` walks in one parallel region. It also
+are one *program*, a list of operations over buffers of rows, which is walked in one parallel region. It also
 gives every row the same bits whatever stands beside it, in any tree, so that speculative decoding in float32 is
 exact to the bit, and so is int8.
 
-``kernel.cpp`` needs a C++ compiler: ``$CXX``, ``c++``, ``g++`` or ``clang++``, or the package ``ziglang`` from PyPI,
+The C++ in ``native`` needs a compiler: ``$CXX``, ``c++``, ``g++`` or ``clang++``, or the package ``ziglang`` from PyPI,
 which holds one. What it makes is kept in the user's cache. Without a compiler everything runs through PyTorch, slower;
 ``DRAFTWING_KERNEL=off`` asks for that.
 
@@ -79,7 +79,7 @@ def cache_folder() -> Path:
 
 
 class Op(ctypes.Structure):
-    """One operation, as ``kernel.cpp`` lays it out."""
+    """One operation, as ``native`` lays it out."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "source", "target", "column", "num_in", "num_out", "epilogue")),
@@ -198,7 +198,7 @@ class NativeNoise(KeyedNoise):
     """Keyed noise that the kernel makes and keeps, and reads itself where it drafts and where it walks trees.
 
     Attributes:
-        handle: the ``NoiseStore`` of ``kernel.cpp``.
+        handle: the ``NoiseStore`` of ``native/noise.h``.
     """
 
     def __init__(self, kernel: Kernel, vocab_size: int, capacity: int = 256) -> None:
@@ -259,8 +259,8 @@ def _load() -> tuple[Kernel | None, str]:
 
 
 def _compiled() -> Path:
-    source = Path(__file__).with_name("kernel.cpp")
-    code = source.read_bytes()
+    folder = Path(__file__).with_name("native")
+    source, code = folder / "kernel.cpp", b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
     key = hashlib.sha256(code + " ".join((*_FLAGS, _cpu())).encode()).hexdigest()[:16]
     found = cache_folder() / f"kernel-{key}.so"
     if found.exists():

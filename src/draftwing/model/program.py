@@ -206,7 +206,7 @@ class Drafted:
 
     Attributes:
         tree: of all rows, with the chances of the paths as they came true.
-        told: (B, N) the chance of each node given its parent, as the net says.
+        told: (B, N) float32, the chance of each node given its parent, as the net says.
         places: (B, N) int64, where a node stands among those that were run, whose slots follow each other after the
             root's; -1 for leaves that were not.
         num_levels: that were run, the root's counted.
@@ -215,15 +215,15 @@ class Drafted:
     """
 
     tree: DraftTree
-    told: Tensor
-    places: Tensor
+    told: np.ndarray
+    places: np.ndarray
     num_levels: int
     effort: float
     is_chain: bool
 
     def slots_of(self, path: Tensor) -> Tensor:
         """``places`` of the nodes of a path (B, D); PAD where they have none."""
-        return self.places.gather(1, path.clamp(min=0)).masked_fill(path == PAD, PAD)
+        return torch.from_numpy(self.places).gather(1, path.clamp(min=0)).masked_fill(path == PAD, PAD)
 
 
 class Program:
@@ -241,6 +241,7 @@ class Program:
         self._is_outside: list[bool] = []
         self._workspace = torch.empty(0)
         self._capacity = 0
+        self._last = Batch()
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -383,22 +384,19 @@ class Program:
         width, entries = request.width, 1 if waiting is None else waiting.features.shape[1]
         batch = self._batch(rows, max(width, entries), outside, slots)
         room = 1 + width + (depth - 1) * width * width
-        numbers, chances = torch.empty(3, rows * room, dtype=torch.int64), torch.empty(2, rows * room)
+        size = rows * room
+        numbers, chances = np.empty(3 * size, dtype=np.int64), np.empty(2 * size, dtype=np.float32)
         roots, wanted, counts = array("q", request.roots), array("q", request.wanted), array("q")
-        seeds, starts, temperatures = (
-            array("q", request.seeds),
-            array("q", request.starts),
-            array("f", request.temperatures),
-        )
-        out = numbers.data_ptr()
+        seeds, starts = array("q", request.seeds), array("q", request.starts)
+        temperatures = array("f", request.temperatures)
+        out, told = numbers.ctypes.data, chances.ctypes.data
         draft = Draft(
             depth=depth, width=width, most=request.most, vocab_size=self._widths[logits], room=room,
             num_catch_up=num_catch_up, num_hidden=num_hidden, logits=logits, read=read,
             states=-1, fed_back=-1, sharpness=request.sharpness, kept=1 - request.miss,
             wanted=_address(wanted), temperatures=_address(temperatures),
             noise=request.noise, seeds=_address(seeds), starts=_address(starts),
-            tokens=out, parents=out + 8 * rows * room, places=out + 16 * rows * room,
-            told=chances.data_ptr(), reached=chances.data_ptr() + 4 * rows * room,
+            tokens=out, parents=out + 8 * size, places=out + 16 * size, told=told, reached=told + 4 * size,
         )  # fmt: skip
         if states is not None:
             draft.states, draft.fed_back = states
@@ -426,32 +424,40 @@ class Program:
             lengths, parents = array("q", waiting.lengths), array("q", [*range(-1, entries - 1)] * rows)
             caught.tokens, caught.lengths, caught.parents = map(_address, (flat, lengths, parents))
         nodes = self._kernel.draft(self._array, len(self._ops), batch, caught, draft, _address(roots))
-        tokens, parents_BN, places = numbers[:, : rows * nodes].view(3, rows, nodes).unbind()
-        told, reached = chances[:, : rows * nodes].view(2, rows, nodes).unbind()
+        found = [
+            part[at : at + rows * nodes].reshape(rows, nodes)  # views of numpy take less than those of tensors
+            for part, at in ((numbers, 0), (numbers, size), (numbers, 2 * size), (chances, 0), (chances, size))
+        ]
+        tokens, parents_BN, reached = (torch.from_numpy(found[part]) for part in (0, 1, 4))
         tree = DraftTree(tokens, parents_BN, reached)
         tree.__dict__["is_chain"], tree.__dict__["max_depth"] = bool(draft.is_chain), draft.deepest
-        return Drafted(tree, told, places, draft.levels, draft.effort, width == 1)
+        return Drafted(tree, found[3], found[2], draft.levels, draft.effort, width == 1)
 
     def _batch(self, rows: int, nodes: int, outside: Mapping[int, Tensor], slots: Slots | None) -> Batch:
-        batch = Batch(rows=rows, nodes=nodes)
         count = rows * nodes
         if count > self._capacity:
             self._capacity = max(count, 2 * self._capacity)
             self._workspace = torch.empty(self._capacity * sum(self._widths))
-        at = self._workspace.data_ptr()
-        for buffer, (width, is_outside) in enumerate(zip(self._widths, self._is_outside, strict=True)):
-            batch.widths[buffer] = width
-            if is_outside:
-                if buffer in outside:
-                    batch.buffers[buffer] = outside[buffer].data_ptr()
-            else:
-                batch.buffers[buffer] = at
-                at += 4 * width * self._capacity
+            self._lay_out()
+        batch = self._last  # the kernel copies what it is given
+        batch.rows, batch.nodes = rows, nodes
+        for buffer, tensor in outside.items():
+            batch.buffers[buffer] = tensor.data_ptr()
         if slots is not None:
             slots.fill(batch)
         if self._array is None:
             self._array = (Op * len(self._ops))(*self._ops)
         return batch
+
+    def _lay_out(self) -> None:
+        """Say where the program's own buffers lie."""
+        self._last = Batch()
+        at = self._workspace.data_ptr()
+        for buffer, (width, is_outside) in enumerate(zip(self._widths, self._is_outside, strict=True)):
+            self._last.widths[buffer] = width
+            if not is_outside:
+                self._last.buffers[buffer] = at
+                at += 4 * width * self._capacity
 
 
 def _address(numbers: array[Any]) -> int:
@@ -482,7 +488,7 @@ class Slots:
         by_node: bool,
     ) -> None:
         self._data, self._first_row, self._first_node, self._by_node = data, first_row, first_node, by_node
-        self._lengths = torch.tensor(lengths)
+        self._lengths = array("q", lengths)
         self._parents = None if parents is None else parents.contiguous()
         self._rotation = rotation.contiguous()
 
@@ -492,6 +498,6 @@ class Slots:
         if self._parents is not None:
             batch.first_node, batch.tree_nodes = self._first_node, self._parents.shape[1]
             batch.parents = self._parents.data_ptr()
-        batch.lengths = self._lengths.data_ptr()
+        batch.lengths = _address(self._lengths)
         batch.rotation, batch.rotation_by_row = self._rotation.data_ptr(), int(self._by_node)
         batch.rotary_half = self._rotation.shape[-1]

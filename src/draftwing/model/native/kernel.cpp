@@ -1,0 +1,140 @@
+// What Python calls: see kernel.py.
+
+#include "drafts.h"
+#include "noise.h"
+#include "programs.h"
+
+extern "C" {
+
+// Whether this CPU multiplies bytes four at a time.
+int32_t draftwing_has_int8() {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+NoiseStore* draftwing_noise_new(int64_t vocab, int64_t capacity) { return new NoiseStore(vocab, capacity); }
+
+void draftwing_noise_free(NoiseStore* store) { delete store; }
+
+// The noise of `count` positions from `position` on, (count, vocab).
+void draftwing_noise_copy(NoiseStore* store, int64_t seed, int64_t position, int64_t count, float* out) {
+    store->begin();
+    for (int64_t i = 0; i < count; ++i)
+        memcpy(out + i * store->vocab, store->at(seed, position + i), store->vocab * sizeof(float));
+}
+
+// Descends in every row's tree along the tokens that the target itself draws: `accept.match`.
+//
+// scores (rows, nodes, vocab); tokens and parents (rows, nodes); seeds (rows), -1: greedy; starts (rows) the positions
+// of the tokens after the roots. `found` (rows, 5 + 2 * nodes) holds how many drafted nodes are kept, the token after
+// them, the tree's used nodes and its depth, whether all scores drawn from allow it; then the path, the root first, and
+// the tokens that the row emits, -1 behind each.
+void draftwing_walk(NoiseStore* store, const float* scores, int32_t rows, int32_t nodes, const int64_t* tokens,
+                    const int64_t* parents, const int64_t* seeds, const int64_t* starts, int64_t* found) {
+    store->begin();
+    int32_t* own = walk_levels.get<int32_t>(3 * static_cast<size_t>(nodes));
+    for (int32_t row = 0; row < rows; ++row) {
+        const int64_t first = static_cast<int64_t>(row) * nodes;
+        walk_row(*store, scores + first * store->vocab, nodes, tokens + first, parents + first, seeds[row], starts[row],
+                 own, found + row * (5 + 2 * static_cast<int64_t>(nodes)));
+    }
+}
+
+// What Python must agree on.
+int32_t draftwing_sizes(int32_t which) {
+    return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : which == 2 ? MAX_OPS : sizeof(Draft);
+}
+
+// Runs a program.
+void draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
+    run_program(ops, num_ops, batch, num_threads);
+}
+
+// Drafts a tree for every row: how many nodes it has. `steps` is the batch of a level, `waiting` that of the catch-up or
+// null; both have their rows' roots in `roots`.
+int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, const Batch* waiting, Draft* out, const int64_t* roots, int32_t num_threads) {
+    Draft& draft = *out;
+    Batch batch = *steps;
+    const int rows = batch.rows, most_drafted = 1 + draft.depth * draft.width;
+    const float* logits = waiting == nullptr ? draft.first_logits : catch_up(ops, num_ops, *waiting, draft, num_threads);
+    Tree* trees = draft_trees.get<Tree>(rows);
+    Node* nodes = draft_nodes.get<Node>(static_cast<size_t>(rows) * draft.room);
+    int32_t* numbers = draft_numbers.get<int32_t>(static_cast<size_t>(rows) * (2 * draft.room + draft.width));
+    int64_t* parents = draft_parents.get<int64_t>(static_cast<size_t>(rows) * most_drafted * 2);
+    int64_t* packed = parents + static_cast<size_t>(rows) * most_drafted;
+    int64_t* tokens = draft_tokens.get<int64_t>(static_cast<size_t>(rows) * draft.width);
+    for (int row = 0; row < rows; ++row) {
+        int32_t* own = numbers + static_cast<size_t>(row) * (2 * draft.room + draft.width);
+        trees[row] = Tree{nodes + static_cast<size_t>(row) * draft.room, own, own + draft.room, 1, 1};
+        trees[row].nodes[0] = Node{roots[row], -1, 0, 0, 0, 1.0f, 1.0f};
+        trees[row].expanded[0] = draft.wanted[row] ? 0 : -1;
+        parents[static_cast<size_t>(row) * most_drafted] = -1;
+    }
+    draft.noise->begin();
+    draft.effort = 1.0f;
+    int entries = 1, drafted = 1;
+    for (int level = 0;; ++level) {
+        for (int row = 0; row < rows; ++row) {
+            Tree& tree = trees[row];
+            tree.newest = tree.size;
+            for (int entry = 0; entry < entries; ++entry)
+                if (tree.expanded[entry] >= 0)
+                    branch(draft, row, level, logits + (static_cast<size_t>(row) * entries + entry) * draft.vocab_size, tree, tree.expanded[entry]);
+        }
+        draft.levels = level + 1;
+        if (level + 1 == draft.depth) break;
+        const int before = entries;
+        entries = widen(draft, trees, rows, level);
+        if (entries == 0) break;
+        draft.effort += 1.0f + (entries - 1) * draft.share;
+        for (int row = 0; row < rows; ++row)
+            for (int entry = 0; entry < entries; ++entry) {
+                const size_t place = static_cast<size_t>(row) * entries + entry;
+                int64_t& parent = parents[static_cast<size_t>(row) * most_drafted + drafted + entry];
+                tokens[place] = parent = -1;
+                int source = 0;
+                if (trees[row].expanded[entry] >= 0) {
+                    Node& node = trees[row].nodes[trees[row].expanded[entry]];
+                    const Node& above = trees[row].nodes[node.parent];
+                    node.place = drafted + entry, node.entry = entry;
+                    tokens[place] = node.token, parent = above.place, source = above.entry;
+                }
+                if (draft.states < 0) continue;
+                const size_t width = batch.widths[draft.states];
+                memcpy(batch.buffers[draft.states] + place * width,
+                       batch.buffers[draft.fed_back] + (static_cast<size_t>(row) * before + source) * batch.widths[draft.fed_back], width * sizeof(float));
+            }
+        batch.nodes = entries;
+        batch.first_node = drafted;
+        batch.tree_nodes = drafted += entries;
+        for (int row = 0; row < rows; ++row)
+            memcpy(packed + static_cast<size_t>(row) * drafted, parents + static_cast<size_t>(row) * most_drafted, drafted * sizeof(int64_t));
+        batch.parents = packed;
+        batch.tokens = tokens;
+        run_program(ops + draft.num_catch_up, num_ops - draft.num_catch_up, &batch, num_threads);
+        logits = batch.buffers[draft.logits];
+    }
+    return write_trees(draft, trees, rows);
+}
+
+// Moves the kept nodes of every row down to where committed slots go on: (rows, width) nodes, the root first, -1 behind.
+void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width) {
+    for (int row = 0; row < batch->rows; ++row)
+        for (int d = 1; d < width && path[row * width + d] >= 0; ++d) {
+            const int64_t from = batch->lengths[row] + path[row * width + d], to = batch->lengths[row] + d;
+            if (from == to) continue;
+            for (int layer = 0; layer < layers; ++layer)
+                for (int head = 0; head < kv_heads; ++head) {
+                    float* keys = batch->cache + layer * batch->layer_stride + row * batch->row_stride + head * batch->head_stride;
+                    float* values = keys + batch->value_stride;
+                    const float* key = keys + from / KEYS * KEYS * dim + from % KEYS;
+                    float* moved = keys + to / KEYS * KEYS * dim + to % KEYS;
+                    for (int i = 0; i < dim; ++i) moved[i * KEYS] = key[i * KEYS];
+                    memcpy(values + to * dim, values + from * dim, dim * sizeof(float));
+                }
+        }
+}
+}
