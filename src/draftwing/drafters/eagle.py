@@ -136,7 +136,7 @@ class EagleDrafter:
         """(B, W, F) what is waiting, W at least the most entries of a row."""
         if not self._waiting:
             return self._none
-        pieces, starts = zip(*self._waiting, strict=True)
+        pieces, starts = [piece for piece, _ in self._waiting], [start for _, start in self._waiting]
         ends = [*starts[1:], [row.length for row, _ in zip(ctx.rows, starts[0], strict=False)]]
         counts = [[end - start for start, end in zip(*pair, strict=True)] for pair in zip(starts, ends, strict=True)]
         if len(pieces) == 1:
