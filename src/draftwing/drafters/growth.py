@@ -101,7 +101,7 @@ def request_for(
     most = depth if budget.is_chain else budget.nodes
     if budget.paths or budget.children not in ("keyed", "top") or most is None or depth < 1:
         return None
-    if not sampling.only_temperature:
+    if sampling.penalises or sampling.biases:
         return None
     rule = None
     if budget.plan is not None:
@@ -119,6 +119,9 @@ def request_for(
         [row.tokens[row.length] for row in ctx.rows],
         wanted,
         [request.temperature for request in sampling.rows],
+        [request.top_k or 0 for request in sampling.rows],
+        [request.top_p for request in sampling.rows],
+        [request.min_p for request in sampling.rows],
         handle,
         [request.seed if keyed and request.temperature > 0 else -1 for request in sampling.rows],
         [row.length + 1 for row in ctx.rows],

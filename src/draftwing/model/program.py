@@ -162,7 +162,7 @@ class DraftRequest:
         most: nodes to keep at most, the root not counted.
         roots: of each row its token.
         wanted: of each row, whether anything is to be drafted for it.
-        temperatures: of each row, 0 for greedy ones.
+        temperatures: of each row, 0 for greedy ones; and its filters: ``top_k``, 0 for none, ``top_p`` and ``min_p``.
         noise: the handle of a ``NativeNoise``, with the rows' seeds, -1 where none is to be added, and the absolute
             positions of the tokens after their roots.
         sharpness, miss: how scores under noise become chances (``nets.calibration``).
@@ -175,6 +175,9 @@ class DraftRequest:
     roots: Sequence[int]
     wanted: Sequence[bool]
     temperatures: Sequence[float]
+    top_k: Sequence[int]
+    top_p: Sequence[float]
+    min_p: Sequence[float]
     noise: int
     seeds: Sequence[int]
     starts: Sequence[int]
@@ -388,13 +391,15 @@ class Program:
         numbers, chances = np.empty(3 * size, dtype=np.int64), np.empty(2 * size, dtype=np.float32)
         roots, wanted, counts = array("q", request.roots), array("q", request.wanted), array("q")
         seeds, starts = array("q", request.seeds), array("q", request.starts)
-        temperatures = array("f", request.temperatures)
+        temperatures, top_k = array("f", request.temperatures), array("i", request.top_k)
+        top_p, min_p = array("f", request.top_p), array("f", request.min_p)
         out, told = numbers.ctypes.data, chances.ctypes.data
         draft = Draft(
             depth=depth, width=width, most=request.most, vocab_size=self._widths[logits], room=room,
             num_catch_up=num_catch_up, num_hidden=num_hidden, logits=logits, read=read,
             states=-1, fed_back=-1, sharpness=request.sharpness, kept=1 - request.miss,
             wanted=_address(wanted), temperatures=_address(temperatures),
+            top_k=_address(top_k), top_p=_address(top_p), min_p=_address(min_p),
             noise=request.noise, seeds=_address(seeds), starts=_address(starts),
             tokens=out, parents=out + 8 * size, places=out + 16 * size, told=told, reached=told + 4 * size,
         )  # fmt: skip

@@ -20,6 +20,9 @@ struct Draft {
     const int64_t* counts;  // (rows) entries of the catch-up
     const int64_t* wanted;  // (rows) 0: nothing is drafted
     const float* temperatures;  // (rows) 0: greedy
+    const int32_t* top_k;  // (rows) filters of those that are not greedy; 0: none
+    const float* top_p;  // (rows) 1: none
+    const float* min_p;  // (rows) 0: none
     NoiseStore* noise;
     const int64_t* seeds;  // (rows) -1: no noise is added
     const int64_t* starts;  // (rows) positions of the tokens after the roots
@@ -79,6 +82,34 @@ float sum_of_exp(const float* scores, int size, float highest) {
     return sum;
 }
 
+// Below which score the filters of a row mask all: `SamplingBatch._filter`, but for laws so flat that top-p is not
+// reached by the best NUM_FILTERED tokens, where it masks none.
+float cut_of(const Draft& draft, int row, const float* scores) {
+    constexpr int NUM_FILTERED = 256;
+    const int k = draft.top_k[row], vocab = draft.vocab_size;
+    const float p = draft.top_p[row], least = draft.min_p[row];
+    if (k == 0 && p >= 1.0f && least <= 0.0f) return -INFINITY;
+    static thread_local int ids[NUM_FILTERED];
+    static thread_local float values[NUM_FILTERED];
+    const int wanted = k > 0 && k < NUM_FILTERED ? k : NUM_FILTERED, found = top_of(scores, vocab, wanted, ids, values);
+    if (found == 0) return -INFINITY;
+    const bool is_whole = k == 0 || k > NUM_FILTERED;
+    float cut = is_whole ? -INFINITY : values[found - 1];
+    if (p < 1.0f) {
+        float whole = 0.0f, mass = 0.0f;
+        if (is_whole) whole = sum_of_exp(scores, vocab, values[0]);
+        for (int i = 0; i < found && !is_whole; ++i) whole += std::exp(values[i] - values[0]);
+        for (int i = 0; i < found; ++i) {
+            mass += std::exp(values[i] - values[0]) / whole;
+            if (mass < p) continue;
+            cut = values[i];
+            break;
+        }
+    }
+    const float floor = least > 0.0f ? values[0] + std::log(least) : -INFINITY;
+    return floor > cut ? floor : cut;
+}
+
 float interpolate(const float* x, const float* y, int count, float at) {
     int right = 0;
     while (right < count && x[right] < at) ++right;
@@ -123,7 +154,10 @@ void branch(const Draft& draft, int row, int level, const float* logits, Tree& t
     const float* noise = draft.seeds[row] < 0 ? nullptr : draft.noise->at(draft.seeds[row], draft.starts[row] + level);
     if (temperature > 0.0f) {
         float* scores = draft_scores.get<float>(vocab);
-        for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature + (noise == nullptr ? 0.0f : noise[i]);
+        for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature;
+        const float cut = cut_of(draft, row, scores);
+        for (int i = 0; i < vocab; ++i)
+            scores[i] = scores[i] < cut ? -INFINITY : scores[i] + (noise == nullptr ? 0.0f : noise[i]);
         logits = scores;
     }
     const bool weighs = draft.num_knots > 0 || draft.width > 1;

@@ -1,0 +1,301 @@
+"""Drafts that the CPU kernel grows in one call: the trees of ``Growth``, and those of a rule by explicit search."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from draftwing.decode import Decoder
+from draftwing.drafters.base import Budget
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.eagle import EagleDrafter
+from draftwing.model.kernel import get_kernel, noise_of
+from draftwing.model.lean import LeanTarget
+from draftwing.model.program import GrowthRule
+from draftwing.nets.calibration import NUM_COMPARED, Calibration
+from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.tree import PAD, DraftTree
+
+pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
+
+SHAPE = {"head_dim": 32, "num_hidden_layers": 4}
+PROMPTS = ((4, 7, 7, 1, 30), (9, 2), (3, 8, 2, 5, 8, 0, 11, 40))
+DRAFTERS = ("eagle1", "eagle3", "eagle3-few-tokens", "eagle3.1", "lm")
+SAMPLINGS = {
+    "greedy": [Sampling(seed=b) for b in range(3)],
+    "t1": [Sampling(temperature=1.0, seed=b) for b in range(3)],
+    "mixed": [Sampling(seed=1), Sampling(temperature=0.6, seed=2), Sampling(temperature=1.3, seed=3)],
+    "top-k": [Sampling(temperature=1.0, top_k=k, seed=k) for k in (1, 5, 500)],
+    "top-p": [Sampling(temperature=1.5, top_p=p, seed=3) for p in (0.1, 0.7, 0.95)],
+    "min-p": [Sampling(temperature=1.0, min_p=p, seed=3) for p in (0.9, 0.2, 0.01)],
+    "all-filters": [Sampling(temperature=0.8, top_k=k, top_p=0.9, min_p=0.05, seed=k) for k in (3, 20, 60)],
+}
+
+
+@pytest.fixture(scope="module")
+def target(folder_of) -> LeanTarget:
+    return LeanTarget.from_folder(folder_of("llama", **SHAPE))
+
+
+def drafter_for(name: str, target: LeanTarget, folder_of):
+    if name == "lm":
+        return CausalLMDrafter(LeanTarget.from_folder(folder_of("llama", **SHAPE)), target.vocab_size)
+    changes = {"eagle3-few-tokens": {"draft_vocab_size": 40}, "eagle3.1": {"fc_norm": True, "norm_output": True}}
+    torch.manual_seed(5)
+    config = EagleConfig.for_target(3 if "3" in name else 1, target.config, **changes.get(name, {}))
+    ids = None
+    if config.has_draft_vocab:
+        ids = torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values
+    net = EagleNet(config, target.embedding, target.head, ids)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    drafter = EagleDrafter(net.prepack(), target)
+    assert drafter.at_once
+    return drafter
+
+
+def started(drafter, target, requests, steps=2) -> tuple[Decoder, SamplingBatch]:
+    """A few steps on, so that entries are waiting, and not as many in every row."""
+    decoder = Decoder(target, drafter, budget=Budget(3))
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        decoder.admit(prompt, replace(request, max_tokens=50, ignore_eos=True))
+    for _ in range(steps):
+        decoder.step()
+    return decoder, SamplingBatch(requests, noise_of(target.vocab_size, target.device))
+
+
+def trees(name, target, folder_of, kind, budget, at_once) -> DraftTree:
+    drafter = drafter_for(name, target, folder_of)
+    decoder, sampling = started(drafter, target, SAMPLINGS[kind])
+    drafter.at_once = at_once
+    return drafter.propose(decoder.ctx, sampling, budget)
+
+
+def same(found: DraftTree, wanted: DraftTree) -> None:
+    """The same nodes with the same parents: in what order is not asked."""
+    for row in range(found.num_rows):
+        assert paths(found, row) == paths(wanted, row)
+
+
+def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    known = {0: (tokens[0],)}
+    for node in range(1, len(tokens)):
+        if tokens[node] != PAD:
+            known[node] = (*known[parents[node]], tokens[node])
+    return set(known.values())
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget(1), Budget(5), Budget(4, 4, 9), Budget(3, 10, 40), Budget(2, 3, 500)], ids=str
+)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_fixed_tree_is_that_of_growing_level_by_level(name, kind, budget, target, folder_of):
+    found = trees(name, target, folder_of, kind, budget, True)
+    found.check(target.vocab_size)
+    wanted = trees(name, target, folder_of, kind, budget, False)
+    same(found, wanted)
+    assert found.is_chain == all(
+        parents == [-1, *range(len(parents) - 1)][: len(parents)] for parents in used_parents(found)
+    )
+    assert found.max_depth == wanted.depths.max()
+
+
+def used_parents(tree: DraftTree) -> list[list[int]]:
+    used = (tree.tokens != PAD).sum(1).tolist()
+    return [parents[:num] for parents, num in zip(tree.parents.tolist(), used, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "lm"])
+def test_without_noise_the_likeliest_are_drafted(name, target, folder_of):
+    found = trees(name, target, folder_of, "t1", Budget(3, 4, 9, children="top"), True)
+    same(found, trees(name, target, folder_of, "t1", Budget(3, 4, 9, children="top"), False))
+
+
+def test_penalties_and_bans_are_asked_level_by_level(target, folder_of):
+    for changes in ({"repetition_penalty": 1.3}, {"logit_bias": {3: 2.0}}, {"banned_tokens": (3,)}):
+        drafter = drafter_for("eagle3", target, folder_of)
+        decoder, sampling = started(drafter, target, [replace(row, **changes) for row in SAMPLINGS["mixed"]])
+        tree = drafter.propose(decoder.ctx, sampling, Budget(3, 3, 8))
+        assert tree.num_nodes == 9
+
+
+# --- by what nodes are worth -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ruled:
+    """A plan that holds one rule."""
+
+    rule: GrowthRule
+    at_once: bool = True
+    told: np.ndarray | None = None
+    effort: float = 0.0
+
+    def growth_rule(self, depth, width, most):
+        return self.rule
+
+    def drafted(self, raw, effort):
+        self.told, self.effort = raw, effort
+
+
+def rule_of(seed: int, depth: int, most: int) -> GrowthRule:
+    rng = np.random.default_rng(seed)
+    knots = np.sort(rng.random((2, 6)), axis=1).astype(np.float32)
+    rates = np.sort(rng.random((2, 6)), axis=1).astype(np.float32)
+    verify = np.cumsum(rng.random(most + 3) * rng.choice([0.02, 0.2])).astype(np.float32)
+    gains, costs = rng.random(depth).astype(np.float32), (0.3 * rng.random(depth)).astype(np.float32)
+    return GrowthRule(knots, rates, gains, costs, verify, float(rng.random() * 2), float(rng.choice([0.05, 0.5])))
+
+
+def free(depth: int, most: int) -> GrowthRule:
+    """Nothing costs anything, and the net is believed."""
+    line = np.array([[0.0, 1.0]], np.float32)
+    return GrowthRule(line, line, np.full(depth, 1.0, np.float32), np.zeros(depth, np.float32),
+                      np.zeros(most + 3, np.float32), 1.0, 0.0)  # fmt: skip
+
+
+class Search:
+    """The same decisions, node by node, with a drafter's own steps."""
+
+    def __init__(self, drafter: EagleDrafter, decoder: Decoder, sampling: SamplingBatch, budget: Budget, rule) -> None:
+        self.drafter, self.ctx, self.sampling, self.budget, self.rule = drafter, decoder.ctx, sampling, budget, rule
+        self.rows = range(self.ctx.num_rows)
+        self.nodes = [
+            [{"token": row.tokens[row.length], "parent": -1, "reached": 1.0, "place": 0}] for row in self.ctx.rows
+        ]
+
+    def children(self, row: int, level: int, logits: torch.Tensor, above: int) -> list[dict]:
+        request = self.sampling.rows[row]
+        scores = logits.double()
+        if request.temperature > 0:
+            noise = self.sampling.noise.at(request.seed, self.ctx.rows[row].length + 1 + level)
+            ranked = (logits / request.temperature + noise).double()
+            best = ranked.topk(NUM_COMPARED)
+            calibration: Calibration = self.drafter.net.config.calibration
+            told = (calibration.sharpness * best.values).softmax(-1) * (1 - calibration.miss)
+            told, ids = told[: self.budget.width], best.indices[: self.budget.width]
+        else:
+            ids = scores.topk(self.budget.width).indices
+            told = scores.softmax(-1)[ids]
+        table = min(level, len(self.rule.knots) - 1)
+        rates = np.interp(told.numpy(), self.rule.knots[table], self.rule.rates[table])
+        return [
+            {"token": int(token), "parent": above, "reached": self.nodes[row][above]["reached"] * rate, "place": -1}
+            for token, rate in zip(ids.tolist(), rates.tolist(), strict=True)
+        ]
+
+    def ranked(self, row: int) -> list[int]:
+        return sorted(range(1, len(self.nodes[row])), key=lambda node: -self.nodes[row][node]["reached"])
+
+    def worth(self) -> int:
+        most = min(self.budget.nodes, max(len(nodes) - 1 for nodes in self.nodes))
+        nets, gain = [-float(self.rule.verify[1])], 0.0
+        for count in range(1, most + 1):
+            for row in self.rows:
+                if count < len(self.nodes[row]):
+                    gain += self.nodes[row][self.ranked(row)[count - 1]]["reached"]
+            nets.append(gain * self.rule.worth - float(self.rule.verify[count + 1]))
+        return int(np.argmax(nets))
+
+    def widen(self, level: int, newest: list[int]) -> list[list[int]]:
+        kept = self.worth()
+        chosen = [
+            [node for node in self.ranked(row)[:kept] if node >= newest[row]][: self.budget.width] for row in self.rows
+        ]
+        gain, cost, share = float(self.rule.gains[level]), float(self.rule.costs[level]), self.rule.share
+        width, total = 0, 0.0
+        while width < max(map(len, chosen)):
+            reached = sum(
+                self.nodes[row][chosen[row][width]]["reached"] for row in self.rows if width < len(chosen[row])
+            )
+            if width and not reached * gain > cost * share:
+                break
+            total, width = total + reached, width + 1
+        more = float(self.rule.verify[kept + 2] - self.rule.verify[kept + 1])
+        enough = width and total * gain > cost * (1 + (width - 1) * share) + more
+        return [each[:width] for each in chosen] if enough else []
+
+    def tree(self) -> DraftTree:
+        waiting = self.drafter._waiting_entries(self.ctx, [True for _ in self.rows])
+        logits, states = self.drafter._catch_up(self.ctx, waiting)
+        logits, frontier = logits.clone(), [[0] for _ in self.rows]
+        drafted = [[(nodes[0]["token"], -1)] for nodes in self.nodes]
+        for level in range(self.budget.depth):
+            newest = [len(nodes) for nodes in self.nodes]
+            for row in self.rows:
+                for entry, above in enumerate(frontier[row]):
+                    self.nodes[row] += self.children(row, level, logits[row, entry], above)
+            before, frontier = frontier, self.widen(level, newest)
+            if level + 1 == self.budget.depth or not frontier:
+                break
+            width, first = max(map(len, frontier)), len(drafted[0])
+            sources = torch.zeros(len(self.rows), width, dtype=torch.int64)
+            for row in self.rows:
+                for entry in range(width):
+                    if entry >= len(frontier[row]):
+                        drafted[row].append((PAD, -1))
+                        continue
+                    node = self.nodes[row][frontier[row][entry]]
+                    node["place"] = len(drafted[row])
+                    drafted[row].append((node["token"], self.nodes[row][node["parent"]]["place"]))
+                    sources[row, entry] = before[row].index(node["parent"])
+            tokens, parents = (torch.tensor([[each[part] for each in row] for row in drafted]) for part in (0, 1))
+            states = states.gather(1, sources[:, :, None].expand(-1, -1, states.shape[2]))
+            logits, states = self.drafter._forward(
+                tokens[:, first:], states, DraftTree(tokens, parents), waiting.lengths, first_node=first
+            )
+            logits = logits.clone()
+        kept, tokens, parents = self.worth(), [], []
+        for row in self.rows:
+            order = [0, *sorted(self.ranked(row)[:kept])]
+            tokens.append([self.nodes[row][node]["token"] for node in order])
+            parents.append([order.index(self.nodes[row][node]["parent"]) if node else -1 for node in order])
+        return DraftTree.from_lists(tokens, parents)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "t1", "mixed"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rule_is_followed_node_by_node(seed, name, kind, target, folder_of):
+    rule, budget = rule_of(seed, 6, 12), Budget(6, 3, 12)
+    drafter = drafter_for(name, target, folder_of)
+    decoder, sampling = started(drafter, target, SAMPLINGS[kind])
+    plan = Ruled(rule)
+    found = drafter.propose(decoder.ctx, sampling, replace(budget, plan=plan))
+    drafter = drafter_for(name, target, folder_of)
+    decoder, sampling = started(drafter, target, SAMPLINGS[kind])
+    same(found, Search(drafter, decoder, sampling, budget, rule).tree())
+    assert plan.told.shape == found.tokens.shape
+    assert plan.effort >= 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_where_nothing_costs_anything_the_whole_tree_grows(name, target, folder_of):
+    plan = Ruled(free(3, 100))
+    found = trees(name, target, folder_of, "greedy", Budget(3, 3, 100, plan=plan), True)
+    same(found, trees(name, target, folder_of, "greedy", Budget(3, 3, 100), True))
+    assert plan.effort == 3
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_where_nothing_is_worth_its_verification_nothing_is_drafted(name, target, folder_of):
+    rule = replace(free(3, 100), verify=np.arange(103, dtype=np.float32) * 10)
+    found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, plan=Ruled(rule)), True)
+    assert found.num_nodes == 1
+    assert found.is_chain
+
+
+def test_scores_that_are_no_numbers_end_a_draft(target, folder_of):
+    """What is drafted may be anything; it must be a tree."""
+    drafter = drafter_for("eagle3", target, folder_of)
+    decoder, sampling = started(drafter, target, SAMPLINGS["mixed"])
+    drafter._waiting = [(torch.full_like(piece, math.nan), lengths) for piece, lengths in drafter._waiting]
+    drafter.propose(decoder.ctx, sampling, Budget(4, 3, 9)).check(target.vocab_size)
+    for budget in (Budget(3), Budget(4, 3, 9, plan=Ruled(free(4, 9)))):
+        drafter.propose(decoder.ctx, sampling, budget).check(target.vocab_size)
