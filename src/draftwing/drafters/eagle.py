@@ -56,6 +56,7 @@ class EagleDrafter:
         # Features since the last draft, step by step, (B, at least a row's entries, F) each, with the rows' lengths
         # before: in a run of plain steps they are only put down here.
         self._waiting: list[tuple[Tensor, list[int]]] = []
+        self._read: list[int] | None = None  # entries of each row once the step that drafts is done: it may never be
         self._fused = None if net.kernel is None else FusedEagle(net.kernel, net, net.read_head)
         self.at_once = self._fused is not None and config.rope.position_only and config.inputs == "feature-shifted"
 
@@ -81,14 +82,14 @@ class EagleDrafter:
             else:
                 self._run.run(chain.tokens, states, chain, [start], row)
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
-        waiting = self._joined(ctx)
+        waiting, self._read = self._joined(ctx), None
         self._fed.append(max(count - 1, 0))
         self._waiting = [(torch.cat([waiting, F.pad(last, (0, 0, 0, waiting.shape[1] - 1))]), list(self._fed))]
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
-        last, waiting = len(self._fed) - 1, self._joined(ctx)
+        last, waiting, self._read = len(self._fed) - 1, self._joined(ctx), None
         self._cache.move_row(last, row)
         self._fed[row] = self._fed[-1]
         self._fed.pop()
@@ -130,6 +131,8 @@ class EagleDrafter:
         assert output.features is not None
         rewritten = isinstance(ctx, LeanContext) and ctx.graphs is not None  # by the next replay: these need a copy
         fresh = _kept(output.features, accepted.path, as_view=tree.is_chain and not rewritten)
+        if self._read is not None:
+            self._fed, self._read, self._waiting = self._read, None, []
         self._waiting.append((fresh.to(self._none.dtype), ctx.lengths))
 
     def _joined(self, ctx: Context) -> Tensor:
@@ -149,14 +152,13 @@ class EagleDrafter:
         return padded
 
     def _waiting_entries(self, ctx: Context, wanted: list[bool]) -> CatchUp:
-        """Each row's entries since the last draft, which are as good as fed now."""
+        """Each row's entries since the last draft."""
         fed, shift = self._fed, 1 if self._shifted else 0
         fresh = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
-        self._fed = [row.length for row in ctx.rows]
+        self._read = [row.length for row in ctx.rows]
         lengths = [max(row.length - 1, 0) for row in ctx.rows]
         pending = [row.tokens[row.length] for row in ctx.rows]
-        features, self._waiting = self._joined(ctx), []
-        return CatchUp(fresh, features, fed, lengths, pending, wanted)
+        return CatchUp(fresh, self._joined(ctx), fed, lengths, pending, wanted)
 
     def _catch_up(self, ctx: Context, waiting: CatchUp) -> tuple[Tensor, Tensor]:
         """Feed each row's waiting entries; logits (B, 1, V) and states (B, 1, H) of the last: the root's."""
