@@ -63,15 +63,16 @@ class CausalLMDrafter:
         self._slots = None
         if min(room, budget.depth) <= 0:
             return DraftTree.root(ctx.pending())
-        logits = self._catch_up(ctx)
         wanted, depth = [room > 0 for room in rooms], min(room, budget.depth)
         request = request_for(ctx, wanted, sampling, budget, depth) if self.at_once else None
         if request is not None:
-            drafted = self._slots = self.model.draft(self._ctx, request, logits)
+            drafted = self._slots = self.model.draft(self._ctx, request, self._missing(ctx))
+            self._caught_up(ctx)
             self._forwarded = drafted.num_levels - 1
             if budget.plan is not None:
                 budget.plan.drafted(drafted.told, drafted.effort)
             return drafted.tree
+        logits = self._catch_up(ctx)
         growth = self._slots = Growth(ctx, wanted, sampling, budget)
         self._forwarded = 0
         while True:
@@ -85,22 +86,29 @@ class CausalLMDrafter:
         """How deep a tree this model's context lets it draft for a row; once below 1 it stays there."""
         return self.model.max_length - row.length - 2
 
-    def _catch_up(self, ctx: Context) -> Tensor:
-        """Commit what the target accepted but this model has not read; logits (B, 1, V) after the pending token.
+    def _missing(self, ctx: Context) -> list[list[int]]:
+        """What of each row the target accepted but this model has not read, the pending token included.
 
-        A row without room is forwarded along with its pending token alone, and nothing comes of it.
+        A row without room reads its pending token alone, and nothing comes of it.
         """
         missing = []
         for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
             own.tokens, read = row.tokens, own.length if self._room(row) > 0 else row.length
             missing.append(row.tokens[read : row.length + 1])
-        width = max(map(len, missing))
-        padded = [tokens + [PAD] * (width - len(tokens)) for tokens in missing]
-        chain = DraftTree.chain(ctx.tensor(padded))
-        output = self.model.forward(self._ctx, chain)
+        return missing
+
+    def _caught_up(self, ctx: Context) -> None:
         for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
             if self._room(row) > 0:
                 own.length = row.length
+
+    def _catch_up(self, ctx: Context) -> Tensor:
+        """Read what is missing; logits (B, 1, V) after the pending token."""
+        missing = self._missing(ctx)
+        width = max(map(len, missing))
+        padded = [tokens + [PAD] * (width - len(tokens)) for tokens in missing]
+        output = self.model.forward(self._ctx, DraftTree.chain(ctx.tensor(padded)))
+        self._caught_up(ctx)
         last = ctx.tensor([len(tokens) - 1 for tokens in missing])
         return output.logits.gather(1, last[:, None, None].expand(-1, 1, output.logits.shape[-1]))
 

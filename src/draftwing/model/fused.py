@@ -16,7 +16,7 @@ from draftwing.model.config import ModelConfig
 from draftwing.model.kernel import Kernel, get_kernel
 from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
-from draftwing.model.program import ACTIVATIONS, Drafted, DraftRequest, Heads, Program, Slots
+from draftwing.model.program import ACTIVATIONS, Drafted, DraftRequest, Heads, Program, Slots, Waiting
 from draftwing.model.rope import Rotary
 from draftwing.tree import DraftTree
 
@@ -99,6 +99,7 @@ class _Built:
 
     program: Program
     features: int
+    read: int
     logits: int
     num_hidden: int
 
@@ -143,16 +144,27 @@ class FusedDecoder:
         tap(config.num_layers, read)
         num_hidden = len(program)
         program.linear(read, self._head.fused, logits)
-        return _Built(program, features, logits, num_hidden)
+        return _Built(program, features, read, logits, num_hidden)
 
-    def draft(self, request: DraftRequest, logits: Tensor, cache: KVCache, lengths: Sequence[int]) -> Drafted:
-        """Grow a tree for every row: see ``Program.draft``. ``logits`` (B, 1, V) of the roots, after ``lengths``."""
+    def draft(
+        self, request: DraftRequest, tokens: Sequence[Sequence[int]], cache: KVCache, fed: Sequence[int]
+    ) -> Drafted:
+        """Read each row's ``tokens`` after ``fed`` slots and grow a tree below the last: see ``Program.draft``."""
         built = self._built.get(()) or self._build(())
         self._built[()] = built
-        rows = len(lengths)
+        lengths = [start + len(ids) - 1 for start, ids in zip(fed, tokens, strict=True)]
+        cache.reserve(len(fed), max(fed) + max(map(len, tokens)))
         slots = draft_slots(cache, lengths, request.depth * request.width, self._rotary)
-        outside = {built.logits: torch.empty(rows * request.width, self._config.vocab_size)}
-        return built.program.draft(request, outside, slots, built.logits, first_logits=logits[:, 0])
+        outside = {built.logits: torch.empty(len(fed) * request.width, self._config.vocab_size)}
+        return built.program.draft(
+            request,
+            outside,
+            slots,
+            built.logits,
+            waiting=Waiting(tokens, fed),
+            num_hidden=built.num_hidden,
+            read=built.read,
+        )
 
     def forward(
         self,

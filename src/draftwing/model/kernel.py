@@ -111,7 +111,7 @@ class Draft(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_catch_up", "num_hidden", "logits", "read", "states", "fed_back")),
         *((name, ctypes.c_int32) for name in ("num_tables", "num_knots")),
         *((name, ctypes.c_float) for name in ("sharpness", "kept", "worth", "share")),
-        *((name, ctypes.c_void_p) for name in ("first_logits", "counts", "wanted", "temperatures")),
+        *((name, ctypes.c_void_p) for name in ("counts", "wanted", "temperatures")),
         *((name, ctypes.c_void_p) for name in ("top_k", "top_p", "min_p", "noise", "seeds", "starts")),
         *((name, ctypes.c_void_p) for name in ("knots", "rates", "gains", "costs", "verify")),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached")),
@@ -148,11 +148,16 @@ class Kernel:
         """Walk the first ``num_ops`` of a program."""
         self._run(ops, num_ops, ctypes.byref(batch), torch.get_num_threads())
 
-    def draft(self, ops: Any, num_ops: int, batch: Batch, waiting: Batch | None, draft: Draft, roots: int) -> int:
+    def draft(self, ops: Any, num_ops: int, batch: Batch, waiting: Batch, draft: Draft, roots: int) -> int:
         """Grow trees with a program, level by level; how many nodes they have. ``roots``: address of (B,) int64."""
-        caught = None if waiting is None else ctypes.byref(waiting)
         nodes: int = self._draft(
-            ops, num_ops, ctypes.byref(batch), caught, ctypes.byref(draft), roots, torch.get_num_threads()
+            ops,
+            num_ops,
+            ctypes.byref(batch),
+            ctypes.byref(waiting),
+            ctypes.byref(draft),
+            roots,
+            torch.get_num_threads(),
         )
         return nodes
 

@@ -216,14 +216,14 @@ class LeanTarget(Target):
         logits = self._head.forward(hidden)[: rows * nodes].view(rows, nodes, -1)
         return TargetOutput(logits, taps)
 
-    def draft(self, ctx: Context, request: DraftRequest, logits: Tensor) -> Drafted:
-        """A tree below each row's root, ``logits`` (B, 1, V) after it: see ``Program.draft``. Only with ``drafts``.
+    def draft(self, ctx: Context, request: DraftRequest, tokens: Sequence[Sequence[int]]) -> Drafted:
+        """Read each row's ``tokens`` and grow a tree below the last: see ``Program.draft``. Only with ``drafts``.
 
-        The slots of the nodes that were expanded are written as ``forward`` does.
+        The slots of all that was read and expanded are written as ``forward`` does.
         """
         assert isinstance(ctx, LeanContext)
         assert self._fused is not None
-        return self._fused.draft(request, logits, ctx.cache, ctx.lengths)
+        return self._fused.draft(request, tokens, ctx.cache, ctx.lengths)
 
     @property
     def drafts(self) -> bool:

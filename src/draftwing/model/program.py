@@ -192,15 +192,15 @@ class Waiting:
 
     Attributes:
         tokens: of each row.
-        features: (B, W, F) contiguous, of the same entries, W the most of them.
-        source: the buffer that the program reads them from.
         lengths: entries of each row that lie in its slots already.
+        features: (B, W, F) contiguous, of the same entries, W the most of them; None where tokens are all.
+        source: the buffer that the program reads them from.
     """
 
     tokens: Sequence[Sequence[int]]
-    features: Tensor
-    source: int
     lengths: Sequence[int]
+    features: Tensor | None = None
+    source: int = -1
 
 
 @dataclass(frozen=True)
@@ -363,8 +363,7 @@ class Program:
         slots: Slots,
         logits: int,
         *,
-        first_logits: Tensor | None = None,
-        waiting: Waiting | None = None,
+        waiting: Waiting,
         num_catch_up: int = 0,
         num_hidden: int = 0,
         read: int = -1,
@@ -377,19 +376,19 @@ class Program:
             outside: as for ``run``, with room for a level of every row, and for what is waiting.
             slots: with room for the roots and ``request.depth * request.width`` nodes more.
             logits: the buffer of the logits.
-            first_logits: (B, V) after the roots, where these have been run already.
-            waiting: else what is to be run first: its last entries are the roots.
+            waiting: what is to be run first: its last entries are the roots.
             num_catch_up: operations in front that only ``waiting`` goes through.
             num_hidden: operations before those that turn the buffer ``read`` into logits.
             states: the buffers that a node reads and writes, where nodes read what their parents wrote.
         """
         rows, depth, rule = len(request.roots), request.depth, request.rule
-        width, entries = request.width, 1 if waiting is None else waiting.features.shape[1]
+        width, entries = request.width, max(map(len, waiting.tokens))
         batch = self._batch(rows, max(width, entries), outside, slots)
         room = 1 + width + (depth - 1) * width * width
         size = rows * room
         numbers, chances = np.empty(3 * size, dtype=np.int64), np.empty(2 * size, dtype=np.float32)
-        roots, wanted, counts = array("q", request.roots), array("q", request.wanted), array("q")
+        roots, wanted = array("q", request.roots), array("q", request.wanted)
+        counts = array("q", map(len, waiting.tokens))
         seeds, starts = array("q", request.seeds), array("q", request.starts)
         temperatures, top_k = array("f", request.temperatures), array("i", request.top_k)
         top_p, min_p = array("f", request.top_p), array("f", request.min_p)
@@ -398,7 +397,7 @@ class Program:
             depth=depth, width=width, most=request.most, vocab_size=self._widths[logits], room=room,
             num_catch_up=num_catch_up, num_hidden=num_hidden, logits=logits, read=read,
             states=-1, fed_back=-1, sharpness=request.sharpness, kept=1 - request.miss,
-            wanted=_address(wanted), temperatures=_address(temperatures),
+            counts=_address(counts), wanted=_address(wanted), temperatures=_address(temperatures),
             top_k=_address(top_k), top_p=_address(top_p), min_p=_address(min_p),
             noise=request.noise, seeds=_address(seeds), starts=_address(starts),
             tokens=out, parents=out + 8 * size, places=out + 16 * size, told=told, reached=told + 4 * size,
@@ -410,24 +409,17 @@ class Program:
             draft.knots, draft.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
             draft.gains, draft.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
             draft.verify, draft.worth, draft.share = rule.verify.ctypes.data, rule.worth, rule.share
-        caught = None
-        if waiting is None:
-            assert first_logits is not None
-            first_logits = first_logits.contiguous()
-            draft.first_logits = first_logits.data_ptr()
-        else:
-            counts.extend(map(len, waiting.tokens))
-            draft.counts = _address(counts)
-            caught = Batch.from_buffer_copy(batch)
-            caught.nodes = caught.tree_nodes = entries
-            caught.first_node = 0
+        caught = Batch.from_buffer_copy(batch)
+        caught.nodes = caught.tree_nodes = entries
+        caught.first_node = 0
+        if waiting.features is not None:
             caught.buffers[waiting.source] = waiting.features.data_ptr()
-            flat = array("q")
-            for ids in waiting.tokens:
-                flat.extend(ids)
-                flat.extend([-1] * (entries - len(ids)))
-            lengths, parents = array("q", waiting.lengths), array("q", [*range(-1, entries - 1)] * rows)
-            caught.tokens, caught.lengths, caught.parents = map(_address, (flat, lengths, parents))
+        flat = array("q")
+        for ids in waiting.tokens:
+            flat.extend(ids)
+            flat.extend([-1] * (entries - len(ids)))
+        lengths, parents = array("q", waiting.lengths), array("q", [*range(-1, entries - 1)] * rows)
+        caught.tokens, caught.lengths, caught.parents = map(_address, (flat, lengths, parents))
         nodes = self._kernel.draft(self._array, len(self._ops), batch, caught, draft, _address(roots))
         found = [
             part[at : at + rows * nodes].reshape(rows, nodes)  # views of numpy take less than those of tensors

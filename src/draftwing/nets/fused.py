@@ -107,7 +107,7 @@ class FusedEagle:
             outside,
             slots,
             self._logits,
-            waiting=Waiting(tokens, features.contiguous(), self._features, fed),
+            waiting=Waiting(tokens, fed, features.contiguous(), self._features),
             num_catch_up=self._num_fc,
             num_hidden=self._num_hidden,
             read=self._read,

@@ -16,7 +16,6 @@ struct Draft {
     int32_t num_tables, num_knots;  // no knots: nothing is decided while the tree grows
     float sharpness, kept;  // of the chances under noise, see Calibration; kept: 1 - miss
     float worth, share;  // seconds that a token is worth; what one more node of a level takes, of the first one's time
-    const float* first_logits;  // (rows, vocab) after the roots; null where there is a catch-up
     const int64_t* counts;  // (rows) entries of the catch-up
     const int64_t* wanted;  // (rows) 0: nothing is drafted
     const float* temperatures;  // (rows) 0: greedy
@@ -240,6 +239,7 @@ const float* catch_up(const Op* ops, int32_t num_ops, Batch batch, const Draft& 
     for (int row = 0; row < batch.rows; ++row) {
         const size_t last = static_cast<size_t>(row) * entries + (draft.counts[row] > 0 ? draft.counts[row] - 1 : 0);
         for (const int buffer : {draft.read, draft.fed_back}) {
+            if (buffer < 0) continue;
             const size_t width = batch.widths[buffer];
             memmove(batch.buffers[buffer] + row * width, batch.buffers[buffer] + last * width, width * sizeof(float));
         }

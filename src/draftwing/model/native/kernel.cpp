@@ -53,13 +53,13 @@ void draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t n
     run_program(ops, num_ops, batch, num_threads);
 }
 
-// Drafts a tree for every row: how many nodes it has. `steps` is the batch of a level, `waiting` that of the catch-up or
-// null; both have their rows' roots in `roots`.
+// Drafts a tree for every row: how many nodes it has. `steps` is the batch of a level, `waiting` that of the
+// catch-up, whose last entries are the `roots`.
 int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, const Batch* waiting, Draft* out, const int64_t* roots, int32_t num_threads) {
     Draft& draft = *out;
     Batch batch = *steps;
     const int rows = batch.rows, most_drafted = 1 + draft.depth * draft.width;
-    const float* logits = waiting == nullptr ? draft.first_logits : catch_up(ops, num_ops, *waiting, draft, num_threads);
+    const float* logits = catch_up(ops, num_ops, *waiting, draft, num_threads);
     Tree* trees = draft_trees.get<Tree>(rows);
     Node* nodes = draft_nodes.get<Node>(static_cast<size_t>(rows) * draft.room);
     int32_t* numbers = draft_numbers.get<int32_t>(static_cast<size_t>(rows) * (2 * draft.room + draft.width));
