@@ -11,6 +11,8 @@ from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.eagle import EagleDrafter
+from draftwing.errors import ConfigError
+from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.kernel import get_kernel, noise_of
 from draftwing.model.lean import LeanTarget
 from draftwing.model.program import GrowthRule
@@ -299,3 +301,10 @@ def test_scores_that_are_no_numbers_end_a_draft(target, folder_of):
     drafter.propose(decoder.ctx, sampling, Budget(4, 3, 9)).check(target.vocab_size)
     for budget in (Budget(3), Budget(4, 3, 9, plan=Ruled(free(4, 9)))):
         drafter.propose(decoder.ctx, sampling, budget).check(target.vocab_size)
+
+
+def test_usual_taps_need_layers_to_tap(folder_of):
+    small = ModelConfig.from_hf(read_config(folder_of("llama", **{**SHAPE, "num_hidden_layers": 2})))
+    with pytest.raises(ConfigError, match="3 layers or more, found 2: give taps"):
+        EagleConfig.for_target(3, small)
+    assert EagleConfig.for_target(3, small, taps=(0, 1, 2)).taps == (0, 1, 2)

@@ -117,7 +117,14 @@ class EagleConfig:
         Args:
             like: the target's shape.
             changes: any other field, such as ``inputs`` or ``fc_norm``.
+
+        Raises:
+            ConfigError: EAGLE-3's taps for a target of fewer than 3 layers, which has no such layers.
         """
+        if version == 3 and "taps" not in changes and like.num_layers < 3:
+            raise ConfigError(
+                f"EAGLE-3's usual taps need a target of 3 layers or more, found {like.num_layers}: give taps of your own"
+            )
         shape: dict[str, Any] = {
             "version": version,
             "hidden_size": like.hidden_size,
