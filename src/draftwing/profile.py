@@ -24,7 +24,7 @@ from draftwing.drafters.auto import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import ConfigError
-from draftwing.model.kernel import cache_folder
+from draftwing.model.kernel import cache_folder, get_kernel
 from draftwing.model.lean import LeanContext
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.sampling import Sampling, SamplingBatch
@@ -205,9 +205,10 @@ def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str) -
 
 def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool = False) -> Costs:
     """Measured costs, from the cache where this machine has measured the same before."""
+    kernel = get_kernel()
     key = {
         "version": 3,
-        "runtime": target.runtime,
+        "runtime": kernel.name if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes],
         "dtype": str(target.dtype),

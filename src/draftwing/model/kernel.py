@@ -121,9 +121,14 @@ class Draft(ctypes.Structure):
 
 
 class Kernel:
-    """The compiled library, with as many threads as PyTorch is told to take."""
+    """The compiled library, with as many threads as PyTorch is told to take.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Attributes:
+        name: another one for other code: what was measured with that holds no more.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.name = name
         self._run, self._commit = library.draftwing_run, library.draftwing_commit
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
         self._run.restype = None
@@ -252,13 +257,14 @@ def _load() -> tuple[Kernel | None, str]:
     if sys.platform != "linux":
         return None, f"the CPU kernel runs on Linux, this is {platform.system()}"
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        file = _compiled()
+        library = ctypes.CDLL(str(file))
     except (OSError, subprocess.SubprocessError) as error:
         return None, str(error)
     sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3))
     if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft))):
         return None, f"the compiled CPU kernel lays its structures out otherwise: {sizes}; delete it from the cache"
-    return Kernel(library), ""
+    return Kernel(library, file.stem), ""
 
 
 def _compiled() -> Path:

@@ -123,7 +123,7 @@ class EagleConfig:
         """
         if version == 3 and "taps" not in changes and like.num_layers < 3:
             raise ConfigError(
-                f"EAGLE-3's usual taps need a target of 3 layers or more, found {like.num_layers}: give taps of your own"
+                f"EAGLE-3's usual taps need a target of 3 layers or more, found {like.num_layers}: give taps"
             )
         shape: dict[str, Any] = {
             "version": version,
