@@ -43,6 +43,8 @@ BRANCHES = 4  # children of a node, and nodes of a level that go on, of a tree t
 PROBE, PATIENCE = 16, 160  # plain steps between two probes: at first, and at most
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
+GAIN = 1.02  # speedup from which drafting is worth it: what is undecided costs nothing plainly
+KNOWN = 64  # steps after which every other one is looked at
 SETTLED = 8  # plain steps of a run that tell how these compare with drafts; later ones tell of the machine's speed
 CHECK, CLOSE = 24, 1.5  # the step from which they are measured anew, ever rarer, where drafting gains less than that
 HICCUP = 2.0  # times what was expected: more of a step's time is not held against what it did
@@ -275,6 +277,10 @@ class Planner:
 
     def budget(self, ctx: Context, children: str) -> Budget:
         """For the next step."""
+        known = self._budgets.get((id(None), children))
+        if known is not None and self._rests and 0 < self._plain < self._patience - 1 and ctx.num_rows == self._rows:
+            self._steps, self._plain = self._steps + 1, self._plain + 1
+            return known
         self._rows, self._context = ctx.num_rows, sum(ctx.lengths) / max(ctx.num_rows, 1)
         self._steps += 1
         self._raw, self._levels, self._by_margin = None, 0.0, False
@@ -283,6 +289,11 @@ class Planner:
         if key not in self._budgets:
             self._budgets[key] = Budget(0, children=children) if arm is None else replace(arm.budget, children=children)
         return self._budgets[key]
+
+    @property
+    def _rests(self) -> bool:
+        """Whether nothing is decided nor learnt now: in a long run of plain steps, where one in 32 is looked at."""
+        return self._chosen is None and self._run >= SETTLED and self._run % 32 > 0
 
     def _choose(self) -> _Arm | None:
         if not self._arms or self._steps <= PLAIN:
@@ -302,7 +313,7 @@ class Planner:
         if self._probing:
             self._probing -= 1
             return best
-        if self._hope(best) < 1:
+        if self._hope(best) < GAIN:
             self._plain += 1
             if self._plain < self._patience:
                 return None
@@ -339,8 +350,9 @@ class Planner:
         for depth in range(1, 17):
             path *= self._continues[min(depth, NUM_DEPTHS) - 1]
             tau += path
-            takes = self._verify(depth + 1) + self._lines[False](depth) * self._share
-            best = max(best, tau * self._verify(1) / takes)
+            takes = self._verify(depth + 1) + self._lines[False](depth) * self._share + self._own
+            takes += max(self._tilt.slope, 0.0) * self._verify(1) * depth
+            best = max(best, tau * self._verify(1) * self._alone / takes)
         return best
 
     def _may_win(self, arm: _Arm) -> bool:
@@ -374,6 +386,11 @@ class Planner:
         self, tree: DraftTree, accepted: Accepted, num_tokens: int, drafted_s: float, verified_s: float
     ) -> None:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
+        if self._rests and tree.num_nodes == 1:
+            self._run += 1
+            return
+        if self.at_once and self._settled[0] > KNOWN and self._steps % 2 and tree.num_nodes > 1:
+            return  # as much is known from every other step, and steps may be short
         began = time.perf_counter()
         rows, nodes, arm = tree.num_rows, tree.num_nodes, self._chosen
         depth = max(tree.max_depth, self._levels)
@@ -390,7 +407,7 @@ class Planner:
             self._settled[0] += 1
             self._slow += max(0.05, 1 / (self._settled[0] + 1)) * (ratio - self._slow)
         elif self._run > SETTLED:
-            self._slow += 0.05 * (ratio / self._alone - self._slow)
+            self._slow += 0.3 * (ratio / self._alone - self._slow)
         elif self._run > 1:  # the first plain step after drafts is not yet like those of plain decoding
             self._settled[1] += 1
             self._alone += max(0.1, 1 / self._settled[1]) * (ratio / self._slow - self._alone)

@@ -97,12 +97,15 @@ class EagleDrafter:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow a tree in the shape that ``budget`` asks for (see ``growth``)."""
         wanted = [row.length > 0 for row in ctx.rows]  # a prompt of one token has no feature to start from
         if budget.depth == 0 or not any(wanted):
             return DraftTree.root(ctx.pending())
+        return self._propose(ctx, wanted, sampling, budget)
+
+    @torch.inference_mode()
+    def _propose(self, ctx: Context, wanted: list[bool], sampling: SamplingBatch, budget: Budget) -> DraftTree:
         waiting = self._waiting_entries(ctx, wanted)
         if self._run.can_record(sampling, budget):
             return self._run.draft(ctx, waiting, sampling, budget)
@@ -125,7 +128,6 @@ class EagleDrafter:
 
         return grow(growth, logits, states, step, shifted=self._shifted)
 
-    @torch.inference_mode()
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until a tree is drafted again."""
         assert output.features is not None
@@ -208,7 +210,7 @@ def _kept(features: Tensor, path: Tensor, *, as_view: bool) -> Tensor:
     ``as_view``: the nodes are the first ones.
     """
     if as_view:
-        return features[:, : path.shape[1]]
+        return features if features.shape[1] == path.shape[1] else features[:, : path.shape[1]]
     if len(path) == 1:
         return features.index_select(1, path[0])
     return features.gather(1, path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[2]))
