@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from draftwing.cost import Costs, Curve
 from draftwing.decode import Decoder
+from draftwing.drafters.auto import Planner
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.eagle import EagleDrafter
@@ -291,6 +293,20 @@ def test_where_nothing_is_worth_its_verification_nothing_is_drafted(name, target
     found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, plan=Ruled(rule)), True)
     assert found.num_nodes == 1
     assert found.is_chain
+
+
+def test_a_draft_whose_step_never_ended_is_drafted_again(target, folder_of):
+    drafter = drafter_for("eagle3", target, folder_of)
+    decoder, sampling = started(drafter, target, SAMPLINGS["mixed"])
+    found = [drafter.propose(decoder.ctx, sampling, Budget(4, 3, 9)) for _ in range(2)]
+    same(*found)
+
+
+def test_a_rule_knows_what_any_number_of_nodes_takes():
+    costs = Costs(verify=Curve(((1, 1.0), (8, 2.0))), chain=Curve(((1, 0.1), (8, 0.8))))
+    rule = Planner(costs, (Budget(14, 4, 500),), at_once=True).growth_rule(14, 4, 500)
+    assert rule.verify.shape == (503,)
+    assert bool((np.diff(rule.verify) >= 0).all())
 
 
 def test_scores_that_are_no_numbers_end_a_draft(target, folder_of):

@@ -390,6 +390,7 @@ class Planner:
             self._run += 1
             return
         if self.at_once and self._settled[0] > KNOWN and self._steps % 2 and tree.num_nodes > 1:
+            self._run = 0
             return  # as much is known from every other step, and steps may be short
         began = time.perf_counter()
         rows, nodes, arm = tree.num_rows, tree.num_nodes, self._chosen
@@ -535,7 +536,10 @@ class Planner:
 
     def _weighed(self, count: int) -> np.ndarray:
         """T_V of the present rows for 0 to ``count - 1`` nodes, but for what all have in common."""
-        tilted = self._curve[:count] * self._slow + self._tilt.slope * self._verify(1) * np.arange(count)
+        curve = self._curve[:count]
+        if len(curve) < count:
+            curve = np.pad(curve, (0, count - len(curve)), mode="edge")
+        tilted = curve * self._slow + self._tilt.slope * self._verify(1) * np.arange(count)
         return np.maximum.accumulate(tilted)
 
     @property

@@ -212,5 +212,5 @@ def _kept(features: Tensor, path: Tensor, *, as_view: bool) -> Tensor:
     if as_view:
         return features if features.shape[1] == path.shape[1] else features[:, : path.shape[1]]
     if len(path) == 1:
-        return features.index_select(1, path[0])
+        return features.index_select(1, path[0].clamp(min=0))
     return features.gather(1, path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[2]))
