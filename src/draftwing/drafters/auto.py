@@ -45,6 +45,7 @@ EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95,
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
 GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs nothing plainly
 KNOWN = 64  # steps after which every other one is looked at
+RESTING = 32  # plain steps of a long run, of which one is looked at
 SETTLED = 8  # plain steps of a run that tell how these compare with drafts; later ones tell of the machine's speed
 CHECK, CLOSE = 24, 1.5  # the step from which they are measured anew, ever rarer, where drafting gains less than that
 HICCUP = 2.0  # times what was expected: more of a step's time is not held against what it did
@@ -292,8 +293,8 @@ class Planner:
 
     @property
     def _rests(self) -> bool:
-        """Whether nothing is decided nor learnt now: in a long run of plain steps, where one in 32 is looked at."""
-        return self._chosen is None and self._run >= SETTLED and self._run % 32 > 0
+        """Whether nothing is decided nor learnt now: in a long run of plain steps all but one in ``RESTING``."""
+        return self._chosen is None and self._run >= SETTLED and self._run % RESTING > 0
 
     def _choose(self) -> _Arm | None:
         if not self._arms or self._steps <= PLAIN:

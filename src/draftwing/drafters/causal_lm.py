@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth, request_for
+from draftwing.drafters.growth import Growth, request_for, taken
 from draftwing.errors import TokenizerError
 from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.program import Drafted
@@ -69,9 +69,7 @@ class CausalLMDrafter:
             drafted = self._slots = self.model.draft(self._ctx, request, self._missing(ctx))
             self._caught_up(ctx)
             self._forwarded = drafted.num_levels - 1
-            if budget.plan is not None:
-                budget.plan.drafted(drafted.told, drafted.effort)
-            return drafted.tree
+            return taken(drafted, budget)
         logits = self._catch_up(ctx)
         growth = self._slots = Growth(ctx, wanted, sampling, budget)
         self._forwarded = 0

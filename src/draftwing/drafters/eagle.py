@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth, request_for
+from draftwing.drafters.growth import Growth, request_for, taken
 from draftwing.drafters.recorded import CatchUp, EagleRun, grow
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanContext, LeanTarget
@@ -117,9 +117,7 @@ class EagleDrafter:
             drafted = fused.draft(
                 request, waiting.tokens, states, self._cache, self._rotary, waiting.fed, waiting.lengths
             )
-            if budget.plan is not None:
-                budget.plan.drafted(drafted.told, drafted.effort)
-            return drafted.tree
+            return taken(drafted, budget)
         logits, states = self._catch_up(ctx, waiting)
         growth = Growth(ctx, wanted, sampling, budget, calibration)
 

@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Plan
-from draftwing.model.program import DraftRequest
+from draftwing.model.program import Drafted, DraftRequest
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["Growth", "Shape", "request_for"]
+__all__ = ["Growth", "Shape", "request_for", "taken"]
 
 DEFAULT = Calibration()
 
@@ -129,6 +129,13 @@ def request_for(
         calibration.miss,
         rule,
     )
+
+
+def taken(drafted: Drafted, budget: Budget) -> DraftTree:
+    """The tree of a request; the plan hears what was said of it."""
+    if budget.plan is not None:
+        budget.plan.drafted(drafted.told, drafted.effort)
+    return drafted.tree
 
 
 class Growth:

@@ -55,9 +55,14 @@ def tree_slots(
     return Slots(cache.data, first_row, lengths, tree.parents, first_node, rotation, by_node=by_node)
 
 
-def draft_slots(cache: KVCache, lengths: Sequence[int], num_nodes: int, rotary: Rotary) -> Slots:
-    """Room for trees that grow to so many nodes beside their roots, which stand behind ``lengths`` slots."""
-    upto = max(lengths) + 1 + num_nodes
+def draft_slots(
+    cache: KVCache, fed: Sequence[int], num_waiting: int, lengths: Sequence[int], num_nodes: int, rotary: Rotary
+) -> Slots:
+    """Room for what waits after ``fed`` slots of each row, and for trees that grow to so many nodes beside their roots.
+
+    The roots stand behind ``lengths`` slots.
+    """
+    upto = max(max(lengths) + 1 + num_nodes, max(fed) + num_waiting)
     cache.reserve(len(lengths), upto)
     return Slots(cache.data, 0, lengths, None, 0, rotary.table(upto), by_node=False)
 
@@ -153,8 +158,8 @@ class FusedDecoder:
         built = self._built.get(()) or self._build(())
         self._built[()] = built
         lengths = [start + len(ids) - 1 for start, ids in zip(fed, tokens, strict=True)]
-        cache.reserve(len(fed), max(fed) + max(map(len, tokens)))
-        slots = draft_slots(cache, lengths, request.depth * request.width, self._rotary)
+        entries = max(map(len, tokens))
+        slots = draft_slots(cache, fed, entries, lengths, request.depth * request.width, self._rotary)
         outside = {built.logits: torch.empty(len(fed) * request.width, self._config.vocab_size)}
         return built.program.draft(
             request,

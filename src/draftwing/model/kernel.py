@@ -212,21 +212,20 @@ class NativeNoise(KeyedNoise):
     def __init__(self, kernel: Kernel, vocab_size: int, capacity: int = 256) -> None:
         super().__init__(vocab_size)
         self._kernel = kernel
-        self._store = kernel.noise_new(vocab_size, capacity)
-        self.handle = self._store
-        weakref.finalize(self, kernel.noise_free, self._store)
+        self.handle = kernel.noise_new(vocab_size, capacity)
+        weakref.finalize(self, kernel.noise_free, self.handle)
 
     def at(self, seed: int, position: int) -> Tensor:
         """(V,) float32, a copy."""
         out = torch.empty(self.vocab_size)
-        self._kernel.noise_copy(self._store, seed, position, 1, out.data_ptr())
+        self._kernel.noise_copy(self.handle, seed, position, 1, out.data_ptr())
         return out
 
     def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
         """See ``KeyedNoise.block``."""
         out = torch.empty(len(seeds), num_positions, self.vocab_size)
         for row, (seed, start) in enumerate(zip(seeds, starts, strict=True)):
-            self._kernel.noise_copy(self._store, seed, start, num_positions, out[row].data_ptr())
+            self._kernel.noise_copy(self.handle, seed, start, num_positions, out[row].data_ptr())
         return out
 
     def walk(self, tree: DraftTree, scores: Tensor, seeds: Sequence[int], starts: Sequence[int]) -> Accepted | None:
@@ -238,7 +237,7 @@ class NativeNoise(KeyedNoise):
         width, whole = 5 + 2 * nodes, ctypes.c_int64 * rows
         found = (ctypes.c_int64 * (rows * width))()
         self._kernel.walk(
-            self._store, scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(),
+            self.handle, scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(),
             whole(*seeds), whole(*starts), found,
         )  # fmt: skip
         numbers, longest, on_host = found[:], 0, []

@@ -96,8 +96,7 @@ class FusedEagle:
             fed: entries that lie in each row's slots already; ``lengths`` are those before the roots.
         """
         rows, entries = features.shape[:2]
-        cache.reserve(rows, max(fed) + entries)
-        slots = draft_slots(cache, lengths, request.depth * request.width, rotary)
+        slots = draft_slots(cache, fed, entries, lengths, request.depth * request.width, rotary)
         count = rows * max(entries, request.width)
         self._make_room(count)
         states, fed_back = torch.empty(2, count, self._hidden)
