@@ -28,11 +28,12 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import draftwing as dw
-from draftwing import console
+from draftwing.api import DTYPES, load_drafter
+from draftwing.cli import screen as console
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.evaluate.machine import describe_machine
-from draftwing.evaluate.prompts import read_prompts, shipped_prompts
-from draftwing.load import DTYPES, SHIPPED, load_drafter
+from draftwing.shipped import SHIPPED
+from draftwing.text.prompts import read_prompts, shipped_prompts
 from plain_decoding import commit
 
 matplotlib.use("Agg")

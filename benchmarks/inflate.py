@@ -33,15 +33,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwing import console
+from draftwing.api import DTYPES, LM, load_drafter, load_target
+from draftwing.cli import screen as console
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
-from draftwing.formats.eagle import load_head, save_head
-from draftwing.formats.files import write_mend
-from draftwing.formats.identity import target_id_of_folder
-from draftwing.load import DTYPES, LM, SHIPPED, load_drafter, load_target
+from draftwing.heads.files import write_mend
+from draftwing.heads.identity import target_id_of_folder
+from draftwing.heads.read import load_head, save_head
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.weights import WeightFiles
-from draftwing.tokenizer import Tokenizer
+from draftwing.shipped import SHIPPED
+from draftwing.text.tokenizer import Tokenizer
 
 STD = 0.02  # of weights that change nothing: as small as real ones, and far from denormal numbers
 SHARD_BYTES = 10**9

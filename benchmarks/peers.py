@@ -121,8 +121,8 @@ def measure(args: argparse.Namespace) -> None:
     """Everything: prepare, measure, report."""
     from rich.console import Console
 
-    from draftwing.load import SHIPPED
     from draftwing.model.config import read_config
+    from draftwing.shipped import SHIPPED
     from peers import report
     from peers.rounds import Measurement
 
@@ -162,8 +162,8 @@ def measure(args: argparse.Namespace) -> None:
 
 def prompts_of(args: argparse.Namespace, target: Path) -> list[list[int]]:
     """Token ids of the prompts, by the target's tokenizer."""
-    from draftwing.evaluate.prompts import read_prompts, shipped_prompts
-    from draftwing.tokenizer import Tokenizer
+    from draftwing.text.prompts import read_prompts, shipped_prompts
+    from draftwing.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(target)
     found: Sequence[Any] = (

@@ -24,8 +24,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import draftwing as dw
+from draftwing.api import load_target
 from draftwing.evaluate.machine import describe_machine, read_bandwidth
-from draftwing.load import SHIPPED, load_target
+from draftwing.shipped import SHIPPED
 
 
 def commit() -> str:

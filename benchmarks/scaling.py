@@ -39,11 +39,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import draftwing as dw
+from draftwing.api import load_drafter, load_target
 from draftwing.evaluate.machine import describe_machine
-from draftwing.formats.eagle import write_head
-from draftwing.load import SHIPPED, load_drafter, load_target
+from draftwing.heads.read import write_head
 from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.shipped import SHIPPED
 from draftwing.tree import DraftTree
 from plain_decoding import commit
 from sweep import numbers, short

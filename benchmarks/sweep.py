@@ -34,10 +34,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import draftwing as dw
+from draftwing.api import LM, Generation, load_drafter
+from draftwing.cli.options import Drafting, SamplingOptions
 from draftwing.evaluate.machine import describe_machine
-from draftwing.evaluate.prompts import read_prompts, shipped_prompts
-from draftwing.load import LM, Generation, Prompt, load_drafter
-from draftwing.options import Drafting, SamplingOptions
+from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
 from plain_decoding import commit
 
 matplotlib.use("Agg")

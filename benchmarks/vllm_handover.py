@@ -214,7 +214,7 @@ class Handover:
 def compare(method: str, draft: Path, prompts: list[str], args: argparse.Namespace) -> tuple[Handover, dict[str, str]]:
     """One head on both sides, and vLLM's versions."""
     import draftwing as dw
-    from draftwing.load import SHIPPED
+    from draftwing.shipped import SHIPPED
 
     lm = load_ours(args.target, str(draft), args.depth)
     plain = dw.LM(lm.target, lm.tokenizer).generate(prompts, max_batch=1, max_tokens=args.max_tokens)
@@ -304,7 +304,7 @@ def main() -> None:
 
     from draftwing.errors import DraftwingError
     from draftwing.evaluate.machine import describe_machine
-    from draftwing.evaluate.prompts import read_prompts, shipped_prompts
+    from draftwing.text.prompts import read_prompts, shipped_prompts
     from plain_decoding import commit
 
     prompts = read_prompts(args.prompts, args.num_prompts) if args.prompts else shipped_prompts(args.num_prompts)

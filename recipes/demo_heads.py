@@ -20,10 +20,11 @@ import typer
 
 import corpus
 import draftwing as dw
-from draftwing.formats.eagle import read_head, write_head
-from draftwing.formats.identity import target_id
-from draftwing.load import SHIPPED, load_target
-from draftwing.tokenizer import Tokenizer
+from draftwing.api import load_target
+from draftwing.heads.identity import target_id
+from draftwing.heads.read import read_head, write_head
+from draftwing.shipped import SHIPPED
+from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import prepare
 

@@ -8,11 +8,11 @@ import torch
 import transformers
 
 from conftest import FAMILIES, SMALL
-from draftwing.decode import Decoder
+from draftwing.api import load_target
 from draftwing.drafters.base import Budget, NoDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import CheckpointError, DraftwingWarning, NumericsError, UnsupportedError
-from draftwing.load import load_target
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec

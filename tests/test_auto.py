@@ -12,15 +12,15 @@ import torch
 
 import test_exact
 from draftwing.accept import RULES, get_rule
-from draftwing.cost import Costs, Curve
-from draftwing.decode import Decoder
-from draftwing.drafters import auto
-from draftwing.drafters.auto import Acceptance, Planner
+from draftwing.budget import planner as auto
+from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.planner import Acceptance, Planner
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.growth import Growth
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.model.target import Context, Row
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
 from draftwing.accept import RULES
-from draftwing.decode import Decoder
+from draftwing.api import load_target
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import (
     CheckpointError,
     ConfigError,
@@ -25,7 +26,6 @@ from draftwing.errors import (
     TreeError,
     UnsupportedError,
 )
-from draftwing.load import load_target
 from draftwing.model.lean import LeanTarget
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 import draftwing as dw
-from draftwing import cli, console
+from draftwing.cli import main as cli
+from draftwing.cli import screen as console
 from draftwing.errors import DraftwingWarning
 from draftwing.evaluate import compare as compare_module
 from draftwing.evaluate import lossless as lossless_module
@@ -368,7 +369,7 @@ def test_version():
 
 def test_the_module_starts_as_a_program():
     done = subprocess.run(
-        [sys.executable, "-m", "draftwing.cli", "--help"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "draftwing.cli.main", "--help"], capture_output=True, text=True, timeout=120, check=True
     )
     for command in ("generate", "compare", "verify", "info"):
         assert command in done.stdout

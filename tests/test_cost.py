@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from conftest import refused
-from draftwing.cost import (
+from draftwing.budget.costs import (
     Costs,
     Curve,
     best_gamma,

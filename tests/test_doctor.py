@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import add_tokenizer
-from draftwing.formats.convert import convert
-from draftwing.formats.doctor import CHECKS, diagnose
-from draftwing.formats.eagle import read_config, write_head
-from draftwing.formats.identity import chat_template_hash, target_id_of_folder
+from draftwing.heads.convert import convert
+from draftwing.heads.doctor.examine import CHECKS, diagnose
+from draftwing.heads.identity import chat_template_hash, target_id_of_folder
+from draftwing.heads.read import read_config, write_head
 from draftwing.model.config import ModelConfig
 from draftwing.model.linear import Linear
 from draftwing.nets.eagle import EagleConfig, EagleNet

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from draftwing.cost import Costs, Curve
-from draftwing.decode import Decoder
-from draftwing.drafters.auto import Planner
+from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.kernel import get_kernel, noise_of
 from draftwing.model.lean import LeanTarget
-from draftwing.model.program import GrowthRule
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
 from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.run.kernel.build import get_kernel, noise_of
+from draftwing.run.kernel.program import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 

@@ -20,26 +20,26 @@ import torch
 
 from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
-from draftwing.decode import Decoder
 from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.kernel import get_kernel
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import _has_exact_int8 as can_int8
-from draftwing.model.program import GrowthRule
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.program import GrowthRule
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.stats import Stats, Step
-from draftwing.train.batches import Batch
-from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Truth, UnrolledLoss
-from draftwing.train.objectives import OBJECTIVES
+from draftwing.train.data.batches import Batch
+from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss.batch import Truth, UnrolledLoss
+from draftwing.train.loss.objectives import OBJECTIVES
 from draftwing.tree import PAD, DraftTree
 
 VOCAB = SMALL["vocab_size"]

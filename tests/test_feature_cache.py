@@ -10,17 +10,17 @@ import torch
 from typer.testing import CliRunner
 
 from conftest import TEXTS, add_tokenizer, refused
-from draftwing import cli
+from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError, NumericsError
-from draftwing.formats.identity import target_id
+from draftwing.heads.identity import target_id
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleConfig, EagleNet
-from draftwing.train import cache_writer
-from draftwing.train.batches import Batches
-from draftwing.train.cache import CachedFeatures, FeatureCache
-from draftwing.train.cache_writer import estimate, write_cache
-from draftwing.train.corpus import Corpus, Example
-from draftwing.train.features import OnlineFeatures
+from draftwing.train.data.batches import Batches
+from draftwing.train.data.corpus import Corpus, Example
+from draftwing.train.features import cache_writer
+from draftwing.train.features.cache import CachedFeatures, FeatureCache
+from draftwing.train.features.cache_writer import estimate, write_cache
+from draftwing.train.features.source import OnlineFeatures
 from draftwing.train.initial import initialise
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import prepare

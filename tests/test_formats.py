@@ -15,19 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import SMALL, add_tokenizer, refused
+from draftwing.api import load_target
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
-from draftwing.formats import files
-from draftwing.formats.convert import convert, serve_command
-from draftwing.formats.eagle import is_head, load_head, read_config, read_head, write_head
-from draftwing.formats.head import expected_shapes
-from draftwing.formats.identity import chat_template_hash, target_id, target_id_of_folder
-from draftwing.formats.vocab import read_draft_vocab, to_maps
-from draftwing.load import load_target
+from draftwing.heads import files
+from draftwing.heads.convert import convert, serve_command
+from draftwing.heads.head import expected_shapes
+from draftwing.heads.identity import chat_template_hash, target_id, target_id_of_folder
+from draftwing.heads.read import is_head, load_head, read_config, read_head, write_head
+from draftwing.heads.vocab import read_draft_vocab, to_maps
 from draftwing.model.config import ModelConfig
 from draftwing.model.linear import Linear
 from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
-from draftwing.tokenizer import Tokenizer
+from draftwing.text.tokenizer import Tokenizer
 
 VOCAB, HIDDEN, LAYERS, DRAFT = SMALL["vocab_size"], SMALL["hidden_size"], 8, 20
 SHAPE = {**SMALL, "num_hidden_layers": LAYERS, "model_type": "llama", "rope_theta": 500000.0}

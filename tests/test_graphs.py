@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from conftest import build, float64_norms
-from draftwing.decode import Decoder
 from draftwing.drafters.base import EAGLE_TREE, Budget
-from draftwing.drafters.eagle import EagleDrafter
-from draftwing.model import graphs
-from draftwing.model.graphs import CudaRecorder, Pool, Recorder, round_up_nodes
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec
+from draftwing.run import graphs
+from draftwing.run.graphs import CudaRecorder, Pool, Recorder, round_up_nodes
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run

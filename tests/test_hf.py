@@ -33,7 +33,7 @@ from draftwing.errors import (
     TokenizerError,
     UnsupportedError,
 )
-from draftwing.formats.eagle import write_head
+from draftwing.heads.read import write_head
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId

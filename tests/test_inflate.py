@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import add_tokenizer, float64_norms, refused
+from draftwing.api import load_drafter, load_target
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.formats.eagle import load_head, write_head
-from draftwing.formats.identity import target_id_of_folder
-from draftwing.load import load_drafter, load_target
+from draftwing.heads.identity import target_id_of_folder
+from draftwing.heads.read import load_head, write_head
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.linear import Linear
 from draftwing.nets.eagle import EagleConfig, EagleNet

@@ -6,10 +6,10 @@ import torch
 from draftwing.model.linear import Linear
 from draftwing.model.rope import RopeConfig, Rotary
 from draftwing.nets.eagle import EagleConfig, EagleNet
-from draftwing.train.batches import Batch
-from draftwing.train.features import FeatureBatch
+from draftwing.train.data.batches import Batch
+from draftwing.train.features.source import FeatureBatch
 from draftwing.train.initial import initialise
-from draftwing.train.unroll import unroll
+from draftwing.train.loss.unroll import unroll
 
 VOCAB, HIDDEN, HALF = 97, 128, 40
 HEAD_DIM = 32

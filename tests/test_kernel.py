@@ -13,18 +13,18 @@ import torch.nn.functional as F
 
 from conftest import build
 from draftwing.accept import _along, _walk, match
-from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget
-from draftwing.drafters.eagle import EagleDrafter
-from draftwing.model import kernel as kernel_module
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.kernel import NativeNoise, get_kernel, kernel_problem
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
-from draftwing.model.program import Packed, Program
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.run.kernel import build as kernel_module
+from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem
+from draftwing.run.kernel.program import Packed, Program
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -385,7 +385,7 @@ def test_a_head_that_is_laid_out_for_pytorch_keeps_its_net_there(folder_of):
 
 
 def in_a_fresh_process(tmp_path, **environment):
-    code = "import draftwing.model.kernel as k; print(k.get_kernel() is not None, '|', k.kernel_problem())"
+    code = "import draftwing.run.kernel.build as k; print(k.get_kernel() is not None, '|', k.kernel_problem())"
     env = {**os.environ, "DRAFTWING_CACHE": str(tmp_path / "cache"), **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr

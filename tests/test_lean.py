@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import LEAN, build, float64_norms
-from draftwing.decode import Decoder
+from draftwing.engine.decode import Decoder
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec
 from draftwing.sampling import Sampling

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from draftwing.model.kernel import NativeNoise, get_kernel, kernel_problem, noise_of
+from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem, noise_of
 from draftwing.sampling import ACCEPT, DRAFT, TARGET, KeyedNoise, Sampling, SamplingBatch, gumbel, hash_bits, uniform
 
 IDS = torch.arange(1000)

@@ -12,10 +12,10 @@ from accelerate.state import AcceleratorState
 
 from draftwing.model.linear import Linear
 from draftwing.nets.eagle import EagleNet
-from draftwing.train import objectives
-from draftwing.train.batches import Batch
-from draftwing.train.features import FeatureBatch
-from draftwing.train.objectives import OBJECTIVES, head_loss
+from draftwing.train.data.batches import Batch
+from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss import objectives
+from draftwing.train.loss.objectives import OBJECTIVES, head_loss
 from draftwing.train.options import METHODS, TrainOptions
 from draftwing.train.trainer import Trainer, _mixed
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from conftest import build, refused
-from draftwing import decode, profile
-from draftwing.cost import Costs, Curve
-from draftwing.decode import Decoder
+from draftwing.budget import measure as profile
+from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.measure import costs_of, measure, planner_for
 from draftwing.drafters.base import Budget, NoDrafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine import decode
+from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.kernel import cache_folder
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleConfig, EagleNet
-from draftwing.profile import costs_of, measure, planner_for
+from draftwing.run.kernel.build import cache_folder
 from draftwing.sampling import Sampling
 
 VOCAB = 80  # more than the most nodes that are measured

@@ -5,14 +5,14 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL, refused
-from draftwing.decode import Decoder
+from draftwing.api import load_drafter, load_target
 from draftwing.drafters.base import EAGLE_TREE, Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.formats.eagle import write_head
-from draftwing.load import load_drafter, load_target
+from draftwing.heads.read import write_head
 from draftwing.model import linear as linear_module
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget

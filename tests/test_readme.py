@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from draftwing.cli import app
-from draftwing.load import SHIPPED
+from draftwing.cli.main import app
+from draftwing.shipped import SHIPPED
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -11,9 +11,9 @@ import draftwing as dw
 from conftest import TEXTS, add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.data import read_examples
-from draftwing.train.regenerate import Dialogue, LMAnswerer, read_tasks, regenerate, seed_of
-from draftwing.train.server import ServerAnswerer
+from draftwing.train.answers.regenerate import Dialogue, LMAnswerer, read_tasks, regenerate, seed_of
+from draftwing.train.answers.server import ServerAnswerer
+from draftwing.train.data.files import read_examples
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"

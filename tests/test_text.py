@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from draftwing.errors import ConfigError, DraftwingError
-from draftwing.text import TextStream
+from draftwing.text.stream import TextStream
 
 LINES = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. \U0001f600\U0001f680",

@@ -25,10 +25,10 @@ from draftwing.errors import CheckpointError, ConfigError, NumericsError
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleConfig, EagleNet
 from draftwing.train import trainer as trainer_module
-from draftwing.train.batches import Batch, Batches
 from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
-from draftwing.train.corpus import Corpus, Example
-from draftwing.train.features import FeatureBatch, OnlineFeatures
+from draftwing.train.data.batches import Batch, Batches
+from draftwing.train.data.corpus import Corpus, Example
+from draftwing.train.features.source import FeatureBatch, OnlineFeatures
 from draftwing.train.initial import initialise
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Trainer

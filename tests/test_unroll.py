@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from conftest import SMALL
-from draftwing.decode import Decoder
 from draftwing.drafters.base import Budget
-from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
@@ -19,7 +19,7 @@ from draftwing.model.rope import RopeConfig, Rotary
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleConfig, EagleNet
 from draftwing.sampling import Sampling
-from draftwing.train.unroll import unroll
+from draftwing.train.loss.unroll import unroll
 from draftwing.tree import PAD
 
 VOCAB, HIDDEN, LENGTH, STEPS = 13, 12, 7, 4

@@ -7,11 +7,11 @@ for step in lm.stream("def quicksort(", temperature=0.8, seed=1):
     print(step.text, end="")
 """
 
-from draftwing.decode import Decoder
+from draftwing.api import LM, Generation, StreamStep, load
 from draftwing.drafters.base import Budget, Drafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import DraftwingError
 from draftwing.hf import custom_generate
-from draftwing.load import LM, Generation, StreamStep, load
 from draftwing.model.target import Target
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats, Step

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from draftwing.accept import get_rule
-from draftwing.decode import Decoder
-from draftwing.drafters.auto import Planner
+from draftwing.api import DTYPES, load_drafter
+from draftwing.budget.measure import planner_for
+from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import DraftwingWarning, TokenizerError, UnsupportedError
-from draftwing.load import DTYPES, load_drafter
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
-from draftwing.profile import planner_for
 from draftwing.sampling import Sampling, hash_bits
 from draftwing.stats import Stats
-from draftwing.tokenizer import Tokenizer
+from draftwing.text.tokenizer import Tokenizer
 
 __all__ = ["CustomGenerate", "custom_generate"]
 

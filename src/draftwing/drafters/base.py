@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.model.program import GrowthRule
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
+from draftwing.run.kernel.program import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
@@ -22,7 +22,7 @@ __all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan"]
 
 
 class Plan(Protocol):
-    """What a growing tree asks, where its size is not fixed beforehand (``drafters.auto``).
+    """What a growing tree asks, where its size is not fixed beforehand (``budget.planner``).
 
     Attributes:
         at_once: its trees are for drafters that grow them in one call; what grows level by level is to be a chain.

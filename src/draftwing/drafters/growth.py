@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Plan
-from draftwing.model.program import Drafted, DraftRequest
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
+from draftwing.run.kernel.program import Drafted, DraftRequest
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
 from draftwing.tree import PAD, DraftTree
 

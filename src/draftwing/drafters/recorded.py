@@ -18,11 +18,11 @@ from torch import Tensor
 from draftwing.drafters.base import Budget
 from draftwing.drafters.growth import Growth
 from draftwing.model.cache import KVCache, TreeAttention
-from draftwing.model.graphs import Outputs, Pool, Record, Recording, Recordings, round_up_rows, round_up_slots
 from draftwing.model.linear import MIN_ROWS
 from draftwing.model.rope import Rotary
 from draftwing.model.target import Context, on_device
 from draftwing.nets.eagle import EagleNet
+from draftwing.run.graphs import Outputs, Pool, Record, Recording, Recordings, round_up_rows, round_up_slots
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, DraftTree
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from draftwing.api import LM, Generation
 from draftwing.errors import ConfigError
 from draftwing.evaluate.machine import describe_machine
-from draftwing.load import LM, Generation, Prompt
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
+from draftwing.text.prompts import Prompt
 
 __all__ = ["Comparison", "MethodResult", "compare"]
 

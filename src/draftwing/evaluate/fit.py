@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftwing.load import LM, Prompt
+from draftwing.api import LM
 from draftwing.stats import Stats
+from draftwing.text.prompts import Prompt
 
 __all__ = ["Fit", "measure_fit"]
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.load import LM, Prompt
-from draftwing.model.kernel import noise_of
+from draftwing.api import LM
 from draftwing.model.target import Context, Target
+from draftwing.run.kernel.build import noise_of
 from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.text.prompts import Prompt
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["Difference", "Verification", "verify"]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftwing.cost import (
+from draftwing.api import LM
+from draftwing.budget.costs import (
     Costs,
     best_gamma,
     expected_tokens,
@@ -18,10 +19,10 @@ from draftwing.cost import (
 from draftwing.drafters.base import Budget
 from draftwing.errors import ConfigError
 from draftwing.evaluate.compare import compare
-from draftwing.load import LM, Prompt
 from draftwing.model.linear import Linear
 from draftwing.model.target import Target
 from draftwing.sampling import Sampling
+from draftwing.text.prompts import Prompt
 
 __all__ = ["Prediction", "Predictions", "describe_costs", "predict"]
 

@@ -91,7 +91,7 @@ class TreeAttention:
         cache: where keys and values are written; room for every tree must be reserved.
         first_row: the cache row of the tree's first row.
         lengths: committed tokens of each row, on the host; ``lengths_B`` the same on the device. None in a recording
-            (``model.graphs``), which must not know them: it gives ``width`` instead, the slots that are looked at.
+            (``run.graphs``), which must not know them: it gives ``width`` instead, the slots that are looked at.
         first_node: the queries are the nodes from here on; earlier ones lie in their slots already.
         windows: each layer's sliding window, or None.
         num_heads: query heads.

@@ -1,8 +1,8 @@
 """The lean decoder: a target for the Llama family with static KV slots, tree attention and taps.
 
 It loads Hugging Face folders and gives transformers' logits, at a fraction of the overhead: one fused matrix for
-queries, keys and values, one for gate and up, and on a CPU all layers as one program (``model.fused``) or, where that
-cannot be, prepacked weights with residuals added inside the product.
+queries, keys and values, one for gate and up, and on a CPU all layers as one program (``run.kernel``) or, where
+that cannot be, prepacked weights with residuals added inside the product.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
+from draftwing.model.attention import CausalAttention
 from draftwing.model.cache import KVCache, TreeAttention
-from draftwing.model.causal import CausalAttention
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.fused import FusedDecoder, kernel_for
-from draftwing.model.graphs import CudaRecorder, Pool, Record, TreeGraphs
-from draftwing.model.kernel import Kernel
 from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import MIN_ROWS, Linear, check_weights
-from draftwing.model.program import Drafted, DraftRequest, Heads
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, on_device
 from draftwing.model.weights import WeightFiles, check_finite
+from draftwing.run.graphs import CudaRecorder, Pool, Record, TreeGraphs
+from draftwing.run.kernel.build import Kernel
+from draftwing.run.kernel.fused import FusedDecoder, kernel_for
+from draftwing.run.kernel.program import Drafted, DraftRequest, Heads
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["LeanContext", "LeanTarget"]
@@ -147,7 +147,7 @@ class LeanTarget(Target):
         return self._head
 
     def use_graphs(self, record: Record | None) -> None:
-        """Record the forwards of contexts made from now on (``model.graphs``), or None: run them eagerly.
+        """Record the forwards of contexts made from now on (``run.graphs``), or None: run them eagerly.
 
         Experts and dynamic rotation ask the device as they go, and the CPU kernel needs no graphs: these run as ever.
         """

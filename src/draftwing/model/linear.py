@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.model.kernel import get_kernel
-from draftwing.model.program import MAX_LEVEL, Packed, Program, quantise_channels
+from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.program import MAX_LEVEL, Packed, Program, quantise_channels
 
 __all__ = ["MIN_ROWS", "WEIGHTS", "Linear", "can_prepack", "check_weights"]
 

@@ -133,7 +133,7 @@ class Target(ABC):
 
     @property
     def runtime(self) -> str:
-        """What runs its layers: ``torch``, or the CPU ``kernel`` (``model.kernel``)."""
+        """What runs its layers: ``torch``, or the CPU ``kernel`` (``run.kernel.build``)."""
         return "torch"
 
     @property

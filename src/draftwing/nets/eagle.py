@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.config import Activation, ModelConfig
-from draftwing.model.fused import kernel_for
-from draftwing.model.graphs import Record
-from draftwing.model.kernel import Kernel
 from draftwing.model.layers import Attend, DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
-from draftwing.model.program import Heads
 from draftwing.model.rope import RopeConfig
 from draftwing.nets.calibration import Calibration
+from draftwing.run.graphs import Record
+from draftwing.run.kernel.build import Kernel
+from draftwing.run.kernel.fused import kernel_for
+from draftwing.run.kernel.program import Heads
 
 __all__ = ["EagleConfig", "EagleNet", "Inputs", "TargetId", "default_taps"]
 

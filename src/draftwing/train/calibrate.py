@@ -8,9 +8,9 @@ from draftwing.model.linear import Linear
 from draftwing.model.rope import Rotary
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
 from draftwing.nets.eagle import EagleNet
-from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Truth
-from draftwing.train.unroll import unroll
+from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss.batch import Truth
+from draftwing.train.loss.unroll import unroll
 
 __all__ = ["fit_calibration"]
 

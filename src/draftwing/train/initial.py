@@ -19,7 +19,7 @@ from draftwing.model.layers import GatedMLP
 from draftwing.model.linear import Linear
 from draftwing.model.rope import inverse_frequencies
 from draftwing.nets.eagle import EagleNet
-from draftwing.train.features import FeatureBatch
+from draftwing.train.features.source import FeatureBatch
 
 __all__ = ["ENTRIES", "initialise"]
 

@@ -13,33 +13,34 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from draftwing.decode import Decoder
+from draftwing.api import load_target
 from draftwing.drafters.base import Budget
-from draftwing.drafters.eagle import EagleDrafter
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.formats.eagle import read_head
-from draftwing.formats.identity import chat_template_hash, target_id
-from draftwing.load import SHIPPED, load_target
+from draftwing.heads.identity import chat_template_hash, target_id
+from draftwing.heads.read import read_head
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
 from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
 from draftwing.sampling import Sampling
+from draftwing.shipped import SHIPPED
 from draftwing.stats import Stats
-from draftwing.tokenizer import Tokenizer
-from draftwing.train.batches import Batches
-from draftwing.train.cache import CachedFeatures, CacheInfo, FeatureCache
+from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.calibrate import fit_calibration
-from draftwing.train.corpus import Corpus, split
 from draftwing.train.curves import read_metrics
-from draftwing.train.data import read_examples
-from draftwing.train.features import FeatureSource, OnlineFeatures
+from draftwing.train.data.batches import Batches
+from draftwing.train.data.corpus import Corpus, split
+from draftwing.train.data.files import read_examples
+from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
+from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCache
+from draftwing.train.features.source import FeatureSource, OnlineFeatures
 from draftwing.train.initial import ENTRIES, initialise
-from draftwing.train.loss import Truth, UnrolledLoss
-from draftwing.train.objectives import OBJECTIVES
+from draftwing.train.loss.batch import Truth, UnrolledLoss
+from draftwing.train.loss.objectives import OBJECTIVES
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
-from draftwing.train.vocabulary import DraftVocabulary, coverage_of
 
 __all__ = ["Session", "measure_tau", "new_net", "prepare", "validation_prompts"]
 

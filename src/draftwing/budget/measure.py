@@ -1,0 +1,236 @@
+"""Measures what a step costs here, through the decode loop itself, and keeps it for the next time.
+
+A stand-in drafter proposes trees of every size for the target's part; the real one drafts at every depth for its own.
+All are measured in turn, so that a machine that slows down slows all alike, and medians are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from draftwing.accept import get_rule
+from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.planner import Planner
+from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.decode import Decoder
+from draftwing.errors import ConfigError
+from draftwing.model.lean import LeanContext
+from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
+from draftwing.run.kernel.build import cache_folder, get_kernel
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.stats import Timings
+from draftwing.tree import Accepted, DraftTree
+
+__all__ = ["costs_of", "measure", "planner_for"]
+
+NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+DEPTHS = (1, 2, 4, 8)
+TREE_DEPTHS, WIDTH = (1, 2, 4, 6), 4
+# Where a plain step takes longer than this, fewer sizes are measured.
+SLOW = 0.06
+FEW_NODES, FEW_DEPTHS = (1, 4, 6, 8, 12, 16, 32, 64), (1, 4)
+ROWS, ROW_NODES = 4, (1, 4, 16)
+CONTEXT, LONG = 64, 1024  # tokens of the rows that are measured
+ROUNDS, LEAST_ROUNDS = 12, 2  # the first warms everything up, and does not count
+
+
+class _Filler:
+    """Proposes chains of a given number of nodes that are never right for long."""
+
+    name = "filler"
+
+    def __init__(self, features: FeatureSpec) -> None:
+        self.features, self.nodes = features, 1
+
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        """Nothing to keep."""
+
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """The pending token, again and again; as a tree of two branches, since trees need a mask of their own."""
+        tokens = ctx.pending()[:, None].repeat(1, self.nodes)
+        if self.nodes < 3:
+            return DraftTree.chain(tokens)
+        parents = torch.arange(-2, self.nodes - 2, device=ctx.device).clamp(min=-1).expand_as(tokens).clone()
+        parents[:, 1:3] = 0
+        return DraftTree(tokens, parents)
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Nothing to learn."""
+
+    def remove(self, ctx: Context, row: int) -> None:
+        """Nothing to drop."""
+
+
+def measure(target: Target, new_drafter: Callable[[], Drafter], seconds: float = 4.0) -> Costs:
+    """The costs of a target with a drafter, in about so many seconds (but two rounds at least).
+
+    Raises:
+        ConfigError: the target has no room for a text of 2 tokens and a tree.
+    """
+    drafter = new_drafter()
+    room = target.max_length // 2
+    if room < 8:
+        raise ConfigError(f"{target.name} has room for {target.max_length} tokens: too few to measure anything")
+    context = min(CONTEXT, room // 2)
+    free = drafter.name in (NoDrafter.name, LookupDrafter.name)
+    verify: dict[float, list[float]] = defaultdict(list)
+    by_rows: dict[float, list[float]] = defaultdict(list)
+    long: dict[float, list[float]] = defaultdict(list)
+    chain: dict[float, list[float]] = defaultdict(list)
+    tree: dict[float, list[float]] = defaultdict(list)
+    rows_chain: list[float] = []
+    one, many, far = (_Bench(target, _Filler(drafter.features), rows, context) for rows in (1, ROWS, 1))
+    drafting = None if free else _Bench(target, drafter, 1, context)
+    drafting_rows = None if free else _Bench(target, new_drafter(), ROWS, context)
+    stretched = far.stretch(min(LONG, room))
+    one.verify(1)
+    is_slow = one.verify(1) > SLOW
+    nodes = [count for count in (FEW_NODES if is_slow else NODES) if count <= min(room // 2, target.vocab_size)]
+    depths = [depth for depth in (FEW_DEPTHS if is_slow else DEPTHS) if depth < room // 2]
+    tree_depths = [depth for depth in (FEW_DEPTHS if is_slow else TREE_DEPTHS) if depth < room // 2]
+    began = time.perf_counter()
+    for turn in range(ROUNDS):
+        if turn >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
+            break
+        for count in nodes:
+            verify[count].append(one.verify(count))
+        for count in (n for n in ROW_NODES if n in nodes):
+            by_rows[count].append(many.verify(count))
+            if stretched:
+                long[count].append(far.verify(count))
+        if drafting is not None and drafting_rows is not None:
+            for depth in depths:
+                chain[depth].append(drafting.draft(Budget(depth)))
+            if target.vocab_size > WIDTH:
+                for depth in tree_depths:
+                    tree[depth].append(drafting.draft(Budget(depth, WIDTH, nodes[-1])))
+            rows_chain.append(drafting_rows.draft(Budget(depths[-1])))
+    curve = Curve.fit(_later(verify))
+    per_row = [(Curve.fit(_later(by_rows))(n) - curve(n * ROWS)) / (ROWS - 1) for n in by_rows]
+    per_token = [(Curve.fit(_later(long))(n) - curve(n)) / max(stretched - context, 1) for n in long]
+    token = max(0.0, _middle(per_token))
+    chains = Curve.line(_later(chain))
+    rows_draft = Curve.fit(_later({1: rows_chain}))(1) if rows_chain else 0.0
+    more_rows = rows_draft / chains(depths[-1]) - 1 if rows_chain else 0.0
+    return Costs(
+        verify=curve,
+        chain=chains,
+        tree=Curve.line(_later(tree)),
+        width=WIDTH if tree else 1,
+        per_token=token,
+        per_row=max(0.0, _middle(per_row) - context * token),  # each row's own tokens are counted beside
+        draft_per_row=max(0.0, more_rows / (ROWS - 1)),
+        context=context,
+    )
+
+
+class _Bench:
+    """A decode loop whose steps are timed."""
+
+    def __init__(self, target: Target, drafter: Drafter, rows: int, context: int) -> None:
+        self._target, self._drafter = target, drafter
+        self._decoder = Decoder(target, drafter, budget=Budget(1))
+        self._prompt = [(7 * i + 3) % target.vocab_size for i in range(context + 1)]  # the last one is pending
+        self._rows, self._length = rows, context
+        self._admit()
+
+    def _admit(self) -> None:
+        for _ in range(self._rows):
+            self._decoder.admit(self._prompt, Sampling(max_tokens=self._target.max_length, ignore_eos=True))
+
+    def stretch(self, length: int) -> int:
+        """Pretend that the row is so long: its slots hold zeros, which take as long to read. 0 where not possible."""
+        row = self._decoder.ctx.rows[0]
+        if not isinstance(self._decoder.ctx, LeanContext) or length <= row.length:
+            return 0
+        row.tokens[1:1] = [self._prompt[0]] * (length - row.length)
+        row.length = self._length = length
+        return length
+
+    def verify(self, nodes: int) -> float:
+        assert isinstance(self._drafter, _Filler)
+        self._drafter.nodes = nodes
+        times = self._step()
+        if isinstance(self._decoder.ctx, LeanContext):  # back again: the texts stay as long as they are said to be
+            for row in self._decoder.ctx.rows:
+                row.length = self._length
+                del row.tokens[row.length + 1 :]
+        return times.verify + times.accept + times.commit
+
+    def draft(self, budget: Budget) -> float:
+        self._decoder.budget = budget
+        return self._step().draft
+
+    def _step(self) -> Timings:
+        if self._decoder.num_running < self._rows:  # a text ran to its end
+            for request in [request for request, _ in self._decoder._requests]:
+                self._decoder.retire(request)
+            self._admit()
+        return self._decoder.step().timings
+
+
+def _later(samples: dict[float, list[float]]) -> dict[float, list[float]]:
+    return {count: values[1:] or values for count, values in samples.items()}
+
+
+def _middle(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str) -> Planner:
+    """A planner for a target with a drafter, by measured costs."""
+    drafter = new_drafter()
+    costs, on_cpu = costs_of(target, new_drafter), target.device.type == "cpu"
+    return Planner.of(
+        costs,
+        get_rule(rule, lossless=False),
+        free=drafter.name == LookupDrafter.name,
+        on_cpu=on_cpu,
+        at_once=getattr(drafter, "at_once", False),
+    )
+
+
+# --- kept for the next time ------------------------------------------------------------------------------------------
+
+
+def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool = False) -> Costs:
+    """Measured costs, from the cache where this machine has measured the same before."""
+    kernel = get_kernel()
+    key = {
+        "version": 3,
+        "runtime": kernel.name if kernel is not None and target.runtime == "kernel" else target.runtime,
+        "target": target.name,
+        "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes],
+        "dtype": str(target.dtype),
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "drafter": new_drafter().name,
+    }
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    file = cache_folder() / f"costs-{name}.json"
+    if not again:
+        try:
+            return Costs.from_dict(json.loads(file.read_text(encoding="utf-8"))["costs"])
+        except (OSError, ValueError, KeyError, TypeError, ConfigError):
+            pass  # nothing there, or nothing that can be read: measured anew
+    costs = measure(target, new_drafter)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({"key": key, "costs": costs.to_dict()}), encoding="utf-8")
+        fresh.replace(file)
+    except OSError:
+        pass  # a cache that cannot be written costs a few seconds the next time, and nothing else
+    return costs

@@ -1,0 +1,242 @@
+"""The options that commands share, as dataclasses: one field, one option.
+
+``with_options`` turns a command's dataclass parameters into the options of their fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from draftwing.errors import ConfigError
+
+if TYPE_CHECKING:
+    from draftwing.api import LM
+    from draftwing.drafters.base import Budget
+    from draftwing.sampling import Sampling
+    from draftwing.text.prompts import Prompt
+    from draftwing.text.tokenizer import Tokenizer
+
+__all__ = [
+    "Draft",
+    "Drafting",
+    "Json",
+    "Model",
+    "NumPrompts",
+    "Prompts",
+    "SamplingOptions",
+    "sampling_option",
+    "with_options",
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        help="Folder or hub id of an EAGLE head or a draft model, lookup, or none; for the shipped target eagle3, "
+        "eagle1 or causal-lm too. [default: eagle3 for the shipped target, else lookup]",
+    ),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option("--prompts", help="Text file (one prompt), .jsonl file (one a line), or - for stdin."),
+]
+NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Use the first so many prompts.")]
+
+
+def _option(help: str, *names: str, panel: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+_model = functools.partial(_option, panel="Model")
+_draft = functools.partial(_option, panel="Drafting")
+sampling_option = functools.partial(_option, panel="Sampling")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Which target, and how it runs."""
+
+    target: Annotated[
+        str | None, _model("Folder or hub id. [default: the model that comes with Draftwing]", "--target", "-t")
+    ] = None
+    dtype: Annotated[str, _model("float32, bfloat16, float16 or float64.")] = "float32"
+    weights: Annotated[
+        str | None,
+        _model(
+            "int8: smaller weights for the same target, up to thrice as fast on a CPU; the text is then the quantised "
+            "model's, drafted or not, to the token."
+        ),
+    ] = None
+    device: Annotated[str | None, _model("cpu or cuda. [default: cuda where there is one]")] = None
+    engine: Annotated[str, _model("lean, transformers, or auto: lean where it can.")] = "auto"
+
+    def load(self, draft: str | None, drafting: Drafting) -> LM:
+        """The target with one drafter."""
+        from draftwing.api import load
+
+        budget = drafting.budget()
+        return load(**vars(self), draft=draft, rule=drafting.rule, budget=budget, lossless=not drafting.lossy)
+
+    def load_many(self, drafts: Sequence[str] | None, drafting: Drafting) -> list[LM]:
+        """Plain decoding, then one ``LM`` for each drafter (by default each at hand), all on one target."""
+        from draftwing.api import LM, load, load_drafter
+
+        budget = drafting.budget()
+        plain = load(**vars(self), draft="none")
+        wanted = list(drafts or ["lookup", *(["causal-lm", "eagle1", "eagle3"] if self.target is None else [])])
+        lms = [plain]
+        for draft in wanted:
+            if draft != "none":  # that is plain decoding again
+                maker = load_drafter(draft, plain.target, plain.tokenizer, dtype=self.dtype, device=self.device)
+                lossless = not drafting.lossy
+                lms.append(LM(plain.target, plain.tokenizer, maker, drafting.rule, budget, lossless=lossless))
+        return lms
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How much is drafted, and what is kept of it."""
+
+    rule: Annotated[
+        str, _draft("match, match-top, speculative, multi-round, multi-round-replacement, block or typical.")
+    ] = "match"
+    tree: Annotated[
+        str,
+        _draft(
+            "auto (decided step by step from measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2), static "
+            "(EAGLE-1), or a JSON file with a list of paths of ranks.",
+            "--tree",
+        ),
+    ] = "auto"
+    lossy: Annotated[bool, _draft("Allow a rule that changes what the target says (typical).", "--lossy")] = False
+
+    def check(self) -> None:
+        """Refuse a rule before a model is loaded for it."""
+        from draftwing.accept import get_rule
+
+        if not (get_rule(self.rule, lossless=False).lossless or self.lossy):
+            raise ConfigError(f"rule {self.rule!r} changes what the target says: add --lossy to accept that")
+
+    def keeps_law_alone(self, sampling: Sampling) -> bool:
+        """Whether the rule is lossless, and yet the text need not be plain decoding's: other noise, the same law."""
+        from draftwing.accept import get_rule
+
+        return self.rule != "match" and sampling.temperature > 0 and get_rule(self.rule, lossless=False).lossless
+
+    def budget(self) -> Budget | None:
+        """What ``--tree`` says; None for auto.
+
+        Raises:
+            ConfigError: it says nothing that is known.
+        """
+        from draftwing.drafters.base import EAGLE_TREE, Budget
+
+        if self.tree == "auto":
+            return None
+        if self.tree == "static":
+            return Budget(paths=EAGLE_TREE)
+        kind, _, numbers = self.tree.partition(":")
+        try:
+            if kind == "chain":
+                return Budget(int(numbers))
+            if kind == "dynamic":
+                nodes, depth, width = map(int, numbers.split(","))
+                return Budget(depth, width, nodes)
+            paths = json.loads(Path(self.tree).read_text(encoding="utf-8"))
+            return Budget(paths=tuple(tuple(path) for path in paths))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"--tree must be auto, chain:5, dynamic:60,8,10, static, or a JSON file with a list of paths such as "
+                f"[[0], [1], [0, 0]], found {self.tree!r} ({error})"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """``Sampling`` as options, and how a prompt is put."""
+
+    temperature: Annotated[float, sampling_option("0 is greedy.", "--temperature", "-T")] = 0.0
+    top_k: Annotated[int | None, sampling_option("Draw from the k best tokens.")] = None
+    top_p: Annotated[float, sampling_option("Draw from the fewest tokens of this probability.")] = 1.0
+    min_p: Annotated[float, sampling_option("Drop tokens less probable than this share of the best one's.")] = 0.0
+    repetition_penalty: Annotated[float, sampling_option("Divides scores of tokens seen.")] = 1.0
+    presence_penalty: Annotated[float, sampling_option("Taken from scores of tokens written.")] = 0.0
+    frequency_penalty: Annotated[float, sampling_option("Taken once for each time written.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, sampling_option("ID:VALUE, added to that token's score; repeatable.", "--logit-bias")
+    ] = None
+    ban: Annotated[list[int] | None, sampling_option("Token id never to write; repeatable.", "--ban")] = None
+    stop: Annotated[list[str] | None, sampling_option("String that ends the text; repeatable.", "--stop")] = None
+    max_tokens: Annotated[int, sampling_option("Tokens to write at most.", "--max-tokens", "-n")] = 128
+    seed: Annotated[int, sampling_option("The text is a function of target, prompt and seed.")] = 0
+    ignore_eos: Annotated[bool, sampling_option("Go on after an end token.", "--ignore-eos")] = False
+    chat: Annotated[
+        bool | None,
+        sampling_option("Put the prompt through the chat template. [default: where there is one]", "--chat/--no-chat"),
+    ] = None
+
+    def to_sampling(self, logprobs: int | None = None) -> Sampling:
+        """The checked parameters."""
+        from draftwing.sampling import Sampling
+
+        same = {f.name for f in dataclasses.fields(Sampling)} - {"stop", "logit_bias", "logprobs"}
+        return Sampling(
+            **{name: value for name, value in vars(self).items() if name in same},
+            logit_bias=dict(map(_parse_bias, self.logit_bias or ())),
+            banned_tokens=tuple(self.ban or ()),
+            stop=tuple(self.stop or ()),
+            logprobs=logprobs,
+        )
+
+    def put(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+        """The prompt as a dialogue or as plain text."""
+        if isinstance(prompt, str):
+            chat = tokenizer.has_chat_template if self.chat is None else self.chat
+            return [{"role": "user", "content": prompt}] if chat else prompt
+        if self.chat is False:
+            return "\n\n".join(message["content"] for message in prompt if not isinstance(message, int))
+        return prompt
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition(":")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ConfigError(f"--logit-bias must be ID:VALUE (such as 42:-1.5), found {text!r}") from None
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for each field of its dataclass parameters: how commands share options."""
+    groups: dict[str, Any] = {}
+    parameters = []
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        own = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+        if not dataclasses.is_dataclass(hints[name]):
+            parameters.append(own)
+            continue
+        groups[name] = hints[name]
+        kinds = get_type_hints(hints[name], include_extras=True)
+        for f in dataclasses.fields(groups[name]):
+            parameters.append(own.replace(name=f.name, default=f.default, annotation=kinds[f.name]))
+
+    def run(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{f.name: values.pop(f.name) for f in dataclasses.fields(kind)})
+        command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,150 @@
+"""What the command line reports of a generation and of a target: the values behind its lines, tables and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwing.api import LM, Generation
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.config import read_config
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import Target
+from draftwing.model.weights import WeightFiles
+from draftwing.run.kernel.build import kernel_problem
+from draftwing.sampling import Sampling
+from draftwing.text.prompts import Prompt
+from draftwing.text.stream import TextStream
+
+__all__ = ["decode", "describe_lm", "describe_run", "record"]
+
+
+def decode(lm: LM, prompt: Prompt, sampling: Sampling, write: Callable[[str, int], None] | None = None) -> Generation:
+    """As ``LM.generate``, but each step's text is handed to ``write`` as it comes."""
+    ids = lm.encode(prompt)
+    done = Generation(ids, logprobs=None if sampling.logprobs is None else [])
+    for piece in lm.stream(ids, sampling):
+        row = piece.step.rows[0]
+        if write is not None:
+            write(piece.text, row.num_accepted)
+        done.text += piece.text
+        done.token_ids += row.token_ids
+        done.stats.add(piece.step)
+        done.finish_reason = row.finish_reason or "stop"
+        if done.logprobs is not None:
+            done.logprobs += row.logprobs or ()
+    if sampling.stop:  # drop what the last step emitted behind the stop string
+        cut = TextStream(lm.tokenizer, ids, sampling.stop)
+        cut.push(done.token_ids)
+        if cut.stopped is not None:
+            done.finish_reason = "stop"
+        del done.token_ids[cut.num_tokens_kept :]
+        if done.logprobs is not None:
+            del done.logprobs[cut.num_tokens_kept :]
+    return done
+
+
+def record(done: Generation, plain: LM | None, sampling: Sampling) -> dict[str, Any]:
+    """One generation as ``--json`` prints it; with ``plain``, measured against that."""
+    stats = done.stats
+    values: dict[str, Any] = {
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "num_prompt_tokens": len(done.prompt_ids),
+        "finish_reason": done.finish_reason,
+        "tokens_per_s": _rate(done),
+        "tau": done.tau,
+        "acceptance": sum(stats.taken) / max(sum(stats.reached), 1),
+        "alpha": stats.alpha,
+        "lossless": done.lossless,
+        "num_steps": stats.num_forwards,
+        "seconds": stats.seconds,
+    }
+    if done.logprobs is not None:
+        values["logprobs"] = [asdict(each) for each in done.logprobs]
+    if plain is not None:
+        base = plain.generate([done.prompt_ids], sampling)[0]
+        speedup = _rate(done) / _rate(base)
+        values["plain"] = {
+            "tokens_per_s": _rate(base),
+            "speedup": speedup,
+            "efficiency": speedup / done.tau,
+            "identical": base.token_ids == done.token_ids,
+        }
+    return values
+
+
+def _rate(done: Generation) -> float:
+    return len(done.token_ids) / done.stats.total_seconds
+
+
+def describe_run(lm: LM, sampling: Sampling) -> dict[str, Any]:
+    """Everything that a text depends on, the prompt aside."""
+    return {
+        "target": lm.target.name,
+        "drafter": lm.drafter_name,
+        "rule": lm.rule,
+        "budget": lm.describe_budget(),
+        "dtype": str(lm.target.dtype).removeprefix("torch."),
+        "weights": lm.target.weights,
+        "device": str(lm.target.device),
+        "sampling": asdict(sampling),
+    }
+
+
+def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
+    """Target, tokenizer and drafter."""
+    drafter = getattr(lm.new_drafter(), "model", None)
+    return {
+        "target": _describe_target(lm.target, lm.tokenizer.folder),
+        "tokenizer": {
+            "vocabulary": lm.tokenizer.fast.get_vocab_size(),
+            "chat_template": lm.tokenizer.has_chat_template,
+        },
+        "drafter": {
+            "name": lm.drafter_name,
+            "budget": lm.describe_budget(),
+            **({"layers": drafter.num_layers, "mb_per_token": drafter.num_weight_bytes / 1e6} if drafter else {}),
+        },
+    }
+
+
+def _describe_target(target: Target, folder: Path) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "family": read_config(folder).get("model_type"),
+        "engine": "transformers" if isinstance(target, AdapterTarget) else "lean",
+        "parameters": _num_parameters(target, folder),
+        "layers": target.num_layers,
+        "hidden": target.hidden_size,
+        "vocabulary": target.vocab_size,
+        "context": target.max_length,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "weights": target.weights or "as dtype",
+        "device": str(target.device),
+        "runtime": _runtime(target),
+        "mb_per_token": target.num_weight_bytes / 1e6,
+    }
+
+
+def _runtime(target: Target) -> str:
+    """What runs the layers, and why not the CPU kernel where that could."""
+    if target.runtime == "kernel":
+        return "CPU kernel"
+    could = isinstance(target, LeanTarget) and target.device.type == "cpu" and target.dtype == torch.float32
+    problem = kernel_problem() if could else ""
+    return f"PyTorch ({problem})" if problem else "PyTorch"
+
+
+def _num_parameters(target: Target, folder: Path) -> int:
+    if isinstance(target, AdapterTarget):
+        return sum(weight.numel() for weight in target.model.parameters())
+    tied = read_config(folder).get("tie_word_embeddings")
+    with WeightFiles(folder) as files:  # a tied head is the embedding, even where it is saved twice
+        names = files.keys()
+        return sum(math.prod(files.shape(name)) for name in names if not (tied and name == "lm_head.weight"))

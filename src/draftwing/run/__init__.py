@@ -1,0 +1,1 @@
+"""What runs a forward: PyTorch as it stands, recorded graphs, or the CPU kernel."""

@@ -1,0 +1,1 @@
+"""Training data in the target's own words."""

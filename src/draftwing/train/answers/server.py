@@ -1,0 +1,243 @@
+"""Answers from a server that speaks the OpenAI protocol: vLLM, SGLang, llama.cpp, and many more."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import random
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from draftwing.errors import ConfigError, DataError
+from draftwing.sampling import Sampling
+from draftwing.train.answers.regenerate import Answer, Dialogue, Task, seed_of
+
+__all__ = ["ServerAnswerer"]
+
+_REFUSED = (400, 413, 422)  # this prompt will not do, but another may
+_BUSY = (408, 425, 429)  # and everything from 500 up
+_LONGEST_WAIT = 60.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Beside the ones every server knows; sent only where they say something, as strict servers refuse unknown ones.
+_EXTRA = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
+
+
+class ServerAnswerer:
+    """Answers with ``/v1/chat/completions`` (dialogues) and ``/v1/completions`` (documents).
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        model: the name under which it serves the target.
+        sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits.
+        num_parallel: requests at once.
+        api_key: sent as a bearer token.
+        timeout: seconds for one answer.
+        num_retries: of a request that the server was too busy for, or that was cut off.
+        backoff: seconds before the first retry; each further one waits twice as long, up to a minute.
+
+    Raises:
+        ConfigError: the URL is none, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        sampling: Sampling,
+        *,
+        num_parallel: int = 16,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        num_retries: int = 6,
+        backoff: float = 1.0,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"server {url!r}: expected a URL such as http://localhost:8000")
+        if num_parallel < 1 or num_retries < 0 or timeout <= 0:
+            raise ConfigError("num_parallel must be at least 1, num_retries at least 0, timeout above 0")
+        base = url.rstrip("/")
+        self._url = base if base.endswith("/v1") else base + "/v1"
+        self._model, self._sampling, self._num_parallel = model, sampling, num_parallel
+        self._timeout, self._num_retries, self._backoff = timeout, num_retries, backoff
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # A proxy of the environment knows nothing of this machine's own ports.
+        own = [urllib.request.ProxyHandler({})] if parts.hostname in _LOOPBACK else []
+        self._opener = urllib.request.build_opener(*own)
+        self._stopping = threading.Event()
+        self._reached = False
+
+    def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+        """See ``Answerer``.
+
+        Raises:
+            DataError: the server cannot be reached, keeps failing, or refuses everything (wrong key, unknown model).
+        """
+        self._stopping = stopping = threading.Event()
+        waiting, lock = iter(tasks), threading.Lock()
+        done: queue.Queue[Answer | Exception | None] = queue.Queue()
+
+        def work() -> None:
+            try:
+                while not stopping.is_set():
+                    with lock:
+                        task = next(waiting, None)
+                    if task is None:
+                        break
+                    done.put(self._answer(task))
+            except Exception as error:  # raised again where it is seen
+                done.put(error)
+            done.put(None)
+
+        # Daemons: after Ctrl-C nobody waits for requests that may take minutes.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(self._num_parallel)]
+        try:
+            for thread in threads:
+                thread.start()
+            num_running = len(threads)
+            while num_running:
+                found = done.get()
+                if found is None:
+                    num_running -= 1
+                elif isinstance(found, Exception):
+                    raise found
+                else:
+                    yield found
+        finally:
+            stopping.set()
+
+    def _answer(self, task: Task) -> Answer:
+        dialogue = Dialogue(task)
+        while (prompt := dialogue.next_prompt()) is not None:
+            try:
+                text, finish_reason, num_tokens = self._complete(prompt, task)
+            except _RefusedError as error:
+                return dialogue.finish(str(error))
+            if not text.strip():
+                return dialogue.finish("the answer is empty")
+            dialogue.take(text, finish_reason, num_tokens)
+        return dialogue.finish()
+
+    def _complete(self, prompt: str | list[dict[str, str]], task: Task) -> tuple[str, str, int]:
+        """Text, finish reason and number of tokens."""
+        sampling = self._sampling
+        body: dict[str, Any] = {
+            "model": self._model,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+            "seed": seed_of(sampling.seed, task.id) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
+        }
+        default = Sampling()
+        body |= {name: value for name in _EXTRA if (value := getattr(sampling, name)) != getattr(default, name)}
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if isinstance(prompt, str):
+            reply = self._post("/completions", {**body, "prompt": prompt})
+        else:
+            messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+            reply = self._post("/chat/completions", {**body, "messages": messages})
+        try:
+            choice = reply["choices"][0]
+            text = choice["text"] if isinstance(prompt, str) else choice["message"]["content"]
+            usage = reply.get("usage") or {}
+            finish_reason = "length" if choice.get("finish_reason") == "length" else "stop"
+            return str(text or ""), finish_reason, int(usage.get("completion_tokens") or 0)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{self._url}: expected a completion, found {json.dumps(reply)[:120]}: is this a server that speaks "
+                f"the OpenAI protocol?"
+            ) from error
+
+    # --- one request -----------------------------------------------------------------------------------------------
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of the reply; tries again while the server is busy or out of reach."""
+        where, problem = self._url + path, ""
+        request = urllib.request.Request(where, json.dumps(body).encode(), self._headers)
+        for attempt in range(self._num_retries + 1):
+            try:
+                content = self._send(request)
+                break
+            except _BusyError as error:
+                problem = str(error)
+                wait = min(self._backoff * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
+                if attempt < self._num_retries and self._stopping.wait(max(wait, error.wait)):
+                    raise DataError(f"{where}: stopped while waiting to try again ({problem})") from error
+        else:
+            raise DataError(
+                f"{where}: no answer after {self._num_retries + 1} tries ({problem}): see to the server, then run the "
+                f"same command again; what was finished is kept"
+            )
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise DataError(
+                f"{where}: expected JSON, found {content[:80]!r}: is this a server that speaks the OpenAI protocol?"
+            ) from error
+
+    def _send(self, request: urllib.request.Request) -> bytes:
+        """One try."""
+        try:
+            with self._opener.open(request, timeout=self._timeout) as response:
+                self._reached = True
+                return bytes(response.read())
+        except urllib.error.HTTPError as error:
+            self._reached = True
+            problem = f"{error.code} {_message_of(error)}"
+            if error.code in _REFUSED:
+                raise _RefusedError(problem) from error
+            if error.code in _BUSY or error.code >= 500:
+                raise _BusyError(problem, _retry_after(error)) from error
+            raise DataError(
+                f"{request.full_url} for model {self._model!r}: {problem}: check the URL, the model's name and "
+                f"the API key"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            problem = str(getattr(error, "reason", error)) or type(error).__name__
+            if self._reached:
+                raise _BusyError(problem) from error
+            raise DataError(
+                f"{self._url}: no server can be reached ({problem}): start it, or correct its URL"
+            ) from error
+
+
+class _RefusedError(Exception):
+    """The server will not answer this one prompt."""
+
+
+class _BusyError(Exception):
+    """The server may answer later."""
+
+    def __init__(self, problem: str, wait: float = 0.0) -> None:
+        super().__init__(problem)
+        self.wait = wait
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    """What the server says, in whichever of the usual places it says it."""
+    try:
+        content = error.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
+    try:
+        found = json.loads(content)
+        found = found.get("error", found)
+        return str(found["message"] if isinstance(found, dict) else found)[:300]
+    except (ValueError, KeyError, AttributeError):
+        return content.strip()[:300] or str(error.reason)
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float:
+    """The seconds that the server asks for; 0 where it names none, or a date."""
+    try:
+        return min(float(error.headers.get("Retry-After", 0)), _LONGEST_WAIT)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,1 @@
+"""The target's hidden states, computed or read from disk."""

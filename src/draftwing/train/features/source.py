@@ -1,0 +1,85 @@
+"""Where a training run gets the target's hidden states: computed as it goes, or read from a cache.
+
+Shape suffixes: B rows, T tokens, F features (all taps), H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftwing.model.linear import Linear
+from draftwing.model.target import FeatureSpec, Target
+from draftwing.train.data.batches import Batch, Batches
+
+__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures"]
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureBatch:
+    """A batch with what the target thinks of it.
+
+    Attributes:
+        batch: ids and mask.
+        features: (B, T, F) the taps that the net reads.
+        last: (B, T, H) the hidden state that the LM head reads.
+        logits: (B, T, V); None where they are to be computed from ``last``.
+    """
+
+    batch: Batch
+    features: Tensor
+    last: Tensor
+    logits: Tensor | None = None
+
+    def logits_of(self, head: Linear) -> Tensor:
+        """(B, T, V) the target's logits, computed by its LM head where they are not at hand."""
+        if self.logits is not None:
+            return self.logits
+        return head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
+
+
+class FeatureSource(Protocol):
+    """Batches by number, a pure function of it."""
+
+    @property
+    def num_tokens_per_epoch(self) -> int:
+        """Tokens of an epoch."""
+        ...
+
+    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
+        """See ``Batches.batch``."""
+        ...
+
+
+class OnlineFeatures:
+    """Runs the target on every batch."""
+
+    def __init__(self, target: Target, batches: Batches, taps: tuple[int, ...]) -> None:
+        self._target, self._batches, self._num_taps = target, batches, len(taps)
+        self._spec = FeatureSpec((*taps, target.num_layers))
+
+    @property
+    def num_tokens_per_epoch(self) -> int:
+        """See ``FeatureSource``."""
+        return self._batches.num_tokens_per_epoch
+
+    @property
+    def num_batches_per_epoch(self) -> int:
+        """See ``Batches``."""
+        return self._batches.num_batches_per_epoch
+
+    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
+        """See ``FeatureSource``."""
+        return self.of(self._batches.batch(number, rank, world_size))
+
+    def of(self, batch: Batch) -> FeatureBatch:
+        """One forward of the target."""
+        batch = batch.runnable().to(self._target.device)
+        with torch.no_grad():
+            output = self._target.score(batch.ids, self._spec)
+        assert output.features is not None
+        width = self._target.hidden_size * self._num_taps
+        return FeatureBatch(batch, output.features[..., :width], output.features[..., width:], output.logits)

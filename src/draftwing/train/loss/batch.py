@@ -1,0 +1,118 @@
+"""One update's loss: the net unrolled over a batch, each step scored against the target.
+
+Shape suffixes: B rows, T tokens, E = T - 2 entries, H hidden, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.model.linear import Linear
+from draftwing.model.rope import Rotary
+from draftwing.nets.eagle import EagleNet
+from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss.objectives import Objective, feature_loss, head_loss
+from draftwing.train.loss.unroll import unroll
+
+__all__ = ["StepSums", "Truth", "UnrolledLoss"]
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """What the target says of every token after every position of a batch.
+
+    Attributes:
+        probs: (B * T, V) p restricted to the draft vocabulary and renormalised.
+        best: (B, T) the draft id of the target's best token; -1 where the draft vocabulary lacks it.
+        last: (B * T, H) the hidden states that EAGLE-1 predicts.
+        counts: (B, T) bool: whether the prediction of the token *at* a position counts.
+    """
+
+    probs: Tensor
+    best: Tensor
+    last: Tensor
+    counts: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, found: FeatureBatch, head: Linear, target_ids: Tensor | None, dtype: torch.dtype) -> Truth:
+        """From the target's logits, in ``dtype`` (float32 or wider)."""
+        logits = found.logits_of(head)
+        best = logits.argmax(-1)
+        if target_ids is not None:
+            place = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
+            place[target_ids] = torch.arange(len(target_ids), device=logits.device)
+            best, logits = place[best], logits.index_select(-1, target_ids)
+        return cls(logits.to(dtype).softmax(-1).flatten(0, 1), best, found.last.flatten(0, 1), found.batch.mask)
+
+    def rows(self, step: int, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of a step's ``entries`` (C,) count, and where their truth lies: (R,) into B * C and into B * T.
+
+        Entry i of step s guesses the token at i + 2 + s, of which position i + 1 + s knows.
+        """
+        length = self.counts.shape[1]
+        known = entries + 1 + step
+        inside = known + 1 < length
+        known = known.clamp(max=length - 2)
+        keep = inside & self.counts[:, known + 1] & (self.best[:, known] >= 0)
+        row, place = keep.nonzero(as_tuple=True)
+        return row * len(entries) + place, row * length + known[place]
+
+
+@dataclass(frozen=True, eq=False)
+class StepSums:
+    """Sums over the entries of one step: loss (with gradient), entries, and greedy agreements."""
+
+    loss: Tensor
+    count: int
+    agreed: Tensor | None = None
+
+
+class UnrolledLoss(nn.Module):
+    """``net`` under an objective; a module, so that data-parallel wrappers see its forward.
+
+    Args:
+        net: in training.
+        objective: see ``OBJECTIVES``.
+        num_steps: of the unroll.
+        noise, later_share: see ``unroll``; not in evaluation.
+    """
+
+    def __init__(
+        self, net: EagleNet, objective: Objective, num_steps: int, noise: float = 0.0, later_share: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.net, self.objective, self.num_steps = net, objective, num_steps
+        self.noise, self.later_share = noise, later_share
+        weight = net.fc.weight
+        self._rotary = Rotary(net.config.rope, weight.dtype, weight.device)
+
+    def forward(self, found: FeatureBatch, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
+        """Sums for every step.
+
+        Args:
+            agreement: count too how often the net's best token is the target's.
+        """
+        device = found.features.device.type
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.fc.weight.dtype
+        weight = self.net.head_weight
+        features = found.features.to(self.net.fc.weight.dtype)
+        noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
+        sums = []
+        for step in unroll(self.net, self._rotary, found.batch.ids, features, self.num_steps, noise, share):
+            entries, where = truth.rows(step.index, step.entries)
+            read = step.read[entries]
+            loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
+            if self.objective.feature_weight:
+                regression = feature_loss(step.states[entries], truth.last[where]).sum()
+                loss = loss + self.objective.feature_weight * regression
+            agreed = None
+            if agreement:
+                with torch.no_grad():
+                    guess = (read.to(narrow) @ weight.to(narrow).T).argmax(-1)
+                    agreed = (guess == truth.best.flatten()[where]).sum()
+            sums.append(StepSums(loss, len(entries), agreed))
+        return sums

@@ -1,0 +1,128 @@
+"""Training-time test: a net run on its own outputs, for all positions of a text at once (EAGLE-3, 2503.01840).
+
+At step s entry i stands for the s-th token drafted after position i: it reads the token at i + 1 + s and the state
+that step s - 1 left at i, stands at position i + s, and sees what it would see while drafting: the true entries up to
+i, and its own chain of steps 1..s. HASS (2408.15766) unrolls EAGLE-1 in the same way.
+
+Shape suffixes: B rows, T tokens, E = T - 2 entries, R = B * E, K heads, G query heads of a KV head, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwing.model.attention import CausalAttention
+from draftwing.model.rope import Rotary
+from draftwing.nets.eagle import EagleNet
+
+__all__ = ["UnrollStep", "UnrolledAttention", "unroll"]
+
+
+class UnrolledAttention(CausalAttention):
+    """An ``Attend`` for the steps of an unroll, called once for each.
+
+    Keys: causal over step 0, plus the diagonal of each step from 1 to the present one.
+    """
+
+    def __init__(self, num_rows: int, length: int, scale: float) -> None:
+        super().__init__(num_rows, length, [None], scale)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._bias: Tensor | None = None
+        self._chosen: Tensor | None = None
+
+    def choose(self, entries: Tensor) -> None:
+        """From the next step on only these entries (C,), ascending, go on; the others' true keys stay."""
+        self._chosen, self._bias = entries, None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(R, heads, D) each -> (R, heads * D)."""
+        length = self._length if self._chosen is None else len(self._chosen)
+        shape = (self._rows, length, -1, q.shape[-1])
+        keys, values = k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)  # (B, K, E, D)
+        self._keys.append(keys)
+        self._values.append(values)
+        if len(self._keys) == 1:
+            return super().__call__(layer, q, k, v)
+        heads = keys.shape[1]
+        queries = q.view(self._rows, length, heads, -1, shape[3]).permute(0, 2, 3, 1, 4)  # (B, K, G, E, D)
+        queries = queries * self._scale
+        folded = queries.flatten(2, 3)  # the queries of a KV head as one block, so that no key is copied
+        true = (folded @ self._keys[0].transpose(2, 3)).view(*queries.shape[:-1], self._length)
+        true = true + self._causal(true)
+        chain = [(queries * own[:, :, None]).sum(-1, keepdim=True) for own in self._keys[1:]]
+        weights = torch.cat([true, *chain], -1).softmax(-1).to(values.dtype)
+        on_true, on_chain = weights[..., : self._length], weights[..., self._length :]
+        mixed = (on_true.flatten(2, 3) @ self._values[0]).view_as(queries)
+        for step, own in enumerate(self._values[1:]):
+            mixed = mixed + on_chain[..., step : step + 1] * own[:, :, None]
+        return mixed.permute(0, 3, 1, 2, 4).reshape(self._rows * length, -1)
+
+    def _causal(self, like: Tensor) -> Tensor:
+        if self._bias is None or self._bias.dtype != like.dtype:
+            bias = like.new_full((self._length, self._length), float("-inf")).triu_(1)
+            self._bias = bias if self._chosen is None else bias[self._chosen]
+        return self._bias
+
+
+@dataclass(frozen=True)
+class UnrollStep:
+    """One step over all entries.
+
+    Attributes:
+        index: s, from 0.
+        entries: (C,) which entries of every row these are; all E of them, unless later steps are thinned out.
+        states: (B * C, H) what the net feeds back: for EAGLE-1 the predicted features.
+        read: (B * C, H) what the head reads to guess the token at i + 2 + s.
+    """
+
+    index: int
+    entries: Tensor
+    states: Tensor
+    read: Tensor
+
+
+def unroll(
+    net: EagleNet,
+    rotary: Rotary,
+    ids: Tensor,
+    features: Tensor,
+    num_steps: int,
+    noise: float = 0.0,
+    later_share: float = 1.0,
+) -> Iterator[UnrollStep]:
+    """Run ``net`` for ``num_steps`` steps, each on the states of the one before. Gradients flow through all of them.
+
+    Args:
+        ids: (B, T).
+        features: (B, T, F) the target's, of the same tokens.
+        noise: width of the uniform noise added to the features (EAGLE-1: 0.2, that is +-0.1).
+        later_share: share of the entries, drawn at random, that go on after step 0. No entry of a later step sees
+            another's, so that the loss stays unbiased; an update costs less, and more text goes through.
+
+    Yields:
+        Entry i of step s is real where i + 2 + s < T; the others hold nothing of use.
+    """
+    rows, length = ids.shape
+    count = length - 2
+    read = features[:, :count]
+    if noise:
+        read = read + (torch.rand_like(read) - 0.5) * noise
+    states = net.fuse(read.reshape(rows * count, -1))
+    first = 0 if net.config.inputs == "feature-unshifted" else 1
+    padded = torch.cat([ids, ids.new_zeros(rows, num_steps)], 1)
+    attend = UnrolledAttention(rows, count, net.config.head_dim**-0.5)
+    entries = torch.arange(count, device=ids.device)
+    for step in range(num_steps):
+        if step == 1 and later_share < 1:
+            entries = torch.randperm(count)[: max(1, round(later_share * count))].sort().values.to(ids.device)
+            states = states.view(rows, count, -1)[:, entries].flatten(0, 1)
+            attend.choose(entries)
+        tokens = padded[:, first + step + entries].reshape(-1)
+        cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
+        states, out = net.forward(tokens, states, cis, attend)
+        yield UnrollStep(step, entries, states, out)
