@@ -104,7 +104,7 @@ def test_a_fixed_tree_is_that_of_growing_level_by_level(name, kind, budget, targ
     found.check(target.vocab_size)
     wanted = trees(name, target, folder_of, kind, budget, False)
     same(found, wanted)
-    assert found.is_chain == all(
+    assert found.is_line == all(
         parents == [-1, *range(len(parents) - 1)][: len(parents)] for parents in used_parents(found)
     )
     assert found.max_depth == wanted.depths.max()
@@ -292,7 +292,7 @@ def test_where_nothing_is_worth_its_verification_nothing_is_drafted(name, target
     rule = replace(free(3, 100), verify=np.arange(103, dtype=np.float32) * 10)
     found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, plan=Ruled(rule)), True)
     assert found.num_nodes == 1
-    assert found.is_chain
+    assert found.is_line
 
 
 def test_a_draft_whose_step_never_ended_is_drafted_again(target, folder_of):

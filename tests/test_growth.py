@@ -339,7 +339,7 @@ def test_the_law_of_drawn_children(children):
 def test_a_chain_takes_the_best_child(kind, how):
     law = random_law(5)
     tree, growth = grow(law, Budget(4, children=how), SAMPLINGS[kind])
-    assert tree.is_chain
+    assert tree.is_line
     assert growth.is_chain
     for row, (prompt, request) in enumerate(zip(PROMPTS, SAMPLINGS[kind], strict=True)):
         path = ()

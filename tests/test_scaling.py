@@ -60,7 +60,7 @@ def test_exponents_between_doublings():
 def test_trees():
     pending = torch.tensor([5, 9])
     chain = script.tree_of(pending, 6, bushy=False)
-    assert chain.is_chain
+    assert chain.is_line
     assert chain.max_depth == 5
     bushy = script.tree_of(pending, 9, bushy=True)
     bushy.check(10)

@@ -76,13 +76,13 @@ def test_a_ragged_chain_is_the_general_tree_of_the_same_nodes(seed):
     chain = DraftTree.chain(tokens)
     general = DraftTree(chain.tokens, chain.parents)
     chain.check(50)
-    assert chain.is_chain
-    assert not general.is_chain
+    assert chain.is_line
+    assert not general.is_line
     for name in ("valid", "ancestors", "depths"):
         assert torch.equal(getattr(chain, name), getattr(general, name)), name
     limits = torch.tensor([rng.randint(-1, width) for _ in lengths])
     short, other = chain.prune(limits), general.prune(limits)
-    assert short.is_chain
+    assert short.is_line
     for name in ("tokens", "parents", "valid", "ancestors", "depths"):
         assert torch.equal(getattr(short, name), getattr(other, name)), name
 
@@ -90,7 +90,7 @@ def test_a_ragged_chain_is_the_general_tree_of_the_same_nodes(seed):
 def test_a_lone_root():
     tree = DraftTree.root(torch.tensor([7, 8]))
     tree.check(9)
-    assert tree.is_chain
+    assert tree.is_line
     assert tree.tokens.tolist() == [[7], [8]]
     assert tree.parents.tolist() == tree.depths.sub(1).tolist() == [[-1], [-1]]
     assert tree.ancestors.shape == (2, 1, 1)

@@ -10,7 +10,7 @@ Shape suffixes: B rows, N nodes, D depth, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,15 +32,25 @@ class DraftTree:
         tokens: (B, N) int64. ``tokens[:, 0]`` is the pending token; ``PAD`` marks unused nodes.
         parents: (B, N) int64. ``-1`` for the root and for unused nodes, else ``parents[b, i] < i``.
             Siblings stand in the order in which a rule tries them.
-        confidence: (B, N) the drafter's estimate that a node is accepted, or None.
+        confidence: (B, N) the chance that a node is accepted, all of its path with it, or None.
         draft_probs: (B, N, V) the draft distribution q from which the *children* of each node were drawn;
             only the classic rules need it.
+        told: (B, N) what the drafter says of each node given its parent, before any calibration, or None.
+        effort: levels of drafting that the tree took; those that were wider than one node may count as more.
+        is_line: whether every node follows the one before it: an accepted path then lies in its final slots already.
+        depth: of the deepest node of all rows, where the host knows it.
+        paths: ``ancestors`` and ``depths``, where a recorded forward has computed them.
     """
 
     tokens: Tensor
     parents: Tensor
     confidence: Tensor | None = None
     draft_probs: Tensor | None = None
+    told: Tensor | None = None
+    effort: float = 0.0
+    is_line: bool = False
+    depth: int | None = None
+    paths: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def chain(cls, tokens: Tensor, confidence: Tensor | None = None, draft_probs: Tensor | None = None) -> DraftTree:
@@ -49,9 +59,7 @@ class DraftTree:
         parents = torch.arange(-1, num_nodes - 1, device=tokens.device).expand_as(tokens)
         if num_nodes > 1:
             parents = parents.masked_fill(tokens < 0, -1)
-        tree = cls(tokens, parents, confidence, draft_probs)
-        tree.__dict__["is_chain"] = True
-        return tree
+        return cls(tokens, parents, confidence, draft_probs, is_line=True, depth=num_nodes - 1)
 
     @classmethod
     def root(cls, pending: Tensor) -> DraftTree:
@@ -79,11 +87,6 @@ class DraftTree:
         return self.tokens.shape[1]
 
     @cached_property
-    def is_chain(self) -> bool:
-        """Known when the tree was built as a chain: an accepted path then already lies in its final slots."""
-        return self.num_nodes == 1
-
-    @cached_property
     def valid(self) -> Tensor:
         """(B, N) bool: the nodes that are used."""
         return self.tokens != PAD
@@ -94,9 +97,11 @@ class DraftTree:
 
         An unused node has itself alone, so that its attention row is never empty.
         """
+        if self.paths is not None:
+            return self.paths[0]
         num_nodes = self.num_nodes
         device = self.tokens.device
-        if self.is_chain:
+        if self.is_line:
             order = torch.arange(num_nodes, device=device)
             lower = order[:, None] >= order  # tril_ starts threads for a handful of bytes
             if num_nodes == 1:
@@ -117,26 +122,26 @@ class DraftTree:
     @cached_property
     def depths(self) -> Tensor:
         """(B, N) int64: 0 at the root (and at unused nodes)."""
-        if self.is_chain:
+        if self.paths is not None:
+            return self.paths[1]
+        if self.is_line:
             steps = torch.arange(self.num_nodes, device=self.tokens.device)
             return steps.masked_fill(~self.valid, 0) if self.num_nodes > 1 else steps.expand(self.num_rows, 1)
         return self.ancestors.sum(-1) - 1
 
     @cached_property
     def max_depth(self) -> int:
-        """Depth of the deepest node of all rows (for a chain without waiting for the device: its length)."""
-        return self.num_nodes - 1 if self.is_chain else int(self.depths.max())
+        """Depth of the deepest node of all rows: ``depth``, or asked of the device."""
+        return int(self.depths.max()) if self.depth is None else self.depth
 
-    def prune(self, max_depths: Tensor) -> DraftTree:
-        """Mark nodes deeper than ``max_depths`` (B,) as unused; the root always stays."""
+    def prune(self, max_depths: Tensor, depth: int | None = None) -> DraftTree:
+        """Mark nodes deeper than ``max_depths`` (B,) as unused; the root always stays. ``depth``: of what is left."""
         keep = self.depths <= max_depths[:, None].clamp(min=0)
         if keep.device.type == "cpu" and bool(keep.all()):  # elsewhere that would wait for the device
             return self
-        tree = DraftTree(
-            self.tokens.masked_fill(~keep, PAD), self.parents.masked_fill(~keep, -1), self.confidence, self.draft_probs
-        )
-        tree.__dict__["is_chain"] = self.is_chain
-        return tree
+        tokens, parents = self.tokens.masked_fill(~keep, PAD), self.parents.masked_fill(~keep, -1)
+        depth = self.depth if self.is_line else depth
+        return replace(self, tokens=tokens, parents=parents, depth=depth, paths=None)
 
     def check(self, vocab_size: int | None = None) -> None:
         """Validate the invariants; for drafters under test and trees that a user wrote.

@@ -130,7 +130,7 @@ class EagleDrafter:
         """Keep the true features of the accepted path until a tree is drafted again."""
         assert output.features is not None
         rewritten = isinstance(ctx, LeanContext) and ctx.graphs is not None  # by the next replay: these need a copy
-        fresh = _kept(output.features, accepted.path, as_view=tree.is_chain and not rewritten)
+        fresh = _kept(output.features, accepted.path, as_view=tree.is_line and not rewritten)
         if self._read is not None:
             self._fed, self._read, self._waiting = self._read, None, []
         self._waiting.append((fresh.to(self._none.dtype), ctx.lengths))

@@ -193,9 +193,7 @@ class Growth:
         """The expanded nodes as a tree: what the drafter forwards, from node ``first`` on."""
         if self.is_chain:
             return DraftTree.chain(self._tokens)
-        tree = DraftTree(self._tokens.gather(1, self._expanded), self._drafted_parents)
-        tree.__dict__["max_depth"] = self.level
-        return tree
+        return DraftTree(self._tokens.gather(1, self._expanded), self._drafted_parents, depth=self.level)
 
     def extend(self, logits: Tensor) -> None:
         """Choose the next level from ``logits`` (B, W, V) after the newest expanded nodes."""
@@ -224,8 +222,7 @@ class Growth:
             tree = DraftTree(self._tokens, self._parents, self._values.exp(), self._draft_probs())
         else:
             tree = self._rerank(count)
-        tree.__dict__["max_depth"] = self.level
-        return tree
+        return replace(tree, depth=self.level)
 
     def slots_of(self, path: Tensor) -> Tensor:
         """Where the nodes of a path (B, D) of the finished tree stand in ``drafted``; PAD where they do not."""

@@ -175,9 +175,8 @@ class EagleRun:
         found = [output[: ctx.num_rows].clone() for output in draft.recording.run()]  # a step keeps its tree
         if len(found) == 1:
             return DraftTree.chain(found[0])
-        tree = DraftTree(*found)
-        tree.__dict__["max_depth"] = budget.depth
-        return tree
+        tokens, parents, confidence = found
+        return DraftTree(tokens, parents, confidence, depth=budget.depth)
 
     def _draft(
         self,
@@ -207,7 +206,7 @@ class EagleRun:
             return self.logits(read), fed_back
 
         tree = grow(growth, self.logits(read), states, step, shifted=self.shifted)
-        if tree.is_chain:
+        if tree.is_line:
             return (tree.tokens,)
         assert tree.confidence is not None
         return tree.tokens, tree.parents, tree.confidence

@@ -118,6 +118,7 @@ class Decoder:
         clock.append(time.perf_counter())
         marks.append(_mark(self.target.device))
         output = self.target.forward(ctx, tree, self.drafter.features)
+        tree = output.tree or tree
         clock.append(time.perf_counter())
         marks.append(_mark(self.target.device))
         scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
@@ -163,10 +164,7 @@ class Decoder:
         # The depth is known on the host for every tree that was grown, so that nothing waits for the device.
         if min(room) >= tree.num_nodes - 1 or min(room) >= tree.max_depth:
             return tree
-        pruned = tree.prune(self.ctx.tensor(room))
-        if not tree.is_chain:
-            pruned.__dict__.setdefault("max_depth", min(tree.max_depth, max(room)))
-        return pruned
+        return tree.prune(self.ctx.tensor(room), min(tree.max_depth, max(room)))
 
     def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
         """What each row emits.

@@ -158,7 +158,7 @@ class TreeAttention:
     ) -> Tensor:
         """(B, 1, padded, width): 0 where a query may look, -inf elsewhere; padding queries look everywhere."""
         slots = torch.arange(width, device=lengths.device)
-        if tree.is_chain and window is None:  # what drafting spends its time on: a third of the kernels
+        if tree.is_line and window is None:  # what drafting spends its time on: a third of the kernels
             last = first_node + torch.arange(padded, device=lengths.device) // self._groups
             seen = slots <= (lengths[:, None] + last)[:, None, :, None]
             return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), float("-inf"))

@@ -309,7 +309,7 @@ class LeanTarget(Target):
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. A chain's nodes lie in their final slots already."""
         assert isinstance(ctx, LeanContext)
-        if tree.is_chain:
+        if tree.is_line:
             return
         if self._fused is not None:
             self._fused.kernel.commit(ctx.cache.data, ctx.tensor(ctx.lengths), accepted.path)

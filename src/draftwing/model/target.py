@@ -52,10 +52,12 @@ class TargetOutput:
     Attributes:
         logits: (B, N, V) of the token after each node.
         features: (B, N, F), or None where no taps were asked for.
+        tree: the trees with what the forward found out about them, None where that is nothing.
     """
 
     logits: Tensor
     features: Tensor | None = None
+    tree: DraftTree | None = None
 
 
 @dataclass

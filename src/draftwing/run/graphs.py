@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -275,11 +276,10 @@ class TreeGraphs:
         bucket.parents[:rows, :nodes].copy_(tree.parents)
         assert bucket.recording is not None
         logits, ancestors, depths, *taps = bucket.recording.run()
-        if not tree.is_chain:  # the rule walks along them; copies, since a tree outlives its step
-            tree.__dict__.setdefault("ancestors", ancestors[:rows, :nodes, :nodes].clone())
-            tree.__dict__.setdefault("depths", depths[:rows, :nodes].clone())
+        if not tree.is_line:  # the rule walks along them; copies, since a tree outlives its step
+            tree = replace(tree, paths=(ancestors[:rows, :nodes, :nodes].clone(), depths[:rows, :nodes].clone()))
         fresh = nodes - first_node
-        return TargetOutput(logits[:rows, :fresh], taps[0][:rows, :fresh] if taps else None)
+        return TargetOutput(logits[:rows, :fresh], taps[0][:rows, :fresh] if taps else None, tree)
 
     def _bucket(self, rows: int, nodes: int, width: int, first_node: int, features: FeatureSpec) -> _Bucket:
         bucket = _Bucket(rows, nodes, self.cache.data.device, self._rotary.table(width))

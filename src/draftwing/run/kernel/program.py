@@ -426,8 +426,7 @@ class Program:
             for part, at in ((numbers, 0), (numbers, size), (numbers, 2 * size), (chances, 0), (chances, size))
         ]
         tokens, parents_BN, reached = (torch.from_numpy(found[part]) for part in (0, 1, 4))
-        tree = DraftTree(tokens, parents_BN, reached)
-        tree.__dict__["is_chain"], tree.__dict__["max_depth"] = bool(draft.is_chain), draft.deepest
+        tree = DraftTree(tokens, parents_BN, reached, is_line=bool(draft.is_chain), depth=draft.deepest)
         return Drafted(tree, found[3], found[2], draft.levels, draft.effort, width == 1)
 
     def _batch(self, rows: int, nodes: int, outside: Mapping[int, Tensor], slots: Slots | None) -> Batch:
