@@ -15,7 +15,8 @@ from draftwing.heads.identity import chat_template_hash, target_id_of_folder
 from draftwing.heads.read import read_config, write_head
 from draftwing.model.config import ModelConfig
 from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 
 VOCAB, HIDDEN, LAYERS, DRAFT = 300, 32, 8, 100
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

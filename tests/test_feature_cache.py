@@ -14,7 +14,8 @@ from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.heads.identity import target_id
 from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.train.data.batches import Batches
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features import cache_writer

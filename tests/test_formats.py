@@ -26,7 +26,8 @@ from draftwing.heads.vocab import read_draft_vocab, to_maps
 from draftwing.model.config import ModelConfig
 from draftwing.model.linear import Linear
 from draftwing.nets.calibration import Calibration
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId
 from draftwing.text.tokenizer import Tokenizer
 
 VOCAB, HIDDEN, LAYERS, DRAFT = SMALL["vocab_size"], SMALL["hidden_size"], 8, 20

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from draftwing.errors import CheckpointError, ConfigError, NumericsError
 from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.train import trainer as trainer_module
 from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
 from draftwing.train.data.batches import Batch, Batches

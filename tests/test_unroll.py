@@ -17,7 +17,8 @@ from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.model.rope import RopeConfig, Rotary
 from draftwing.model.target import FeatureSpec
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.sampling import Sampling
 from draftwing.train.loss.unroll import unroll
 from draftwing.tree import PAD

@@ -328,7 +328,7 @@ def cache(
     from draftwing.api import load_target
     from draftwing.heads.identity import target_id
     from draftwing.model.weights import resolve
-    from draftwing.nets.eagle import default_taps
+    from draftwing.nets.eagle_config import default_taps
     from draftwing.shipped import SHIPPED
     from draftwing.text.tokenizer import Tokenizer
     from draftwing.train.data.batches import Batches

@@ -10,7 +10,7 @@ from pathlib import Path
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning
 from draftwing.heads.layouts import LAYOUTS
 from draftwing.heads.read import head_version, load_head, save_head
-from draftwing.nets.eagle import TargetId
+from draftwing.nets.eagle_config import TargetId
 
 __all__ = ["SERVED_BY", "convert", "serve_command"]
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.heads.identity import differences
 from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId, default_taps
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId, default_taps
 
-__all__ = ["EMBEDDING", "LM_HEAD", "UNKNOWN_TAP", "Head", "expected_shapes"]
+__all__ = ["EMBEDDING", "LM_HEAD", "UNKNOWN_TAP", "Head", "expected_shapes", "usual_taps"]
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 UNKNOWN_TAP = -1  # in the place of taps that a head does not name: every engine then takes its defaults
@@ -71,8 +72,7 @@ class Head:
         target = self.config.target
         if target is None:
             return False
-        usual = (target.num_layers,) if self.config.version == 1 else default_taps(target.num_layers)
-        return self.config.taps == usual
+        return self.config.taps == usual_taps(self.config.version, target.num_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,8 +102,8 @@ class Head:
         known = config.target
         if taps is None and known is not None and UNKNOWN_TAP in config.taps:
             # Only three have defaults; a head of another number that does not name them stays unknown.
-            usual = (known.num_layers,) if config.version == 1 else default_taps(known.num_layers)
-            taps = usual if len(usual) == len(config.taps) else None
+            usual = usual_taps(config.version, known.num_layers)
+            taps = usual if usual is not None and len(usual) == len(config.taps) else None
         elif taps is None and target is not None and self.config.target is None:
             _check_last_tap(config, target, where)
         if taps is not None:
@@ -111,6 +111,13 @@ class Head:
         if taps is not None or self.knows_taps:
             _check_taps(config.taps, known, where)
         return replace(self, config=config, verifier=self.verifier or (known.name if known else None))
+
+
+def usual_taps(version: int, num_layers: int) -> tuple[int, ...] | None:
+    """What every engine reads of a target of ``num_layers`` layers that is told nothing; None where it cannot."""
+    if version == 1:
+        return (num_layers,)
+    return default_taps(num_layers) if num_layers >= 3 else None
 
 
 def _check_target(config: EagleConfig, target: TargetId, where: str) -> None:

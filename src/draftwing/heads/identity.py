@@ -11,7 +11,7 @@ from typing import Any
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.config import read_config
 from draftwing.model.target import Target
-from draftwing.nets.eagle import TargetId
+from draftwing.nets.eagle_config import TargetId
 from draftwing.text.tokenizer import Tokenizer
 
 __all__ = ["chat_template_hash", "differences", "has_tokenizer", "target_id", "target_id_of_folder"]

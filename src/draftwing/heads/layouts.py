@@ -23,7 +23,7 @@ from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.heads.head import LM_HEAD, Head
 from draftwing.heads.settings import FORMAT, TAP_IDS
 from draftwing.heads.vocab import to_maps
-from draftwing.nets.eagle import EagleConfig
+from draftwing.nets.eagle_config import EagleConfig
 
 __all__ = ["LAYOUTS", "LayoutName", "head_files"]
 

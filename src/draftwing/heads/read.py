@@ -26,7 +26,8 @@ from draftwing.heads.vocab import read_draft_vocab
 from draftwing.model.config import read_config
 from draftwing.model.linear import Linear
 from draftwing.model.weights import WeightFiles, check_finite
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId
 
 __all__ = [
     "check_destination",

@@ -20,7 +20,7 @@ from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.config import ModelConfig
 from draftwing.model.rope import ROPE_TYPES
 from draftwing.nets.calibration import Calibration
-from draftwing.nets.eagle import EagleConfig, Inputs, TargetId
+from draftwing.nets.eagle_config import EagleConfig, Inputs, TargetId
 
 __all__ = ["FORMAT", "Block", "Settings", "eagle_config", "is_head_config", "read_settings"]
 

@@ -23,7 +23,8 @@ from draftwing.heads.read import read_head
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId
 from draftwing.sampling import Sampling
 from draftwing.shipped import SHIPPED
 from draftwing.stats import Stats

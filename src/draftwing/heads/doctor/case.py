@@ -18,7 +18,7 @@ from draftwing.heads.names import Names, sort_names
 from draftwing.heads.read import find_config, find_taps, find_version, read_config
 from draftwing.heads.settings import Settings, read_settings
 from draftwing.model.config import ModelConfig
-from draftwing.nets.eagle import EagleConfig, TargetId
+from draftwing.nets.eagle_config import EagleConfig, TargetId
 
 __all__ = ["Case", "Finding", "Status", "TargetFolder", "examine", "look_at_target"]
 

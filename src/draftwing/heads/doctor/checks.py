@@ -7,11 +7,10 @@ import torch
 from draftwing.errors import DraftwingError
 from draftwing.heads.doctor.case import Case, Finding
 from draftwing.heads.files import weight_files
-from draftwing.heads.head import LM_HEAD
+from draftwing.heads.head import LM_HEAD, usual_taps
 from draftwing.heads.read import find_taps
 from draftwing.heads.settings import TAP_IDS
 from draftwing.heads.vocab import read_draft_vocab
-from draftwing.nets.eagle import default_taps
 
 __all__ = [
     "check_bias",
@@ -265,7 +264,7 @@ def check_taps(case: Case) -> Finding:
         return Finding(name, "fail", str(error), "correct the taps in config.json")
     if not case.is_third:
         return Finding(name, "ok", "EAGLE-1 reads the last hidden state")
-    usual: tuple[int, ...] | None = None if num_layers is None else default_taps(num_layers)
+    usual: tuple[int, ...] | None = None if num_layers is None else usual_taps(3, num_layers)
     if taps is not None and num_layers is not None and max(taps) > num_layers:
         return Finding(name, "fail", f"{taps} of a target with {num_layers} layers", "load it with its own target")
     read = usual if taps is None else taps

@@ -26,7 +26,7 @@ from torch import Tensor
 from draftwing.errors import DataError
 from draftwing.heads.identity import differences
 from draftwing.model.target import FeatureSpec, Target
-from draftwing.nets.eagle import TargetId
+from draftwing.nets.eagle_config import TargetId
 from draftwing.train.data.batches import Plan, collate
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features.source import FeatureBatch

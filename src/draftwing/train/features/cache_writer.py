@@ -18,7 +18,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.heads.files import write_mend
 from draftwing.model.target import FeatureSpec, Target
-from draftwing.nets.eagle import TargetId
+from draftwing.nets.eagle_config import TargetId
 from draftwing.train.checkpoint import write_atomically
 from draftwing.train.data.batches import Batches
 from draftwing.train.features.cache import DTYPES, INDEX, CacheInfo, Shard
