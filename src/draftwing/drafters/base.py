@@ -14,11 +14,30 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
-from draftwing.run.kernel.program import GrowthRule
+from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan"]
+__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan", "Traits"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a drafter is like, for whoever plans, measures and runs it.
+
+    Attributes:
+        drafts: whether it ever proposes anything.
+        reads_features: whether it needs the target's hidden states.
+        costs_forwards: whether a draft takes passes of a net, which are then measured and weighed.
+        grows_by_rule: whether it follows ``Budget.rule`` itself; the loop cuts the trees of others by it.
+        identity: tells apart, beside ``Drafter.name``, what caches must not mix up: two heads of one name.
+    """
+
+    drafts: bool = True
+    reads_features: bool = False
+    costs_forwards: bool = True
+    grows_by_rule: bool = False
+    identity: str = ""
 
 
 class Plan(Protocol):

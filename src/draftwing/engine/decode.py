@@ -67,7 +67,7 @@ class Decoder:
                 f"not be taken back: decode it plainly with draft='none'"
             )
         self.budget = replace(budget, children=self.rule.children)
-        self.ctx = target.new_context()
+        self.ctx = target.new_context(self.drafter.features)
         self._noise = noise_of(target.vocab_size, target.device)
         self._requests: list[tuple[int, Sampling]] = []
         self._batch: SamplingBatch | None = None
@@ -89,7 +89,7 @@ class Decoder:
         """
         sampling.check_vocabulary(self.target.vocab_size)
         self.target.check_prompt(prompt_ids)
-        features = self.target.prefill(self.ctx, prompt_ids, self.drafter.features)
+        features = self.target.prefill(self.ctx, prompt_ids)
         try:
             self.drafter.admit(self.ctx, features)
         except BaseException:  # the rows of target and drafter must stay the same ones
@@ -117,7 +117,7 @@ class Decoder:
         tree = self._fit(self.drafter.propose(ctx, sampling, budget))
         clock.append(time.perf_counter())
         marks.append(_mark(self.target.device))
-        output = self.target.forward(ctx, tree, self.drafter.features)
+        output = self.target.forward(ctx, tree)
         tree = output.tree or tree
         clock.append(time.perf_counter())
         marks.append(_mark(self.target.device))

@@ -61,6 +61,7 @@ class Reader:
 
 
 def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
+    """Layer ``index`` of a folder."""
     base = f"model.layers.{index}."
     hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
     query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim

@@ -122,8 +122,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Any, residual: Any = None) -> Any:
         """(R, H) -> (R, H), plus ``residual`` where given."""
         if isinstance(x, Traced):
-            mixed = x.linear(self.gate_up.packed, activation=self.activation_name)
-            return self.down.forward(mixed, residual)
+            return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
         both = self.gate_up.forward(x)
         gate, up = _split(both, (self._width, self._width), 1)
         mixed = self.activation(gate) * up

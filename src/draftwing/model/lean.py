@@ -23,13 +23,13 @@ from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.families import Reader, read_layer
 from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, embed
-from draftwing.model.linear import Layout, Linear, check_weights
+from draftwing.model.linear import Linear, check_weights
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.model.weights import WeightFiles
-from draftwing.run.choose import Shape, record_with, runtime_for
+from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
-from draftwing.run.forward import PREFILL_CHUNK, Entries, Runner, Runtime
+from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
 from draftwing.run.graphs import Record
 from draftwing.tree import Accepted, DraftTree
 
@@ -48,16 +48,29 @@ class TappedNet:
     rotary: Rotary
     taps: tuple[int, ...] = ()
 
-    widths = (0, 0)
-    shifted = True
-    is_sparse = False
-
-    def __post_init__(self) -> None:
+    @property
+    def shape(self) -> NetShape:
+        """See ``Net``."""
         config = self.config
-        self.num_layers, self.num_heads, self.num_kv_heads = config.num_layers, config.num_heads, config.num_kv_heads
-        self.head_dim, self.windows, self.vocab_size = config.head_dim, config.sliding_windows, config.vocab_size
-        self.dtype, self.device = self.table.dtype, self.table.device
-        self.out_width = config.hidden_size * len(self.taps)
+        return NetShape(
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.sliding_windows,
+            config.vocab_size,
+            out_width=config.hidden_size * len(self.taps),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``Net``."""
+        return self.table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See ``Net``."""
+        return self.table.device
 
     def fuse(self, features: Any) -> Any:
         """Tokens are all it reads."""
@@ -70,7 +83,7 @@ class TappedNet:
             taps.see(index, x)
             x = layer.forward(x, attend, index)
         read = self.norm.forward(x)
-        taps.see(self.num_layers, read)
+        taps.see(self.config.num_layers, read)
         return read, taps.joined()
 
     def logits(self, read: Any) -> Any:
@@ -128,8 +141,8 @@ class LeanTarget(Target):
         device = torch.device(device)
         check_weights(weights, dtype, device)
         config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
-        shape = Shape(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
-        runtime, layout = runtime_for(shape, prepack=prepack, weights=weights, fast=fast)
+        needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
+        runtime, layout = runtime_for(needs, prepack=prepack, weights=weights, fast=fast)
         reader = Reader(WeightFiles(folder), dtype, device, layout)
         table = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [read_layer(reader, config, index) for index in range(config.num_layers)]
@@ -201,7 +214,7 @@ class LeanTarget(Target):
 
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> LeanContext:
         """See ``Target.new_context``; slots are made as rows come, or taken over with the graphs recorded over them."""
-        ctx = LeanContext(self.device)
+        ctx = LeanContext(self.device, features=features)
         ctx.runner = self._runtime.runner(self._tapped(features.taps), ctx)
         return ctx
 
@@ -213,7 +226,7 @@ class LeanTarget(Target):
         ids = list(prompt_ids)
         features = ctx.runner.prefill(ctx.num_rows, ids[:-1], prompt_length=len(ids))
         ctx.rows.append(Row(ids, len(ids) - 1, len(ids)))
-        width = ctx.runner.net.out_width
+        width = ctx.runner.net.shape.out_width
         if features is None and width:
             return torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
         return features
@@ -236,7 +249,8 @@ class LeanTarget(Target):
         """See ``Target.score``."""
         net = self._tapped(features.taps)
         if self._runtime.name == "torch":
-            return TargetOutput(*score(net, ids))
+            logits, features_BTF = score(net, ids)
+            return TargetOutput(logits, features_BTF)
         runner, rows = self._runtime.runner(net, self), ids.shape[0]
         found = []
         for start in range(0, ids.shape[1], PREFILL_CHUNK):

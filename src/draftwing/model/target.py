@@ -63,10 +63,14 @@ class Row:
 
 @dataclass
 class Context:
-    """The running rows, dense: row ``i`` of every tensor is ``rows[i]``. Targets add their caches to it."""
+    """The running rows, dense: row ``i`` of every tensor is ``rows[i]``. Targets add their caches to it.
+
+    ``features`` are the hidden states that its forwards give out.
+    """
 
     device: torch.device
     rows: list[Row] = field(default_factory=list)
+    features: FeatureSpec = NO_FEATURES
 
     @property
     def num_rows(self) -> int:

@@ -14,33 +14,69 @@ Shape suffixes: R rows (any entries of any sequences), H hidden, F features (all
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
-from draftwing.model.layers import Attend, DecoderLayer, GatedMLP, RMSNorm
-from draftwing.model.linear import Linear
+from draftwing.model.attention import Attend
+from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm, columns, concat, embed
+from draftwing.model.linear import Layout, Linear
+from draftwing.model.rope import Rotary
 from draftwing.nets.eagle_config import EagleConfig, check_parts
-from draftwing.run.graphs import Record
-from draftwing.run.kernel.build import Kernel
-from draftwing.run.kernel.fused import kernel_for
-from draftwing.run.kernel.program import Heads
+from draftwing.run.choose import Needs, runtime_for
+from draftwing.run.eager import TorchRuntime
+from draftwing.run.forward import NetShape, Runtime
 
 __all__ = ["EagleNet"]
 
 
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the parts of a new net: small random matrices, norms of one."""
+
+    dtype: torch.dtype
+    device: torch.device
+    eps: float
+
+    def matrix(self, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+        weight = torch.empty(num_out, num_in, dtype=self.dtype, device=self.device).normal_(0, num_in**-0.5)
+        zeros = torch.zeros(num_out, dtype=self.dtype, device=self.device, requires_grad=True) if bias else None
+        return Linear(weight.requires_grad_(), zeros)
+
+    def norm(self, size: int) -> RMSNorm:
+        return RMSNorm(torch.ones(size, dtype=self.dtype, device=self.device, requires_grad=True), self.eps)
+
+    def layer(self, config: EagleConfig, index: int) -> DecoderLayer:
+        hidden, wide, is_widened = config.hidden_size, config.intermediate_size, config.version == 3 and index == 0
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return DecoderLayer(
+            input_norm=None if index == 0 else self.norm(hidden),
+            qkv=self.matrix(query + 2 * key, 2 * hidden if is_widened else hidden, bias=config.qkv_bias),
+            out=self.matrix(hidden, query),
+            post_norm=self.norm(hidden),
+            mlp=GatedMLP(self.matrix(2 * wide, hidden), self.matrix(hidden, wide), config.activation),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+
+
 class EagleNet(nn.Module):
-    """An EAGLE net with everything that one draft step needs.
+    """An EAGLE net with everything that one draft step needs: a ``run.forward.Net``.
 
     Args:
         config: its shape.
-        embedding: (V, H) the target's, frozen and never saved with the head.
+        embedding: (V, H) the target's, frozen and never saved with the head; for a net with an embedding of its own
+            where that begins.
         target_head: the target's LM head, frozen; EAGLE-1 reads it, EAGLE-3 does not.
         target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
         dtype: of its weights.
+
+    Attributes:
+        runs: what makes its runners; chosen by ``prepack``.
 
     Raises:
         ConfigError: embedding, head or ids that do not fit ``config``.
@@ -58,98 +94,94 @@ class EagleNet(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.runs = config, cast(Runtime, TorchRuntime())
+        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
         check_parts(config, embedding, target_head, target_ids)
-        self.register_buffer("embedding", embedding, persistent=False)
+        if config.own_embedding:
+            self.embedding = nn.Parameter(embedding.detach().to(dtype).clone())
+        else:
+            self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        device = embedding.device
-
-        def matrix(num_out: int, num_in: int, *, bias: bool = False) -> Linear:
-            weight = torch.empty(num_out, num_in, dtype=dtype, device=device).normal_(0, num_in**-0.5)
-            weight.requires_grad_()
-            zeros = torch.zeros(num_out, dtype=dtype, device=device, requires_grad=True) if bias else None
-            return Linear(weight, zeros)
-
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(torch.ones(size, dtype=dtype, device=device, requires_grad=True), eps)
-
+        hidden, make = config.hidden_size, _Maker(dtype, embedding.device, config.rms_norm_eps)
         is_third = config.version == 3
-        taps_width = hidden * len(config.taps)
-        self.fc = matrix(hidden, taps_width if is_third else 2 * hidden, bias=config.fc_bias)
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.layer = DecoderLayer(
-            input_norm=None,
-            qkv=matrix(query + 2 * key, 2 * hidden if is_third else hidden),
-            out=matrix(hidden, query),
-            post_norm=norm(hidden),
-            mlp=GatedMLP(
-                matrix(2 * config.intermediate_size, hidden),
-                matrix(hidden, config.intermediate_size),
-                config.activation,
-            ),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+        taps_width = config.feature_size * len(config.taps)
+        self.fc = make.matrix(hidden, taps_width if is_third else 2 * hidden, bias=config.fc_bias)
+        self.layers = nn.ModuleList([make.layer(config, index) for index in range(config.num_layers)])
+        self.token_norm = make.norm(hidden) if is_third else None
+        self.state_norm = make.norm(hidden) if is_third else None
+        self.input_norm = make.norm(taps_width) if config.norm_before_fc else None
+        self.tap_norms = (
+            nn.ModuleList([make.norm(config.feature_size) for _ in config.taps]) if config.fc_norm else None
         )
-        self.token_norm = norm(hidden) if is_third else None
-        self.state_norm = norm(hidden) if is_third else None
-        self.input_norm = norm(taps_width) if config.norm_before_fc else None
-        self.tap_norms = nn.ModuleList([norm(hidden) for _ in config.taps]) if config.fc_norm else None
-        self.norm = norm(hidden) if is_third else None
+        self.norm = make.norm(hidden) if is_third else None
         if is_third and config.inputs == "token":  # what reads the features gets no gradient, which a
             for unread in (self.fc, self.tap_norms, self.input_norm):  # data-parallel wrapper would wait for
                 if unread is not None:
                     unread.requires_grad_(False)
         # EAGLE-1's head is the target's: kept in a list, so that it is no parameter of this module.
         self._target_head = [target_head] if target_head is not None and not is_third else []
-        self.head = matrix(config.draft_vocab_size, hidden) if is_third else None
-        self.kernel: Kernel | None = None  # where ``prepack`` has laid the matrices out for it
-        self.runs: tuple[Record, Any] | None = None  # its slots and drafts recorded over them, lent to drafters
+        self.head = make.matrix(config.draft_vocab_size, hidden) if is_third else None
 
-    def fuse(self, features: Tensor) -> Tensor:
+    # --- what it computes ------------------------------------------------------------------------------------------
+
+    def fuse(self, features: Any) -> Any:
         """The target's features (R, F) as the states (R, H) of entries: EAGLE-3's fc, for EAGLE-1 nothing."""
         return features if self.config.version == 1 else self.fc.forward(self.fc_input(features))
 
-    def fc_input(self, features: Tensor) -> Tensor:
+    def fc_input(self, features: Any) -> Any:
         """(R, F) -> (R, F) as EAGLE-3's fc reads them: normed where the config says so."""
         if self.tap_norms is not None:
-            taps = torch.split(features, self.config.hidden_size, -1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)], -1)
+            taps = columns(features, self.config.feature_size)
+            norms = [cast(RMSNorm, norm) for norm in self.tap_norms]
+            features = concat([norm.forward(tap) for norm, tap in zip(norms, taps, strict=True)])
         return features if self.input_norm is None else self.input_norm.forward(features)
 
-    def forward(self, token_ids: Tensor, states: Tensor, cis: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """One draft step of any number of entries.
 
         Args:
-            token_ids: (R,) the token of each entry (which one: ``config.inputs``).
+            ids: (R,) the token of each entry (which one: ``config.inputs``).
             states: (R, H) from ``fuse``, or what an earlier step fed back.
-            cis: (R, 1, D / 2) rotation of the entries' positions.
             attend: mixes each entry with those that it sees.
 
         Returns:
-            (R, H) the states to feed back, and (R, H) what ``logits`` reads.
+            (R, H) what ``logits`` reads, and (R, H) the states to feed back.
         """
         config = self.config
-        tokens = F.embedding(token_ids, self.embedding)
+        tokens = embed(ids, self.embedding)
         if config.inputs == "token":
             states = torch.zeros_like(states)
         elif config.inputs == "feature":
             tokens = torch.zeros_like(tokens)
+        first, *others = (cast(DecoderLayer, layer) for layer in self.layers)
         if self.token_norm is None or self.state_norm is None or self.norm is None:
-            x = self.fc.forward(torch.cat([tokens, states], -1))
-            out = self.layer.forward(x, cis, attend, 0)
-            return out, out
-        normed = self.state_norm.forward(states)
-        both = torch.cat([self.token_norm.forward(tokens), normed], -1)
-        out = self.layer.mix(both, normed if config.norm_before_residual else states, cis, attend, 0)
-        read = self.norm.forward(out)
-        return (read if config.norm_output else out), read
+            x = first.forward(self.fc.forward(concat([tokens, states])), attend, 0)
+        else:
+            normed = self.state_norm.forward(states)
+            both = concat([self.token_norm.forward(tokens), normed])
+            x = first.mix(both, normed if config.norm_before_residual else states, attend, 0)
+        for index, layer in enumerate(others, 1):
+            x = layer.forward(x, attend, index)
+        if self.norm is None:
+            return x, x
+        read = self.norm.forward(x)
+        return read, read if config.norm_output else x
 
-    def logits(self, read: Tensor) -> Tensor:
-        """(R, H) -> (R, V_draft) in the draft vocabulary; ``to_target`` puts them among the target's tokens."""
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V) of the target's tokens: those outside the draft vocabulary get -inf."""
         head = self.read_head
-        return head.forward(read.to(head.dtype))
+        return head.spread(read.to(head.dtype), self.target_ids, self.config.vocab_size)
+
+    def draft_logits(self, read: Tensor) -> Tensor:
+        """(R, H) -> (R, V_draft) in the draft vocabulary."""
+        head = self.read_head
+        found: Tensor = head.forward(read.to(head.dtype))
+        return found
+
+    @property
+    def layer(self) -> DecoderLayer:
+        """The first layer, which reads tokens and states."""
+        return cast(DecoderLayer, self.layers[0])
 
     @property
     def read_head(self) -> Linear:
@@ -157,24 +189,56 @@ class EagleNet(nn.Module):
         return self._target_head[0] if self.head is None else self.head
 
     @property
+    def head_weight(self) -> Tensor:
+        """(V_draft, H) of the head that ``logits`` uses."""
+        return self.read_head.weight
+
+    # --- how it is run: see ``run.forward.Net`` -----------------------------------------------------------------------
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of its weights and states, which may be wider than the target's."""
         return self.layer.post_norm.weight.dtype
 
     @property
-    def head_weight(self) -> Tensor:
-        """(V_draft, H) of the head that ``logits`` uses."""
-        return self.read_head.weight
+    def device(self) -> torch.device:
+        """Of its weights."""
+        return self.layer.post_norm.weight.device
 
-    def to_target(self, logits: Tensor) -> Tensor:
-        """(..., V_draft) -> (..., V): tokens outside the draft vocabulary get -inf."""
-        if self.target_ids is None:
-            return logits
-        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        return wide.index_copy_(-1, self.target_ids, logits)
+    @property
+    def shape(self) -> NetShape:
+        """See ``Net``."""
+        config = self.config
+        return NetShape(
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            [None] * config.num_layers,
+            config.vocab_size,
+            feature_width=config.feature_size * len(config.taps),
+            state_width=config.hidden_size,
+            out_width=config.hidden_size,
+            is_shifted=config.inputs != "feature-unshifted",
+            is_sparse=self.target_ids is not None,
+        )
+
+    @property
+    def rotary(self) -> Rotary:
+        """See ``Net``."""
+        key = self.dtype, self.device
+        if self._rotary is None or self._rotary[0] != key:  # the net was moved
+            self._rotary = key, Rotary(self.config.rope, *key)
+        return self._rotary[1]
+
+    def run_by(self, runtime: Runtime) -> EagleNet:
+        """Let ``runtime`` make its runners: the target's own, whose recordings then share memory with its drafts'."""
+        if self.runs.name == "torch" == runtime.name:
+            self.runs = runtime
+        return self
 
     def prepack(self, weights: str | None = None, *, fast: bool = False) -> EagleNet:
-        """Lay the matrices out for decoding, quantised where ``weights`` says so (see ``Linear``).
+        """Choose what runs it and lay the matrices out for that, quantised where ``weights`` says so (see ``Linear``).
 
         ``fast`` takes 8 bits too where the CPU kernel makes drafting faster by them: it changes what is guessed a
         little, and the target's text not at all.
@@ -182,28 +246,20 @@ class EagleNet(nn.Module):
         The net cannot be trained or saved after it.
         """
         self.requires_grad_(False)
-        layer, mlp = self.layer, self.layer.mlp
-        assert isinstance(mlp, GatedMLP)
-        heads = Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        if self.config.inputs.startswith("feature-"):
-            self.kernel = kernel_for(self.dtype, self.embedding.device, heads, mlp.activation_name)
-        if fast and self.kernel is not None and self.kernel.has_int8:
-            weights = "int8"
-        if self.kernel is not None and self._target_head:
-            head = self._target_head[0].for_drafts(weights)
+        config = self.config
+        needs = Needs(self.dtype, self.device, config.head_dim, config.activation, config.inputs.startswith("feature-"))
+        runtime, layout = runtime_for(needs, weights=weights, fast=fast)
+        if runtime.name == "kernel" and self._target_head:
+            head = self._target_head[0].for_drafts(layout.weights)
             if head is None:  # it was laid out for PyTorch: then this net runs there too
-                self.kernel, weights = None, self._target_head[0].quantised
+                runtime, layout = TorchRuntime(), Layout("torch", self._target_head[0].quantised)
             else:
                 self._target_head = [head]
+        gates = [cast(GatedMLP, cast(DecoderLayer, layer).mlp).gate_up for layer in self.layers]
         for module in self.modules():
-            if not isinstance(module, Linear):
-                continue
-            if self.kernel is not None:
-                module.fuse(weights, gated=module is mlp.gate_up)
-            elif weights is None:
-                module.prepack()
-            else:
-                module.quantise(weights)
+            if isinstance(module, Linear):
+                module.lay_out(layout, gated=any(module is gate for gate in gates))
+        self.runs = runtime
         return self
 
     # --- the tensors of a head, by the names that the field gives them ---------------------------------------------

@@ -14,13 +14,13 @@ from draftwing.run.kernel.build import get_kernel
 from draftwing.run.kernel.program import ACTIVATIONS
 from draftwing.run.kernel.runner import KernelRuntime
 
-__all__ = ["Shape", "record_with", "runtime_for"]
+__all__ = ["Needs", "record_with", "runtime_for"]
 
 _DIM = 32  # the kernel mixes heads so many channels at a time
 
 
 @dataclass(frozen=True)
-class Shape:
+class Needs:
     """What the choice depends on. ``is_dense``: it has no experts."""
 
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Shape:
 
 
 def runtime_for(
-    shape: Shape, *, prepack: bool = True, weights: str | None = None, fast: bool = False
+    needs: Needs, *, prepack: bool = True, weights: str | None = None, fast: bool = False
 ) -> tuple[Runtime, Layout]:
     """What runs such a net here, and how its matrices are to lie.
 
@@ -46,11 +46,11 @@ def runtime_for(
         weights: how matrices are quantised.
         fast: take 8 bits too where the CPU kernel is faster by them: for what drafts, whose law nobody keeps.
     """
-    kernel = get_kernel() if prepack and shape.suits_kernel else None
+    kernel = get_kernel() if prepack and needs.suits_kernel else None
     if kernel is not None:
         return KernelRuntime(kernel), Layout("kernel", "int8" if fast and kernel.has_int8 else weights)
-    if shape.device.type == "cuda" and shape.is_dense:
-        return GraphRuntime(CudaRecorder(shape.device)), Layout("torch" if prepack else "plain", weights)
+    if needs.device.type == "cuda" and needs.is_dense:
+        return GraphRuntime(CudaRecorder(needs.device)), Layout("torch" if prepack else "plain", weights)
     return TorchRuntime(), Layout("torch" if prepack else "plain", weights)
 
 

@@ -88,7 +88,7 @@ class EagerRunner(Runner):
         slots = TreeSlots(
             self.cache, tree, inputs.lengths_B, inputs.lengths, inputs.first_row, first_node, inputs.width
         )
-        attend = TreeAttention(cis, slots, net.windows, net.num_heads, real + padding)
+        attend = TreeAttention(cis, slots, net.shape.windows, net.shape.num_heads, real + padding)
         read, out = net.forward(ids, states, attend)
         return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
 
@@ -121,7 +121,7 @@ def score(net: Net, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     rows, length = ids.shape
     positions = torch.arange(length, device=ids.device).repeat(rows)
     cis = net.rotary.cis(positions, torch.full_like(positions, length), upto=length).view(rows * length, 1, -1)
-    attend = CausalAttention(rows, length, net.windows, net.head_dim**-0.5, cis)
+    attend = CausalAttention(rows, length, net.shape.windows, net.shape.head_dim**-0.5, cis)
     read, out = net.forward(ids.reshape(-1), None, attend)
     logits = net.logits(read).view(rows, length, -1)
     return logits, None if out is None else out.view(rows, length, -1)

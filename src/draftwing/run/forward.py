@@ -22,23 +22,35 @@ from draftwing.run.request import Drafted, DraftRequest, Waiting
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import DraftTree
 
-__all__ = ["PREFILL_CHUNK", "Asked", "Entries", "Grows", "Net", "Runner", "Runtime", "grow", "on_device", "pick"]
+__all__ = [
+    "PREFILL_CHUNK",
+    "Asked",
+    "Entries",
+    "Grows",
+    "Net",
+    "NetShape",
+    "Over",
+    "Runner",
+    "Runtime",
+    "grow",
+    "on_device",
+    "pick",
+]
 
 PREFILL_CHUNK = 256
 
 
-class Net(Protocol):
-    """A net over KV slots, written once: for tensors, and for what stands for them while it is traced.
+@dataclass(frozen=True)
+class NetShape:
+    """What a runner must know of a net.
 
     Attributes:
         num_layers, num_heads, num_kv_heads, head_dim: of its attention and so of its slots.
         windows: each layer's sliding window, or None.
-        dtype, device: of its slots and states.
-        rotary: of its positions.
         vocab_size: V of its logits.
-        widths: (F, H) of what an entry brings along and of a state; (0, 0) where tokens are all it reads.
+        feature_width, state_width: F of what an entry brings along and H of a state; 0 where tokens are all it reads.
         out_width: of the second result of ``forward``.
-        shifted: an entry reads its own token, not that of its parent.
+        is_shifted: an entry reads its own token, not that of its parent.
         is_sparse: its logits leave tokens out: these hold -inf.
     """
 
@@ -47,14 +59,36 @@ class Net(Protocol):
     num_kv_heads: int
     head_dim: int
     windows: Sequence[int | None]
-    dtype: torch.dtype
-    device: torch.device
-    rotary: Rotary
     vocab_size: int
-    widths: tuple[int, int]
-    out_width: int
-    shifted: bool
-    is_sparse: bool
+    feature_width: int = 0
+    state_width: int = 0
+    out_width: int = 0
+    is_shifted: bool = True
+    is_sparse: bool = False
+
+
+class Net(Protocol):
+    """A net over KV slots, written once: for tensors, and for what stands for them while it is traced."""
+
+    @property
+    def shape(self) -> NetShape:
+        """Its sizes."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its slots and states."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of its slots and states."""
+        ...
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of its positions."""
+        ...
 
     def fuse(self, features: Any) -> Any:
         """(R, F) -> states (R, H)."""
@@ -107,29 +141,63 @@ class Grows(Protocol):
     first: int
 
     @property
-    def done(self) -> bool: ...
-    def extend(self, logits: Tensor) -> None: ...
-    def drafted(self) -> DraftTree: ...
-    def finish(self) -> Drafted: ...
+    def done(self) -> bool:
+        """Whether it is as deep as it shall be."""
+        ...
+
+    def extend(self, logits: Tensor) -> None:
+        """Choose the next level from the logits (B, W, V) after the newest nodes."""
+        ...
+
+    def drafted(self) -> DraftTree:
+        """What is to be run, from node ``first`` on."""
+        ...
+
+    def finish(self) -> Drafted:
+        """The tree to verify."""
+        ...
+
+
+class Over(Protocol):
+    """Begins to grow a tree over static inputs."""
+
+    def __call__(self, pending: Tensor, wanted: Tensor, sampling: SamplingBatch) -> Grows:
+        """(B,) roots, (B, 1) which rows are wanted, and a sampling of the same kind."""
+        ...
 
 
 class Asked(Protocol):
-    """A tree that is asked for: see ``drafters.growth``.
+    """A tree that is asked for: see ``drafters.asked``."""
 
-    Attributes:
-        roots, wanted, starts: of each row its pending token, whether anything is drafted for it, and the absolute
-            position of the token after the root.
-        sampling: the rows'.
-        depth: levels at most.
-        is_keyed: children are chosen under the target's noise.
-    """
+    @property
+    def sampling(self) -> SamplingBatch:
+        """The rows'."""
+        ...
 
-    roots: Sequence[int]
-    wanted: Sequence[bool]
-    starts: Sequence[int]
-    sampling: SamplingBatch
-    depth: int
-    is_keyed: bool
+    @property
+    def wanted(self) -> Sequence[bool]:
+        """Of each row whether anything is drafted for it."""
+        ...
+
+    @property
+    def roots(self) -> Sequence[int]:
+        """Of each row its pending token."""
+        ...
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Of each row the absolute position of the token after the root."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Levels at most."""
+        ...
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether children are chosen under the target's noise."""
+        ...
 
     def request(self) -> DraftRequest | None:
         """The same as numbers, for who grows it in one call; None where scores must be asked as it grows."""
@@ -143,8 +211,8 @@ class Asked(Protocol):
         """What a recording of it depends on; None where it cannot be recorded."""
         ...
 
-    def recorded(self, pending: Tensor, wanted: Tensor, sampling: SamplingBatch) -> Grows:
-        """To grow it over static inputs: (B,) roots, (B, 1) which rows are wanted, and a sampling of the same kind."""
+    def over(self) -> Over:
+        """To grow its like over static inputs; knows nothing of the rows, which a recording outlives."""
         ...
 
     @property
@@ -168,7 +236,8 @@ class Runner(ABC):
 
     def __init__(self, net: Net) -> None:
         self.net = net
-        self.cache = KVCache(net.num_layers, net.num_kv_heads, net.head_dim, net.dtype, net.device)
+        shape = net.shape
+        self.cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
 
     @abstractmethod
     def forward(
@@ -195,12 +264,14 @@ class Runner(ABC):
         assert logits is not None
         lengths = waiting.before_roots()
 
-        def step(tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def step(
+            tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
             logits, out = self.forward(Entries(tree, lengths, 0, first, ids, states))
             assert logits is not None
             return logits, out
 
-        return grow(asked.growth(), logits, states, step, shifted=self.net.shifted)
+        return grow(asked.growth(), logits, states, step, shifted=self.net.shape.is_shifted)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Room for so many rows and slots of each; what is stored stays."""

@@ -295,8 +295,8 @@ class RecordedRunner(EagerRunner):
         found = [output[:rows].clone() for output in draft.recording.run()]  # a step keeps its tree
         if len(found) == 1:
             return Drafted(DraftTree.chain(found[0]), num_levels=depth - 1)
-        tokens, parents, confidence, places = found
-        return Drafted(DraftTree(tokens, parents, confidence, depth=depth), places, depth - 1)
+        tokens, parents, confidence, *places = found
+        return Drafted(DraftTree(tokens, parents, confidence, depth=depth), places[0] if places else None, depth - 1)
 
     def _new_draft(self, rows: int, entries: int, width: int, waiting: Waiting, asked: Asked) -> _Draft:
         draft = _Draft(rows, entries, waiting, asked, self.net, width)
@@ -314,14 +314,14 @@ class RecordedRunner(EagerRunner):
             read, out = self.hidden(Inputs(chain, chain.tokens, states, draft.fed, None, width, width))
             ends = [None if x is None else x.gather(1, draft.last.expand(-1, 1, x.shape[2])) for x in (read, out)]
             assert ends[0] is not None
-            growth = draft.asked.recorded(draft.pending, draft.wanted, draft.sampling)
-            grown = grow(growth, self.logits(ends[0]), ends[1], step, shifted=self.net.shifted)
+            growth = draft.over(draft.pending, draft.wanted, draft.sampling)
+            grown = grow(growth, self.logits(ends[0]), ends[1], step, shifted=self.net.shape.is_shifted)
             tree = grown.tree
             if tree.is_line:
                 return (tree.tokens,)
             assert tree.confidence is not None
-            assert grown.places is not None
-            return tree.tokens, tree.parents, tree.confidence, grown.places
+            found = (tree.tokens, tree.parents, tree.confidence)
+            return found if grown.places is None else (*found, grown.places)
 
         draft.recording = Recording(self._record, run)
         return draft
@@ -392,7 +392,7 @@ class _Draft:
         self.last, self.wanted = last[:, None, None], wanted[:, None]
         brought = waiting.features
         self.features = None if brought is None else brought.new_zeros(rows, entries, brought.shape[2])
-        self.asked, self.sampling = asked, _StaticSampling(asked.sampling, rows, asked.depth)
+        self.over, self.sampling = asked.over(), _StaticSampling(asked.sampling, rows, asked.depth)
         self._entries, self._table = entries, net.rotary.table(width)
         self.recording: Recording | None = None
 

@@ -46,14 +46,14 @@ class Built:
     def of(cls, net: Net, kernel: Kernel) -> Built:
         """Trace ``net``."""
         program = Program(kernel)
-        features, hidden = net.widths
-        brought = program.given(features) if features else None
+        shape = net.shape
+        brought = program.given(shape.feature_width) if shape.feature_width else None
         states = fused = None if brought is None else net.fuse(brought)
         if fused is not None and fused is not brought:
-            states = program.given(hidden)
+            states = program.given(shape.state_width)
             fused.write(states.buffer)
         num_fuse = len(program)
-        read, out = net.forward(TracedIds(program), states, TracedAttention(net.windows))
+        read, out = net.forward(TracedIds(program), states, TracedAttention(shape.windows))
         written = -1 if out is None else program.output(out)
         num_hidden = len(program)
         logits = program.output(net.logits(read))
@@ -72,19 +72,20 @@ class KernelRunner(Runner):
 
     def __init__(self, net: Net, built: Built) -> None:
         super().__init__(net)
+        self._shape = net.shape
         self._built, self._space = built, Workspace(built.program)
         self._room = (0, 0)  # rows and slots that are reserved
         self._slots = 0  # their address
         self._rotation: Tensor | None = None  # by position; None where it depends on more
         # Of drafts, which nobody keeps; tokens that the net leaves out are never written: they hold -inf.
-        self._logits = torch.empty(0, net.vocab_size)
-        self._states = torch.empty(2, 0, net.widths[1])
+        self._logits = torch.empty(0, net.shape.vocab_size)
+        self._states = torch.empty(2, 0, net.shape.state_width)
 
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """See ``Runner.forward``."""
-        built, net, tokens = self._built, self.net, entries.tokens
+        built, shape, tokens = self._built, self._shape, entries.tokens
         rows, nodes = tokens.shape
         kept = self._place(entries)
         tokens = tokens.contiguous()
@@ -92,10 +93,10 @@ class KernelRunner(Runner):
         given = {}
         if entries.states is not None:
             states = given[built.states] = entries.states.contiguous()
-            assert states.shape == (rows, nodes, net.widths[1])
+            assert states.shape == (rows, nodes, shape.state_width)
         out = None
         if built.out >= 0:
-            out = given[built.out] = torch.empty(rows, nodes, net.out_width)
+            out = given[built.out] = torch.empty(rows, nodes, shape.out_width)
         if want_logits:
             given[built.logits] = self._new_logits(rows * nodes)
         num_ops = None if want_logits else built.num_hidden
@@ -105,9 +106,9 @@ class KernelRunner(Runner):
         return (logits, out) if last is None or nodes == 1 else pick((logits, out), last)
 
     def _new_logits(self, count: int) -> Tensor:
-        if not self.net.is_sparse:
-            return torch.empty(count, self.net.vocab_size)
-        return torch.full((count, self.net.vocab_size), -torch.inf)
+        if not self._shape.is_sparse:
+            return torch.empty(count, self._shape.vocab_size)
+        return torch.full((count, self._shape.vocab_size), -torch.inf)
 
     def _place(self, entries: Entries) -> tuple[object, ...]:
         """Say where the entries stand; what must be kept until they are run."""
@@ -145,14 +146,14 @@ class KernelRunner(Runner):
         if built.features == built.states:
             return features
         rows, count, _ = features.shape
-        states = torch.empty(rows, count, self.net.widths[1])
+        states = torch.empty(rows, count, self._shape.state_width)
         given = {built.features: features.contiguous(), built.states: states}
         self._space.run(rows, count, given, num_ops=built.num_fuse)
         return states
 
     def draft(self, waiting: Waiting, asked: Asked) -> Drafted:
         """See ``Runner.draft``: in one call, where the tree can be asked for in numbers."""
-        request = asked.request() if self.net.shifted and self.net.rotary.config.position_only else None
+        request = asked.request() if self._shape.is_shifted and self.net.rotary.config.position_only else None
         if request is None:
             return super().draft(waiting, asked)
         built, rows, entries = self._built, len(waiting.tokens), waiting.num_entries
@@ -163,7 +164,7 @@ class KernelRunner(Runner):
         self._space.reserve(count)
         if count > len(self._logits):
             self._logits = self._new_logits(max(count, 16))
-            self._states = torch.empty(2, max(count, 16), self.net.widths[1])
+            self._states = torch.empty(2, max(count, 16), self._shape.state_width)
         batch = self._space.batch
         batch.cache = self._slots
         batch.buffers[built.logits] = self._logits.data_ptr()

@@ -38,7 +38,8 @@ class FeatureBatch:
         """(B, T, V) the target's logits, computed by its LM head where they are not at hand."""
         if self.logits is not None:
             return self.logits
-        return head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
+        found: Tensor = head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
+        return found
 
 
 class FeatureSource(Protocol):

@@ -29,7 +29,7 @@ class UnrolledAttention(CausalAttention):
     """
 
     def __init__(self, num_rows: int, length: int, scale: float) -> None:
-        super().__init__(num_rows, length, [None], scale)
+        super().__init__(num_rows, length, [None], scale, torch.empty(0))  # the rotation is each step's own
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._bias: Tensor | None = None
@@ -39,7 +39,7 @@ class UnrolledAttention(CausalAttention):
         """From the next step on only these entries (C,), ascending, go on; the others' true keys stay."""
         self._chosen, self._bias = entries, None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (R, heads * D)."""
         length = self._length if self._chosen is None else len(self._chosen)
         shape = (self._rows, length, -1, q.shape[-1])
@@ -47,7 +47,7 @@ class UnrolledAttention(CausalAttention):
         self._keys.append(keys)
         self._values.append(values)
         if len(self._keys) == 1:
-            return super().__call__(layer, q, k, v)
+            return super().mix(layer, q, k, v)
         heads = keys.shape[1]
         queries = q.view(self._rows, length, heads, -1, shape[3]).permute(0, 2, 3, 1, 4)  # (B, K, G, E, D)
         queries = queries * self._scale
@@ -123,6 +123,6 @@ def unroll(
             states = states.view(rows, count, -1)[:, entries].flatten(0, 1)
             attend.choose(entries)
         tokens = padded[:, first + step + entries].reshape(-1)
-        cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
-        states, out = net.forward(tokens, states, cis, attend)
-        yield UnrollStep(step, entries, states, out)
+        attend.cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
+        read, states = net.forward(tokens, states, attend)
+        yield UnrollStep(step, entries, states, read)
