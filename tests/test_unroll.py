@@ -247,6 +247,7 @@ class Watched(EagleDrafter):
 
     def __init__(self, net: EagleNet, target: LeanTarget) -> None:
         super().__init__(net, target)
+        self._run, self._runner.forward = self._runner.forward, self._watch
         self.heard: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
         self._texts: list[tuple[int, ...]] | None = None
 
@@ -258,10 +259,11 @@ class Watched(EagleDrafter):
         self._texts = [tuple(row.tokens[: row.length + 1]) for row in ctx.rows]
         return super().propose(ctx, sampling, budget)
 
-    def _forward(self, tokens, states, tree, lengths, first_node=0, last=None):
-        logits, states = super()._forward(tokens, states, tree, lengths, first_node, last)
+    def _watch(self, entries, *, want_logits=True, last=None):
+        logits, states = self._run(entries, want_logits=want_logits, last=last)
         if self._texts is None:  # a prompt
             return logits, states
+        tree, first_node = entries.tree, entries.first_node
         for row, text in enumerate(self._texts):
             for place in range(logits.shape[1]):
                 node, path = first_node + place, ()
@@ -316,6 +318,6 @@ def test_the_drafter_sees_the_numbers_of_the_unroll(head, folder_of):
         whole = torch.tensor([[*text, *path, 0]])  # the last one is what the entry guesses
         features = target.score(whole, FeatureSpec(config.taps)).features
         step = list(unroll(net, rotary, whole, features, len(path) + 1))[-1]
-        wanted = net.to_target(net.logits(step.read[len(text) - 2][None]))[0]
+        wanted = net.logits(step.read[len(text) - 2][None])[0]
         torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-9)
         assert wanted.isfinite().sum() == (SMALL["vocab_size"] if ids is None else len(ids))

@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError
 from draftwing.model.attention import Attend
 from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm, columns, concat, embed
-from draftwing.model.linear import Layout, Linear
-from draftwing.model.rope import Rotary
+from draftwing.model.linear import Linear
+from draftwing.nets.base import DraftNet
 from draftwing.nets.eagle_config import EagleConfig, check_parts
-from draftwing.run.choose import Needs, runtime_for
-from draftwing.run.eager import TorchRuntime
-from draftwing.run.forward import NetShape, Runtime
+from draftwing.run.forward import NetShape
 
 __all__ = ["EagleNet"]
 
@@ -64,8 +62,8 @@ class _Maker:
         )
 
 
-class EagleNet(nn.Module):
-    """An EAGLE net with everything that one draft step needs: a ``run.forward.Net``.
+class EagleNet(DraftNet):
+    """An EAGLE net with everything that one draft step needs.
 
     Args:
         config: its shape.
@@ -75,15 +73,11 @@ class EagleNet(nn.Module):
         target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
         dtype: of its weights.
 
-    Attributes:
-        runs: what makes its runners; chosen by ``prepack``.
-
     Raises:
         ConfigError: embedding, head or ids that do not fit ``config``.
     """
 
-    embedding: Tensor
-    target_ids: Tensor | None
+    config: EagleConfig
 
     def __init__(
         self,
@@ -93,15 +87,11 @@ class EagleNet(nn.Module):
         target_ids: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
-        self.config, self.runs = config, cast(Runtime, TorchRuntime())
-        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
         check_parts(config, embedding, target_head, target_ids)
+        super().__init__(config, embedding, None if config.version == 3 else target_head, target_ids)
         if config.own_embedding:
+            del self.embedding
             self.embedding = nn.Parameter(embedding.detach().to(dtype).clone())
-        else:
-            self.register_buffer("embedding", embedding, persistent=False)
-        self.register_buffer("target_ids", target_ids, persistent=False)
         hidden, make = config.hidden_size, _Maker(dtype, embedding.device, config.rms_norm_eps)
         is_third = config.version == 3
         taps_width = config.feature_size * len(config.taps)
@@ -118,8 +108,6 @@ class EagleNet(nn.Module):
             for unread in (self.fc, self.tap_norms, self.input_norm):  # data-parallel wrapper would wait for
                 if unread is not None:
                     unread.requires_grad_(False)
-        # EAGLE-1's head is the target's: kept in a list, so that it is no parameter of this module.
-        self._target_head = [target_head] if target_head is not None and not is_third else []
         self.head = make.matrix(config.draft_vocab_size, hidden) if is_third else None
 
     # --- what it computes ------------------------------------------------------------------------------------------
@@ -167,43 +155,10 @@ class EagleNet(nn.Module):
         read = self.norm.forward(x)
         return read, read if config.norm_output else x
 
-    def logits(self, read: Any) -> Any:
-        """(R, H) -> (R, V) of the target's tokens: those outside the draft vocabulary get -inf."""
-        head = self.read_head
-        return head.spread(read.to(head.dtype), self.target_ids, self.config.vocab_size)
-
-    def draft_logits(self, read: Tensor) -> Tensor:
-        """(R, H) -> (R, V_draft) in the draft vocabulary."""
-        head = self.read_head
-        found: Tensor = head.forward(read.to(head.dtype))
-        return found
-
     @property
     def layer(self) -> DecoderLayer:
         """The first layer, which reads tokens and states."""
         return cast(DecoderLayer, self.layers[0])
-
-    @property
-    def read_head(self) -> Linear:
-        """The LM head that ``logits`` uses: its own or, in EAGLE-1, the target's."""
-        return self._target_head[0] if self.head is None else self.head
-
-    @property
-    def head_weight(self) -> Tensor:
-        """(V_draft, H) of the head that ``logits`` uses."""
-        return self.read_head.weight
-
-    # --- how it is run: see ``run.forward.Net`` -----------------------------------------------------------------------
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its weights and states, which may be wider than the target's."""
-        return self.layer.post_norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of its weights."""
-        return self.layer.post_norm.weight.device
 
     @property
     def shape(self) -> NetShape:
@@ -224,43 +179,9 @@ class EagleNet(nn.Module):
         )
 
     @property
-    def rotary(self) -> Rotary:
-        """See ``Net``."""
-        key = self.dtype, self.device
-        if self._rotary is None or self._rotary[0] != key:  # the net was moved
-            self._rotary = key, Rotary(self.config.rope, *key)
-        return self._rotary[1]
-
-    def run_by(self, runtime: Runtime) -> EagleNet:
-        """Let ``runtime`` make its runners: the target's own, whose recordings then share memory with its drafts'."""
-        if self.runs.name == "torch" == runtime.name:
-            self.runs = runtime
-        return self
-
-    def prepack(self, weights: str | None = None, *, fast: bool = False) -> EagleNet:
-        """Choose what runs it and lay the matrices out for that, quantised where ``weights`` says so (see ``Linear``).
-
-        ``fast`` takes 8 bits too where the CPU kernel makes drafting faster by them: it changes what is guessed a
-        little, and the target's text not at all.
-
-        The net cannot be trained or saved after it.
-        """
-        self.requires_grad_(False)
-        config = self.config
-        needs = Needs(self.dtype, self.device, config.head_dim, config.activation, config.inputs.startswith("feature-"))
-        runtime, layout = runtime_for(needs, weights=weights, fast=fast)
-        if runtime.name == "kernel" and self._target_head:
-            head = self._target_head[0].for_drafts(layout.weights)
-            if head is None:  # it was laid out for PyTorch: then this net runs there too
-                runtime, layout = TorchRuntime(), Layout("torch", self._target_head[0].quantised)
-            else:
-                self._target_head = [head]
-        gates = [cast(GatedMLP, cast(DecoderLayer, layer).mlp).gate_up for layer in self.layers]
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.lay_out(layout, gated=any(module is gate for gate in gates))
-        self.runs = runtime
-        return self
+    def is_traceable(self) -> bool:
+        """See ``DraftNet``: not the ablation's nets that read half of an entry."""
+        return self.config.inputs.startswith("feature-")
 
     # --- the tensors of a head, by the names that the field gives them ---------------------------------------------
 
