@@ -22,7 +22,8 @@ import corpus
 import draftwing as dw
 from draftwing.api import load_target
 from draftwing.heads.identity import target_id
-from draftwing.heads.read import read_head, write_head
+from draftwing.heads.read import read_head
+from draftwing.heads.write import write_head
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.options import TrainOptions

@@ -25,6 +25,7 @@ from draftwing.model.target import Target
 from draftwing.model.weights import resolve
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.nets.objectives import OBJECTIVES
 from draftwing.sampling import Sampling
 from draftwing.shipped import SHIPPED
 from draftwing.stats import Stats
@@ -39,7 +40,6 @@ from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCac
 from draftwing.train.features.source import FeatureSource, OnlineFeatures
 from draftwing.train.initial import ENTRIES, initialise
 from draftwing.train.loss.batch import Truth, UnrolledLoss
-from draftwing.train.loss.objectives import OBJECTIVES
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
 
@@ -118,7 +118,7 @@ def prepare(
         on_data: called with bytes read and bytes in all.
 
     Raises:
-        ConfigError, CheckpointError, DataError, TokenizerError: what is wrong, and the mend.
+        ConfigError, CheckpointError, DataError, TokenizerError: what is wrong, and the fix.
         UnsupportedError: an architecture whose shape is unknown here.
     """
     accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")

@@ -21,14 +21,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from draftwing.errors import NumericsError
-from draftwing.heads.read import write_head
+from draftwing.heads.write import write_head
 from draftwing.model.linear import Linear
 from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle import EagleNet
+from draftwing.nets.objectives import OBJECTIVES
 from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features.source import FeatureSource
 from draftwing.train.loss.batch import Truth, UnrolledLoss
-from draftwing.train.loss.objectives import OBJECTIVES
 from draftwing.train.options import TrainOptions
 
 __all__ = ["Progress", "Trainer"]

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, NumericsError
-from draftwing.heads.files import write_mend
+from draftwing.heads.write import write_fix
 from draftwing.model.target import FeatureSpec, Target
 from draftwing.nets.eagle_config import TargetId
 from draftwing.train.checkpoint import write_atomically
@@ -125,7 +125,7 @@ def write_cache(
         write_atomically(folder / INDEX, json.dumps(info.to_dict(), indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"{folder}: the cache cannot be written ({error}): {write_mend(error)}; what is whole stays, and the same "
+            f"{folder}: the cache cannot be written ({error}): {write_fix(error)}; what is whole stays, and the same "
             f"command goes on from there"
         ) from error
     return CacheWritten(estimate(target, batches, taps, dtype), info.num_shards, info.num_shards - len(missing))
