@@ -68,7 +68,9 @@ def make(
     )
     initialise(net, target.head, [source.batch(0)])
     accelerator = Accelerator(mixed_precision="no", cpu=True)
-    return Trainer(net, target.head, source, options, out, evaluate, on_progress, accelerator)
+    trainer = Trainer(net, target.head, source, options, out, evaluate=evaluate, accelerator=accelerator)
+    trainer.on_progress = on_progress
+    return trainer
 
 
 def measure(net: EagleNet) -> dict[str, float]:
