@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from conftest import SMALL, add_tokenizer, refused
 from draftwing.api import load_target
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
-from draftwing.heads import write
+from draftwing.heads import identity, write
 from draftwing.heads.convert import convert, serve_command
 from draftwing.heads.head import Head
 from draftwing.heads.identity import chat_template_hash, target_id, target_id_of_folder
@@ -1189,6 +1189,39 @@ def test_unknown_layouts(head):
 
 
 # --- identity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_identity_of_a_head(head, tmp_path, monkeypatch, whole):
+    if not whole:
+        monkeypatch.setattr(identity, "_WHOLE", 100)
+        monkeypatch.setattr(identity, "_SAMPLES", 8)
+        monkeypatch.setattr(identity, "_BLOCK", 512)
+    own = identity.head_id(head)
+    assert re.fullmatch("[0-9a-f]{16}", own)
+    assert identity.head_id(shutil.copytree(head, tmp_path / "elsewhere")) == own
+    other = tmp_path / "run" / "head"  # every training writes into a folder of this name
+    with torch.random.fork_rng():
+        net = net_of()
+        torch.manual_seed(8)
+        for parameter in net.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=1e-4)
+    write_head(other, net, training={"steps": 3})
+    assert (other / "config.json").read_bytes() == (head / "config.json").read_bytes()
+    assert (other / "model.safetensors").stat().st_size == (head / "model.safetensors").stat().st_size
+    assert identity.head_id(other) != own
+    data = bytearray((head / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (head / "model.safetensors").write_bytes(data)
+    assert identity.head_id(head) != own
+    shutil.copy(tmp_path / "elsewhere" / "model.safetensors", head)
+    assert identity.head_id(head) == own
+    set_config(head, norm_output=True)
+    assert identity.head_id(head) != own
+    with refused(CheckpointError, "the head cannot be read", "give a head's folder"):
+        identity.head_id(tmp_path / "nowhere")
+    with refused(CheckpointError, "expected a head with its weights, found none"):
+        identity.head_id(tmp_path)
 
 
 def test_the_identity_of_a_target(folder_of, tmp_path):
