@@ -19,6 +19,7 @@ from draftwing.model.rope import RopeConfig, Rotary
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.run.eager import EagerRunner
 from draftwing.sampling import Sampling
 from draftwing.train.loss.unroll import unroll
 from draftwing.tree import PAD
@@ -41,6 +42,10 @@ VARIANTS = {
         3,
         {"norm_output": True, "fc_norm": True, "norm_before_fc": True, "norm_before_residual": True},
     ),
+    "eagle1-layers": (1, {"num_layers": 2, "qkv_bias": True}),
+    "eagle3-layers": (3, {"num_layers": 3, "norm_before_residual": True}),
+    "eagle3-qkv-bias": (3, {"qkv_bias": True}),
+    "eagle3-narrow": (3, {"target_hidden_size": 20, "own_embedding": True, "fc_norm": True, "norm_before_fc": True}),
     **{
         f"eagle{version}-{inputs}": (version, {"inputs": inputs})
         for version in (1, 3)
@@ -255,29 +260,23 @@ def test_noise_is_uniform_and_on_the_features_alone():
 # --- the drafter sees what training saw ------------------------------------------------------------------------------
 
 
-class Watched(EagleDrafter):
-    """Keeps the logits that it drafts from, by the text so far and the path below its pending token."""
+class Listening(EagerRunner):
+    """Keeps the logits of what it runs, by the text so far and the path below its pending token."""
 
-    def __init__(self, net: EagleNet, target: LeanTarget) -> None:
-        super().__init__(net, target)
+    texts: list[tuple[int, ...]] | None = None  # of the rows that are drafting
+
+    def __init__(self, net: EagleNet) -> None:
+        super().__init__(net)
         self.heard: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
-        self._texts: list[tuple[int, ...]] | None = None
 
-    def admit(self, ctx, features):
-        self._texts = None
-        super().admit(ctx, features)
-
-    def propose(self, ctx, sampling, budget):
-        self._texts = [tuple(row.tokens[: row.length + 1]) for row in ctx.rows]
-        return super().propose(ctx, sampling, budget)
-
-    def _forward(self, tokens, states, tree, lengths, first_node=0, last=None):
-        logits, states = super()._forward(tokens, states, tree, lengths, first_node, last)
-        if self._texts is None:  # a prompt
+    def forward(self, entries, *, want_logits=True, last=None):
+        logits, states = super().forward(entries, want_logits=want_logits, last=last)
+        if self.texts is None or logits is None:  # a prompt
             return logits, states
-        for row, text in enumerate(self._texts):
+        tree = entries.tree
+        for row, text in enumerate(self.texts):
             for place in range(logits.shape[1]):
-                node, path = first_node + place, ()
+                node, path = entries.first_node + place, ()
                 if last is not None:
                     node = 0
                 elif tree.tokens[row, node] == PAD:
@@ -289,6 +288,22 @@ class Watched(EagleDrafter):
         return logits, states
 
 
+class Watched(EagleDrafter):
+    """Tells its runner what it drafts for."""
+
+    def __init__(self, net: EagleNet, target: LeanTarget) -> None:
+        super().__init__(net, target)
+        self.runner = self._runner = Listening(net)
+
+    def admit(self, ctx, features):
+        self.runner.texts = None
+        super().admit(ctx, features)
+
+    def propose(self, ctx, sampling, budget):
+        self.runner.texts = [tuple(row.tokens[: row.length + 1]) for row in ctx.rows]
+        return super().propose(ctx, sampling, budget)
+
+
 HEADS = {
     "eagle1": (1, {}, Budget(4)),
     "eagle1-unshifted": (1, {"inputs": "feature-unshifted"}, Budget(4)),
@@ -298,6 +313,8 @@ HEADS = {
     "eagle3-unshifted-tree": (3, {"inputs": "feature-unshifted"}, Budget(3, 3, 6)),
     "eagle3-few-tokens": (3, {"draft_vocab_size": 20, "norm_before_fc": True}, Budget(3, 3, 6)),
     "eagle3.1-tree": (3, {"fc_norm": True, "norm_output": True}, Budget(3, 2)),
+    "eagle1-layers": (1, {"num_layers": 2, "qkv_bias": True}, Budget(3, 3, 6)),
+    "eagle3-layers": (3, {"num_layers": 2, "qkv_bias": True}, Budget(4)),
 }
 
 
@@ -321,15 +338,15 @@ def test_the_drafter_sees_the_numbers_of_the_unroll(head, folder_of):
         decoder.admit(prompt, Sampling(max_tokens=5 + number, temperature=0.7 * number, seed=number, ignore_eos=True))
     while decoder.num_running:
         decoder.step()
-    texts = {text for text, _ in drafter.heard}
+    texts = {text for text, _ in drafter.runner.heard}
     assert len(texts) >= 8
-    assert {len(path) for _, path in drafter.heard} == set(range(budget.depth))
+    assert {len(path) for _, path in drafter.runner.heard} == set(range(budget.depth))
     rotary = Rotary(config.rope, torch.float64)
-    for (text, path), logits in drafter.heard.items():
+    for (text, path), logits in drafter.runner.heard.items():
         whole = torch.tensor([[*text, *path, 0]])  # the last one is what the entry guesses
         features = target.score(whole, FeatureSpec(config.taps)).features
         step = list(unroll(net, rotary, whole, features, len(path) + 1))[-1]
-        own = net.logits(step.read[len(text) - 2][None])[0]
+        own = net.draft_logits(step.read[len(text) - 2][None])[0]
         wanted = own if ids is None else torch.full((config.vocab_size,), float("-inf"), dtype=own.dtype)
         if ids is not None:
             for draft_id, token in enumerate(ids.tolist()):

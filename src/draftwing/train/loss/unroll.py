@@ -29,7 +29,9 @@ class UnrolledAttention(CausalAttention):
     """
 
     def __init__(self, num_rows: int, length: int, num_layers: int, scale: float) -> None:
-        super().__init__(num_rows, length, [None] * num_layers, scale, torch.empty(0))  # the rotation is each step's own
+        super().__init__(
+            num_rows, length, [None] * num_layers, scale, torch.empty(0)
+        )  # the rotation is each step's own
         self._seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]  # keys, values of each step
         self._bias: Tensor | None = None
         self._chosen: Tensor | None = None
