@@ -508,7 +508,7 @@ def test_draft_vocabulary_refuses():
     ("name", "content", "parts"),
     [
         ("a.jsonl", "", ["a.jsonl: this file is empty"]),
-        ("a.jsonl", '{"text": "x"}\n\n{"text"\n', ["a.jsonl, line 3: not JSON", "mend or delete the line"]),
+        ("a.jsonl", '{"text": "x"}\n\n{"text"\n', ["a.jsonl, line 3: not JSON", "fix or delete the line"]),
         ("a.jsonl", b'{"text": "\xff"}\n', ["a.jsonl, line 1: not JSON", "utf-8"]),
         ("a.jsonl", "[1]\n", ["a.jsonl, line 1: expected an object with 'conversations'", "found [1]"]),
         (

@@ -20,7 +20,8 @@ from draftwing.errors import ConfigError
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.run.kernel.build import get_kernel, noise_of
 from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch

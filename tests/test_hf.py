@@ -33,7 +33,7 @@ from draftwing.errors import (
     TokenizerError,
     UnsupportedError,
 )
-from draftwing.heads.read import write_head
+from draftwing.heads.write import write_head
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.nets.eagle import EagleNet

@@ -21,7 +21,8 @@ from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.run.kernel import build as kernel_module
 from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem
 from draftwing.run.kernel.packed import Packed

@@ -119,7 +119,7 @@ def train(
     """
     from draftwing.train.curves import TensorBoardLog, draw_curves
     from draftwing.train.options import TrainOptions
-    from draftwing.train.session import prepare
+    from draftwing.train.session import RunFiles, prepare
 
     given = dataclasses.asdict(training)
     options = TrainOptions(method=method, **given)
@@ -131,18 +131,8 @@ def train(
     if regenerated:
         data = [str(_regenerated(target, device, data, exclude, out / "regenerated.jsonl", regenerated))]
     with screen.progress("reading the data") as on_data:
-        session = prepare(
-            target,
-            data,
-            options,
-            out,
-            exclude=exclude,
-            cache=cache,
-            initial=initial,
-            dtype=dtype,
-            device=device,
-            on_data=on_data,
-        )
+        files = RunFiles(target, data, exclude, cache, initial)
+        session = prepare(files, options, out, dtype=dtype, device=device, on_data=on_data)
     trainer = session.trainer
     main = trainer.accelerator.is_main_process
     if main:

@@ -86,11 +86,11 @@ def training() -> Iterator[_Training]:
 
 
 def print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
-    """One row a trap, the mend under it; and what acceptance says."""
+    """One row a trap, the fix under it; and what acceptance says."""
     console = _console()
     table = Table("check", "status", "what was found")
     for each in findings:
-        detail = f"{each.detail}\n{each.mend}" if each.mend and each.status != "ok" else each.detail
+        detail = f"{each.detail}\n{each.fix}" if each.fix and each.status != "ok" else each.detail
         table.add_row(each.name, Text(each.status, style=_STATUS.get(each.status, "")), Text(printable(detail)))
     console.print(table)
     if fit is not None:

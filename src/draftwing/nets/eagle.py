@@ -20,12 +20,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError
 from draftwing.model.attention import Attend
 from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm, columns, concat, embed
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.eagle_config import EagleConfig, check_parts
+from draftwing.nets.eagle_tensors import copy_tensors, fill_tensors
 from draftwing.run.forward import NetShape
 
 __all__ = ["EagleNet"]
@@ -187,7 +187,7 @@ class EagleNet(DraftNet):
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of the head's tensors under EAGLE's own key names."""
-        return {name: view.clone() for name, view in self._views().items()}
+        return copy_tensors(self, self.config)
 
     def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> EagleNet:
         """Take tensors named as in ``tensors``; all of them, and no others.
@@ -195,51 +195,5 @@ class EagleNet(DraftNet):
         Raises:
             CheckpointError: a key is missing, unknown, or has another shape.
         """
-        views = self._views()
-        missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())
-        if missing or unknown:
-            what = f"lacks {missing[0]!r}" if missing else f"has a tensor {unknown[0]!r} that no such net has"
-            raise CheckpointError(
-                f"{where} {what} (missing {len(missing)}, unknown {len(unknown)}): its config.json and its weights do "
-                f"not belong together; `draftwing doctor` names what differs"
-            )
-        for name, view in views.items():
-            if tensors[name].shape != view.shape:
-                raise CheckpointError(
-                    f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(view.shape)}: was it "
-                    f"trained for another target?"
-                )
-            view.copy_(tensors[name])
+        fill_tensors(self, self.config, tensors, where)
         return self
-
-    def _views(self) -> dict[str, Tensor]:
-        """Every tensor of the head by EAGLE's name: views, since fused matrices hold several."""
-        config, layer, mlp = self.config, self.layer, self.layer.mlp
-        assert isinstance(mlp, GatedMLP)
-        base = "midlayer" if config.version == 3 else "layers.0"
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        q, k, v = torch.split(layer.qkv.weight.data, [query, key, key])
-        gate, up = mlp.gate_up.weight.data.chunk(2)
-        named: dict[str, Tensor | nn.Module | None] = {
-            "fc.weight": self.fc.weight,
-            "fc.bias": self.fc.bias,
-            f"{base}.self_attn.q_proj.weight": q,
-            f"{base}.self_attn.k_proj.weight": k,
-            f"{base}.self_attn.v_proj.weight": v,
-            f"{base}.self_attn.o_proj.weight": layer.out.weight,
-            f"{base}.mlp.gate_proj.weight": gate,
-            f"{base}.mlp.up_proj.weight": up,
-            f"{base}.mlp.down_proj.weight": mlp.down.weight,
-            f"{base}.post_attention_layernorm.weight": layer.post_norm,
-            "midlayer.input_layernorm.weight": self.token_norm,
-            "midlayer.hidden_norm.weight": self.state_norm,
-            "norm.weight": self.norm,
-            "input_norm.weight": self.input_norm,
-            **{f"fc_norm.{index}.weight": norm for index, norm in enumerate(self.tap_norms or ())},
-            "lm_head.weight": self.head,
-        }
-        return {
-            name: (part if isinstance(part, Tensor) else part.get_parameter("weight")).data
-            for name, part in named.items()
-            if part is not None
-        }

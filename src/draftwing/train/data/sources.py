@@ -203,7 +203,7 @@ def _read_lines(file: SourceFile) -> Iterator[Record]:
                 entry = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
                 raise DataError(
-                    f"{where}: not JSON ({error}): each line must be one object; mend or delete the line"
+                    f"{where}: not JSON ({error}): each line must be one object; fix or delete the line"
                 ) from error
             yield _record(entry, where, len(line))
 
@@ -231,7 +231,7 @@ def _list_of_objects(file: SourceFile, text: str) -> list[Any] | None:
 
 def _record(entry: Any, where: str, num_bytes: int) -> Record:
     if not isinstance(entry, dict):
-        raise DataError(f"{where}: expected an object with {_KNOWN_KEYS}, found {entry!r:.60}: mend or delete it")
+        raise DataError(f"{where}: expected an object with {_KNOWN_KEYS}, found {entry!r:.60}: fix or delete it")
     for key in ("conversations", "messages"):
         if key in entry:
             return Record(where, None, _messages(entry[key], f"{where}, {key!r}"), num_bytes)
@@ -250,12 +250,12 @@ def _record(entry: Any, where: str, num_bytes: int) -> Record:
 
 def _messages(listed: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(listed, list):
-        raise DataError(f"{where}: expected a list of messages, found {type(listed).__name__}: mend or delete it")
+        raise DataError(f"{where}: expected a list of messages, found {type(listed).__name__}: fix or delete it")
     messages = []
     for number, message in enumerate(listed, 1):
         here = f"{where}, message {number}"
         if not isinstance(message, dict):
-            raise DataError(f"{here}: expected an object, found {message!r:.60}: mend or delete it")
+            raise DataError(f"{here}: expected an object, found {message!r:.60}: fix or delete it")
         who, what = ("from", "value") if "from" in message else ("role", "content")
         role = _ROLES.get(_string(message, who, here).lower())
         if role is None:
