@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,8 +11,6 @@ import torch
 
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
-from unittest import mock
-
 from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from draftwing.errors import SamplingError
-from draftwing.sampling import History, KeyedNoise, Sampling, SamplingBatch
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import History, Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 NAN, INF = math.nan, math.inf

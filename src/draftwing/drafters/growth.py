@@ -28,8 +28,9 @@ from torch import Tensor
 from draftwing.drafters.base import Budget, Plan
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
+from draftwing.noise import DRAFT, gumbel, hash_bits
 from draftwing.run.request import DraftRequest
-from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
+from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 __all__ = ["Growth", "Shape", "request_for"]
