@@ -16,18 +16,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.errors import SamplingError
+from draftwing.errors import SamplingError, shown
 from draftwing.noise import KeyedNoise
 from draftwing.tree import DraftTree
 
 __all__ = ["History", "Sampling", "SamplingBatch", "best_of", "on_host"]
 
 _PENALTIES = ("repetition", "presence", "frequency")
+# What a setting may multiply a score by, or add to it: all of them together stay far inside float32, so that scores
+# that are not finite are never a setting's fault.
+_MOST, _MOST_ADDED = 1e10, 1e20
+_OR_GREEDY = "0 (greedy) or in [1e-10, 1e10]"
 
 
 @dataclass(frozen=True)
@@ -60,43 +65,48 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
-            value: object = getattr(self, name)
-            lone = isinstance(value, str)  # what people write for a single stop string
-            items = (value,) if lone else tuple(value) if isinstance(value, Iterable) else None
-            if items is None or not all(isinstance(item, kind) for item in items):
-                what = "strings" if kind is str else "token ids"
-                raise SamplingError(f"{name} must be a list of {what}, found {value!r}: leave it out for none")
-            object.__setattr__(self, name, items)
-        whole = ("top_k", "max_tokens", "seed", "logprobs")
-        for name in ("temperature", "top_p", "min_p", *whole, *(f"{of}_penalty" for of in _PENALTIES)):
+            self._set(name, _items(name, getattr(self, name), kind))
+        for name in ("top_k", "max_tokens", "seed", "logprobs"):
             value = getattr(self, name)
-            none = value is None and name in ("top_k", "logprobs")
-            if not none and not isinstance(value, Integral if name in whole else Real):
-                raise SamplingError(f"{name} must be {'an integer' if name in whole else 'a number'}, found {value!r}")
+            if value is None and name in ("top_k", "logprobs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise SamplingError(f"{name} must be an integer, found {shown(value)}")
+            self._set(name, int(value))
+        for name in ("temperature", "top_p", "min_p", *(f"{of}_penalty" for of in _PENALTIES)):
+            self._set(name, _number(name, getattr(self, name)))
+        if not isinstance(self.ignore_eos, bool):
+            raise SamplingError(f"ignore_eos must be True or False, found {shown(self.ignore_eos)}")
+        self._set("logit_bias", _biases(self.logit_bias))
         ranges: list[tuple[str, bool, str]] = [
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("temperature", self.temperature == 0 or 1 / _MOST <= self.temperature <= _MOST, _OR_GREEDY),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive (1 is none)"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite (0 is none)"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite (0 is none)"),
+            ("repetition_penalty", 1 / _MOST <= self.repetition_penalty <= _MOST, "in [1e-10, 1e10] (1 is none)"),
+            ("presence_penalty", abs(self.presence_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("stop", all(self.stop), "without empty strings"),
-            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite (ban tokens with banned_tokens)"),
         ]
         for name, good, wanted in ranges:
             if not good:  # NaN fails every comparison, and so lands here too
-                raise SamplingError(f"{name} must be {wanted}, found {getattr(self, name)!r}")
+                raise SamplingError(f"{name} must be {wanted}, found {shown(getattr(self, name))}")
+
+    def _set(self, name: str, value: object) -> None:
+        """Put a checked value in place of the given one."""
+        object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise SamplingError where a token id lies outside the target's vocabulary."""
         for name in ("logit_bias", "banned_tokens", "stop_tokens"):
             for token in getattr(self, name):
                 if not 0 <= token < vocab_size:
-                    raise SamplingError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
+                    raise SamplingError(
+                        f"{name}: token id {shown(token)} is outside the target's vocabulary of {vocab_size}"
+                    )
         if len(set(self.banned_tokens)) >= vocab_size:
             raise SamplingError(f"banned_tokens bans all {vocab_size} tokens: nothing is left to draw; leave one out")
 
@@ -104,6 +114,52 @@ class Sampling:
     def penalises(self) -> bool:
         """Whether the scores depend on the tokens that came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _number(name: str, value: object) -> float:
+    """A field as a float; infinite where it is too large for one."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise SamplingError(f"{name} must be a number, found {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
+    """A field that lists token ids or stop strings; a lone string is one stop string."""
+    if isinstance(value, str):
+        items: tuple[Any, ...] | None = (value,)
+    elif isinstance(value, Iterable) and not isinstance(value, Mapping | bytes | bytearray):
+        items = tuple(value)
+    else:
+        items = None
+    if items is None or any(isinstance(item, bool) or not isinstance(item, kind) for item in items):
+        what = "strings" if kind is str else "token ids"
+        raise SamplingError(f"{name} must be a list of {what}, found {shown(value)}: leave it out for none")
+    return items if kind is str else tuple(map(int, items))
+
+
+def _biases(value: object) -> dict[int, float]:
+    """``logit_bias`` as plain numbers."""
+    if not isinstance(value, Mapping):
+        raise SamplingError(
+            f"logit_bias must be a dict of token ids to numbers such as {{42: -1.5}}, found {shown(value)}: leave it "
+            f"out for none"
+        )
+    found = {}
+    for token, bias in value.items():
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise SamplingError(
+                f"logit_bias must have token ids (ints) as keys, found {shown(token)}: write {{42: -1.5}}"
+            )
+        found[int(token)] = _number("each value of logit_bias", bias)
+        if not abs(found[int(token)]) <= _MOST_ADDED:
+            raise SamplingError(
+                f"logit_bias must be in [-1e20, 1e20] (ban tokens with banned_tokens), found {shown(bias)} for token "
+                f"{shown(token)}"
+            )
+    return found
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -243,8 +299,14 @@ class SamplingBatch:
             scores = scores.masked_fill(scores < floor, -math.inf)
         return scores
 
+    @cached_property
+    def top_ks(self) -> list[int]:
+        """Of how many tokens each row keeps the best, in 32 bits for the kernel: 0 for all of them."""
+        vocab = self.noise.vocab_size
+        return [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in self.rows]
+
     def _ks(self, vocab: int) -> Tensor:
-        """(B, 1, 1) int64: of how many tokens a row keeps the best."""
+        """(B, 1, 1) int64: the same as a tensor, ``vocab`` for all of them."""
         if "ks" not in self._columns:
             values = [min(row.top_k or vocab, vocab) for row in self.rows]
             self._columns["ks"] = torch.tensor(values, device=self.device)[:, None, None]

@@ -120,7 +120,7 @@ def request_for(
         [row.tokens[row.length] for row in ctx.rows],
         wanted,
         [request.temperature for request in sampling.rows],
-        [request.top_k or 0 for request in sampling.rows],
+        sampling.top_ks,
         [request.top_p for request in sampling.rows],
         [request.min_p for request in sampling.rows],
         handle,

@@ -295,7 +295,7 @@ class Trainer:
         file = self.out / METRICS
         with writing(file):
             if file.exists():
-                lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+                lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
                 kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
                 write_atomically(file, "".join(line + "\n" for line in kept))
 
