@@ -1,4 +1,4 @@
-"""Prompts and files of them. The stream of text: whole characters, no stop string overshot, the same however grouped."""
+"""Prompts and files of them; the stream of text: whole characters, no stop string overshot, however ids are grouped."""
 
 from __future__ import annotations
 
