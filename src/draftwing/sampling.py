@@ -134,10 +134,21 @@ def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
         items = tuple(value)
     else:
         items = None
+    if items is not None and any(isinstance(item, str) and not _is_text(item) for item in items):
+        raise SamplingError(f"{name} must be text, found {shown(value)}: half of a surrogate pair stands in no text")
     if items is None or any(isinstance(item, bool) or not isinstance(item, kind) for item in items):
         what = "strings" if kind is str else "token ids"
         raise SamplingError(f"{name} must be a list of {what}, found {shown(value)}: leave it out for none")
     return items if kind is str else tuple(map(int, items))
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be encoded: half of a surrogate pair cannot, nor what stands for bytes that are not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _biases(value: object) -> dict[int, float]:
