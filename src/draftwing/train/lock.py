@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftwing.errors import DraftwingError
 
-try:
+if sys.platform != "win32":  # where nobody is kept from writing twice
     import fcntl
-except ImportError:  # Windows has none: there nobody is kept from writing twice
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["locked"]
 
@@ -65,7 +64,7 @@ def _acquire(file: Path) -> int | None:
 
 
 def _lock(number: int) -> bool:
-    if fcntl is None:
+    if sys.platform == "win32":
         return True
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
