@@ -7,9 +7,11 @@ strings and bytes for everything that the command line takes.
 import json
 import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,11 +63,10 @@ def works_or_is_refused() -> Iterator[None]:
         message.encode("utf-8", "backslashreplace")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module", autouse=sys.platform == "linux")
 def memory_is_bounded():
     """All of it stays within two more gigabytes of address space than there were, or fails with MemoryError."""
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2 * 2**30, before[1]))
     yield
@@ -111,7 +112,7 @@ def test_every_field_has_its_usual_values():
     assert set(USUAL) == {field.name for field in fields(dw.Sampling)}
 
 
-@settings(max_examples=400)
+@settings(max_examples=300)
 @given(st.sampled_from(sorted(USUAL)), VALUES)
 def test_a_field_of_sampling(name, value):
     with works_or_is_refused():
@@ -158,7 +159,7 @@ def test_a_sampling_that_is_none(lms, value):
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 
 
-@settings(max_examples=400)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(["depth", "width", "nodes", "paths", "children"]), VALUES | PATHS, max_size=3))
 def test_a_budget(options):
     with works_or_is_refused():
@@ -309,7 +310,7 @@ def command(*args, stdin=b""):
         assert lines[0].startswith("error: ")
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(sorted(OPTIONS)).flatmap(lambda n: st.tuples(st.just(n), OPTIONS[n])), max_size=2))
 def test_options_of_the_command_line(folder, options):
     words = [f"{name}={value}" if name.startswith("--") else f"{name}{value}" for name, value in options]
