@@ -34,9 +34,10 @@ from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.objectives import OBJECTIVES
+from draftwing.noise import KeyedNoise
 from draftwing.run.kernel.build import get_kernel
 from draftwing.run.request import GrowthRule
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats, Step
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch

@@ -71,6 +71,20 @@ def exact(target, corpus, tmp_path_factory):
     return folder
 
 
+def test_two_runs_never_write_one_cache(target, corpus, tmp_path):
+    tried = []
+
+    def second(done, total):
+        if not tried:
+            tried.append(done)
+            with refused(DataError, "another run (process ", "writes here"):
+                write(tmp_path / "cache", target, corpus)
+
+    write(tmp_path / "cache", target, corpus, on_progress=second)
+    assert len(tried) == 1
+    assert not [path.name for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
+
+
 @pytest.fixture
 def copy(exact, tmp_path):
     return shutil.copytree(exact, tmp_path / "copy")

@@ -23,11 +23,12 @@ from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.noise import KeyedNoise
 from draftwing.run.kernel import build as kernel_module
 from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem
 from draftwing.run.kernel.packed import Packed
 from draftwing.run.kernel.program import Program, Workspace
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
 needs_kernel = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")

@@ -251,6 +251,23 @@ def test_how_often_a_run_reports_may_change(folder, finished):
     assert make(folder, finished, iterations=2, **often).run().iteration == 2
 
 
+def test_two_runs_never_train_into_one_folder(folder, tmp_path):
+    """Both would append to the metrics, and one replace the other's checkpoint."""
+    tried = []
+
+    def second(progress):
+        if not tried:
+            tried.append(progress.iteration)
+            with pytest.raises(CheckpointError, match=rf"another run \(process {os.getpid()}\) writes here"):
+                make(folder, tmp_path / "out").run()
+
+    make(folder, tmp_path / "out", on_progress=second).run()
+    make(folder, tmp_path / "alone").run()
+    assert tried == [1]
+    assert_same_run(tmp_path / "out", tmp_path / "alone")
+    assert len((tmp_path / "out" / METRICS).read_text().splitlines()) == 8
+
+
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
-from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.heads.identity import target_id
 from draftwing.heads.read import is_head, read_head
 from draftwing.model.adapter import AdapterTarget
@@ -32,7 +31,7 @@ from draftwing.model.weights import resolve
 from draftwing.sampling import Sampling
 from draftwing.shipped import SHIPPED
 from draftwing.stats import Logprob, RowStep, Stats, Step
-from draftwing.text.prompts import Prompt
+from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.stream import TextStream
 from draftwing.text.tokenizer import Tokenizer
 
@@ -162,18 +161,11 @@ class LM:
             PromptError: it is none of these, or empty.
             TokenizerError: see ``Tokenizer.encode_chat``.
         """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        items: list[Any] = list(prompt)
-        if items and all(isinstance(item, Mapping) for item in items):
-            return self.tokenizer.encode_chat(items)
-        odd = next((item for item in items if not isinstance(item, Integral)), None)
-        if odd is not None:
-            raise PromptError(
-                f"a prompt must be a text, token ids (ints) or messages, found {type(odd).__name__} {odd!r:.40} in it: "
-                f"give ids with .tolist(), or a list of messages with role and content"
-            )
-        return [int(token) for token in items]
+        checked = check_prompt(prompt)
+        if isinstance(checked, str):
+            return self.tokenizer.encode(checked)
+        items: list[Any] = list(checked)
+        return self.tokenizer.encode_chat(items) if items and isinstance(items[0], Mapping) else items
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Iterator[StreamStep]:
         """Decode one prompt and yield the text of every step as it comes.
@@ -209,7 +201,7 @@ class LM:
             raise ConfigError(f"max_batch must be at least 1, found {max_batch}")
         wanted = _sampling(sampling, options)
         # A bad prompt is refused here, before any work is done.
-        requests = [_Request(self, prompt, wanted) for prompt in _as_list(prompts)]
+        requests = [_Request(self, prompt, wanted) for prompt in as_list(prompts)]
         decoder, waiting, running = self.decoder(), deque(requests), dict[int, _Request]()
         while waiting or running:
             while waiting and decoder.num_running < max_batch:
@@ -262,14 +254,6 @@ def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
         known = ", ".join(each.name for each in fields(Sampling))
         raise ConfigError(f"unknown sampling option {min(unknown)!r}: the options are {known}")
     return replace(sampling or Sampling(), **options)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many: a string, ids or a dialogue is one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    return [items] if items and isinstance(items[0], Integral | Mapping) else items
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

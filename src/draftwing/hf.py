@@ -32,7 +32,8 @@ from draftwing.errors import DraftwingWarning, TokenizerError, UnsupportedError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
-from draftwing.sampling import Sampling, hash_bits
+from draftwing.noise import hash_bits
+from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 

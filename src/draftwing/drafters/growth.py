@@ -28,8 +28,9 @@ from torch import Tensor
 from draftwing.drafters.base import Budget, Plan
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
+from draftwing.noise import DRAFT, gumbel, hash_bits
 from draftwing.run.request import DraftRequest
-from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
+from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 __all__ = ["Growth", "Shape", "request_for"]
@@ -119,7 +120,7 @@ def request_for(
         [row.tokens[row.length] for row in ctx.rows],
         wanted,
         [request.temperature for request in sampling.rows],
-        [request.top_k or 0 for request in sampling.rows],
+        sampling.top_ks,
         [request.top_p for request in sampling.rows],
         [request.min_p for request in sampling.rows],
         handle,

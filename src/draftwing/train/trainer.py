@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from draftwing.errors import NumericsError
+from draftwing.errors import CheckpointError, NumericsError
 from draftwing.heads.write import write_head
 from draftwing.model.linear import Linear
 from draftwing.nets.calibration import Calibration
@@ -28,6 +28,7 @@ from draftwing.nets.eagle import EagleNet
 from draftwing.nets.objectives import OBJECTIVES
 from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features.source import FeatureSource
+from draftwing.train.lock import locked
 from draftwing.train.loss.batch import Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
 
@@ -110,10 +111,15 @@ class Trainer:
         Raises:
             NumericsError: the loss is no longer finite.
             ConfigError: the folder holds another run.
-            CheckpointError: the folder cannot be written, or its checkpoint cannot be read.
+            CheckpointError: the folder cannot be written, another process trains into it, or its checkpoint cannot be
+                read.
         """
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
+        with locked(self.out, CheckpointError) if self.accelerator.is_main_process else nullcontext():
+            return self._run()
+
+    def _run(self) -> Progress:
         self._resume()
         progress, saved = Progress(self.iteration, self.iterations), self.iteration
         options, began = self.options, time.perf_counter()
@@ -299,7 +305,7 @@ class Trainer:
         file = self.out / METRICS
         with writing(file):
             if file.exists():
-                lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+                lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
                 kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
                 write_atomically(file, "".join(line + "\n" for line in kept))
 

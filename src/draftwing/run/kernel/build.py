@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.sampling import KeyedNoise
+from draftwing.noise import KeyedNoise
 from draftwing.tree import Accepted, DraftTree, Emitted
 
 __all__ = [

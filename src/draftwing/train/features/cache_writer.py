@@ -23,6 +23,7 @@ from draftwing.train.checkpoint import write_atomically
 from draftwing.train.data.batches import Batches
 from draftwing.train.features.cache import DTYPES, INDEX, CacheInfo, Shard
 from draftwing.train.features.source import hidden_states
+from draftwing.train.lock import locked
 
 __all__ = ["CacheForm", "CacheSize", "CacheWritten", "estimate", "write_cache"]
 
@@ -95,7 +96,8 @@ def write_cache(
 
     Raises:
         ConfigError: taps that the target does not have, or another dtype.
-        DataError: the disk has no room, the folder cannot be written, or holds another cache or a damaged one.
+        DataError: the disk has no room, the folder cannot be written, another process writes to it, or it holds another
+            cache or a damaged one.
         NumericsError: hidden states that are not finite.
     """
     folder, states = Path(folder), _states(target, taps)
@@ -114,31 +116,34 @@ def write_cache(
     writer = _Writer(folder, target, batches, shards, info)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = writer.missing()
-        left = [writer.size(number) for number in missing]
-        _check_room(folder, sum(size.num_bytes for size in left))
-        done = info.num_tokens - sum(size.num_tokens for size in left)
-        for number in missing:
-            for num_tokens in writer.write(number):
-                done += num_tokens
-                if on_progress is not None:
-                    on_progress(done, info.num_tokens)
-        write_atomically(folder / INDEX, json.dumps(info.to_dict(), indent=2) + "\n")
+        with locked(folder, DataError):
+            num_kept = _complete(writer, folder, info, on_progress)
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"{folder}: the cache cannot be written ({error}): {write_fix(error)}; what is whole stays, and the same "
             f"command goes on from there"
         ) from error
-    return CacheWritten(estimate(target, batches, taps, form.dtype), info.num_shards, info.num_shards - len(missing))
+    return CacheWritten(estimate(target, batches, taps, form.dtype), info.num_shards, num_kept)
 
 
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+def _complete(writer: _Writer, folder: Path, info: CacheInfo, on_progress: Callable[[int, int], None] | None) -> int:
+    """Write the shards that are missing, and the index; how many were there already."""
+    missing = writer.missing()
+    left = [writer.size(number) for number in missing]
+    needed = sum(size.num_bytes for size in left)
+    if needed > (free := shutil.disk_usage(folder).free):
         raise DataError(
-            f"{folder}: the cache needs {needed:,} bytes ({_readable(needed)}) more, and the disk has {free:,} bytes "
-            f"({_readable(free)}) free: make room, write elsewhere, or cache less data"
+            f"{folder}: the cache needs {needed:,} bytes ({_readable(needed)}) more, and the disk has {free:,} "
+            f"bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
         )
+    done = info.num_tokens - sum(size.num_tokens for size in left)
+    for number in missing:
+        for num_tokens in writer.write(number):
+            done += num_tokens
+            if on_progress is not None:
+                on_progress(done, info.num_tokens)
+    write_atomically(folder / INDEX, json.dumps(info.to_dict(), indent=2) + "\n")
+    return info.num_shards - len(missing)
 
 
 def _cut(batches: Batches, bytes_per_token: int, shard_bytes: int) -> list[list[int]]:
