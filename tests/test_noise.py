@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem, noise_of
+from draftwing.run.kernel.library import get_kernel, kernel_problem
+from draftwing.run.kernel.noise import NativeNoise, noise_of
 from draftwing.sampling import ACCEPT, DRAFT, TARGET, KeyedNoise, Sampling, SamplingBatch, gumbel, hash_bits, uniform
 
 IDS = torch.arange(1000)

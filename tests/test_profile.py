@@ -24,7 +24,7 @@ from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleConfig, EagleNet
-from draftwing.run.kernel.build import cache_folder
+from draftwing.run.storage import cache_folder
 from draftwing.sampling import Sampling
 
 VOCAB = 80  # more than the most nodes that are measured

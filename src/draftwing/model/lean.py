@@ -25,8 +25,8 @@ from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, on_device
 from draftwing.model.weights import WeightFiles, check_finite
 from draftwing.run.graphs import CudaRecorder, Pool, Record, TreeGraphs
-from draftwing.run.kernel.build import Kernel
 from draftwing.run.kernel.fused import FusedDecoder, kernel_for
+from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.program import Drafted, DraftRequest, Heads
 from draftwing.tree import Accepted, DraftTree
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.program import MAX_LEVEL, Packed, Program, quantise_channels
 
 __all__ = ["MIN_ROWS", "WEIGHTS", "Linear", "can_prepack", "check_weights"]

@@ -28,8 +28,8 @@ from draftwing.model.linear import Linear
 from draftwing.model.rope import RopeConfig
 from draftwing.nets.calibration import Calibration
 from draftwing.run.graphs import Record
-from draftwing.run.kernel.build import Kernel
 from draftwing.run.kernel.fused import kernel_for
+from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.program import Heads
 
 __all__ = ["EagleConfig", "EagleNet", "Inputs", "TargetId", "default_taps"]

@@ -16,7 +16,7 @@ from draftwing.model.config import ModelConfig
 from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
 from draftwing.model.rope import Rotary
-from draftwing.run.kernel.build import Kernel, get_kernel
+from draftwing.run.kernel.library import Kernel, get_kernel
 from draftwing.run.kernel.program import ACTIVATIONS, Drafted, DraftRequest, Heads, Program, Slots, Waiting
 from draftwing.tree import DraftTree
 

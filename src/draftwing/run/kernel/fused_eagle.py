@@ -14,8 +14,8 @@ from draftwing.model.cache import KVCache
 from draftwing.model.linear import Linear
 from draftwing.model.rope import Rotary
 from draftwing.nets.eagle import EagleNet
-from draftwing.run.kernel.build import Kernel
 from draftwing.run.kernel.fused import add_layer, draft_slots, tree_slots
+from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.program import Drafted, DraftRequest, Program, Waiting
 from draftwing.tree import DraftTree
 

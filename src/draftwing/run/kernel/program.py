@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.run.kernel.build import NUM_BUFFERS, Batch, Draft, Kernel, Op, set_cache
+from draftwing.run.kernel.layout import NUM_BUFFERS, Batch, Draft, Op, set_cache
+from draftwing.run.kernel.library import Kernel
 from draftwing.tree import PAD, DraftTree
 
 __all__ = [

@@ -150,6 +150,7 @@ thread_local Scratch draft_scores, draft_best, draft_trees, draft_nodes, draft_n
 void branch(const Draft& draft, int row, int level, const float* logits, Tree& tree, int above) {
     const int vocab = draft.vocab_size;
     const float temperature = draft.temperatures[row];
+    const auto held = draft.noise->hold();
     const float* noise = draft.seeds[row] < 0 ? nullptr : draft.noise->at(draft.seeds[row], draft.starts[row] + level);
     if (temperature > 0.0f) {
         float* scores = draft_scores.get<float>(vocab);
@@ -238,7 +239,7 @@ const float* catch_up(const Op* ops, int32_t num_ops, Batch batch, const Draft& 
     run_program(ops, draft.num_hidden, &batch, num_threads);
     for (int row = 0; row < batch.rows; ++row) {
         const size_t last = static_cast<size_t>(row) * entries + (draft.counts[row] > 0 ? draft.counts[row] - 1 : 0);
-        for (const int buffer : {draft.read, draft.fed_back}) {
+        for (const int buffer : {draft.read, draft.read == draft.fed_back ? -1 : draft.fed_back}) {
             if (buffer < 0) continue;
             const size_t width = batch.widths[buffer];
             memmove(batch.buffers[buffer] + row * width, batch.buffers[buffer] + last * width, width * sizeof(float));
