@@ -141,9 +141,7 @@ def _open(path: str, name: str) -> Kernel:
     try:
         library = ctypes.CDLL(path)
         if not library.draftwing_runs_here():
-            raise KernelProblem(
-                "DRAFTWING_KERNEL_ARCH asks for instructions that this processor does not have: unset it"
-            )
+            raise KernelProblem("DRAFTWING_KERNEL_ARCH names instructions that this processor lacks: unset it")
         sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3))
         if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft))):
             raise KernelProblem(f"the compiled CPU kernel lays its structures out otherwise: {sizes}")
