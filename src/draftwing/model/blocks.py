@@ -66,6 +66,7 @@ class BlockProduct:
         self._product, self._num_out = product, weight.shape[0]
         self._key = (kind, *weight.shape, weight.dtype)
         self._pairs = _cancelling(weight.detach())
+        self._wanted: dict[int, Tensor] = {}  # of the sample, by the number of threads; only where sizes are tried here
         self._verdict()
 
     @property
@@ -99,8 +100,10 @@ class BlockProduct:
             if size <= verdict.base:
                 break
             if size not in verdict.agrees:
-                sample = self.sample()
-                verdict.agrees[size] = self._same(size, sample, self._blocks(sample, verdict.base))
+                sample, threads = self.sample(), torch.get_num_threads()
+                if threads not in self._wanted:
+                    self._wanted[threads] = self._blocks(sample, verdict.base)
+                verdict.agrees[size] = self._same(size, sample, self._wanted[threads])
             if verdict.agrees[size]:
                 return size
         return verdict.base
