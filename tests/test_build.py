@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import stat
+import sys
 import tempfile
 import time
 import warnings
@@ -25,7 +26,9 @@ from draftwing.run.kernel.noise import NativeNoise, noise_of
 from draftwing.run.kernel.selftest import fault_of
 from draftwing.run.storage import cache_folder, open_folder, private_folder
 
-needs_kernel = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
+# A kernel that fails its own test must not go unnoticed: only what nobody could compile is left out.
+CAN_COMPILE = sys.platform == "linux" and build._find_compiler() is not None
+needs_kernel = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler here")
 CPU = torch.device("cpu")
 
 
@@ -74,6 +77,13 @@ def shop(tmp_path, compiled, monkeypatch) -> Shop:
 
 def read(path: str, name: str) -> bytes:
     return Path(path).read_bytes()
+
+
+@needs_kernel
+def test_where_there_is_a_compiler_there_is_a_kernel(monkeypatch):
+    monkeypatch.delenv("DRAFTWING_KERNEL", raising=False)
+    assert kernel_problem() == ""
+    assert get_kernel() is not None
 
 
 # --- kept ------------------------------------------------------------------------------------------------------------
@@ -154,6 +164,16 @@ def test_other_flags_compilers_and_processors_make_other_libraries(shop, monkeyp
     with_library(read)
     assert shop.runs == 5
     assert len(shop.kept) == 5
+
+
+@needs_kernel
+def test_where_it_is_started_makes_no_other_library(shop, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", f"{shop.script} -O1")
+    with_library(read)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with_library(read)
+    assert shop.runs == 1
 
 
 @needs_kernel

@@ -3,18 +3,20 @@
 import ctypes
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftwing.run.kernel import build
-from draftwing.run.kernel.library import get_kernel, kernel_problem
+from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.noise import NativeNoise
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.tree import DraftTree
 
-pytestmark = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
+CAN_COMPILE = sys.platform == "linux" and build._find_compiler() is not None
+pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler here")
 
 HERE = Path(__file__).with_name("native")
 VOCAB, BEST = 400, 256  # tokens, and how many of them a draft looks at

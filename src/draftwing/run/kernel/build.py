@@ -211,9 +211,9 @@ def _stamp(compiler: tuple[str, ...]) -> list[str]:
     paths = [shutil.which(word) for word in compiler]
     if "ziglang" in compiler and (spec := importlib.util.find_spec("ziglang")):
         paths.append(spec.origin)
-    for path in paths:
-        with suppress(OSError, TypeError):
-            real = os.path.realpath(path or "", strict=True)
+    for path in filter(None, paths):
+        with suppress(OSError):
+            real = os.path.realpath(path)
             state = os.stat(real)
             stamp.append(f"{real} {state.st_size} {state.st_mtime_ns}")
     return stamp
