@@ -35,7 +35,7 @@ from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.objectives import OBJECTIVES
 from draftwing.noise import KeyedNoise
-from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.library import get_kernel
 from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats, Step

@@ -19,7 +19,7 @@ from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.errors import ConfigError, NumericsError, UnsupportedError
 from draftwing.model.target import Row, Target, TargetOutput
-from draftwing.run.kernel.build import noise_of
+from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch, on_host
 from draftwing.stats import Logprob, RowStep, Step, Timings
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
