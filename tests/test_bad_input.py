@@ -514,7 +514,7 @@ def test_a_draft_with_a_shorter_context(temperature, rule, width, target, folder
             texts[decoder.admit(prompts[number], sampling[number])] = ()
         if not decoder.num_running:
             break
-        lengths = {request: row.length for (request, _), row in zip(decoder._requests, decoder.ctx.rows, strict=True)}
+        lengths = {request.id: row.length for request, row in zip(decoder.running, decoder.ctx.rows, strict=True)}
         step = decoder.step()
         step.tree.check(VOCAB)
         for row in step.rows:

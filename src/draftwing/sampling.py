@@ -34,6 +34,8 @@ _PENALTIES = ("repetition", "presence", "frequency")
 class Sampling:
     """How one request is sampled and when it ends. The defaults are greedy decoding of 128 tokens.
 
+    A ``seed`` of None is drawn for every request by itself; the result says which it was.
+
     Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
     tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at
     the output alone. All of it is applied at every tree node with the history of that node's own path.
@@ -55,7 +57,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     max_tokens: int = 128
-    seed: int = 0
+    seed: int | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class Sampling:
         whole = ("top_k", "max_tokens", "seed", "logprobs")
         for name in ("temperature", "top_p", "min_p", *whole, *(f"{of}_penalty" for of in _PENALTIES)):
             value = getattr(self, name)
-            none = value is None and name in ("top_k", "logprobs")
+            none = value is None and name in ("top_k", "logprobs", "seed")
             if not none and not isinstance(value, Integral if name in whole else Real):
                 raise SamplingError(f"{name} must be {'an integer' if name in whole else 'a number'}, found {value!r}")
         ranges: list[tuple[str, bool, str]] = [
@@ -82,7 +84,7 @@ class Sampling:
             ("presence_penalty", math.isfinite(self.presence_penalty), "finite (0 is none)"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite (0 is none)"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("stop", all(self.stop), "without empty strings"),
             ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite (ban tokens with banned_tokens)"),
@@ -257,8 +259,8 @@ class SamplingBatch:
         self.rows = tuple(rows)
         self.noise = noise
         self.device = torch.device(device)
-        self.seeds = [row.seed for row in rows]
-        self.drawing_seeds = [row.seed if row.temperature > 0 else -1 for row in rows]  # -1: greedy
+        self.seeds = [row.seed or 0 for row in rows]  # the loop has drawn those that were None
+        self.drawing_seeds = [row.seed or 0 if row.temperature > 0 else -1 for row in rows]  # -1: greedy
         self.num_greedy = sum(row.temperature == 0 for row in rows)
         self.all_greedy = self.num_greedy == len(rows)
         self.scales = any(row.temperature not in (0.0, 1.0) for row in rows)

@@ -261,6 +261,8 @@ def print_comparison(comparison: Comparison, note: str = "", *, texts: bool = Fa
 def _identical(method: MethodResult) -> Text:
     same = method.num_identical == method.num_prompts
     text = f"{'yes' if same else 'no'} ({method.num_identical} of {method.num_prompts})"
+    if method.promise == "law":  # a classic rule draws with other noise: other texts, by the same law
+        return Text(f"same law ({method.num_identical} of {method.num_prompts} texts)")
     return Text(text if method.lossless else f"{text}, LOSSY rule", style="green" if same else "red")
 
 

@@ -4,16 +4,68 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError, PromptError
 from draftwing.shipped import SHIPPED
 
-__all__ = ["Prompt", "read_prompts", "shipped_prompts"]
+__all__ = ["Prompt", "as_list", "check_prompt", "read_prompts", "shipped_prompts"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+_FORMS = "a text, token ids (ints) or messages"
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or many, as a list of prompts; a string, ids or a dialogue is one. None of them is checked yet.
+
+    Raises:
+        PromptError: it is neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts)
+    return [items] if items and isinstance(items[0], Integral | Mapping) else items
+
+
+def check_prompt(prompt: Any) -> str | list[int] | list[Mapping[str, str]]:
+    """One prompt as a text, a list of ids or a list of messages.
+
+    Raises:
+        PromptError: it is none of these.
+    """
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt is no Unicode text ({error}): decode it with errors='replace'") from error
+        return prompt
+    items = _items(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        return items
+    odd = next((item for item in items if isinstance(item, bool) or not isinstance(item, Integral)), None)
+    if odd is not None:
+        raise PromptError(
+            f"a prompt must be {_FORMS}, found {type(odd).__name__} {odd!r:.40} in it: give ids with .tolist(), or a "
+            f"list of messages with role and content"
+        )
+    return [int(token) for token in items]
+
+
+def _items(prompt: Any) -> list[Any]:
+    if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes | bytearray):
+        try:
+            return list(prompt)
+        except TypeError:  # an array without a dimension
+            pass
+    raise PromptError(
+        f"a prompt must be {_FORMS}, found {type(prompt).__name__} {prompt!r:.40}: decode bytes, and put messages "
+        f"into a list"
+    )
 
 
 def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
