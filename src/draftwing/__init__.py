@@ -14,7 +14,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
 from draftwing.engine.request import Request
 from draftwing.errors import DraftwingError
-from draftwing.hf import custom_generate
+from draftwing.hf.generate import custom_generate
 from draftwing.model.target import Target
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats, Step
