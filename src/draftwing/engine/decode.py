@@ -2,7 +2,7 @@
 
 Rows join and leave between steps. Everything else (queues, streams, serving) is a wrapper around ``Decoder.step``.
 
-A step either counts or does not, wherever an exception or an interrupt hits it: up to one assignment (``_step``)
+A step either counts or does not, wherever an exception or an interrupt hits it: up to one assignment (``undone``)
 nothing that anybody reads has changed, and from there on the next call finishes what is left.
 """
 
@@ -49,6 +49,8 @@ class Decoder:
 
     Attributes:
         running: the requests in its rows.
+        undone: a step that counts, but was interrupted before everything was put down; the next call of ``step`` does
+            that and returns it.
 
     Raises:
         ConfigError: an unknown or lossy rule, or a budget that the rule cannot take.
@@ -82,8 +84,8 @@ class Decoder:
         self.running: tuple[Request, ...] = ()  # in the order of ``ctx.rows``
         self._batch: SamplingBatch | None = None
         self._own_budgets = False  # whether a request says how much is drafted for it
-        self._ids = itertools.count()
-        self._step: Step | None = None  # counts, but has not been carried out yet
+        self._next_id = 0
+        self.undone: Step | None = None
         self._changing = False  # rows of target and drafter may be out of step with each other
 
     @property
@@ -119,8 +121,9 @@ class Decoder:
             ConfigError: stop strings; they need an ``Engine`` with a tokenizer.
         """
         self.check(prompt_ids, sampling)
-        request = Request(next(self._ids), prompt_ids, sampling)
+        request = Request(self._next_id, prompt_ids, sampling)
         self.start(request)
+        self._next_id += 1
         return request.id
 
     def start(self, request: Request) -> None:
@@ -166,8 +169,9 @@ class Decoder:
         A row whose logits are no numbers ends with the finish reason ``error``; the others go on.
         """
         with self._turn:
-            if self._changing:
-                self._settle()
+            if self.undone is not None:
+                return self._carry_out(self.undone)
+            self._settle()
             if not self.running:
                 raise ConfigError("there is nothing to decode: admit a prompt first")
             clock, marks = [time.perf_counter()], [_mark(self.target.device)]
@@ -204,9 +208,8 @@ class Decoder:
                 planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
             clock.append(time.perf_counter())
             timings = Timings(*(after - before for before, after in itertools.pairwise(clock)))
-            step = self._step = Step(rows, tree, accepted, timings, self.rule.lossless)  # from here on it counts
-            self._carry_out(step)
-            return step
+            self.undone = Step(rows, tree, accepted, timings, self.rule.lossless)  # from here on it counts
+            return self._carry_out(self.undone)
 
     # --- the parts of a step ---------------------------------------------------------------------------------------
 
@@ -252,19 +255,20 @@ class Decoder:
         counts = emitted.num_drafted, num_accepted, emitted.depth
         return RowStep(request.id, tuple(tokens), *counts, finish, logprobs, position, text)
 
-    def _carry_out(self, step: Step) -> None:
-        """Make a step that counts everybody's own. Up to ``_step = None`` it can be done again from the start."""
+    def _carry_out(self, step: Step) -> Step:
+        """Make a step that counts everybody's own. As long as it is ``undone``, it can be done again from the start."""
         for request, state, found in zip(self.running, self.ctx.rows, step.rows, strict=True):
             state.tokens[found.position :] = found.token_ids
             state.length = found.position + found.num_accepted
             request.take(found)
-        self._step = None
+        self.undone = None
         for row in range(len(step.rows) - 1, -1, -1):
             request = self.running[row]
             request.stats.add(step, step.rows[row])
             if request.finish_reason is not None:
                 self._drop(row)
         self._changing = False
+        return step
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -286,8 +290,8 @@ class Decoder:
 
     def _settle(self) -> None:
         """Finish a step that counts, or put rows together anew, after an interrupt in the middle of either."""
-        if self._step is not None:
-            self._carry_out(self._step)
+        if self.undone is not None:
+            self._carry_out(self.undone)
         elif self._changing:
             if self._new_drafter is None:
                 raise ConfigError(

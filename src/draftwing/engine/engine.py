@@ -104,6 +104,8 @@ class Engine:
     def _fill(self) -> int:
         """Take cancelled requests out and let waiting ones in; how many there are then."""
         decoder, waiting = self._decoder, self._waiting
+        if decoder.undone is not None:
+            return len(decoder.running)
         for request in decoder.running:
             if request.finish_reason is not None:
                 decoder.sweep()

@@ -47,12 +47,12 @@ def check_prompt(prompt: Any) -> str | list[int] | list[Mapping[str, str]]:
     items = _items(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return items
-    odd = next((item for item in items if isinstance(item, bool) or not isinstance(item, Integral)), None)
-    if odd is not None:
-        raise PromptError(
-            f"a prompt must be {_FORMS}, found {type(odd).__name__} {odd!r:.40} in it: give ids with .tolist(), or a "
-            f"list of messages with role and content"
-        )
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise PromptError(
+                f"a prompt must be {_FORMS}, found {type(item).__name__} {item!r:.40} in it: give ids with .tolist(), "
+                f"or a list of messages with role and content"
+            )
     return [int(token) for token in items]
 
 
