@@ -264,7 +264,7 @@ def _rowwise(pure: PureRule) -> AcceptRule:
             used = [i for i, token in enumerate(tokens) if token != PAD]
             place = {node: i for i, node in enumerate(used)}
             row_parents = [place.get(parents[i], -1) for i in used]
-            draws = KeyedDraws(sampling.rows[b].seed, starts[b])
+            draws = KeyedDraws(sampling.seeds[b], starts[b])
             path, bonus = pure([tokens[i] for i in used], row_parents, p[b, used], q[b, used], draws)
             if bool(p[b, used[path[-1]]].isnan().any()):  # NaN is no law to draw from: hand it on, it wins every max
                 bonus = int(scores[b, used[path[-1]]].argmax())
