@@ -536,7 +536,7 @@ def broken(folder_of):
 def poison(target, where):
     with torch.no_grad():
         if where == "norm":
-            target.norm.weight[3] = torch.nan
+            target.net.norm.weight[3] = torch.nan
         elif where == "embedding":
             target.embedding[5] = torch.nan
         else:
