@@ -199,7 +199,7 @@ def bench(
     file: Path | None,
 ) -> tuple[list[Result], dict[str, Any]]:
     plain = dw.load(str(target), "none", dtype=dtype, device=str(device))
-    maker = load_drafter(head, plain.target, plain.tokenizer, dtype=dtype, device=str(device))
+    maker = load_drafter(head, plain.target, plain.tokenizer, device=str(device))
     lms = {"plain": plain, f"{head.name} auto": dw.LM(plain.target, plain.tokenizer, maker)}
     for budget in budgets:
         lms[f"{head.name} {budget}"] = dw.LM(plain.target, plain.tokenizer, maker, budget=budget)

@@ -407,7 +407,7 @@ def say(folder: Path, heads: Sequence[Path], dtype: str = "float32") -> Said:
     ids = torch.tensor([tokenizer.encode(PROMPT)], device=target.device)
     said = Said(target.score(ids).logits[0].cpu(), [], [])
     for head in heads:
-        lm = LM(target, tokenizer, load_drafter(head, target, tokenizer, dtype=dtype))
+        lm = LM(target, tokenizer, load_drafter(head, target, tokenizer))
         (found,) = lm.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
         said.texts.append(found.token_ids)
         said.accepted.append(found.stats.num_accepted)

@@ -285,10 +285,10 @@ def run(
 ) -> Result:
     """Everything that is measured: panels, memory and settings."""
     room = max(context for points in plan.values() for context, _, _ in points) + MARGIN
-    model = load_target(target, weights=weights)
+    model = load_target(target, quantize=weights)
     is_random = model.max_length < room
     if is_random:
-        model = load_target(lengthened(target, scratch / "target", room), weights=weights)
+        model = load_target(lengthened(target, scratch / "target", room), quantize=weights)
     assert isinstance(model, LeanTarget)
     maker = load_drafter(random_head(model, scratch / "head"), model, None)
     ids = torch.randint(0, model.vocab_size, (room,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -372,7 +372,7 @@ def main(
         errors.print("  ".join(row(entry)))
 
     if todo:
-        plain = dw.load(target, "none", weights=weights)
+        plain = dw.load(target, "none", quantize=weights)
         maker = load_drafter(draft, plain.target, plain.tokenizer)
         ids = {name: prompts_of(name, files, plain, settings) for name, _ in todo}
         try:

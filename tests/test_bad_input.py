@@ -244,6 +244,8 @@ def test_no_such_draft(folder):
         ({"engine": "warp"}, ("unknown engine 'warp'", "choose auto, lean or transformers")),
         ({"device": "nonsense"}, ("unknown device 'nonsense'", "use cpu or cuda")),
         ({"device": "meta"}, ("device 'meta'", "use cpu or cuda")),
+        ({"rule": []}, ("unknown acceptance rule []", "choose one of match, match-top, speculative")),
+        ({"rule": None}, ("unknown acceptance rule None", "choose one of match, match-top, speculative")),
         ({"rule": "none"}, ("unknown acceptance rule 'none'", "choose one of match, match-top, speculative")),
         ({"rule": "typical"}, ("'typical' changes what the target says", "pass lossless=False")),
         ({"rule": "block", "budget": Budget(3, 2)}, ("'block' takes chains, found width 2", "use width 1 or 'match'")),
@@ -534,7 +536,7 @@ def broken(folder_of):
 def poison(target, where):
     with torch.no_grad():
         if where == "norm":
-            target.norm.weight[3] = torch.nan
+            target.net.norm.weight[3] = torch.nan
         elif where == "embedding":
             target.embedding[5] = torch.nan
         else:
@@ -550,31 +552,40 @@ def test_nan_while_decoding(temperature, rule, where, broken):
     decoder = Decoder(broken, LookupDrafter(VOCAB, 1), rule)
     for prompt in (PROMPTS[2], PROMPTS[0]):
         decoder.admit(prompt, Sampling(temperature=temperature))
-    bad = 1 if where == "embedding" else 0  # only the second prompt has that token
-    with refused(NumericsError, f"tiny: the logits of request {bad} at", "NaN", "check the weights", "dtype='float32'"):
-        decoder.step()
+    step = decoder.step()
+    bad = [1] if where == "embedding" else [0, 1]  # only the second prompt has that token
+    assert [row.request_id for row in step.rows if row.finish_reason == "error"] == bad
+    for row in (step.rows[request] for request in bad):
+        assert row.token_ids == ()
+        with refused(
+            NumericsError, f"tiny: the logits of request {row.request_id} at", "NaN", "check the weights", "'float32'"
+        ):
+            raise row.error
+    assert [request.id for request in decoder.running] == [request for request in (0, 1) if request not in bad]
 
 
 def test_typical_sees_nan_too(broken):
     poison(broken, "head")
     decoder = Decoder(broken, LookupDrafter(VOCAB, 1), "typical", lossless=False)
     decoder.admit(PROMPTS[0], Sampling(temperature=1.0))
+    (row,) = decoder.step().rows
     with refused(NumericsError, "request 0", "check the weights"):
-        decoder.step()
+        raise row.error
 
 
-def test_one_request_with_nan_can_be_retired(broken):
+def test_one_request_with_nan_ends_alone(broken):
     """Its neighbours go on as if it had never been there, and so does one that takes its place."""
     sampling = Sampling(max_tokens=12, banned_tokens=(5,), ignore_eos=True)
     wanted = [plain(broken, prompt, sampling) for prompt in PROMPTS[1:]]
     poison(broken, "embedding")
     decoder = Decoder(broken, CausalLMDrafter(broken, VOCAB), budget=Budget(2))
     first, bad = decoder.admit(PROMPTS[1], sampling), decoder.admit([*range(14, 34), 5, 6], sampling)
+    rows = decoder.step().rows
     with refused(NumericsError, f"request {bad} at position 22", "check the weights"):
-        decoder.step()
-    decoder.retire(bad)
+        raise rows[1].error
     after = decoder.admit(PROMPTS[2], sampling)
-    assert decode(decoder) == {first: wanted[0], after: wanted[1]}
+    texts = decode(decoder)
+    assert {**texts, first: rows[0].token_ids + texts[first]} == {first: wanted[0], after: wanted[1]}
 
 
 # --- a draft model with a shorter context ----------------------------------------------------------------------------
@@ -598,7 +609,7 @@ def test_a_draft_with_a_shorter_context(temperature, rule, width, target, folder
             texts[decoder.admit(prompts[number], sampling[number])] = ()
         if not decoder.num_running:
             break
-        lengths = {request: row.length for (request, _), row in zip(decoder._requests, decoder.ctx.rows, strict=True)}
+        lengths = {request.id: row.length for request, row in zip(decoder.running, decoder.ctx.rows, strict=True)}
         step = decoder.step()
         step.tree.check(VOCAB)
         for row in step.rows:

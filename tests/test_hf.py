@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from transformers import AutoTokenizer, DynamicCache, GenerationConfig, GenerationMixin, StopStringCriteria
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
@@ -23,7 +24,7 @@ from transformers.generation import (
 
 import draftwing
 from conftest import SMALL, add_tokenizer, build
-from draftwing import Budget, Decoder, Sampling, hf
+from draftwing import Budget, Decoder, Sampling
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import (
     CheckpointError,
@@ -34,6 +35,7 @@ from draftwing.errors import (
     UnsupportedError,
 )
 from draftwing.heads.write import write_head
+from draftwing.hf import generate, settings
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.nets.eagle import EagleNet
@@ -331,14 +333,20 @@ def test_streamers_hear_what_plain_decoding_says(model, drafts, given):
     for custom in (None, draftwing.custom_generate(drafts("llama")["causal-lm"])):
         tapes.append(Tape())
         eos = {"eos_token_id": ends_of(model), "pad_token_id": PAD}
-        model.generate(**given, **eos, max_new_tokens=NEW, streamer=tapes[-1], custom_generate=custom)
+        listener = {"streamer" if custom is None else "stream_to": tapes[-1]}
+        model.generate(**given, **eos, max_new_tokens=NEW, **listener, custom_generate=custom)
     assert tapes[0].heard == tapes[1].heard
     assert tapes[0].heard[-1] == "end"
 
 
-def test_a_wrapped_callable_still_finds_the_streamer(model):
+def test_a_wrapper_with_our_signature_still_finds_the_streamer(model):
     fast, tape = draftwing.custom_generate("lookup"), Tape()
-    model.generate(**ALONE, max_new_tokens=3, streamer=tape, custom_generate=lambda *args, **more: fast(*args, **more))
+
+    def wrapped(*args, **more):
+        return fast(*args, **more)
+
+    wrapped.__signature__ = inspect.signature(fast)
+    model.generate(**ALONE, max_new_tokens=3, stream_to=tape, custom_generate=wrapped)
     assert len(tape.heard) == 5
 
 
@@ -356,7 +364,7 @@ def test_return_dict(model):
 
 def test_a_model_is_examined_once_and_kept_no_longer_than_it_lives(monkeypatch, drafts):
     made = []
-    monkeypatch.setattr(hf, "AdapterTarget", lambda model: made.append(AdapterTarget(model)) or made[-1])
+    monkeypatch.setattr(generate, "AdapterTarget", lambda model: made.append(AdapterTarget(model)) or made[-1])
     fast = draftwing.custom_generate(drafts("llama")["eagle3"])
     one, other = build("llama"), build("llama", seed=1)
     for model in (one, other, one):
@@ -412,7 +420,7 @@ def test_a_head_for_another_tokenizer_is_refused(tokenized, tmp_path):
     loaded = AutoTokenizer.from_pretrained(tokenized["model"])
     target = AdapterTarget(model)
     shape = ModelConfig.from_hf(read_config(tokenized["model"]))
-    own = draftwing.hf.Tokenizer(tokenized["model"]).vocab_hash
+    own = generate.Tokenizer(tokenized["model"]).vocab_hash
     for name, vocab_hash in (("right", own), ("wrong", "0" * 16)):
         known = TargetId("m", SMALL["hidden_size"], SMALL["num_hidden_layers"], 300, vocab_hash)
         config = EagleConfig.for_target(3, shape, target=known)
@@ -474,8 +482,6 @@ REFUSED = {
     "output_logits": {"return_dict_in_generate": True, "output_logits": True},
     "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
     "past_key_values": {"past_key_values": DynamicCache()},
-    "assistant_model": {"assistant_model": build("llama", seed=1)},
-    "synced_gpus": {"synced_gpus": True},
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, len(PROMPTS[0]), SMALL["hidden_size"]).double()},
     "position_ids": {"position_ids": torch.arange(len(PROMPTS[0]))[None] + 1},
 }
@@ -487,6 +493,21 @@ def test_what_draftwing_has_no_word_for_is_refused_by_name(model, name):
         model.generate(**ALONE, max_new_tokens=9, **REFUSED[name], custom_generate=draftwing.custom_generate("lookup"))
     assert name in str(caught.value)
     assert any(mend in str(caught.value) for mend in ("leave", "without custom_generate", "draftwing.custom_generate"))
+
+
+def test_a_model_sharded_over_processes_is_refused(monkeypatch, model):
+    """``generate`` does not hand over ``synced_gpus``, so it is the cause that is looked at."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    fast = draftwing.custom_generate("lookup")
+    assert_same(model, fast)  # two processes with a whole model each
+    monkeypatch.setattr(transformers.integrations.fsdp, "is_fsdp_managed_module", lambda module: True)
+    with pytest.raises(UnsupportedError, match=r"sharded over processes \(synced_gpus\).*without custom_generate"):
+        model.generate(**ALONE, max_new_tokens=3, synced_gpus=False, custom_generate=fast)
+
+
+def test_an_assistant_model_changes_nothing(model):
+    assert_same(model, draftwing.custom_generate("lookup"), assistant_model=build("llama", seed=1))
 
 
 def test_outputs_that_nobody_returns_are_not_refused(model):
@@ -530,6 +551,6 @@ def test_a_rule_that_cannot_be_meant_is_refused_at_once():
 def test_every_refused_setting_exists():
     """A setting under a wrong name would be looked for in vain."""
     known = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
-    assert not set(hf._SETTINGS) - known
-    named = {value.split(" ")[0] for value in hf._SETTING_OF.values()}
+    assert not set(settings.SETTINGS) - known
+    named = {value.split(" ")[0] for value in settings.SETTING_OF.values()}
     assert not named - known - {"prompt_ignore_length"}

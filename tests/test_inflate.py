@@ -76,7 +76,7 @@ def head_of(folder, out, variant="eagle3"):
 def steps_of(folder, head, temperature):
     """Every step of decoding all prompts at once with a tree that is wide enough for a random head to be right."""
     target = load_target(folder, dtype="float64", device="cpu")
-    drafter = load_drafter(head, target, None, dtype="float64", device="cpu")()
+    drafter = load_drafter(head, target, None, device="cpu")()
     decoder = dw.Decoder(target, drafter, budget=dw.Budget(3, 12, 40))
     for seed, prompt in enumerate(PROMPTS):
         decoder.admit(prompt, dw.Sampling(max_tokens=16, ignore_eos=True, temperature=temperature, seed=seed))

@@ -109,7 +109,7 @@ def test_the_bytes_read_are_those_of_the_small_weights(family, folder_of):
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_head_is_quantised_like_its_target(version, folder_of, tmp_path):
     folder = folder_of("llama", vocab_size=300)
-    target = load_target(folder, weights="int8")
+    target = load_target(folder, quantize="int8")
     config = EagleConfig.for_target(version, ModelConfig.from_hf(read_config(folder)))
     write_head(tmp_path / "head", EagleNet(config, target.embedding, target.head))
     for model, wanted in ((target, "int8"), (load_target(folder), None)):
@@ -124,7 +124,7 @@ def test_a_head_is_quantised_like_its_target(version, folder_of, tmp_path):
 def test_the_shipped_model(kind):
     texts = []
     for draft in ("none", "eagle3", "eagle1", "causal-lm"):
-        done = dw.load(draft=draft, weights="int8").generate("import os\n", max_tokens=24, seed=3, **SAMPLINGS[kind])
+        done = dw.load(draft=draft, quantize="int8").generate("import os\n", max_tokens=24, seed=3, **SAMPLINGS[kind])
         texts.append(done[0].token_ids)
     assert all(text == texts[0] for text in texts)
 
@@ -132,10 +132,10 @@ def test_the_shipped_model(kind):
 def test_refusals(folder_of, tmp_path):
     llama = folder_of("llama")
     with refused(ConfigError, "unknown weights 'int3'", "int8"):
-        load_target(llama, weights="int3")
+        load_target(llama, quantize="int3")
     with refused(UnsupportedError, "weights='int8'", "found float64", "leave weights out"):
-        load_target(llama, weights="int8", dtype="float64")
-    with refused(UnsupportedError, "weights='int8'", "transformers", "engine='lean'"):
-        load_target(llama, weights="int8", engine="transformers")
-    with refused(UnsupportedError, "weights='int8'", "transformers", "leave weights out"):
-        load_target(folder_of("gpt2"), weights="int8")
+        load_target(llama, quantize="int8", dtype="float64")
+    with refused(UnsupportedError, "quantize='int8'", "transformers", "engine='lean'"):
+        load_target(llama, quantize="int8", engine="transformers")
+    with refused(UnsupportedError, "quantize='int8'", "transformers", "leave quantize out"):
+        load_target(folder_of("gpt2"), quantize="int8")

@@ -47,7 +47,7 @@ def scores_of(rows: list[Sampling], logits: torch.Tensor, tree: DraftTree | None
         ("presence_penalty", (INF, -INF, NAN, 1e39), r"in \[-1e20, 1e20\] \(0 is none\)"),
         ("frequency_penalty", (INF, NAN, 10**400), r"in \[-1e20, 1e20\] \(0 is none\)"),
         ("max_tokens", (0, -1), "at least 1"),
-        ("seed", (-1, 2**63), r"in \[0, 2\*\*63\)"),
+        ("seed", (-1, 2**63), r"None \(drawn\) or in \[0, 2\*\*63\)"),
         ("logprobs", (-1, 65), r"None or in \[0, 64\]"),
         ("stop", ("", ("a", "")), "without empty strings"),
         (

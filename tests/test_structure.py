@@ -60,19 +60,24 @@ def test_no_import_cycles():
 
 def test_public_names():
     assert sorted(draftwing.__all__) == [
+        "Accepted",
         "Budget",
         "Decoder",
         "DraftTree",
         "Drafter",
         "DraftwingError",
+        "Engine",
         "Generation",
         "LM",
+        "Request",
         "Sampling",
         "Stats",
         "Step",
         "StreamStep",
         "Target",
+        "TextStream",
         "custom_generate",
+        "errors",
         "load",
     ]
     assert all(hasattr(draftwing, name) for name in draftwing.__all__)

@@ -26,7 +26,7 @@ class Draftwing:
         self.lm = dw.load(
             job["target"],
             DRAFTS.get(job["mode"]) or job["draft"],
-            weights="int8" if job["precision"] == "int8" else None,
+            quantize="int8" if job["precision"] == "int8" else None,
             device="cpu",
         )
         self.lm.decoder()  # measures once what steps cost here, if that is not known yet

@@ -39,6 +39,8 @@ _OR_GREEDY = "0 (greedy) or in [1e-10, 1e10]"
 class Sampling:
     """How one request is sampled and when it ends. The defaults are greedy decoding of 128 tokens.
 
+    A ``seed`` of None is drawn for every request by itself; the result says which it was.
+
     Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
     tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at
     the output alone. All of it is applied at every tree node with the history of that node's own path.
@@ -60,7 +62,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     max_tokens: int = 128
-    seed: int = 0
+    seed: int | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class Sampling:
             self._set(name, _items(name, getattr(self, name), kind))
         for name in ("top_k", "max_tokens", "seed", "logprobs"):
             value = getattr(self, name)
-            if value is None and name in ("top_k", "logprobs"):
+            if value is None and name in ("top_k", "logprobs", "seed"):
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral):
                 raise SamplingError(f"{name} must be an integer, found {shown(value)}")
@@ -87,7 +89,7 @@ class Sampling:
             ("presence_penalty", abs(self.presence_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
             ("frequency_penalty", abs(self.frequency_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("stop", all(self.stop), "without empty strings"),
         ]
@@ -214,8 +216,8 @@ class SamplingBatch:
         self.rows = tuple(rows)
         self.noise = noise
         self.device = torch.device(device)
-        self.seeds = [row.seed for row in rows]
-        self.drawing_seeds = [row.seed if row.temperature > 0 else -1 for row in rows]  # -1: greedy
+        self.seeds = [row.seed or 0 for row in rows]  # the loop has drawn those that were None
+        self.drawing_seeds = [row.seed or 0 if row.temperature > 0 else -1 for row in rows]  # -1: greedy
         self.num_greedy = sum(row.temperature == 0 for row in rows)
         self.all_greedy = self.num_greedy == len(rows)
         self.scales = any(row.temperature not in (0.0, 1.0) for row in rows)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from draftwing.errors import DraftwingError
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["Logprob", "RowStep", "Stats", "Step", "Timings"]
@@ -50,8 +51,12 @@ class RowStep:
         num_drafted: nodes proposed (the root not counted).
         num_accepted: drafted nodes on the kept path, before any cut.
         depth: depth of the row's tree.
-        finish_reason: None while the request runs, else ``stop`` (a stop token) or ``length``.
+        finish_reason: None while the request runs, else ``stop`` (a stop token or string), ``length`` or ``error``.
         logprobs: one per emitted token where asked for.
+        position: of the first of these tokens in the row, the prompt counted.
+        text: newly printable text, where the request has a tokenizer; may be empty while a character or a possible
+            stop string is incomplete.
+        error: why the row could not go on.
     """
 
     request_id: int
@@ -61,6 +66,9 @@ class RowStep:
     depth: int
     finish_reason: str | None = None
     logprobs: tuple[Logprob, ...] | None = None
+    position: int = 0
+    text: str = ""
+    error: DraftwingError | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,23 @@ class Step:
     lossless: bool = True
 
 
+_PHASES = ("draft", "verify", "accept", "commit", "host")
+
+
 @dataclass
 class Stats:
-    """A fold of steps: ``Stats.of(steps)``, or ``add`` one by one."""
+    """A fold of steps: ``Stats.of(steps)``, or ``add`` one by one.
+
+    Attributes:
+        num_tokens, num_forwards: emitted, and target forwards; a forward counts once for every row in it, so that
+            tau is per request.
+        num_drafted, num_accepted: drafted nodes, and those kept.
+        reached, taken: by depth, rows that came to it and rows that kept a node there.
+        seconds: by phase. Of one request, its share of each step: the rows of a batch share a step's time equally, so
+            that the requests of a batch add up to the time that the batch took.
+        elapsed: wall seconds of the steps that were folded, whoever shared them: what a request waited for its text.
+        lossless: whether every step's rule keeps the target's law.
+    """
 
     num_tokens: int = 0
     num_forwards: int = 0
@@ -93,6 +115,7 @@ class Stats:
     reached: list[int] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    elapsed: float = 0.0
     lossless: bool = True
 
     @classmethod
@@ -105,13 +128,17 @@ class Stats:
 
     @classmethod
     def sum(cls, many: Iterable[Stats]) -> Stats:
-        """The total of several folds."""
+        """The total of several requests.
+
+        Steps that they shared count once: ``elapsed`` is the sum of their shares, so of a whole batch its wall time.
+        """
         total = cls()
         for stats in many:
             total.num_tokens += stats.num_tokens
             total.num_forwards += stats.num_forwards
             total.num_drafted += stats.num_drafted
             total.num_accepted += stats.num_accepted
+            total.elapsed += stats.total_seconds
             total.lossless &= stats.lossless
             total.reached = _longer_sum(total.reached, stats.reached)
             total.taken = _longer_sum(total.taken, stats.taken)
@@ -119,22 +146,26 @@ class Stats:
                 total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
         return total
 
-    def add(self, step: Step) -> None:
-        """Fold one step. A forward counts once for every row in it, so that tau is per request."""
+    def add(self, step: Step, row: RowStep | None = None) -> None:
+        """Fold one step, or one row's share of it."""
+        rows = step.rows if row is None else (row,)
+        share, timings = len(rows) / max(len(step.rows), 1), step.timings
         self.lossless &= step.lossless
-        for phase in ("draft", "verify", "accept", "commit", "host"):
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + getattr(step.timings, phase)
-        for row in step.rows:
-            self.num_tokens += len(row.token_ids)
+        self.elapsed += timings.total
+        spent = (timings.draft, timings.verify, timings.accept, timings.commit, timings.host)
+        for phase, seconds in zip(_PHASES, spent, strict=True):
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds * share
+        for each in rows:
+            self.num_tokens += len(each.token_ids)
             self.num_forwards += 1
-            self.num_drafted += row.num_drafted
-            self.num_accepted += row.num_accepted
-            for depth in range(row.depth):
+            self.num_drafted += each.num_drafted
+            self.num_accepted += each.num_accepted
+            for depth in range(each.depth):
                 if depth == len(self.reached):
                     self.reached.append(0)
                     self.taken.append(0)
-                self.reached[depth] += row.num_accepted >= depth
-                self.taken[depth] += row.num_accepted > depth
+                self.reached[depth] += each.num_accepted >= depth
+                self.taken[depth] += each.num_accepted > depth
 
     @property
     def tau(self) -> float:
@@ -148,8 +179,13 @@ class Stats:
 
     @property
     def total_seconds(self) -> float:
-        """Wall seconds of all steps."""
+        """Seconds of all phases: the wall time of the steps, or a request's share of it."""
         return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of decoding; of several requests decoded at once, their throughput together."""
+        return self.num_tokens / self.total_seconds if self.num_tokens else 0.0
 
 
 def _longer_sum(left: list[int], right: list[int]) -> list[int]:

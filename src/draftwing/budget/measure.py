@@ -174,8 +174,8 @@ class _Bench:
 
     def _step(self) -> Timings:
         if self._decoder.num_running < self._rows:  # a text ran to its end
-            for request in [request for request, _ in self._decoder._requests]:
-                self._decoder.retire(request)
+            for request in self._decoder.running:
+                self._decoder.retire(request.id)
             self._admit()
         return self._decoder.step().timings
 

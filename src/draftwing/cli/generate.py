@@ -70,7 +70,7 @@ def generate(
 
     - `draftwing generate --prompts prompts.jsonl --json`
     """
-    from draftwing.evaluate.report import decode, describe_run, record
+    from draftwing.evaluate.report import describe_run, record
 
     drafting.check()
     checked = sampling.to_sampling(shown.logprobs)
@@ -82,7 +82,7 @@ def generate(
         for method in (plain, lm):
             method.generate([ready[0]], checked, max_tokens=min(checked.max_tokens, 8))
     if shown.as_json:
-        records = [record(decode(lm, each, checked), plain, checked) for each in ready]
+        records = [record(lm.generate([each], checked)[0], plain, checked) for each in ready]
         screen.print_json({**describe_run(lm, checked), "generations": records})
         return
     _show(lm, ready, checked, plain, echo=prompt if ready == [prompt] else None, profile=shown.profile)
@@ -92,7 +92,7 @@ def _show(
     lm: LM, prompts: Sequence[Prompt], sampling: Sampling, plain: LM | None, echo: str | None, *, profile: bool
 ) -> None:
     """Stream every text, and close each with its figures; ``echo`` is written in front."""
-    from draftwing.evaluate.report import decode, record
+    from draftwing.evaluate.report import record
 
     shown = screen.Screen()
     for number, each in enumerate(prompts, 1):
@@ -101,7 +101,9 @@ def _show(
         if echo is not None:
             shown.prompt(echo)
         try:
-            done = decode(lm, each, sampling, shown.write)
+            (done,) = lm.generate(
+                [each], sampling, on_step=lambda _, found: shown.write(found.text, found.step.rows[0].num_accepted)
+            )
         finally:  # after Ctrl-C too
             shown.end_line()
         if done.logprobs is not None:

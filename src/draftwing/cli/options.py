@@ -79,11 +79,11 @@ class Model:
     target: Annotated[
         str | None, _model("Folder or hub id. [default: the model that comes with Draftwing]", "--target", "-t")
     ] = None
-    dtype: Annotated[str, _model("float32, bfloat16, float16 or float64.")] = "float32"
-    weights: Annotated[
+    dtype: Annotated[str, _model("float32, bfloat16, float16, float64, or auto: the checkpoint's own.")] = "float32"
+    quantize: Annotated[
         str | None,
         _model(
-            "int8: smaller weights for the same target, up to thrice as fast on a CPU; the text is then the quantised "
+            "int8: matrices of a quarter of the size, up to thrice as fast on a CPU; the text is then the quantised "
             "model's, drafted or not, to the token."
         ),
     ] = None
@@ -107,7 +107,7 @@ class Model:
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again
-                maker = load_drafter(draft, plain.target, plain.tokenizer, dtype=self.dtype, device=self.device)
+                maker = load_drafter(draft, plain.target, plain.tokenizer, device=self.device)
                 lossless = not drafting.lossy
                 lms.append(LM(plain.target, plain.tokenizer, maker, drafting.rule, budget, lossless=lossless))
         return lms

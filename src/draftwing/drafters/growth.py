@@ -124,7 +124,7 @@ def request_for(
         [request.top_p for request in sampling.rows],
         [request.min_p for request in sampling.rows],
         handle,
-        [request.seed if keyed and request.temperature > 0 else -1 for request in sampling.rows],
+        sampling.drawing_seeds if keyed else [-1] * len(sampling.rows),
         [row.length + 1 for row in ctx.rows],
         calibration.sharpness,
         calibration.miss,

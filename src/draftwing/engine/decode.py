@@ -1,15 +1,18 @@
 """The decode loop: draft a tree, score it, keep what the rule keeps, hand the tokens out.
 
-Rows join and leave between steps. Everything else (streaming, serving, benchmarks) is a wrapper around
-``Decoder.step``.
+Rows join and leave between steps. Everything else (queues, streams, serving) is a wrapper around ``Decoder.step``.
+
+A step either counts or does not, wherever an exception or an interrupt hits it: up to one assignment (``undone``)
+nothing that anybody reads has changed, and from there on the next call finishes what is left.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,11 +20,13 @@ import torch
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
-from draftwing.errors import ConfigError, NumericsError, UnsupportedError
-from draftwing.model.target import Row, Target, TargetOutput
+from draftwing.engine.request import Request
+from draftwing.engine.rows import cut_to, explain, logprobs_of, widest
+from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
+from draftwing.model.target import Context, Row, Target, TargetOutput
 from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch, on_host
-from draftwing.stats import Logprob, RowStep, Step, Timings
+from draftwing.stats import RowStep, Step, Timings
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 __all__ = ["Decoder"]
@@ -30,13 +35,22 @@ __all__ = ["Decoder"]
 class Decoder:
     """Decodes a changing set of requests, each with its own sampling.
 
+    One thread steps at a time; another one waits for its turn.
+
     Args:
         target: the model whose text this is.
-        drafter: proposes trees; None decodes plainly.
+        drafter: proposes trees, or a function that makes it with empty state: with that, requests outlive a step that
+            was interrupted while rows were being changed. None decodes plainly.
         rule: a name in ``accept.RULES``.
-        budget: how much to draft.
+        budget: how much to draft for requests that do not say it themselves.
         lossless: refuse rules that change the target's law.
         planner: decides how much to draft in each step, instead of ``budget``.
+        turn: held during each step; whoever shares a planner shares it too.
+
+    Attributes:
+        running: the requests in its rows.
+        undone: a step that counts, but was interrupted before everything was put down; the next call of ``step`` does
+            that and returns it.
 
     Raises:
         ConfigError: an unknown or lossy rule, or a budget that the rule cannot take.
@@ -46,37 +60,55 @@ class Decoder:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Callable[[], Drafter] | None = None,
         rule: str | Rule = "match",
         budget: Budget | None = None,
         *,
         lossless: bool = True,
         planner: Planner | None = None,
+        turn: threading.RLock | None = None,
     ) -> None:
         self.target, self._planner = target, planner
-        self.drafter: Drafter = drafter or NoDrafter()
+        self._new_drafter = drafter if callable(drafter) else NoDrafter if drafter is None else None
+        self.drafter: Drafter = drafter() if callable(drafter) else drafter or NoDrafter()
         self.rule = get_rule(rule, lossless=lossless)
-        budget = budget or Budget()
-        if self.rule.chain_only and not budget.is_chain:
-            raise ConfigError(
-                f"rule {self.rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'"
-            )
-        if drafter is not None and not isinstance(drafter, NoDrafter) and not target.supports_trees:
+        self.budget = self.checked(budget or Budget())
+        if not isinstance(self.drafter, NoDrafter) and not target.supports_trees:
             raise UnsupportedError(
                 f"{target.name} keeps a state that cannot be rolled back (recurrent layers), so drafted tokens could "
                 f"not be taken back: decode it plainly with draft='none'"
             )
-        self.budget = replace(budget, children=self.rule.children)
         self.ctx = target.new_context(self.drafter.features)
         self._noise = noise_of(target.vocab_size, target.device)
-        self._requests: list[tuple[int, Sampling]] = []
+        self._turn = turn or threading.RLock()
+        self.running: tuple[Request, ...] = ()  # in the order of ``ctx.rows``
         self._batch: SamplingBatch | None = None
+        self._own_budgets = False  # whether a request says how much is drafted for it
         self._next_id = 0
+        self.undone: Step | None = None
+        self._changing = False  # rows of target and drafter may be out of step with each other
 
     @property
     def num_running(self) -> int:
         """Requests that the next step will advance."""
-        return len(self._requests)
+        return len(self.running)
+
+    def checked(self, budget: Budget) -> Budget:
+        """A budget as the rule needs it.
+
+        Raises:
+            ConfigError: one that the rule cannot take.
+        """
+        if self.rule.chain_only and not budget.is_chain:
+            raise ConfigError(
+                f"rule {self.rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'"
+            )
+        return replace(budget, children=self.rule.children)
+
+    def check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        """Raise PromptError or SamplingError where such a request cannot be decoded."""
+        sampling.check_vocabulary(self.target.vocab_size)
+        self.target.check_prompt(prompt_ids)
 
     def admit(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
         """Prefill a prompt and add it to the batch.
@@ -85,143 +117,194 @@ class Decoder:
             The request's id.
 
         Raises:
-            PromptError, SamplingError: see ``Target.check_prompt`` and ``Sampling``.
+            PromptError, SamplingError: see ``check``.
+            ConfigError: stop strings; they need an ``Engine`` with a tokenizer.
         """
-        sampling.check_vocabulary(self.target.vocab_size)
-        self.target.check_prompt(prompt_ids)
-        features = self.target.prefill(self.ctx, prompt_ids)
-        try:
-            self.drafter.admit(self.ctx, features)
-        except BaseException:  # the rows of target and drafter must stay the same ones
-            self.target.remove(self.ctx, self.ctx.num_rows - 1)
-            raise
-        self._requests.append((self._next_id, sampling))
-        self._batch = None
+        self.check(prompt_ids, sampling)
+        request = Request(self._next_id, prompt_ids, sampling)
+        self.start(request)
         self._next_id += 1
-        return self._next_id - 1
+        return request.id
+
+    def start(self, request: Request) -> None:
+        """Add a request that ``check`` has passed, with all that it has emitted already."""
+        with self._turn:
+            self._settle()
+            self._changing = True
+            try:
+                self._add(self.ctx, self.drafter, request)
+            except DraftwingError:  # refused, with the rows as they were
+                self._changing = False
+                raise
+            self._batch, self.running = None, (*self.running, request)
+            self._changing = False
+
+    def retire(self, request_id: int) -> None:
+        """Drop a request that is still running (a client that went away)."""
+        with self._turn:
+            self._settle()
+            request = next((each for each in self.running if each.id == request_id), None)
+            if request is None:
+                raise ConfigError(
+                    f"request {request_id} is not running: it finished, or was never admitted; retire only ids from "
+                    f"admit() that no step has finished"
+                )
+            request.finish_reason = "cancelled"
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Drop the rows whose requests have ended from outside."""
+        with self._turn:
+            self._settle()
+            self._changing = True
+            for row in range(len(self.running) - 1, -1, -1):
+                if self.running[row].finish_reason is not None:
+                    self._drop(row)
+            self._changing = False
 
     @torch.inference_mode()
     def step(self) -> Step:
-        """Advance every running request by at least one token; finished ones leave the batch."""
-        if not self._requests:
-            raise ConfigError("there is nothing to decode: admit a prompt first")
-        clock, marks = [time.perf_counter()], [_mark(self.target.device)]
-        ctx = self.ctx
-        sampling = self._batch = self._batch or SamplingBatch(
-            [request for _, request in self._requests], self._noise, self.target.device
-        )
-        starts = [row.length + 1 for row in ctx.rows]
-        planner, budget = self._planner, self.budget
-        if planner is not None:
-            budget = planner.budget(ctx, self.rule.children)
-        tree = self._fit(self.drafter.propose(ctx, sampling, budget))
-        clock.append(time.perf_counter())
-        marks.append(_mark(self.target.device))
-        output = self.target.forward(ctx, tree)
-        tree = output.tree or tree
-        clock.append(time.perf_counter())
-        marks.append(_mark(self.target.device))
-        scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
-        accepted = self.rule.apply(tree, scores, sampling, starts)
-        emitted = self._hand_over(tree, accepted, scores)
-        clock.append(time.perf_counter())
-        _as_on_device(clock, marks)
-        self.target.commit(ctx, tree, accepted)
-        self.drafter.observe(ctx, tree, accepted, output)
-        clock.append(time.perf_counter())
-        rows = [self._advance(b, found, accepted, output) for b, found in enumerate(emitted)]
-        for row in reversed([b for b, row in enumerate(rows) if row.finish_reason]):
-            self._drop(row)
-        if planner is not None:
-            num_tokens = sum(len(row.token_ids) for row in rows)
-            planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
-        clock.append(time.perf_counter())
-        timings = Timings(*(after - before for before, after in itertools.pairwise(clock)))
-        return Step(tuple(rows), tree, accepted, timings, self.rule.lossless)
+        """Advance every running request by at least one token; finished ones leave the batch.
 
-    def retire(self, request_id: int) -> None:
-        """Drop a request that is still running (a stop string, a client that went away)."""
-        for row, (running, _) in enumerate(self._requests):
-            if running == request_id:
-                self._drop(row)
-                return
-        raise ConfigError(
-            f"request {request_id} is not running: it finished, or was never admitted; retire only ids from admit() "
-            f"that no step has finished"
-        )
+        A row whose logits are no numbers ends with the finish reason ``error``; the others go on.
+        """
+        with self._turn:
+            if self.undone is not None:
+                return self._carry_out(self.undone)
+            self._settle()
+            if not self.running:
+                raise ConfigError("there is nothing to decode: admit a prompt first")
+            clock, marks = [time.perf_counter()], [_mark(self.target.device)]
+            ctx, sampling = self.ctx, self._batch or self._new_batch()
+            starts = [row.length + 1 for row in ctx.rows]
+            rooms = [self._room(row, request) for row, request in zip(ctx.rows, self.running, strict=True)]
+            planner, budget = self._planner, self.budget
+            if self._own_budgets:
+                planner, budget, rooms = None, *self._own(rooms)
+            elif planner is not None:
+                budget = planner.budget(ctx, self.rule.children)
+            tree = self.drafter.propose(ctx, sampling, cut_to(budget, max(rooms) - 1, self.target.device))
+            tree = self._fit(tree, rooms)
+            clock.append(time.perf_counter())
+            marks.append(_mark(self.target.device))
+            output = self.target.forward(ctx, tree)
+            tree = output.tree or tree
+            clock.append(time.perf_counter())
+            marks.append(_mark(self.target.device))
+            scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
+            accepted = self.rule.apply(tree, scores, sampling, starts)
+            emitted = accepted.on_host  # else read here: the one place where a step waits for the device
+            if emitted is None:
+                emitted = _on_the_host(tree, accepted, scores) if on_host(scores) else _gathered(tree, accepted, scores)
+            clock.append(time.perf_counter())
+            _as_on_device(clock, marks)
+            self._changing = True
+            self.target.commit(ctx, tree, accepted)
+            self.drafter.observe(ctx, tree, accepted, output)
+            clock.append(time.perf_counter())
+            rows = tuple(self._advance(row, found, accepted, output) for row, found in enumerate(emitted))
+            if planner is not None:
+                num_tokens = sum(len(row.token_ids) for row in rows)
+                planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
+            clock.append(time.perf_counter())
+            timings = Timings(*(after - before for before, after in itertools.pairwise(clock)))
+            self.undone = Step(rows, tree, accepted, timings, self.rule.lossless)  # from here on it counts
+            return self._carry_out(self.undone)
 
     # --- the parts of a step ---------------------------------------------------------------------------------------
 
-    def _room(self, row: Row, sampling: Sampling) -> int:
-        """Tokens that the row may still emit."""
-        return min(row.prompt_length + sampling.max_tokens, self.target.max_length) - row.length - 1
+    def _new_batch(self) -> SamplingBatch:
+        """After rows came or went."""
+        self._own_budgets = any(request.speculation is not None for request in self.running)
+        rows = [request.sampling for request in self.running]
+        self._batch = SamplingBatch(rows, self._noise, self.target.device)
+        return self._batch
 
-    def _fit(self, tree: DraftTree) -> DraftTree:
+    def _room(self, row: Row, request: Request) -> int:
+        """Tokens that the row may still emit."""
+        return min(row.prompt_length + request.sampling.max_tokens, self.target.max_length) - row.length - 1
+
+    def _own(self, rooms: Sequence[int]) -> tuple[Budget, list[int]]:
+        """The budget of a step where rows say what theirs is, and how far each row may go."""
+        budget, mixed = self.budget, any(request.speculation is None for request in self.running)
+        if self._planner is not None and mixed:
+            budget = self._planner.budget(self.ctx, self.rule.children)
+        wanted = [request.speculation or budget for request in self.running]
+        rooms = [min(room, own.depth + 1) for room, own in zip(rooms, wanted, strict=True)]
+        return widest(wanted), rooms
+
+    def _fit(self, tree: DraftTree, rooms: Sequence[int]) -> DraftTree:
         """Cut nodes that could not be emitted any more: near its end a row needs a shallower tree."""
         if tree.num_nodes == 1:
             return tree
-        room = [self._room(row, request) - 1 for row, (_, request) in zip(self.ctx.rows, self._requests, strict=True)]
         # The depth is known on the host for every tree that was grown, so that nothing waits for the device.
-        if min(room) >= tree.num_nodes - 1 or min(room) >= tree.max_depth:
+        if min(rooms) >= tree.num_nodes or min(rooms) > tree.max_depth:
             return tree
-        return tree.prune(self.ctx.tensor(room), min(tree.max_depth, max(room)))
-
-    def _hand_over(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
-        """What each row emits.
-
-        The one place where a step waits for the device.
-        """
-        emitted = accepted.on_host
-        if emitted is None:
-            emitted = _on_the_host(tree, accepted, scores) if on_host(scores) else _gathered(tree, accepted, scores)
-        for row, found in enumerate(emitted):
-            if not found.finite:
-                raise NumericsError(
-                    f"{self.target.name}: the logits of request {self._requests[row][0]} at position "
-                    f"{self.ctx.rows[row].length + 1} hold NaN, or every token is banned: check the weights, or load "
-                    f"with dtype='float32'"
-                )
-        return emitted
+        return tree.prune(self.ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
 
     def _advance(self, row: int, emitted: Emitted, accepted: Accepted, output: TargetOutput) -> RowStep:
-        """Move one row on by the tokens it emits, cut where the request ends."""
-        request_id, sampling = self._requests[row]
-        tokens = emitted.tokens
-        state = self.ctx.rows[row]
-        num_accepted = len(tokens) - 1
-        room, finish = self._room(state, sampling), None
-        ends = sampling.stop_tokens if sampling.ignore_eos else (*sampling.stop_tokens, *self.target.eos_ids)
-        stop_at = next((i for i, token in enumerate(tokens) if token in ends), None)
-        if stop_at is not None and stop_at < room:
-            tokens, finish = tokens[: stop_at + 1], "stop"
-        elif len(tokens) >= room:
-            tokens, finish = tokens[:room], "length"
-        logprobs = (
-            None if sampling.logprobs is None else self._logprobs(row, tokens, accepted, output, sampling.logprobs)
-        )
-        state.tokens.extend(tokens)
-        state.length += num_accepted + 1
-        return RowStep(request_id, tuple(tokens), emitted.num_drafted, num_accepted, emitted.depth, finish, logprobs)
+        """What one row emits, cut where the request ends. Changes nothing but the state of the row's text."""
+        request, state = self.running[row], self.ctx.rows[row]
+        num_accepted, position = len(emitted.tokens) - 1, state.length + 1
+        if not emitted.finite:
+            error = explain(self.target.name, request, position, output.logits[row], accepted.path[row])
+            return RowStep(request.id, (), emitted.num_drafted, 0, emitted.depth, "error", None, position, "", error)
+        tokens, text, finish = request.cut(emitted.tokens, self._room(state, request), self.target.eos_ids)
+        num_top = request.sampling.logprobs
+        logprobs = None if num_top is None else logprobs_of(tokens, output.logits[row], accepted.path[row], num_top)
+        counts = emitted.num_drafted, num_accepted, emitted.depth
+        return RowStep(request.id, tuple(tokens), *counts, finish, logprobs, position, text)
 
-    def _logprobs(
-        self, row: int, tokens: list[int], accepted: Accepted, output: TargetOutput, num_top: int
-    ) -> tuple[Logprob, ...]:
-        """The target's own log-probabilities of the emitted tokens: each is read at the node before it."""
-        nodes = accepted.path[row, : len(tokens)]
-        logprobs = output.logits[row, nodes].float().log_softmax(-1)
-        best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1) if num_top else None
-        found = []
-        for i, token in enumerate(tokens):
-            top = () if best is None else tuple(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True))
-            found.append(Logprob(token, float(logprobs[i, token]), top))
-        return tuple(found)
+    def _carry_out(self, step: Step) -> Step:
+        """Make a step that counts everybody's own. As long as it is ``undone``, it can be done again from the start."""
+        for request, state, found in zip(self.running, self.ctx.rows, step.rows, strict=True):
+            state.tokens[found.position :] = found.token_ids
+            state.length = found.position + found.num_accepted
+            request.take(found)
+        self.undone = None
+        for row in range(len(step.rows) - 1, -1, -1):
+            request = self.running[row]
+            request.stats.add(step, step.rows[row])
+            if request.finish_reason is not None:
+                self._drop(row)
+        self._changing = False
+        return step
+
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    def _add(self, ctx: Context, drafter: Drafter, request: Request) -> None:
+        """A row at the end, of target and drafter, or of neither."""
+        features = self.target.prefill(ctx, [*request.prompt_ids, *request.token_ids])
+        ctx.rows[-1].prompt_length = len(request.prompt_ids)
+        try:
+            drafter.admit(ctx, features)
+        except DraftwingError:
+            self.target.remove(ctx, ctx.num_rows - 1)
+            raise
 
     def _drop(self, row: int) -> None:
         self.drafter.remove(self.ctx, row)
         self.target.remove(self.ctx, row)
-        self._requests[row] = self._requests[-1]
-        self._requests.pop()
-        self._batch = None
+        moved = (*self.running[:row], self.running[-1], *self.running[row + 1 : -1])  # the last one takes its place
+        self._batch, self.running = None, moved[: len(self.running) - 1]
+
+    def _settle(self) -> None:
+        """Finish a step that counts, or put rows together anew, after an interrupt in the middle of either."""
+        if self.undone is not None:
+            self._carry_out(self.undone)
+        elif self._changing:
+            if self._new_drafter is None:
+                raise ConfigError(
+                    f"a step was interrupted while {self.drafter.name} was changing its rows, so they cannot be "
+                    f"trusted: admit the requests to a new Decoder, or give it a function that makes the drafter"
+                )
+            ctx, drafter = self.target.new_context(), self._new_drafter()
+            running = tuple(request for request in self.running if request.finish_reason is None)
+            for request in running:
+                self._add(ctx, drafter, request)
+                request.restart_text()
+            self.ctx, self.drafter, self.running, self._batch = ctx, drafter, running, None
+            self._changing = False
 
 
 def _gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from draftwing.accept import get_rule, match
 from draftwing.api import LM, Generation
+from draftwing.engine.request import with_seed
 from draftwing.errors import ConfigError
 from draftwing.evaluate.machine import describe_machine
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.text.prompts import Prompt
 
-__all__ = ["Comparison", "MethodResult", "compare"]
+__all__ = ["Comparison", "MethodResult", "compare", "promise_of"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class MethodResult:
         tau: tokens per target forward over all prompts, the bonus token counted.
         efficiency: speedup / tau.
         alpha: acceptance by depth.
+        promise: what the rule keeps at this temperature: ``text`` (it is plain decoding's), ``law`` (other texts, drawn
+            by the same law) or ``nothing``.
         num_identical: prompts whose token ids are plain decoding's.
         phases: share of the step time by phase.
     """
@@ -37,6 +41,7 @@ class MethodResult:
     tau: float
     efficiency: float
     alpha: list[float]
+    promise: str
     num_identical: int
     num_prompts: int
     lossless: bool
@@ -58,8 +63,8 @@ class Comparison:
 
     @property
     def all_identical(self) -> bool:
-        """Whether every lossless method wrote plain decoding's text for every prompt."""
-        return all(method.num_identical == method.num_prompts for method in self.methods if method.lossless)
+        """Whether every method that promises plain decoding's text wrote it for every prompt."""
+        return all(method.num_identical == method.num_prompts for method in self.methods if method.promise == "text")
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -91,6 +96,7 @@ def compare(
         raise ConfigError("compare needs plain decoding first: pass LM(target, tokenizer) as the first of lms")
     if not prompts:
         raise ConfigError("compare needs at least one prompt")
+    sampling = with_seed(sampling)
     for lm in lms:
         lm.generate([prompts[0]], sampling, max_tokens=min(sampling.max_tokens, 16))
     runs: list[list[Generation]] = [[] for _ in lms]
@@ -107,7 +113,7 @@ def compare(
     settings = {
         "target": target.name,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "weights": target.weights,
+        "quantize": target.weights,
         "device": str(target.device),
         "num_prompts": len(prompts),
         "rounds": rounds,
@@ -118,15 +124,25 @@ def compare(
         "rules": {lm.drafter_name: lm.rule for lm in lms[1:]},
         "budgets": {lm.drafter_name: lm.describe_budget() for lm in lms[1:]},
     }
-    methods = [_fold(lm, own, runs[0], len(prompts)) for lm, own in zip(lms, runs, strict=True)]
+    methods = [_fold(lm, own, runs[0], len(prompts), sampling) for lm, own in zip(lms, runs, strict=True)]
     baseline = f"plain decoding, {type(target).__name__}, same settings, batch 1"
     texts = {lm.drafter_name: own[0].text for lm, own in zip(lms, runs, strict=True)}
     return Comparison(methods, baseline, settings, describe_machine(), texts)
 
 
-def _fold(lm: LM, runs: list[Generation], plain: list[Generation], num_prompts: int) -> MethodResult:
+def promise_of(lm: LM, sampling: Sampling) -> str:
+    """What a rule promises of a text: see ``MethodResult.promise``."""
+    rule = get_rule(lm.rule, lossless=False)
+    if not rule.lossless:
+        return "nothing"
+    return "text" if rule.apply is match or sampling.temperature == 0 else "law"
+
+
+def _fold(
+    lm: LM, runs: list[Generation], plain: list[Generation], num_prompts: int, sampling: Sampling
+) -> MethodResult:
     def rate(run: Generation) -> float:
-        return len(run.token_ids) / run.stats.total_seconds
+        return run.stats.tokens_per_s
 
     stats = Stats.sum(run.stats for run in runs)
     phases = {phase: value / stats.total_seconds for phase, value in stats.seconds.items()}
@@ -139,6 +155,7 @@ def _fold(lm: LM, runs: list[Generation], plain: list[Generation], num_prompts: 
         tau=stats.tau,
         efficiency=speedup / stats.tau,
         alpha=stats.alpha,
+        promise=promise_of(lm, sampling),
         # A prompt counts as identical when it is in every round.
         num_identical=sum(all(same[index::num_prompts]) for index in range(num_prompts)),
         num_prompts=num_prompts,

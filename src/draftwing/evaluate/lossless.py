@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwing.api import LM
+from draftwing.engine.request import with_seed
 from draftwing.model.target import Context, Target
 from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch
@@ -69,12 +70,14 @@ def verify(
         max_batch: prompts decoded speculatively at once; plain decoding always runs one by one.
         on_progress: called with (done, total) prompts.
     """
-    plain = LM(lm.target, lm.tokenizer)
+    plain, sampling = LM(lm.target, lm.tokenizer), with_seed(sampling)
     differences, num_tokens, done = [], 0, 0
     for start in range(0, len(prompts), max_batch):
         group = list(prompts[start : start + max_batch])
         ours = lm.generate(group, sampling, max_batch=max_batch)
         for offset, own in enumerate(ours):
+            if own.error is not None:
+                raise own.error
             base = plain.generate([group[offset]], sampling)[0]
             num_tokens += len(base.token_ids)
             if own.token_ids != base.token_ids:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,35 +17,8 @@ from draftwing.model.target import Target
 from draftwing.model.weights import WeightFiles
 from draftwing.run.kernel.library import kernel_problem
 from draftwing.sampling import Sampling
-from draftwing.text.prompts import Prompt
-from draftwing.text.stream import TextStream
 
-__all__ = ["decode", "describe_lm", "describe_run", "record"]
-
-
-def decode(lm: LM, prompt: Prompt, sampling: Sampling, write: Callable[[str, int], None] | None = None) -> Generation:
-    """As ``LM.generate``, but each step's text is handed to ``write`` as it comes."""
-    ids = lm.encode(prompt)
-    done = Generation(ids, logprobs=None if sampling.logprobs is None else [])
-    for piece in lm.stream(ids, sampling):
-        row = piece.step.rows[0]
-        if write is not None:
-            write(piece.text, row.num_accepted)
-        done.text += piece.text
-        done.token_ids += row.token_ids
-        done.stats.add(piece.step)
-        done.finish_reason = row.finish_reason or "stop"
-        if done.logprobs is not None:
-            done.logprobs += row.logprobs or ()
-    if sampling.stop:  # drop what the last step emitted behind the stop string
-        cut = TextStream(lm.tokenizer, ids, sampling.stop)
-        cut.push(done.token_ids)
-        if cut.stopped is not None:
-            done.finish_reason = "stop"
-        del done.token_ids[cut.num_tokens_kept :]
-        if done.logprobs is not None:
-            del done.logprobs[cut.num_tokens_kept :]
-    return done
+__all__ = ["describe_lm", "describe_run", "record"]
 
 
 def record(done: Generation, plain: LM | None, sampling: Sampling) -> dict[str, Any]:
@@ -57,7 +29,7 @@ def record(done: Generation, plain: LM | None, sampling: Sampling) -> dict[str, 
         "token_ids": done.token_ids,
         "num_prompt_tokens": len(done.prompt_ids),
         "finish_reason": done.finish_reason,
-        "tokens_per_s": _rate(done),
+        "tokens_per_s": done.stats.tokens_per_s,
         "tau": done.tau,
         "acceptance": sum(stats.taken) / max(sum(stats.reached), 1),
         "alpha": stats.alpha,
@@ -68,19 +40,15 @@ def record(done: Generation, plain: LM | None, sampling: Sampling) -> dict[str, 
     if done.logprobs is not None:
         values["logprobs"] = [asdict(each) for each in done.logprobs]
     if plain is not None:
-        base = plain.generate([done.prompt_ids], sampling)[0]
-        speedup = _rate(done) / _rate(base)
+        (base,) = plain.generate([done.prompt_ids], sampling, seed=done.seed)
+        speedup = done.stats.tokens_per_s / base.stats.tokens_per_s
         values["plain"] = {
-            "tokens_per_s": _rate(base),
+            "tokens_per_s": base.stats.tokens_per_s,
             "speedup": speedup,
             "efficiency": speedup / done.tau,
             "identical": base.token_ids == done.token_ids,
         }
     return values
-
-
-def _rate(done: Generation) -> float:
-    return len(done.token_ids) / done.stats.total_seconds
 
 
 def describe_run(lm: LM, sampling: Sampling) -> dict[str, Any]:
@@ -91,7 +59,7 @@ def describe_run(lm: LM, sampling: Sampling) -> dict[str, Any]:
         "rule": lm.rule,
         "budget": lm.describe_budget(),
         "dtype": str(lm.target.dtype).removeprefix("torch."),
-        "weights": lm.target.weights,
+        "quantize": lm.target.weights,
         "device": str(lm.target.device),
         "sampling": asdict(sampling),
     }
@@ -125,7 +93,7 @@ def _describe_target(target: Target, folder: Path) -> dict[str, Any]:
         "vocabulary": target.vocab_size,
         "context": target.max_length,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "weights": target.weights or "as dtype",
+        "quantize": target.weights or "none",
         "device": str(target.device),
         "runtime": _runtime(target),
         "mb_per_token": target.num_weight_bytes / 1e6,

@@ -17,6 +17,7 @@ from draftwing.api import load_target
 from draftwing.drafters.base import Budget
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.engine.decode import Decoder
+from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.heads.identity import chat_template_hash, target_id
 from draftwing.heads.read import read_head
@@ -290,13 +291,10 @@ def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
 @torch.inference_mode()
 def measure_tau(target: Target, net: EagleNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
     """Decode greedily with the net as it stands, all prompts in one batch."""
-    drafter = EagleDrafter(net, target)
-    decoder, stats = Decoder(target, drafter, budget=budget), Stats()
+    engine = Engine(Decoder(target, EagleDrafter(net, target), budget=budget))
     for prompt in prompts:
-        decoder.admit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
-    while decoder.num_running:
-        stats.add(decoder.step())
-    return stats
+        engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
+    return Stats.of(engine.steps())
 
 
 def _evaluate(target: Target, validation: Corpus, options: TrainOptions, net: EagleNet) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from typing import Any, BinaryIO, Protocol
 from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.api import LM
-from draftwing.engine.decode import Decoder
+from draftwing.engine.engine import Engine
+from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DataError, PromptError, TokenizerError
 from draftwing.sampling import Sampling
-from draftwing.stats import RowStep
-from draftwing.text.stream import TextStream
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data.conversations import bare_tokenizer
 from draftwing.train.data.sources import Message, Record, find_files, read_records
@@ -342,58 +341,36 @@ class LMAnswerer:
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """See ``Answerer``."""
-        decoder, waiting = self._lm.decoder(), iter(tasks)
-        running: dict[int, _Turn] = {}
-        while True:
-            while decoder.num_running < self._max_batch and (task := next(waiting, None)) is not None:
-                yield from self._ask(decoder, running, Dialogue(task))
-            if not running:
-                return
-            for row in decoder.step().rows:
-                turn = running[row.request_id]
-                finish_reason = turn.take(row)
-                if finish_reason is None:
-                    continue
-                del running[row.request_id]
-                if row.finish_reason is None:  # a stop string: the decoder does not know of it
-                    decoder.retire(row.request_id)
-                if turn.text.strip():
-                    turn.dialogue.take(turn.text, finish_reason, turn.num_tokens)
-                    yield from self._ask(decoder, running, turn.dialogue)
+        engine, waiting = self._lm.engine(max_batch=self._max_batch), iter(tasks)
+        running: dict[Request, Dialogue] = {}
+        yield from self._refill(engine, running, waiting)
+        for _ in engine.steps():
+            for request in [each for each in running if each.finish_reason is not None]:
+                dialogue = running.pop(request)
+                if request.error is not None:
+                    yield dialogue.finish(str(request.error))
+                elif request.text.strip():
+                    dialogue.take(request.text, request.finish_reason or "", len(request.token_ids))
+                    yield from self._ask(engine, running, dialogue)
                 else:
-                    yield turn.dialogue.finish("the answer is empty")
+                    yield dialogue.finish("the answer is empty")
+            yield from self._refill(engine, running, waiting)
 
-    def _ask(self, decoder: Decoder, running: dict[int, _Turn], dialogue: Dialogue) -> Iterator[Answer]:
-        """Admit the next prompt, or give out what there is where there is no next, or none that the model takes."""
+    def _refill(self, engine: Engine, running: dict[Request, Dialogue], waiting: Iterator[Task]) -> Iterator[Answer]:
+        """Ask as many tasks as run at once; gives out those that cannot be asked."""
+        while len(running) < self._max_batch and (task := next(waiting, None)) is not None:
+            yield from self._ask(engine, running, Dialogue(task))
+
+    def _ask(self, engine: Engine, running: dict[Request, Dialogue], dialogue: Dialogue) -> Iterator[Answer]:
+        """Submit the next prompt, or give out what there is where there is no next, or none that the model takes."""
         prompt = dialogue.next_prompt()
         if prompt is None:
             yield dialogue.finish()
             return
         if not isinstance(prompt, str) and not self._lm.tokenizer.has_chat_template:
             prompt = "".join(message["content"] + "\n\n" for message in prompt)
+        sampling = replace(self._sampling, seed=seed_of(self._sampling.seed or 0, dialogue.task.id))
         try:
-            ids = self._lm.encode(prompt)
-            sampling = replace(self._sampling, seed=seed_of(self._sampling.seed, dialogue.task.id))
-            request_id = decoder.admit(ids, sampling)
+            running[engine.submit(self._lm.encode(prompt), sampling)] = dialogue
         except (PromptError, TokenizerError) as error:  # longer than the context, or refused by the chat template
             yield dialogue.finish(str(error))
-            return
-        running[request_id] = _Turn(dialogue, TextStream(self._lm.tokenizer, ids, sampling.stop))
-
-
-class _Turn:
-    """One answer under way."""
-
-    def __init__(self, dialogue: Dialogue, stream: TextStream) -> None:
-        self.dialogue, self._stream = dialogue, stream
-        self.text, self.num_tokens = "", 0
-
-    def take(self, row: RowStep) -> str | None:
-        """Fold one step; returns why the answer ended, or None."""
-        self.text += self._stream.push(row.token_ids)
-        self.num_tokens += len(row.token_ids)
-        if self._stream.stopped is not None:
-            return "stop"
-        if row.finish_reason is not None:
-            self.text += self._stream.flush()
-        return row.finish_reason

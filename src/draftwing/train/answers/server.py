@@ -133,7 +133,7 @@ class ServerAnswerer:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
-            "seed": seed_of(sampling.seed, task.id) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
+            "seed": seed_of(sampling.seed or 0, task.id) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
         }
         default = Sampling()
         body |= {name: value for name in _EXTRA if (value := getattr(sampling, name)) != getattr(default, name)}

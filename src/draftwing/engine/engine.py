@@ -1,0 +1,133 @@
+"""Requests in, texts out: a queue in front of the decode loop.
+
+Whoever generates (streams, batches, ``custom_generate``, training's own measurements, a server) submits requests and
+drives ``Engine.step``; nobody else loops over the decoder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from draftwing.drafters.base import Budget
+from draftwing.engine.decode import Decoder
+from draftwing.engine.request import Request
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.sampling import Sampling
+from draftwing.stats import Step
+from draftwing.text.stream import TokenDecoder
+
+__all__ = ["Engine", "Speculation"]
+
+Speculation = Budget | str | None  # of one request: a budget, "none", or None for the engine's own way
+
+
+class Engine:
+    """Decodes whatever is submitted, at most ``max_batch`` requests at once; rows that end make room for waiting ones.
+
+    Requests may be submitted and cancelled at any time, from any thread; one thread steps.
+
+    Args:
+        decoder: the loop, with nothing in it.
+        max_batch: requests decoded at once; None for all.
+        tokenizer: makes text of what is emitted; None: requests are token ids alone, and have no stop strings.
+
+    Raises:
+        ConfigError: ``max_batch`` is no whole number from 1 on.
+    """
+
+    def __init__(
+        self, decoder: Decoder, *, max_batch: int | None = None, tokenizer: TokenDecoder | None = None
+    ) -> None:
+        if max_batch is not None and (isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1):
+            raise ConfigError(f"max_batch must be at least 1, found {max_batch!r}: give a whole number")
+        self._decoder, self._max_batch, self._tokenizer = decoder, max_batch, tokenizer
+        self._waiting: deque[Request] = deque()
+        self._ids = itertools.count()
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+        return len(self._decoder.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, speculation: Speculation = None
+    ) -> Request:
+        """Put a request into the queue; a bad one is refused here, before any work is done.
+
+        Args:
+            prompt_ids: token ids.
+            sampling: greedy decoding of 128 tokens where it is None.
+            speculation: how much to draft for it: a ``Budget``, ``"none"``, or None for as much as the engine drafts.
+                In a batch whose rows differ, all are drafted as wide as the widest, and each as deep as it says.
+
+        Raises:
+            PromptError, SamplingError, ConfigError: it cannot be decoded.
+        """
+        sampling = sampling or Sampling()
+        self._decoder.check(prompt_ids, sampling)
+        budget = self._budget_of(speculation)
+        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer)
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it stands, with the finish reason ``cancelled``; one that has ended stays as it is."""
+        request.finish_reason = request.finish_reason or "cancelled"
+
+    def step(self) -> Step:
+        """Let waiting requests into free rows and advance every row by at least one token.
+
+        Raises:
+            ConfigError: there is nothing to decode.
+        """
+        self._fill()
+        return self._decoder.step()
+
+    def steps(self) -> Iterator[Step]:
+        """Steps until every request has ended, those submitted on the way too."""
+        while self._fill():
+            yield self._decoder.step()
+
+    def run(self) -> None:
+        """All of them at once."""
+        while self._fill():
+            self._decoder.step()
+
+    def _fill(self) -> int:
+        """Take cancelled requests out and let waiting ones in; how many there are then."""
+        decoder, waiting = self._decoder, self._waiting
+        if decoder.undone is not None:
+            return len(decoder.running)
+        for request in decoder.running:
+            if request.finish_reason is not None:
+                decoder.sweep()
+                break
+        while waiting and len(decoder.running) < (self._max_batch or math.inf):
+            request = waiting[0]
+            if request.finish_reason is None and request not in decoder.running:
+                try:
+                    decoder.start(request)
+                except DraftwingError as error:  # its own: the others go on
+                    request.error, request.finish_reason = error, "error"
+            waiting.popleft()  # only now: an interrupt must not lose it
+        return len(decoder.running)
+
+    def _budget_of(self, speculation: Speculation) -> Budget | None:
+        if speculation is None:
+            return None
+        if speculation == "none":
+            return self._decoder.checked(Budget(0))
+        if not isinstance(speculation, Budget):
+            raise ConfigError(
+                f"speculation must be a Budget, 'none' or None, found {speculation!r:.60}: write Budget(5) for chains "
+                f"of 5 tokens"
+            )
+        return self._decoder.checked(speculation)

@@ -1,0 +1,112 @@
+"""A request: what was asked for, what has been written so far, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from draftwing.drafters.base import Budget
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.sampling import Sampling
+from draftwing.stats import Logprob, RowStep, Stats
+from draftwing.text.stream import TextStream, TokenDecoder
+
+__all__ = ["Request", "with_seed"]
+
+
+def with_seed(sampling: Sampling) -> Sampling:
+    """With a seed from PyTorch's generator (``torch.manual_seed`` governs it), where there is none and one is needed.
+
+    Greedy decoding needs none, and draws nothing.
+    """
+    if sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=int(torch.randint(2**63 - 1, ())) if sampling.temperature > 0 else 0)
+
+
+@dataclass(eq=False)
+class Request:
+    """One text under way. ``Engine.submit`` makes it, every step of the loop adds to it.
+
+    Attributes:
+        id: its number, unique within an engine or decoder.
+        prompt_ids: the prompt.
+        sampling: how it is sampled and when it ends. A seed of None is drawn here, once, where there is something to
+            draw.
+        speculation: how much is drafted for it; None: as much as for everyone.
+        tokenizer: turns its ids into text; None: it is ids alone, and has no stop strings.
+        token_ids: emitted so far, cut where the text ended.
+        logprobs: one per token where asked for.
+        stats: its steps, folded. Its seconds are its share of each step's.
+        finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error`` or
+            ``cancelled``.
+        error: why it failed.
+
+    Raises:
+        ConfigError: stop strings without a tokenizer.
+    """
+
+    id: int
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    speculation: Budget | None = None
+    tokenizer: TokenDecoder | None = None
+    token_ids: list[int] = field(default_factory=list, init=False)
+    logprobs: list[Logprob] = field(default_factory=list, init=False)
+    stats: Stats = field(default_factory=Stats, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    error: DraftwingError | None = field(default=None, init=False)
+    _pieces: dict[int, str] = field(default_factory=dict, init=False, repr=False)  # of text, by their first token
+    _stream: TextStream | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.sampling.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer: give one, or use stop_tokens")
+        self.sampling = with_seed(self.sampling)
+        self.restart_text()
+
+    @property
+    def text(self) -> str:
+        """What has been written, without special tokens and the stop string."""
+        return "".join(self._pieces.values())
+
+    def restart_text(self) -> None:
+        """Make the text's state follow from the ids: a step that was interrupted may have left it ahead of them."""
+        if self.tokenizer is not None:
+            self._stream = TextStream(self.tokenizer, self.prompt_ids, self.sampling.stop)
+            self._stream.push(self.token_ids)
+
+    def cut(self, tokens: list[int], room: int, eos_ids: Sequence[int]) -> tuple[list[int], str, str | None]:
+        """What is emitted of ``tokens``: ids and text up to where the request ends, and why it ends there.
+
+        Args:
+            tokens: the next ones.
+            room: of which there is room for so many.
+            eos_ids: the model's end tokens.
+        """
+        ends = self.sampling.stop_tokens if self.sampling.ignore_eos else (*self.sampling.stop_tokens, *eos_ids)
+        stop_at = next((i for i, token in enumerate(tokens) if token in ends), room)
+        finish = None
+        if stop_at < room:
+            tokens, finish = tokens[: stop_at + 1], "stop"
+        elif len(tokens) >= room:
+            tokens, finish = tokens[:room], "length"
+        if self._stream is None:
+            return tokens, "", finish
+        text = self._stream.push(tokens)
+        if self._stream.stopped is not None:
+            return tokens[: self._stream.num_tokens_kept - len(self.token_ids)], text, "stop"
+        return tokens, text + self._stream.flush() if finish else text, finish
+
+    def take(self, row: RowStep) -> None:
+        """Add a step's share. Done again, it changes nothing: an interrupted step is finished by the next one."""
+        start = row.position - len(self.prompt_ids)
+        self.token_ids[start:] = row.token_ids
+        if row.text:
+            self._pieces[start] = row.text
+        if row.logprobs is not None:
+            self.logprobs[start:] = row.logprobs
+        self.error = row.error
+        self.finish_reason = self.finish_reason or row.finish_reason

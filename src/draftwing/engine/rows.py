@@ -1,0 +1,91 @@
+"""What rows need now and then: budgets of their own, log-probabilities, and why one cannot go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftwing.drafters.base import Budget
+from draftwing.engine.request import Request
+from draftwing.errors import NumericsError
+from draftwing.stats import Logprob
+from draftwing.tree import PAD
+
+__all__ = ["cut_to", "explain", "logprobs_of", "widest"]
+
+_LEAST = 8  # depth that drafts are not cut below where they are recorded: each depth is a recording of its own
+
+
+def cut_to(budget: Budget, depth: int, device: torch.device) -> Budget:
+    """A budget that drafts no deeper than ``depth``, what can still be emitted.
+
+    Where drafts may be recorded, the depth is rounded up to a power of two, so that there are few of them.
+    """
+    if device.type != "cpu":
+        depth = max(_LEAST, 1 << (depth - 1).bit_length()) if depth > 0 else 0
+    if budget.depth <= depth:
+        return budget
+    if budget.paths is None or depth == 0:
+        return replace(budget, depth=depth, paths=None)
+    return replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth))
+
+
+def widest(budgets: Sequence[Budget]) -> Budget:
+    """One budget for rows that ask for several: as deep, as wide and as large as any of them."""
+    first = budgets[0]
+    if all(budget == first for budget in budgets):
+        return first
+    width = max(budget.width for budget in budgets)
+    sizes = [len(each.paths) if each.paths else each.nodes or each.depth * each.width for each in budgets]
+    plan = next((budget.plan for budget in budgets if budget.plan is not None), None)
+    return Budget(
+        depth=max(budget.depth for budget in budgets),
+        width=width,
+        nodes=max(sizes) if width > 1 else None,
+        children=first.children,
+        plan=plan,
+    )
+
+
+def logprobs_of(tokens: Sequence[int], logits_NV: Tensor, path: Tensor, num_top: int) -> tuple[Logprob, ...]:
+    """The target's own log-probabilities of a row's emitted tokens: each is read at the node before it.
+
+    Args:
+        tokens: as many as are emitted.
+        logits_NV: (N, V) of the row's nodes.
+        path: (D + 1,) the kept nodes.
+        num_top: how many of the best tokens are named beside each.
+    """
+    logprobs = logits_NV[path[: len(tokens)]].float().log_softmax(-1)
+    best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1) if num_top else None
+    found = []
+    for i, token in enumerate(tokens):
+        top = () if best is None else tuple(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True))
+        found.append(Logprob(token, float(logprobs[i, token]), top))
+    return tuple(found)
+
+
+def explain(target: str, request: Request, position: int, logits_NV: Tensor, path: Tensor) -> NumericsError:
+    """Why a token was drawn from scores that are no numbers: the target's logits, or what the settings made of them."""
+    kept = logits_NV[path[path != PAD]]
+    where = f"{target}: the logits of request {request.id} at position {position}"
+    if bool((kept.isnan() | kept.isposinf()).any()):
+        return NumericsError(f"{where} hold NaN or infinity: check the weights, or load with dtype='float32'")
+    sampling = request.sampling
+    values = {
+        "temperature": sampling.temperature,
+        "logit_bias": max(sampling.logit_bias.values(), key=abs, default=0.0),
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "banned_tokens": f"{len(sampling.banned_tokens)} of them" if sampling.banned_tokens else 0.0,
+    }
+    neutral = {"temperature": (0.0, 1.0), "repetition_penalty": (1.0,)}
+    active = [f"{name} {value}" for name, value in values.items() if value not in neutral.get(name, (0.0,))]
+    return NumericsError(
+        f"{where} are finite, but its settings leave no token with a finite score: choose less extreme ones, or drop "
+        f"them ({', '.join(active) or 'it has none: the logits are -inf'})"
+    )

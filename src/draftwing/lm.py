@@ -1,0 +1,356 @@
+"""A target with its tokenizer and a way to draft: prompts in, texts out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from draftwing.budget.costs import Costs
+from draftwing.budget.measure import costs_of, planner_for
+from draftwing.budget.planner import Planner
+from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.engine.decode import Decoder
+from draftwing.engine.engine import Engine, Speculation
+from draftwing.engine.request import Request
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.model.target import Target
+from draftwing.noise import hash_bits
+from draftwing.sampling import Sampling
+from draftwing.stats import Logprob, Stats, Step
+from draftwing.text.prompts import Prompt, as_list, check_prompt
+from draftwing.text.tokenizer import Tokenizer
+
+__all__ = ["LM", "Generation", "StreamStep", "nth_seed"]
+
+# What transformers and vLLM call our options.
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens, which does not count the prompt",
+    "do_sample": "temperature (0 is greedy, 1 samples)",
+    "num_return_sequences": "n",
+    "eos_token_id": "stop_tokens",
+    "stop_token_ids": "stop_tokens",
+    "stop_strings": "stop",
+    "bad_words_ids": "banned_tokens",
+    "suppress_tokens": "banned_tokens",
+    "sequence_bias": "logit_bias",
+    "assistant_model": "draft, an option of load",
+    "num_assistant_tokens": "speculation=Budget(...)",
+    "prompt_lookup_num_tokens": "draft='lookup', an option of load",
+    "streamer": "LM.stream",
+}
+
+
+def nth_seed(seed: int, number: int) -> int:
+    """A seed for each of several samples: the first one has ``seed`` itself."""
+    if number == 0:
+        return seed
+    return int(hash_bits(seed, (number,), torch.zeros(1, dtype=torch.int64))) & (2**63 - 1)
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """What one decode step adds to a stream.
+
+    Attributes:
+        text: newly printable text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: the tokens of this step, cut where the text ends.
+        step: the step itself.
+        finish_reason: None but for the last one: ``stop`` (a stop token or string) or ``length``.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    step: Step
+    finish_reason: str | None = None
+
+
+@dataclass
+class Generation:
+    """A finished text.
+
+    Attributes:
+        text: without the prompt, special tokens and the stop string.
+        token_ids: the emitted ids, up to and including the one that ended the text.
+        finish_reason: ``stop`` (a stop token or string), ``length``, or ``error``.
+        stats: steps folded; ``tau`` is the number to look at.
+        logprobs: one per token where asked for.
+        seed: with which the same text is written again.
+        error: why there is no more text than this.
+    """
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    stats: Stats = field(default_factory=Stats)
+    logprobs: list[Logprob] | None = None
+    seed: int = 0
+    error: DraftwingError | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Generation:
+        """What has become of a request."""
+        return cls(
+            list(request.prompt_ids),
+            request.text,
+            request.token_ids,
+            request.finish_reason or "cancelled",
+            request.stats,
+            None if request.sampling.logprobs is None else request.logprobs,
+            request.sampling.seed or 0,
+            request.error,
+        )
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per target forward, the bonus token counted."""
+        return self.stats.tau
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the rule keeps the target's law."""
+        return self.stats.lossless
+
+
+class LM:
+    """A target, its tokenizer and a way to make drafters. Threads may share it: their steps take turns.
+
+    Args:
+        target: from ``load_target``.
+        tokenizer: the target's.
+        new_drafter: makes a drafter with empty state for each decode loop; None decodes plainly.
+        rule, lossless: see ``Decoder``.
+        budget: how much to draft in every step; None decides it step by step from measured costs (``budget.planner``).
+
+    Raises:
+        ConfigError, UnsupportedError: see ``Decoder``.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        new_drafter: Callable[[], Drafter] | None = None,
+        rule: str = "match",
+        budget: Budget | None = None,
+        *,
+        lossless: bool = True,
+    ) -> None:
+        if budget is not None and not isinstance(budget, Budget):
+            raise ConfigError(f"budget must be a Budget or None, found {budget!r:.60}: write Budget(5) for chains of 5")
+        self.target, self.tokenizer = target, tokenizer
+        self.new_drafter: Callable[[], Drafter] = new_drafter or NoDrafter
+        self.rule, self.lossless = rule, lossless
+        self.budget = budget
+        self._planner: Planner | None = None
+        self._turn = threading.RLock()  # what the planner learns is shared, so steps that ask it take turns
+        # A rule or budget that cannot work is refused here, not at the first prompt.
+        decoder = Decoder(target, self.new_drafter, rule, budget, lossless=lossless)
+        self.drafter_name = decoder.drafter.name
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether what to draft is decided step by step."""
+        return self.budget is None and self.drafter_name != NoDrafter.name
+
+    def describe_budget(self) -> str:
+        """Such as ``auto``, ``chain:5``, ``dynamic:60,8,10`` or ``static`` with its number of nodes."""
+        return "none" if self.drafter_name == NoDrafter.name else "auto" if self.budget is None else str(self.budget)
+
+    def costs(self, *, again: bool = False) -> Costs:
+        """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""
+        return costs_of(self.target, self.new_drafter, again=again)
+
+    def decoder(self) -> Decoder:
+        """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
+        with self._turn:
+            if self.is_auto and self._planner is None:
+                self._planner = planner_for(self.target, self.new_drafter, self.rule)
+        planner, turn = self._planner, None if self._planner is None else self._turn
+        return Decoder(
+            self.target,
+            self.new_drafter,
+            self.rule,
+            self.budget,
+            lossless=self.lossless,
+            planner=planner,
+            turn=turn,
+        )
+
+    def engine(self, *, max_batch: int | None = None) -> Engine:
+        """A new engine with nothing in it: a decode loop, a queue, and text of what is emitted."""
+        return Engine(self.decoder(), max_batch=max_batch, tokenizer=self.tokenizer)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a text, of a dialogue (a list of ``{"role", "content"}``), or the ids themselves.
+
+        Raises:
+            PromptError: it is none of these, or empty.
+            TokenizerError: see ``Tokenizer.encode_chat``.
+        """
+        checked: Any = check_prompt(prompt)
+        if isinstance(checked, str):
+            return self.tokenizer.encode(checked)
+        return self.tokenizer.encode_chat(checked) if checked and isinstance(checked[0], Mapping) else checked
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        *,
+        speculation: Speculation = None,
+        **options: Any,
+    ) -> Iterator[StreamStep]:
+        """Decode one prompt and yield the text of every step as it comes.
+
+        ``options`` are ``Sampling``'s fields (``temperature=0.8, seed=1``), or pass a ``Sampling``. Stop
+        strings never show, not even in part. The last step's text holds what was held back.
+
+        Args:
+            prompt: a text, a dialogue or token ids.
+            sampling: how to sample, on which ``options`` are laid.
+            speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
+
+        Raises:
+            PromptError, SamplingError, ConfigError: refused at once, before any work is done.
+            NumericsError: the target's logits are no numbers.
+        """
+        engine = self.engine()
+        request = engine.submit(self.encode(prompt), _sampling(sampling, options), speculation=speculation)
+        return self._stream(engine, request)
+
+    def _stream(self, engine: Engine, request: Request) -> Iterator[StreamStep]:
+        for step in engine.steps():
+            row = step.rows[0]
+            if row.error is not None:
+                raise row.error
+            yield StreamStep(row.text, row.token_ids, step, row.finish_reason)
+        if request.error is not None:
+            raise request.error
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        *,
+        speculation: Speculation = None,
+        **options: Any,
+    ) -> AsyncIterator[StreamStep]:
+        """``stream`` for asyncio: each step runs in a worker thread, so that the event loop goes on meanwhile.
+
+        Whoever stops listening, by ``break``, ``aclose`` or cancelling the task, ends the text after the step that is
+        under way.
+        """
+        steps = self.stream(prompt, sampling, speculation=speculation, **options)
+        loop, under_way = asyncio.get_running_loop(), None
+        while True:
+            under_way = loop.run_in_executor(None, next, steps, None)
+            try:
+                found = await asyncio.shield(under_way)
+            except asyncio.CancelledError:
+                under_way.add_done_callback(_ignore)  # nobody will ask what it came to
+                raise
+            if found is None:
+                return
+            yield found
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Mapping[str, Any] | Sequence[Sampling] | None = None,
+        *,
+        n: int = 1,
+        max_batch: int = 8,
+        speculation: Speculation = None,
+        on_step: Callable[[int, StreamStep], None] | None = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Decode prompts, at most ``max_batch`` at once; rows that end make room for waiting ones.
+
+        Args:
+            prompts: one or many; a text, token ids or a dialogue is one.
+            sampling: for all, or a list with one for each prompt; ``options`` are laid on each. A seed is that of
+                every prompt; where there is none, every text has its own, drawn and named in its ``Generation``.
+            n: texts of each prompt. With a seed, the first one has it, and each other one another that follows from it.
+            max_batch: texts decoded at once.
+            speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
+            on_step: called with a text's place in the result and what a step adds to it.
+            options: ``Sampling``'s fields.
+
+        Returns:
+            The generations in the order of the prompts, the ``n`` of a prompt one after another. Where one of several
+            fails while it is decoded, the others are whole, and its ``error`` says why.
+
+        Raises:
+            ConfigError: ``max_batch`` or ``n`` below 1, or not one ``Sampling`` for each prompt.
+            PromptError, SamplingError: refused at once, before any work is done.
+            NumericsError: the logits of the only text are no numbers.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ConfigError(f"n must be at least 1, found {n!r}: give a whole number")
+        wanted = as_list(prompts)
+        each = _one_each(sampling, len(wanted), options)
+        engine = self.engine(max_batch=max_batch)
+        requests = [
+            engine.submit(ids, _nth(own, number), speculation=speculation)
+            for ids, own in zip([self.encode(prompt) for prompt in wanted], each, strict=True)
+            for number in range(n)
+        ]
+        if on_step is None:
+            engine.run()
+        else:
+            for step in engine.steps():
+                for row in step.rows:
+                    alone = replace(step, rows=(row,))
+                    on_step(row.request_id, StreamStep(row.text, row.token_ids, alone, row.finish_reason))
+        if len(requests) == 1 and requests[0].error is not None:
+            raise requests[0].error
+        return [Generation.of(request) for request in requests]
+
+
+def _ignore(done: asyncio.Future[Any]) -> None:
+    """A future's result that nobody waits for; without this its exception would be reported as lost."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _nth(sampling: Sampling, number: int) -> Sampling:
+    """The sampling of the ``number``-th text of a prompt."""
+    if number == 0 or sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=nth_seed(sampling.seed, number))
+
+
+def _one_each(sampling: Any, count: int, options: Mapping[str, Any]) -> list[Sampling]:
+    """The sampling of every prompt."""
+    if not isinstance(sampling, list | tuple):
+        return [_sampling(sampling, options)] * count
+    if len(sampling) != count:
+        raise ConfigError(
+            f"sampling has {len(sampling)} entries for {count} prompts: give one for each prompt, or one for all"
+        )
+    return [_sampling(each, options) for each in sampling]
+
+
+def _sampling(sampling: Any, options: Mapping[str, Any]) -> Sampling:
+    if isinstance(sampling, Mapping):
+        sampling, options = None, {**sampling, **options}
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ConfigError(
+            f"sampling must be a Sampling, a dict of its fields or None, found {sampling!r:.60}: write "
+            f"Sampling(temperature=0.8), or temperature=0.8"
+        )
+    known = [each.name for each in fields(Sampling)]
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        near = [_ELSEWHERE[unknown]] if unknown in _ELSEWHERE else get_close_matches(str(unknown), known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"unknown sampling option {unknown!r}: {hint}the options are {', '.join(known)}")
+    return replace(sampling or Sampling(), **options)

@@ -1,0 +1,553 @@
+"""Requests through the engine: they come and go, fail alone, and lose nothing to an interrupt."""
+
+import asyncio
+import shutil
+import sys
+
+import pytest
+import torch
+
+import draftwing as dw
+from conftest import SMALL, add_tokenizer, refused
+from draftwing.drafters.base import NoDrafter
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine import decode, engine, request, rows
+from draftwing.engine.engine import Engine
+from draftwing.engine.request import Request
+from draftwing.engine.rows import explain
+from draftwing.errors import ConfigError, DraftwingError, NumericsError, PromptError
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.lean import LeanTarget
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
+from draftwing.sampling import Sampling
+from draftwing.stats import Stats
+
+VOCAB = SMALL["vocab_size"]
+PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12], [4])
+TEXTS = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
+DRAFTERS = ("none", "lookup", "lm", "eagle")
+
+
+@pytest.fixture(scope="module")
+def target(folder_of):
+    return LeanTarget.from_folder(folder_of("llama"), torch.float64, name="tiny")
+
+
+@pytest.fixture(scope="module")
+def maker(target, folder_of):
+    """``maker("lm")``: makes drafters that agree with the target now and then."""
+    torch.manual_seed(3)
+    shape = ModelConfig.from_hf(read_config(folder_of("llama")))
+    net = EagleNet(EagleConfig.for_target(3, shape), target.embedding, target.head, None, torch.float64)
+    return {
+        "none": NoDrafter,
+        "lookup": lambda: LookupDrafter(VOCAB, 1),
+        "lm": lambda: CausalLMDrafter(target, VOCAB),
+        "eagle": lambda: EagleDrafter(net, target),
+    }.__getitem__
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of, tmp_path_factory):
+    path = tmp_path_factory.mktemp("engine") / "model"
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path))
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return dw.load(folder, "lookup", dtype="float64", device="cpu", draft_options={"min_match": 1})
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return dw.load(folder, "none", dtype="float64", device="cpu")
+
+
+def samplings(max_tokens=10):
+    return [
+        Sampling(max_tokens=max_tokens + row, temperature=float(row % 2), seed=row, ignore_eos=True)
+        for row in range(len(PROMPTS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    """What each prompt's text is, alone and plainly."""
+    found = []
+    for prompt, sampling in zip(PROMPTS, samplings(), strict=True):
+        alone = Engine(dw.Decoder(target))
+        one = alone.submit(prompt, sampling)
+        alone.run()
+        found.append(one.token_ids)
+    return found
+
+
+# --- requests come and go --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("max_batch", [1, 2, None])
+def test_a_queue_changes_no_text(max_batch, drafter, target, maker, expected):
+    own = Engine(dw.Decoder(target, maker(drafter), budget=dw.Budget(3)), max_batch=max_batch)
+    requests = [own.submit(*each) for each in zip(PROMPTS, samplings(), strict=True)]
+    most = 0
+    for _ in own.steps():
+        most = max(most, own.num_running)
+        assert all(len(each.token_ids) <= each.sampling.max_tokens for each in requests)
+    assert most <= (max_batch or len(PROMPTS))
+    assert [each.token_ids for each in requests] == expected
+    assert [each.finish_reason for each in requests] == ["length"] * len(PROMPTS)
+    assert (own.num_running, own.num_waiting) == (0, 0)
+
+
+def test_requests_are_submitted_and_cancelled_on_the_way(target, maker, expected):
+    own = Engine(dw.Decoder(target, maker("lm"), budget=dw.Budget(2)), max_batch=2)
+    first, second, third = (own.submit(*each) for each in list(zip(PROMPTS, samplings(), strict=True))[:3])
+    own.step()
+    own.cancel(first)
+    own.cancel(third)  # it still waits
+    so_far = list(first.token_ids)
+    fourth = own.submit(PROMPTS[3], samplings()[3])
+    own.run()
+    assert (first.finish_reason, third.finish_reason) == ("cancelled", "cancelled")
+    assert first.token_ids == so_far == expected[0][: len(so_far)]
+    assert third.token_ids == []
+    assert [second.token_ids, fourth.token_ids] == [expected[1], expected[3]]
+    own.cancel(second)
+    assert second.finish_reason == "length"
+    with refused(ConfigError, "nothing to decode"):
+        own.step()
+
+
+def test_bad_requests_are_refused_when_they_are_submitted(target):
+    own = Engine(dw.Decoder(target, rule="block"))
+    with refused(PromptError, "token id 61 is outside the vocabulary"):
+        own.submit([VOCAB])
+    with refused(ConfigError, "stop strings need a tokenizer"):
+        own.submit([5], Sampling(stop="x"))
+    with refused(ConfigError, "'block' takes chains, found width 2"):
+        own.submit([5], speculation=dw.Budget(2, 2))
+    with refused(ConfigError, "speculation must be a Budget, 'none' or None, found 5", "Budget(5)"):
+        own.submit([5], speculation=5)
+    for max_batch in (0, "2", 1.5, True, float("nan")):
+        with refused(ConfigError, "max_batch must be at least 1, found"):
+            Engine(dw.Decoder(target), max_batch=max_batch)
+    assert own.num_waiting == 0
+
+
+# --- how much is drafted ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_of_one_batch_say_how_much_is_drafted_for_them(drafter, target, maker, expected):
+    own = Engine(dw.Decoder(target, maker(drafter), budget=dw.Budget(4)))
+    wishes = ["none", dw.Budget(1), dw.Budget(3, 2, 5), None]
+    requests = [
+        own.submit(prompt, sampling, speculation=wish)
+        for prompt, sampling, wish in zip(PROMPTS, samplings(), wishes, strict=True)
+    ]
+    for step in own.steps():
+        step.tree.check(VOCAB)
+        assert all(row.depth <= (0, 1, 3, 4)[row.request_id] for row in step.rows)
+    assert [each.token_ids for each in requests] == expected
+    assert requests[0].stats.num_drafted == 0
+    if drafter in ("lm", "eagle"):
+        assert all(each.stats.num_drafted for each in requests[1:])
+
+
+class Watched(LookupDrafter):
+    """Keeps the budgets that it is given."""
+
+    def __init__(self):
+        super().__init__(VOCAB, 1)
+        self.budgets = []
+
+    def propose(self, ctx, sampling, budget):
+        self.budgets.append(budget)
+        return super().propose(ctx, sampling, budget)
+
+
+def test_nothing_is_drafted_deeper_than_can_be_emitted(target):
+    paths = tuple((0,) * depth for depth in range(1, 30))
+    for budget in (dw.Budget(1000), dw.Budget(1000, 3, 40), dw.Budget(paths=paths)):
+        watched = Watched()
+        decoder = dw.Decoder(target, watched, budget=budget)
+        decoder.admit(PROMPTS[0], Sampling(max_tokens=6, ignore_eos=True))
+        done = 0
+        while decoder.num_running:
+            done += len(decoder.step().rows[0].token_ids)
+            assert watched.budgets[-1].depth <= 5
+        assert done == 6
+        assert watched.budgets[0].depth == 5
+        assert watched.budgets[0].width == budget.width
+
+
+# --- a row that fails ------------------------------------------------------------------------------------------------
+
+
+def test_one_row_with_nan_ends_alone(folder, plain):
+    wanted = plain.generate(TEXTS, max_tokens=8, banned_tokens=(7,))
+    broken = dw.load(folder, "lookup", dtype="float64", device="cpu")
+    bad = [7, *broken.encode(TEXTS[0])]
+    with torch.no_grad():
+        broken.target.embedding[7] = torch.nan
+    found = broken.generate([TEXTS[0], bad, *TEXTS[1:]], max_tokens=8, banned_tokens=(7,))
+    assert [found[i].text for i in (0, 2, 3)] == [each.text for each in wanted]
+    assert [each.finish_reason == "error" for each in found] == [False, True, False, False]
+    assert [each.error is None for each in found] == [True, False, True, True]
+    assert found[1].token_ids == []
+    with refused(NumericsError, "request 1", "hold NaN", "check the weights"):
+        raise found[1].error
+    with refused(NumericsError, "hold NaN"):
+        broken.generate([bad], max_tokens=8)
+    with refused(NumericsError, "hold NaN"):
+        list(broken.stream(bad, max_tokens=8))
+
+
+def test_settings_that_leave_no_number_are_named():
+    one = Request(3, [5], Sampling(temperature=0.5, logit_bias={4: 2.0, 5: -8.0}))
+    found = explain("tiny", one, 9, torch.zeros(2, 4), torch.tensor([0, 1, -1]))
+    with refused(NumericsError, "request 3 at position 9 are finite", "temperature 0.5, logit_bias -8.0"):
+        raise found
+
+
+class Refusing(LookupDrafter):
+    """Refuses a prompt after the target has read it, or fails in a later step."""
+
+    fails = 0
+
+    def admit(self, ctx, features):
+        if ctx.rows[-1].tokens[0] == 13:
+            raise DraftwingError("no thirteen")
+        super().admit(ctx, features)
+
+    def observe(self, ctx, tree, accepted, output):
+        Refusing.fails -= 1
+        if Refusing.fails == 0:
+            raise DraftwingError("no more")
+        super().observe(ctx, tree, accepted, output)
+
+
+def test_a_drafter_that_fails(target, expected):
+    def make():
+        return Refusing(VOCAB, 1)
+
+    own = Engine(dw.Decoder(target, make, budget=dw.Budget(3)))
+    good = own.submit(PROMPTS[0], samplings()[0])
+    bad, last = own.submit([13, 5]), own.submit(PROMPTS[1], samplings()[1])
+    Refusing.fails = 3
+    with refused(DraftwingError, "no more"):
+        own.run()
+    own.run()  # in new rows
+    assert [good.token_ids, last.token_ids] == expected[:2]
+    assert (bad.finish_reason, str(bad.error)) == ("error", "no thirteen")
+    decoder = dw.Decoder(target, make(), budget=dw.Budget(3))
+    decoder.admit(*zip(PROMPTS, samplings(), strict=True).__next__())
+    Refusing.fails = 1
+    with refused(DraftwingError, "no more"):
+        decoder.step()
+    with refused(ConfigError, "a step was interrupted", "admit the requests to a new Decoder"):
+        decoder.step()
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
+
+LOOP = {module.__file__ for module in (decode, engine, request, rows)}
+
+
+def interrupt_at(number, call):
+    """Run ``call`` and raise KeyboardInterrupt before the ``number``-th line of the engine; lines that were run."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        if frame.f_code.co_filename not in LOOP:
+            return None
+        if event == "line":
+            count += 1
+            if count == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def requests_in(lm, drafter, target):
+    """An engine with three requests, one of which has to wait and goes on until a stop string ends it."""
+    decoder = dw.Decoder(target, drafter, budget=dw.Budget(2, 2, 3))
+    own = Engine(decoder, max_batch=2, tokenizer=lm.tokenizer)
+    options = {"ignore_eos": True, "logprobs": 0, "temperature": 1.0}
+    submitted = [
+        own.submit(lm.encode(TEXTS[2]), Sampling(max_tokens=2, seed=0, **options)),
+        own.submit([5], Sampling(max_tokens=3, seed=1, **options)),
+        own.submit([6, 7], Sampling(max_tokens=9, seed=1, stop=tuple("aeioustrn)("), **options)),
+    ]
+    return own, submitted
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "itself"])
+def test_an_interrupt_anywhere_loses_nothing_and_says_nothing_twice(drafter, lm):
+    """Every step is interrupted a line later than the one before, until each line has been one's last many times."""
+    target = lm.target
+    make = {
+        "none": NoDrafter,
+        "lookup": lambda: LookupDrafter(300, 1),
+        "itself": lambda: CausalLMDrafter(target, 300),
+    }[drafter]
+
+    def told(submitted):
+        return [
+            (each.token_ids, each.text, each.finish_reason, [found.token for found in each.logprobs])
+            for each in submitted
+        ]
+
+    own, submitted = requests_in(lm, make, target)
+    lines = interrupt_at(0, own.step)  # letting two requests in is a part of it
+    assert lines > 80
+    own.run()
+    wanted = told(submitted)
+    assert {each.finish_reason for each in submitted} == {"stop", "length"}
+    attempts, interrupted = 0, 0
+    while attempts < 3 * lines:
+        own, submitted = requests_in(lm, make, target)
+        while any(each.finish_reason is None for each in submitted):
+            number = attempts % lines + 1
+            interrupted += interrupt_at(number, own.step) == number
+            attempts += 1
+        assert told(submitted) == wanted, attempts
+    assert interrupted > lines
+
+
+# --- LM: what it takes and what it gives back ------------------------------------------------------------------------
+
+
+def test_a_seed_is_drawn_for_every_text_and_named(lm):
+    options = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    torch.manual_seed(0)
+    drawn = lm.generate([TEXTS[0]] * 3, **options)
+    assert len({each.seed for each in drawn}) == len({tuple(each.token_ids) for each in drawn}) == 3
+    for each in drawn:
+        (again,) = lm.generate(TEXTS[0], seed=each.seed, **options)
+        assert again.token_ids == each.token_ids
+    torch.manual_seed(0)
+    assert [each.seed for each in lm.generate([TEXTS[0]] * 3, **options)] == [each.seed for each in drawn]
+    given = lm.generate([TEXTS[0]] * 2, seed=4, **options)
+    assert [each.seed for each in given] == [4, 4]
+    assert given[0].token_ids == given[1].token_ids
+    state = torch.get_rng_state()
+    lm.generate(TEXTS[0], max_tokens=2)
+    assert torch.equal(torch.get_rng_state(), state), "greedy decoding draws nothing"
+
+
+def test_several_texts_of_a_prompt(lm):
+    options = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True}
+    found = lm.generate(TEXTS[:2], n=3, seed=5, **options)
+    assert [each.prompt_ids for each in found] == [lm.encode(text) for text in TEXTS[:2] for _ in range(3)]
+    assert [each.seed for each in found[:3]] == [each.seed for each in found[3:]]
+    assert len({each.seed for each in found}) == 3
+    assert found[0].token_ids == lm.generate(TEXTS[0], seed=5, **options)[0].token_ids
+    assert found[2].token_ids == lm.generate(TEXTS[0], seed=found[2].seed, **options)[0].token_ids
+    for n in (0, 1.5, "2", True, None):
+        with refused(ConfigError, "n must be at least 1, found"):
+            lm.generate(TEXTS[0], n=n)
+
+
+def test_a_sampling_for_each_prompt(lm, plain):
+    own = [Sampling(max_tokens=3), Sampling(max_tokens=5, temperature=1.0, seed=2), Sampling(max_tokens=4, seed=1)]
+    found = lm.generate(TEXTS, own, ignore_eos=True)
+    for text, sampling, each in zip(TEXTS, own, found, strict=True):
+        assert each.token_ids == plain.generate(text, sampling, ignore_eos=True)[0].token_ids
+        assert len(each.token_ids) == sampling.max_tokens
+    assert lm.generate(TEXTS[1], {"temperature": 1.0, "seed": 2}, max_tokens=4)[0].text == found[1].text[:0] + (
+        lm.generate(TEXTS[1], temperature=1.0, seed=2, max_tokens=4)[0].text
+    )
+    with refused(ConfigError, "sampling has 2 entries for 3 prompts"):
+        lm.generate(TEXTS, own[:2])
+    for bad in (5, "hot", [Sampling(), 5, Sampling()]):
+        with refused(ConfigError, "sampling must be a Sampling, a dict of its fields or None", "Sampling(temperature"):
+            lm.generate(TEXTS, bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_new_tokens", "did you mean max_tokens?"),
+        ("do_sample", "did you mean temperature (0 is greedy"),
+        ("num_return_sequences", "did you mean n?"),
+        ("stop_token_ids", "did you mean stop_tokens?"),
+        ("temprature", "did you mean temperature?"),
+        ("zzz", "the options are temperature"),
+    ],
+)
+def test_names_of_other_libraries_are_hinted_at(name, hint, lm):
+    for call in (lm.generate, lm.stream):
+        with refused(ConfigError, f"unknown sampling option {name!r}", hint):
+            call("x", **{name: 1})
+    with refused(ConfigError, f"unknown sampling option {name!r}", hint):
+        lm.generate("x", {name: 1})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, 1.5, {"role": "user", "content": "x"}, b"def", "\ud800", [True], [[1, [2]]], [None], ["x", None]],
+    ids=repr,
+)
+def test_bad_prompts_are_refused_before_any_work(prompt, lm, monkeypatch):
+    monkeypatch.setattr(dw.Decoder, "step", lambda self: pytest.fail("a step was taken"))
+    with refused(PromptError):
+        lm.generate(prompt)
+    with refused(PromptError):
+        lm.generate(["good", prompt])
+    with refused(PromptError):
+        lm.stream(prompt)
+
+
+def test_options_of_load(folder):
+    with refused(ConfigError, "budget must be a Budget or None, found 5", "Budget(5)"):
+        dw.load(folder, budget=5)
+    for bad in (5, b"x", "", ["a"]):
+        with refused(ConfigError, "target must be a folder or a hub id, found"):
+            dw.load(bad)
+        with refused(ConfigError, "draft must be a folder or a hub id, found"):
+            dw.load(folder, bad)
+    for bad in ("float8", 5, torch.int8, ["float32"], None):
+        with refused(ConfigError, "unknown dtype", "choose one of float64, float32"):
+            dw.load(folder, dtype=bad)
+    for bad in (5.5, "tpu", ["cpu"]):
+        with refused(ConfigError, "device", "use cpu or cuda"):
+            dw.load(folder, device=bad)
+    with refused(ConfigError, "draft_options: lookup has no option 'depth'", "it has min_match"):
+        dw.load(folder, "lookup", draft_options={"depth": 3})
+    with refused(ConfigError, "draft_options: none has no option 'min_match'", "leave draft_options out"):
+        dw.load(folder, "none", draft_options={"min_match": 3})
+    for bad in (0, "2", True, 1.5):
+        with refused(ConfigError, "draft_options: min_match must be at least 1, found"):
+            dw.load(folder, "lookup", draft_options={"min_match": bad})
+
+
+def test_dtypes_and_draft_options(folder, folder_of):
+    assert dw.load(folder, dtype="auto", device="cpu").target.dtype == torch.float64  # as the checkpoint was saved
+    assert dw.load(folder, dtype=torch.float64, device=torch.device("cpu")).target.dtype == torch.float64
+    assert dw.load(folder, device="cpu").target.dtype == torch.float32
+    drafted = {
+        least: dw.load(folder, "lookup", dtype="float64", device="cpu", draft_options={"min_match": least})
+        .generate([[5, 6, 7, 5]], max_tokens=1, ignore_eos=True, speculation=dw.Budget(2))[0]
+        .stats.num_drafted
+        for least in (1, 3)
+    }
+    assert drafted == {1: 0, 3: 0}  # one token wanted: nothing to draft
+    drafted = {
+        least: dw.load(folder, "lookup", dtype="float64", device="cpu", draft_options={"min_match": least})
+        .generate([[5, 6, 7, 5]], max_tokens=2, ignore_eos=True, speculation=dw.Budget(2))[0]
+        .stats.num_drafted
+        for least in (1, 3)
+    }
+    assert drafted == {1: 1, 3: 0}
+
+
+def test_a_stream_ends_as_generate_does(lm):
+    options = {"max_tokens": 20, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+    whole = lm.generate(TEXTS[0], **options)[0]
+    letters = [letter for letter in whole.text if letter.isascii()]
+    for stop in (letters[1], letters[-1], "\0never"):
+        (wanted,) = lm.generate(TEXTS[0], stop=stop, **options)
+        steps = list(lm.stream(TEXTS[0], stop=stop, **options))
+        assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + [wanted.finish_reason]
+        assert [token for step in steps for token in step.token_ids] == wanted.token_ids
+        assert "".join(step.text for step in steps) == wanted.text
+        assert wanted.stats.num_tokens == len(wanted.token_ids)
+
+
+def test_speculation_of_one_call(lm, plain):
+    options = {"max_tokens": 16, "ignore_eos": True}
+    wanted = plain.generate(TEXTS, **options)
+    for wish, depth in (("none", 0), (dw.Budget(2), 2), (dw.Budget(4, 2), 4)):
+        found = lm.generate(TEXTS, speculation=wish, **options)
+        assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+        assert max(len(each.stats.reached) for each in found) <= depth
+        steps = list(lm.stream(TEXTS[2], speculation=wish, **options))
+        assert max(step.step.rows[0].depth for step in steps) <= depth
+    with refused(ConfigError, "speculation must be a Budget"):
+        lm.stream("x", speculation="lots")
+
+
+def test_every_step_of_a_batch_is_told(lm):
+    texts = {0: "", 1: "", 2: ""}
+
+    def on_step(place, found):
+        texts[place] += found.text
+        assert len(found.step.rows) == 1
+
+    found = lm.generate(TEXTS, max_tokens=9, on_step=on_step, max_batch=2)
+    assert list(texts.values()) == [each.text for each in found]
+
+
+# --- seconds ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batchs_seconds_are_counted_once(target):
+    own, steps = Engine(dw.Decoder(target)), []
+    requests = [own.submit(*each) for each in zip(PROMPTS, samplings(), strict=True)]
+    steps.extend(own.steps())
+    wall = sum(step.timings.total for step in steps)
+    whole, added = Stats.of(steps), Stats.sum(each.stats for each in requests)
+    assert whole.total_seconds == pytest.approx(wall)
+    assert added.total_seconds == pytest.approx(wall)
+    assert added.elapsed == pytest.approx(wall)
+    assert added.num_tokens == whole.num_tokens == sum(len(each.token_ids) for each in requests)
+    assert added.tokens_per_s == pytest.approx(whole.num_tokens / wall)
+    longest = requests[-1]  # it was in every step
+    assert longest.stats.elapsed == pytest.approx(wall)
+    assert longest.stats.total_seconds < 0.6 * wall
+
+
+# --- asyncio ---------------------------------------------------------------------------------------------------------
+
+
+def test_streams_run_beside_each_other_in_one_event_loop(lm):
+    options = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    wanted = [each.text for each in lm.generate(TEXTS, **options)]
+
+    async def read(text):
+        return "".join([step.text async for step in lm.astream(text, **options)])
+
+    async def everything():
+        return await asyncio.gather(*map(read, TEXTS))
+
+    assert asyncio.run(everything()) == wanted
+
+
+def test_a_stream_is_cancelled_between_two_steps(lm):
+    heard = []
+
+    async def listen():
+        async for step in lm.astream(TEXTS[0], max_tokens=200, ignore_eos=True):
+            heard.append(step)
+            await asyncio.sleep(0)
+
+    async def stop_it():
+        task = asyncio.create_task(listen())
+        while len(heard) < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async for step in lm.astream(TEXTS[1], max_tokens=200, ignore_eos=True):
+            heard.append(step)
+            break
+
+    asyncio.run(stop_it())
+    assert 4 <= len(heard) < 150
+    with refused(PromptError):
+        asyncio.run(anext(lm.astream(None)))
