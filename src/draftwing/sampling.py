@@ -84,7 +84,7 @@ class Sampling:
             ("presence_penalty", math.isfinite(self.presence_penalty), "finite (0 is none)"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite (0 is none)"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("stop", all(self.stop), "without empty strings"),
             ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite (ban tokens with banned_tokens)"),
