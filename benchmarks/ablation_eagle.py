@@ -27,7 +27,7 @@ from draftwing.drafters.base import EAGLE_TREE, Drafter
 from draftwing.evaluate.machine import describe_machine
 from draftwing.text.prompts import read_prompts, shipped_prompts
 from draftwing.train.options import TrainOptions
-from draftwing.train.session import prepare
+from draftwing.train.session import RunFiles, prepare
 from plain_decoding import commit
 
 matplotlib.use("Agg")
@@ -63,7 +63,7 @@ def train(
     out = runs / "".join(c if c.isalnum() else "-" for c in name.lower())
     if not (out / "done").exists():
         settings = {"data_share": BASE_SHARE, **COMMON, **options, "minutes": minutes * share}
-        done = prepare(target, sources, TrainOptions(**settings), out, exclude=exclude).run()
+        done = prepare(RunFiles(target, sources, exclude), TrainOptions(**settings), out).run()
         (out / "done").write_text(str(done.iteration))
     return out
 

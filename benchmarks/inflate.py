@@ -36,9 +36,9 @@ from torch import Tensor
 from draftwing.api import DTYPES, LM, load_drafter, load_target
 from draftwing.cli import screen as console
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
-from draftwing.heads.files import write_mend
 from draftwing.heads.identity import target_id_of_folder
-from draftwing.heads.read import load_head, save_head
+from draftwing.heads.read import load_head
+from draftwing.heads.write import save_head, write_fix
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.weights import WeightFiles
 from draftwing.shipped import SHIPPED
@@ -526,7 +526,7 @@ def main(
         console.error(str(error))
         raise typer.Exit(2) from None
     except (OSError, SafetensorError) as error:
-        console.error(f"{out}: cannot be written ({error}): {write_mend(error)}")
+        console.error(f"{out}: cannot be written ({error}): {write_fix(error)}")
         raise typer.Exit(2) from None
     if not same:
         console.error("the inflated model does not say what the small one says: this is a bug, do not measure with it")

@@ -41,9 +41,10 @@ from transformers.utils import logging as transformers_logging
 import draftwing as dw
 from draftwing.api import load_drafter, load_target
 from draftwing.evaluate.machine import describe_machine
-from draftwing.heads.read import write_head
+from draftwing.heads.write import write_head
 from draftwing.model.lean import LeanContext, LeanTarget
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.shipped import SHIPPED
 from draftwing.tree import DraftTree
 from plain_decoding import commit

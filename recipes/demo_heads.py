@@ -22,11 +22,12 @@ import corpus
 import draftwing as dw
 from draftwing.api import load_target
 from draftwing.heads.identity import target_id
-from draftwing.heads.read import read_head, write_head
+from draftwing.heads.read import read_head
+from draftwing.heads.write import write_head
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.options import TrainOptions
-from draftwing.train.session import prepare
+from draftwing.train.session import RunFiles, prepare
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option(help="Folder of texts and runs.")]
@@ -99,14 +100,9 @@ def train(
     for name, options in RUNS.items():
         if only not in (None, name):
             continue
-        session = prepare(
-            None,
-            [out / TEXTS, out / FILES],
-            TrainOptions(**options),
-            out / name,
-            on_progress=lambda p: (
-                typer.echo(f"{p.iteration}/{p.iterations} {p.metrics}") if p.iteration % 50 == 0 else None
-            ),
+        session = prepare(RunFiles(None, [out / TEXTS, out / FILES]), TrainOptions(**options), out / name)
+        session.trainer.on_progress = lambda p: (
+            typer.echo(f"{p.iteration}/{p.iterations} {p.metrics}") if p.iteration % 50 == 0 else None
         )
         typer.echo(session.describe())
         session.run()

@@ -147,9 +147,9 @@ def test_logits_and_features(name, dtype):
     assert (target.vocab_size, target.num_layers, target.hidden_size) == (VOCAB, 3, 32)
     assert (target.max_length, target.dtype, target.eos_ids) == (256, dtype, (2,))
     taps = FeatureSpec((0, 2, 3))
-    ctx = target.new_context()
+    ctx = target.new_context(taps)
     for prompt in PROMPTS:
-        features = target.prefill(ctx, prompt, taps)
+        features = target.prefill(ctx, prompt)
         assert features.shape == (1, len(prompt) - 1, 3 * 32)
         if len(prompt) > 1:
             hidden = reference(model, prompt[:-1]).hidden_states
@@ -157,7 +157,7 @@ def test_logits_and_features(name, dtype):
     tokens = [[prompt[-1], *TREE[0][1:]] for prompt in PROMPTS]
     tree = DraftTree.from_lists(tokens, [TREE[1]] * 3)
     for _ in range(2):  # a step that failed after its forward is taken back by the next one's
-        output = target.forward(ctx, tree, taps)
+        output = target.forward(ctx, tree)
     for row, prompt in enumerate(PROMPTS):
         for node, path in enumerate(PATHS):
             expected = reference(model, [*prompt[:-1], *(tokens[row][i] for i in path)])

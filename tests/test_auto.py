@@ -22,7 +22,8 @@ from draftwing.drafters.growth import Growth
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.model.target import Context, Row
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 from test_exact import MAX_TOKENS, PROMPTS, VOCAB, lab, run  # noqa: F401  # lab is a fixture
 

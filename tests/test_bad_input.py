@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +26,7 @@ from draftwing.errors import (
     TokenizerError,
     TreeError,
     UnsupportedError,
+    shown,
 )
 from draftwing.model.lean import LeanTarget
 from draftwing.sampling import Sampling
@@ -259,10 +261,47 @@ def test_no_gpu(folder):
             load(folder, device=device)
 
 
-@pytest.mark.parametrize("budget", [{"depth": -1}, {"width": 0}])
-def test_budgets(budget):
-    with refused(ConfigError, "needs depth >= 0 and width >= 1, found", str(next(iter(budget.values())))):
+@pytest.mark.parametrize(
+    ("budget", "parts"),
+    [
+        ({"depth": -1}, ("needs depth from 0 to 1,024", "found depth -1")),
+        ({"depth": 5000}, ("needs depth from 0 to 1,024", "found depth 5000")),
+        ({"depth": 10**5000}, ("needs depth from 0 to 1,024", "found depth a value of type int")),
+        ({"depth": 1.5}, ("depth must be an integer", "found 1.5")),
+        ({"depth": "5"}, ("depth must be an integer", "found '5'")),
+        ({"depth": True}, ("depth must be an integer", "found True")),
+        ({"width": 0}, ("needs width from 1 to 256", "found width 0")),
+        ({"depth": 3, "width": 60000, "nodes": 10}, ("needs width from 1 to 256", "found width 60000")),
+        ({"depth": 1000, "width": 200, "nodes": 10}, ("may draft 4,096 nodes", "1000 times 200", "smaller")),
+        ({"nodes": 0}, ("needs nodes from 1 to 4,096", "found nodes 0", "depth 0 drafts none")),
+        ({"nodes": 2**31}, ("needs nodes from 1 to 4,096", "found nodes 2147483648")),
+        ({"paths": 5}, ("a static tree is a list of 1 to 4,096 paths", "found 5")),
+        ({"paths": ()}, ("a static tree is a list of 1 to 4,096 paths", "found 0 paths")),
+        ({"paths": "ab"}, ("a static tree is a list of 1 to 4,096 paths", "found 'ab'")),
+        ({"paths": [[0]] * 5000}, ("a static tree is a list of 1 to 4,096 paths", "found 5,000 paths")),
+        ({"paths": [[True]]}, ("a path of a static tree is a list of 1 to 1,024 ranks", "found [True]")),
+        ({"paths": [b"a"]}, ("a path of a static tree is a list of 1 to 1,024 ranks", "found b'a'")),
+        ({"paths": [[99999999999]]}, ("ranks from 0 to 255", "found [99999999999]")),
+        ({"paths": [[]]}, ("a path of a static tree is a list of 1 to 1,024 ranks", "found []")),
+        ({"paths": [[0] * 5000]}, ("a path of a static tree is a list of 1 to 1,024 ranks", "found [0, 0")),
+        ({"paths": [[0, 1]]}, ("each path's parent in its list", "found (0, 1)")),
+        ({"paths": [[0], [0]]}, ("each of its paths once",)),
+        ({"paths": [[0]], "nodes": 3}, ("give either paths or nodes",)),
+        ({"children": "many"}, ("children must be one of keyed, top, sampled, distinct", "found 'many'")),
+        ({"children": ["top"]}, ("children must be one of", "found ['top']")),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else repr(list(value))[:40],
+)
+def test_budgets(budget, parts):
+    with refused(ConfigError, *parts):
         Budget(**budget)
+
+
+def test_budgets_at_their_limits():
+    assert Budget(1024).depth == 1024
+    assert Budget(16, 256, 4096).nodes == 4096
+    assert Budget(paths=[[255], [255, 0]]) == Budget(paths=((255,), (255, 0)))
+    assert Budget(paths=[[255], [255, 0]]).width == 256
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -279,15 +318,46 @@ def test_budgets(budget):
         ("x" * 300, ("the prompt has 301 tokens", "room for 256 with at least one new token", "shorten it")),
         ([1, "x"], ("must be a text, token ids (ints) or messages, found str 'x'", "give ids")),
         ([1, 2.0], ("must be a text, token ids (ints) or messages, found float 2.0", "give ids")),
-        (torch.tensor([1, 2]), ("found Tensor tensor(", ".tolist()")),
+        (None, ("must be a text, token ids (ints) or messages, found NoneType None",)),
+        ({5, 6}, ("must be a text, token ids (ints) or messages, found set",)),
+        ("a\ud83d", ("the prompt has '\\ud83d' at character 1, which is no character", "give valid text")),
+        (b"ab", ("a prompt must be a text, found bytes", ".decode()")),
+        (torch.tensor([[1, 2]]), ("must have one dimension, found 2 (Tensor)", "one row")),
+        (torch.tensor([1.0, 2.0]), ("found float 1.0", "give ids")),
+        ([1, float("nan")], ("found float nan", "give ids")),
+        ([1, True], ("found bool True", "give ids")),
+        ([1, 10**400], ("token id 1000", "is outside any vocabulary")),
+        ([{"text": "x"}], ("message 1 of the prompt must have a role and a content", "found {'text': 'x'}")),
+        ([{"role": "user", "content": "a\udcff"}], ("'\\udcff' at character 1", "give valid text")),
         ([{"role": "user", "content": "x"}, "x"], ("found", "list of messages with role and content")),
     ],
-    ids=lambda value: None if isinstance(value, tuple) else repr(value)[:20],
+    ids=shown,
 )
 def test_prompts(prompt, parts, call, lm):
     prompts = [prompt] if call == "generate" else prompt
     with refused(PromptError, *parts):
         list(getattr(lm, call)(prompts, max_tokens=2))
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"ab", {"role": "user", "content": "x"}, [1.0, 2.0], [True], 1.5])
+def test_what_is_no_list_of_prompts(prompts, lm):
+    with refused(PromptError, "a prompt must be"):
+        lm.generate(prompts, max_tokens=2)
+    with refused(PromptError, "a prompt must be"):
+        list(lm.stream(prompts, max_tokens=2))
+
+
+def test_a_lone_message_is_no_prompt(lm):
+    with refused(PromptError, "found a lone dict {'content': 'x', 'role': 'user'}", "put a message into a list"):
+        lm.generate({"role": "user", "content": "x"})
+
+
+def test_prompts_as_arrays(lm):
+    wanted = [each.token_ids for each in lm.generate([[5, 6, 9], [7, 8, 9]], max_tokens=3)]
+    for ids in (torch.tensor([[5, 6, 9], [7, 8, 9]]), np.array([[5, 6, 9], [7, 8, 9]])):
+        assert [each.token_ids for each in lm.generate(ids, max_tokens=3)] == wanted
+        assert [each.token_ids for each in lm.generate(ids[0], max_tokens=3)] == wanted[:1]
+        assert [each.token_ids for each in lm.generate(list(ids), max_tokens=3)] == wanted
 
 
 def test_prompts_without_a_token(lm):
@@ -316,8 +386,8 @@ def test_messages(folder, lm):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"temperature": -0.1}, ("temperature must be 0 (greedy) or more", "found -0.1")),
-        ({"temperature": float("nan")}, ("temperature must be 0 (greedy) or more", "found nan")),
+        ({"temperature": -0.1}, ("temperature must be 0 (greedy) or in [1e-10, 1e10]", "found -0.1")),
+        ({"temperature": float("nan")}, ("temperature must be 0 (greedy) or in [1e-10, 1e10]", "found nan")),
         ({"temperature": None}, ("temperature must be a number", "found None")),
         ({"temperature": "hot"}, ("temperature must be a number", "found 'hot'")),
         ({"top_p": 0}, ("top_p must be in (0, 1]", "found 0")),
@@ -333,10 +403,24 @@ def test_messages(folder, lm):
         ({"banned_tokens": 5}, ("banned_tokens must be a list of token ids, found 5", "leave it out")),
         ({"banned_tokens": (3, 300)}, ("banned_tokens: token id 300 is outside the target's vocabulary of 300",)),
         ({"stop_tokens": (-1,)}, ("stop_tokens: token id -1 is outside the target's vocabulary of 300",)),
+        ({"temperature": 1e-40}, ("temperature must be 0 (greedy) or in [1e-10, 1e10]", "found 1e-40")),
+        ({"temperature": True}, ("temperature must be a number", "found True")),
+        ({"frequency_penalty": 10**400}, ("frequency_penalty must be in [-1e20, 1e20]", "found inf")),
+        ({"top_k": True}, ("top_k must be an integer", "found True")),
+        ({"ignore_eos": "no"}, ("ignore_eos must be True or False", "found 'no'")),
+        ({"stop_tokens": b"ab"}, ("stop_tokens must be a list of token ids, found b'ab'",)),
+        ({"stop_tokens": {5: 6}}, ("stop_tokens must be a list of token ids, found {5: 6}",)),
+        ({"stop_tokens": [10**5000]}, ("stop_tokens: token id a value of type int is outside",)),
+        ({"logit_bias": None}, ("logit_bias must be a dict of token ids to numbers", "found None", "leave it out")),
+        ({"logit_bias": [1, 2]}, ("logit_bias must be a dict of token ids to numbers", "found [1, 2]")),
+        ({"logit_bias": {"5": 1}}, ("logit_bias must have token ids (ints) as keys", "found '5'")),
+        ({"logit_bias": {5: "x"}}, ("each value of logit_bias must be a number", "found 'x'")),
+        ({"logit_bias": {5: 1e39}}, ("logit_bias must be in [-1e20, 1e20]", "found 1e+39 for token 5")),
+        ({"logit_bias": {5: 10**400}}, ("logit_bias must be in [-1e20, 1e20]", "for token 5")),
         ({"logit_bias": {300: 1.0}}, ("logit_bias: token id 300 is outside the target's vocabulary of 300",)),
         ({"banned_tokens": range(300)}, ("banned_tokens bans all 300 tokens", "leave one out")),
     ],
-    ids=lambda value: None if isinstance(value, tuple) else repr(value)[:40],
+    ids=shown,
 )
 def test_sampling(options, parts, lm):
     with refused(SamplingError, *parts):

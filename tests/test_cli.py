@@ -2,9 +2,12 @@
 
 import json
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 
@@ -14,10 +17,12 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from draftwing.cli import main as cli
+from draftwing.cli import progress
 from draftwing.cli import screen as console
 from draftwing.errors import DraftwingWarning
 from draftwing.evaluate import compare as compare_module
 from draftwing.evaluate import lossless as lossless_module
+from draftwing.train.trainer import Progress as TrainProgress
 
 PROMPT = "def add(a, b):\n    return a"
 TEXTS = [
@@ -213,6 +218,16 @@ ERRORS = {
     "tree": (["x", "-d", "lookup", "--tree", "bush"], "--tree must be auto"),
     "chain": (["x", "-d", "lookup", "--tree", "chain:-1"], "depth"),
     "dynamic": (["x", "-d", "lookup", "--tree", "dynamic:9,0"], "--tree must be auto"),
+    "endless chain": (["x", "-d", "lookup", "--tree", "chain:99999999999999999999"], "depth from 0 to 1,024"),
+    "digits": (["x", "-d", "lookup", "--tree", "chain:" + "9" * 5000], "--tree must be auto"),
+    "wide": (["x", "-d", "lookup", "--tree", "dynamic:60,2,40000"], "width from 1 to 256"),
+    "endless tree": (["x", "-d", "lookup", "--tree", "/dev/zero"], "more than 1,048,576 bytes"),
+    "no file": (["x", "-d", "lookup", "--tree", "a\0b"], "--tree must be auto"),
+    "no text": (["x\udcff"], "give valid text"),
+    "no text for a stop": (["x", "--stop", "\udcff"], "stop must be text"),
+    "no number": (["x", "--seed", "1e5"], "'--seed'"),
+    "no such option": (["x", "--sede", "1"], "No such option: --sede"),
+    "huge bias": (["x", "--logit-bias", "5:1e999"], "logit_bias must be in"),
     "draft": (["x", "-d", "/nowhere/draft"], "/nowhere/draft"),
 }
 
@@ -227,6 +242,72 @@ def test_errors_are_one_line_and_name_the_thing(target, name):
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert wanted in result.stderr
+
+
+TREES = {
+    "a huge rank": ("[[99999999999]]", "ranks from 0 to 255"),
+    "deep": ("[" * 100_000, "nested too deep"),
+    "booleans": ("[[true]]", "found [True]"),
+    "no list": ('{"a": 1}', "a static tree is a list"),
+    "an orphan": ("[[0, 0]]", "each path's parent in its list"),
+    "no JSON": ("[[0]", "--tree must be auto"),
+    "empty": ("", "--tree must be auto"),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_that_are_none(target, tmp_path, name):
+    content, wanted = TREES[name]
+    (tmp_path / "tree.json").write_text(content)
+    result = run("generate", "x", "-t", target, "-d", "lookup", "--tree", tmp_path / "tree.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: --tree ")
+    assert result.stderr.count("\n") == 1
+    assert wanted in result.stderr
+
+
+def test_a_tree_of_a_file(target, tmp_path, expected):
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    args = ["generate", PROMPT, "-t", target, "-d", target, "-n", 12, "--tree", tmp_path / "tree.json", "--json"]
+    found = json.loads(run(*args).stdout)
+    assert found["budget"] == "static of 3 nodes"
+    assert found["generations"][0]["token_ids"] == expected.token_ids
+
+
+NO_PROMPTS = [b'{"messages": ["x"]}\n', b"\xff\xfe", b'{"prompt": {}}', b""]
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        *(("stdin", content) for content in NO_PROMPTS),
+        *(("file", content) for content in (*NO_PROMPTS, b"[" * 100_000)),
+    ],
+)
+def test_prompts_that_are_none(target, tmp_path, source, content):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    stdin, args = (content, []) if source == "stdin" else (b"", ["--prompts", str(file)])
+    result = CliRunner().invoke(cli.app, ["generate", "-t", str(target), "-d", "none", "-n", "2", *args], input=stdin)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_questions_without_a_chat_template_are_plain_text(target, tmp_path):
+    """As in training, where messages have an empty line between two."""
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    lm = dw.load(target, draft="none")
+    for record, text in (({"question": PROMPT}, PROMPT), ({"messages": messages}, "add\n\nb\n\nc")):
+        (tmp_path / "p.jsonl").write_text(json.dumps(record))
+        result = run("generate", "--prompts", tmp_path / "p.jsonl", "-t", target, "-d", "none", "-n", 2, "--json")
+        assert result.exit_code == 0, result.output
+        (one,) = json.loads(result.stdout)["generations"]
+        assert one["num_prompt_tokens"] == len(lm.encode(text))
 
 
 def test_typical_with_lossy_says_so(target):
@@ -281,10 +362,16 @@ def test_compare_fails_where_a_text_differs(target, prompts, monkeypatch):
     result = run(*args)
     assert result.exit_code == 1
     assert "no (0 of 1)" in result.stdout
+    assert json.loads(run(*args, "--json").stdout)["promised"] == "same text"
     # The classic rules promise the law of the text, not the text.
-    result = run(*args, "--rule", "speculative", "-T", 1)
+    args += ["--rule", "speculative", "-T", 1]
+    result = run(*args)
     assert result.exit_code == 0
     assert "law of the text" in result.stdout
+    assert "same law, other text" in result.stdout
+    assert "no (0 of 1)" not in result.stdout
+    assert "identical" not in result.stdout
+    assert json.loads(run(*args, "--json").stdout)["promised"] == "same law, other text"
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
@@ -373,3 +460,117 @@ def test_the_module_starts_as_a_program():
     )
     for command in ("generate", "compare", "verify", "info"):
         assert command in done.stdout
+
+
+def test_help_imports_nothing_that_takes_long():
+    program = (
+        "import sys; sys.argv = ['draftwing', *sys.argv[1:]]\n"
+        "from draftwing.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: print(ended.code, {'torch', 'transformers', 'numpy'} & set(sys.modules))\n"
+    )
+    for args in (["--help"], ["generate", "--help"], ["data", "cache", "--help"], ["--version"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=120, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "0 set()", args
+
+
+def test_public_names_come_at_first_use():
+    program = (
+        "import sys, draftwing as dw; assert 'torch' not in sys.modules; assert set(dw.__all__) <= set(dir(dw))\n"
+        "from draftwing import Budget, load; assert dw.load is load; assert 'torch' in sys.modules\n"
+        "try: dw.lode\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "module 'draftwing' has no attribute 'lode'\n"
+
+
+# --- what a shell does -----------------------------------------------------------------------------------------------
+
+
+def shell(command, *args):
+    """A command line with ``$0`` for the program and ``$@`` for bytes of any kind."""
+    program = [sys.executable, "-m", "draftwing.cli.main"]
+    words = " ".join(map(shlex.quote, program))
+    return subprocess.run(
+        ["bash", "-c", command.replace("draftwing", words), "bash", *args],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_arguments_that_are_not_utf_8(target):
+    done = shell('draftwing generate "$1" -t "$2" -d none -n 2', b"caf\xe9", str(target))
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: the prompt has ")
+    assert done.stderr.count(b"\n") == 1
+    done = shell('draftwing info -t "$1"', b"/nowhere/\xe9")
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("way", ["| true", ">&-", "> /dev/full", "2>&-"])
+def test_a_stdout_that_takes_nothing(target, way):
+    done = shell(f'draftwing generate "$1" -t "$2" -d none -n 2 {way}; exit ${{PIPESTATUS[0]}}', PROMPT, str(target))
+    assert done.returncode in ((2,) if "full" in way else (0, 1))
+    assert b"Traceback" not in done.stderr
+    assert b"Exception" not in done.stderr
+    assert done.stderr.startswith(b"error: ") == ("full" in way)
+
+
+def test_an_interrupt_is_quiet(target, tmp_path):
+    """Ctrl-C while it reads, loads or decodes."""
+    program = "from draftwing.cli.main import main\nprint('ready', flush=True)\nmain()"
+    command = [sys.executable, "-c", program, "generate", "-t", str(target), "-d", "none", "-n", "100"]
+    for seconds in (0.3, 3.0):
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout.readline() == b"ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(seconds)  # for the end of stdin
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert (out, err) == (b"", b"")
+
+
+# --- progress in files and pipes -------------------------------------------------------------------------------------
+
+
+def test_a_long_run_in_a_pipe_tells_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    with progress.progress("answering") as on_progress:
+        time.sleep(0.2)
+        on_progress(1, 4000)
+        time.sleep(0.2)  # one answer that takes long
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 4
+    assert lines[0] == "answering, 0:00 so far"
+    assert re.fullmatch(r"answering: 1 of 4,000, 0:00 so far, about \d+:\d\d(:\d\d)? left", lines[-1])
+    time.sleep(0.15)
+    assert capsys.readouterr().err == ""  # and no more once it has ended
+
+
+def test_training_in_a_pipe_tells_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    with progress.training() as show:
+        metrics = {"loss": 2.0, "tokens_per_s": 100.0, "agreement": [0.5, 0.25]}
+        show(TrainProgress(7, 100, metrics))
+        time.sleep(0.2)
+        monkeypatch.setattr(progress, "EVERY", 60)
+        show(TrainProgress(8, 100, {**metrics, "tau": 2.5, "alpha": [0.75]}))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "iteration 7/100  loss 2.000  100 tokens/s  agreement .50 .25"
+    assert lines[-1] == "iteration 8/100  loss 2.000  100 tokens/s  agreement .50 .25  tau 2.50 (.75)"
+
+
+@pytest.mark.parametrize("command", ["compare", "verify"])
+def test_commands_tell_how_far_they_are(target, prompts, monkeypatch, command):
+    monkeypatch.setattr(progress, "EVERY", 1e-3)
+    args = ["-t", target, "-d", "lookup", "--prompts", prompts, "-n", 20]
+    result = run(command, *args)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^(comparing|verifying): \d of \d, \d:\d\d so far", result.stderr, re.M)

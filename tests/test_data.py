@@ -189,6 +189,10 @@ def test_a_template_that_prints_the_date_prints_the_same_every_day(tokenizer_wit
         {"messages": [{"role": "USER", "content": "hi"}, {"role": "assistant", "content": "add"}]},
         {"prompt": "hi", "response": "add"},
         {"prompt": "hi", "completion": "add"},
+        {"question": "hi", "answer": "add"},
+        {"instruction": "hi", "input": "", "output": "add"},
+        {"turns": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "add"}]},
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "add"}]},
     ],
 )
 def test_the_shapes_of_a_dialogue(entry, tokenizer_with, write):
@@ -198,6 +202,22 @@ def test_the_shapes_of_a_dialogue(entry, tokenizer_with, write):
     assert spoken(example, tokenizer) == ["add<|im_end|>"]
     listed = read_examples([write("dump.json", json.dumps([entry, entry]))], tokenizer, max_length=99)
     assert [one.ids.tolist() for one in listed.examples] == [example.ids.tolist()] * 2
+
+
+def test_an_instruction_has_its_input_below_it(tokenizer_with, write):
+    tokenizer = tokenizer_with(CHATML)
+    file = write("a.jsonl", [{"instruction": "hi", "input": "x", "output": "add"}])
+    example = only(read_examples([file], tokenizer, max_length=99))
+    assert text_of(example.ids, tokenizer).startswith("<|im_start|>user\nhi\n\nx<|im_end|>")
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x1c", "\x0b"])
+def test_only_a_newline_ends_a_line(end, tokenizer_with, write):
+    """JSON lets all of them stand in a string, and ``str.splitlines`` cuts at every one."""
+    tokenizer = tokenizer_with()
+    line = json.dumps({"text": f"add{end}row"}, ensure_ascii=False) + "\n"
+    corpus = read_examples([write("a.jsonl", line + line)], tokenizer, max_length=50)
+    assert text_of(corpus.stream, tokenizer) == f"add{end}row</s>" * 2
 
 
 def test_long_dialogues_are_cut_and_skipped_only_where_nothing_is_left(tokenizer_with, write):
@@ -508,13 +528,13 @@ def test_draft_vocabulary_refuses():
     ("name", "content", "parts"),
     [
         ("a.jsonl", "", ["a.jsonl: this file is empty"]),
-        ("a.jsonl", '{"text": "x"}\n\n{"text"\n', ["a.jsonl, line 3: not JSON", "mend or delete the line"]),
+        ("a.jsonl", '{"text": "x"}\n\n{"text"\n', ["a.jsonl, line 3: not JSON", "fix or delete the line"]),
         ("a.jsonl", b'{"text": "\xff"}\n', ["a.jsonl, line 1: not JSON", "utf-8"]),
         ("a.jsonl", "[1]\n", ["a.jsonl, line 1: expected an object with 'conversations'", "found [1]"]),
         (
             "a.jsonl",
-            [{"question": "x", "answer": "y"}],
-            ["line 1: expected one of", "found 'question', 'answer': rename"],
+            [{"query": "x", "reply": "y"}],
+            ["line 1: expected one of", "'question' (with 'answer')", "found 'query', 'reply': rename"],
         ),
         ("a.jsonl", [{"text": 3}], ["line 1: expected a string under 'text', found int 3", "delete the entry"]),
         ("a.jsonl", [{"prompt": "x", "response": None}], ["expected a string under 'response', found NoneType"]),
@@ -537,8 +557,12 @@ def test_draft_vocabulary_refuses():
         ),
         ("a.jsonl", [{"prompt": "x"}], ["nothing is left to train on (1 with no assistant turn)", "data regenerate"]),
         ("a.jsonl", [{"text": "  "}], ["nothing is left to train on (1 with no text)", "larger max_length"]),
+        ("a.jsonl", "[" * 100_000, ["a.jsonl, line 1: not JSON", "nested too deep"]),
+        ("a.jsonl", [{"turns": [3]}], ["line 1, 'turns', message 1: expected an object, found 3"]),
+        ("a.jsonl", [{"instruction": "x", "input": 3}], ["expected a string under 'input', found int 3"]),
+        ("a.json", "[" * 100_000, ["a.json: not JSON", "nested too deep"]),
         ("a.json", "[1", ["a.json: not JSON", "name the file .jsonl"]),
-        ("a.json", '{"a": 1}', ["a.json: expected a list of objects with 'conversations'", "found \"{'a': 1}\""]),
+        ("a.json", '{"a": 1}', ["a.json: expected a list of objects with 'conversations'", "found {'a': 1}"]),
         ("a.txt", b"\xe9\xe8", ["a.txt: expected UTF-8 text, found other bytes", "convert"]),
         ("a.txt", b"a\0b", ["a.txt: expected UTF-8 text", "zero bytes"]),
         ("data/.hidden", "x", ["data: this folder has no file to read"]),

@@ -11,11 +11,14 @@ from safetensors.torch import load_file, save_file
 from conftest import add_tokenizer
 from draftwing.heads.convert import convert
 from draftwing.heads.doctor.examine import CHECKS, diagnose
+from draftwing.heads.head import Head
 from draftwing.heads.identity import chat_template_hash, target_id_of_folder
-from draftwing.heads.read import read_config, write_head
-from draftwing.model.config import ModelConfig
+from draftwing.heads.write import save_head, write_head
+from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.eagle_tensors import tensor_shapes
 
 VOCAB, HIDDEN, LAYERS, DRAFT = 300, 32, 8, 100
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -78,14 +81,14 @@ def troubles(folder, target=None):
 
 
 def found(folder, target, name, status, *parts):
-    """Exactly one finding is not ok; it has the name and the status, and its text has the parts and a mend."""
+    """Exactly one finding is not ok; it has the name and the status, and its text has the parts and a fix."""
     wrong = troubles(folder, target)
     assert list(wrong) == [name], wrong
     finding = wrong[name]
     assert finding.status == status, finding
     for part in parts:
-        assert part in f"{finding.detail} -> {finding.mend}", finding
-    assert finding.mend
+        assert part in f"{finding.detail} -> {finding.fix}", finding
+    assert finding.fix
 
 
 # --- sound heads -----------------------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def test_a_sound_head_passes(target, training, tmp_path, version, changes, dtype
     findings = diagnose(tmp_path / "head", target)
     assert [(finding.name, finding.detail) for finding in findings if finding.status != "ok"] == []
     assert len(findings) == len(CHECKS) == len({finding.name for finding in findings})
-    assert all(finding.detail and not finding.mend for finding in findings)
+    assert all(finding.detail and not finding.fix for finding in findings)
 
 
 @pytest.mark.parametrize("layout", ["eagle", "vllm", "sglang", "speculators"])
@@ -125,7 +128,7 @@ def test_without_a_target_nothing_is_guessed(head):
     assert set(wrong) == {
         "rope-theta", "max-positions", "hidden-size", "num-layers", "vocabulary", "chat-template"
     }  # fmt: skip
-    assert all(finding.mend == "give the target's folder" for finding in wrong.values())
+    assert all(finding.fix == "give the target's folder" for finding in wrong.values())
 
 
 def test_a_foreign_head_leaves_some_things_open(target, head):
@@ -150,7 +153,7 @@ def test_nothing_about_a_head_raises(target, head, tmp_path):
     assert "expected JSON" in troubles(head, target)["config"].detail
     model = troubles(target, target)
     assert model["config"].status == "fail"
-    assert "num_hidden_layers` is 8" in model["config"].detail
+    assert "without an fc.weight among them: is this a language model's folder" in model["config"].detail
 
 
 def test_damaged_weights(target, head):
@@ -166,7 +169,7 @@ def test_a_config_of_another_kind(target, head):
     set_config(head, num_hidden_layers=2)
     wrong = troubles(head, target)
     assert wrong["config"].status == "fail"
-    assert "`num_hidden_layers` is 2" in wrong["config"].detail
+    assert "says `num_hidden_layers` 2, but the tensors are those of 1" in wrong["config"].detail
     set_config(head, num_hidden_layers=1)
     set_block(head, version=1)
     assert "those of EAGLE-3" in troubles(head, target)["config"].detail
@@ -299,6 +302,42 @@ def test_biases(target, training, first, head, tmp_path):
     found(head, target, "fc-bias", "fail", "biases in attention", "there is no fc.bias either")
 
 
+def random_head(target, training, folder, version, **changes):
+    """A head of a shape for which no net is needed to write it."""
+    shape = {**read_config(target), "hidden_size": changes.pop("hidden_size", HIDDEN)}
+    config = EagleConfig.for_target(version, ModelConfig.from_hf(shape), DRAFT, **changes)
+    config = replace(config, target=target_id_of_folder(target))
+    tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(config).items()}
+    ids = KEPT if config.has_draft_vocab else None
+    save_head(folder, Head(config, tensors, ids, training=training), "draftwing")
+    return folder
+
+
+def test_layers(target, training, tmp_path):
+    two = random_head(target, training, tmp_path / "two", 3, num_layers=2)
+    found(two, target, "layers", "warn", "EAGLE-3 of 2 layers", "SGLang drops the residual", "serve it with vLLM")
+    assert troubles(random_head(target, training, tmp_path / "first", 1, num_layers=2), target) == {}
+
+
+def test_biases_in_attention(target, training, head, tmp_path):
+    third = random_head(target, training, tmp_path / "third", 3, qkv_bias=True)
+    found(third, target, "attention-bias", "warn", "SGLang and EAGLE's own code drop them", "serve it with vLLM")
+    first = random_head(target, training, tmp_path / "first", 1, qkv_bias=True)
+    assert troubles(first, target) == {}
+    set_config(first, "qkv_bias", "attention_bias")
+    found(first, target, "attention-bias", "warn", "has no `qkv_bias`: EAGLE's own code drops them", "set `qkv_bias`")
+    set_config(head, attention_bias=True)
+    found(head, target, "attention-bias", "warn", "none, but config.json says `attention_bias` true", "to false")
+
+
+def test_a_head_narrower_than_its_target(target, training, tmp_path, folder_of):
+    changes = {"hidden_size": 16, "target_hidden_size": HIDDEN, "own_embedding": True}
+    narrow = random_head(target, training, tmp_path / "narrow", 3, **changes)
+    assert set(troubles(narrow, target)) == {"embedding"}
+    wide = folder_of("llama", vocab_size=VOCAB, num_hidden_layers=LAYERS, hidden_size=64)
+    assert troubles(narrow, wide)["hidden-size"].detail == "target_hidden_size 32, the target has 64"
+
+
 def test_lm_heads(target, head, first):
     set_config(head, tie_word_embeddings=True)
     found(head, target, "lm-head", "warn", "SGLang then reads the embedding", "set it to false")
@@ -398,9 +437,9 @@ def test_a_copy_of_the_embedding(target, head):
     assert troubles(head, target) == {}
     assert troubles(head)["embedding"].status == "unknown"
     set_weights(head, **{"embed_tokens.weight": embedding + 0.5})
-    found(
-        head, target, "embedding", "fail", "is not the target's: vLLM would use this one", "remove embed_tokens.weight"
-    )
+    found(head, target, "embedding", "warn", "it is not the target's", "SGLang takes the target's", "stale copy")
+    set_block(head, own_embedding=True)
+    found(head, target, "embedding", "warn", "config.json says so", "SGLang takes the target's")
 
 
 def test_targets_of_other_families(head, folder_of):

@@ -1,7 +1,9 @@
 """Drafts that the CPU kernel grows in one call: the trees of ``Growth``, and those of a rule by explicit search."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
+from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
@@ -17,9 +20,10 @@ from draftwing.errors import ConfigError
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.run.kernel.build import get_kernel, noise_of
-from draftwing.run.kernel.program import GrowthRule
+from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
@@ -75,8 +79,8 @@ def started(drafter, target, requests, steps=2) -> tuple[Decoder, SamplingBatch]
 def trees(name, target, folder_of, kind, budget, at_once) -> DraftTree:
     drafter = drafter_for(name, target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS[kind])
-    drafter.at_once = at_once
-    return drafter.propose(decoder.ctx, sampling, budget)
+    with nullcontext() if at_once else mock.patch.object(Asked, "request", lambda self: None):
+        return drafter.propose(decoder.ctx, sampling, budget)
 
 
 def same(found: DraftTree, wanted: DraftTree) -> None:

@@ -20,7 +20,8 @@ from draftwing.engine.rows import explain
 from draftwing.errors import ConfigError, DraftwingError, NumericsError, PromptError
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 

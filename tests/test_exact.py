@@ -31,15 +31,17 @@ from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.objectives import OBJECTIVES
+from draftwing.noise import KeyedNoise
 from draftwing.run.kernel.build import get_kernel
-from draftwing.run.kernel.program import GrowthRule
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.run.request import GrowthRule
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats, Step
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.batch import Truth, UnrolledLoss
-from draftwing.train.loss.objectives import OBJECTIVES
 from draftwing.tree import PAD, DraftTree
 
 VOCAB = SMALL["vocab_size"]

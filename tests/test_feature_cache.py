@@ -14,16 +14,17 @@ from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.heads.identity import target_id
 from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.train.data.batches import Batches
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features import cache_writer
 from draftwing.train.features.cache import CachedFeatures, FeatureCache
-from draftwing.train.features.cache_writer import estimate, write_cache
+from draftwing.train.features.cache_writer import CacheForm, estimate, write_cache
 from draftwing.train.features.source import OnlineFeatures
 from draftwing.train.initial import initialise
 from draftwing.train.options import TrainOptions
-from draftwing.train.session import prepare
+from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
 
 TAPS = (0, 1, 2)
@@ -58,9 +59,8 @@ def batches_of(corpus, seed=5, tokens=TOKENS):
 
 def write(folder, target, corpus, taps=TAPS, dtype=torch.float32, **options):
     batches = options.pop("batches", None) or batches_of(corpus)
-    return write_cache(
-        folder, target, batches, taps, identity=target_id(target), dtype=dtype, shard_bytes=SHARD, **options
-    )
+    form = CacheForm(dtype, SHARD)
+    return write_cache(folder, target, batches, taps, identity=target_id(target), form=form, **options)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,20 @@ def exact(target, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache") / "exact"
     write(folder, target, corpus)
     return folder
+
+
+def test_two_runs_never_write_one_cache(target, corpus, tmp_path):
+    tried = []
+
+    def second(done, total):
+        if not tried:
+            tried.append(done)
+            with refused(DataError, "another run (process ", "writes here"):
+                write(tmp_path / "cache", target, corpus)
+
+    write(tmp_path / "cache", target, corpus, on_progress=second)
+    assert len(tried) == 1
+    assert not [path.name for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
 
 
 @pytest.fixture
@@ -162,9 +176,8 @@ def train(method, target, source, out):
     net = EagleNet(config, target.embedding, target.head)
     initialise(net, target.head, [source.batch(0)])
     losses = []
-    trainer = Trainer(
-        net, target.head, source, options, out, on_progress=lambda progress: losses.append(progress.metrics["loss"])
-    )
+    trainer = Trainer(net, target.head, source, options, out)
+    trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
     trainer.run()
     return torch.cat([p.detach().flatten() for p in net.parameters() if p.requires_grad]), torch.tensor(losses)
 
@@ -393,15 +406,14 @@ def test_cache_and_train(method, folder, tmp_path):
         seed=3,
     )
     settings = {"dtype": "float32", "device": "cpu"}
-    session = prepare(folder, [data], options, tmp_path / "run", cache=tmp_path / "cache", **settings)
-    online = prepare(folder, [data], options, tmp_path / "online", **settings)
+    cached = RunFiles(folder, [data], cache=tmp_path / "cache")
+    session = prepare(cached, options, tmp_path / "run", **settings)
+    online = prepare(RunFiles(folder, [data]), options, tmp_path / "online", **settings)
     assert session.training.num_tokens == found["size"]["num_tokens"]
     assert np.array_equal(session.validation.stream, online.validation.stream)
     assert session.coverage == pytest.approx(online.coverage, abs=0.02)
     # What is held out is what the cache held out, whatever the seed of the run.
-    other = prepare(
-        folder, [data], dataclasses.replace(options, seed=4), tmp_path / "seed", cache=tmp_path / "cache", **settings
-    )
+    other = prepare(cached, dataclasses.replace(options, seed=4), tmp_path / "seed", **settings)
     assert np.array_equal(other.validation.stream, online.validation.stream)
     # Both cut their rows at other places, and so start from other solutions: here from one.
     online.trainer.net.load_state_dict(session.trainer.net.state_dict())
@@ -414,8 +426,7 @@ def test_cache_and_train(method, folder, tmp_path):
         ({"data_share": 0.5}, ["read whole", "data_share 0.5"]),
     ]:
         with refused(ConfigError, str(tmp_path / "cache"), *parts):
-            wanted = dataclasses.replace(options, **change)
-            prepare(folder, [data], wanted, tmp_path / "no", cache=tmp_path / "cache", **settings)
+            prepare(cached, dataclasses.replace(options, **change), tmp_path / "no", **settings)
 
 
 def test_the_command_refuses(folder, tmp_path):

@@ -4,11 +4,9 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -17,16 +15,19 @@ from safetensors.torch import load_file, save_file
 from conftest import SMALL, add_tokenizer, refused
 from draftwing.api import load_target
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
-from draftwing.heads import files
+from draftwing.heads import identity, write
 from draftwing.heads.convert import convert, serve_command
-from draftwing.heads.head import expected_shapes
+from draftwing.heads.head import Head
 from draftwing.heads.identity import chat_template_hash, target_id, target_id_of_folder
-from draftwing.heads.read import is_head, load_head, read_config, read_head, write_head
+from draftwing.heads.read import is_head, load_head, read_head
 from draftwing.heads.vocab import read_draft_vocab, to_maps
-from draftwing.model.config import ModelConfig
+from draftwing.heads.write import save_head, write_head
+from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.linear import Linear
 from draftwing.nets.calibration import Calibration
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId, default_taps
+from draftwing.nets.eagle_tensors import tensor_shapes
 from draftwing.text.tokenizer import Tokenizer
 
 VOCAB, HIDDEN, LAYERS, DRAFT = SMALL["vocab_size"], SMALL["hidden_size"], 8, 20
@@ -56,6 +57,13 @@ VARIANTS = {
     "eagle3-gelu": (3, {"hidden_act": "gelu"}),
     "eagle3-partial": (3, {"rotary_dim": 4}),
     "eagle3-calibrated": (3, {"calibration": Calibration(0.75, 0.125)}),
+    "eagle1-layers": (1, {"num_layers": 3}),
+    "eagle1-qkv-bias": (1, {"qkv_bias": True, "num_layers": 2}),
+    "eagle1-embedding": (1, {"own_embedding": True}),
+    "eagle3-layers": (3, {"num_layers": 3}),
+    "eagle3-qkv-bias": (3, {"qkv_bias": True}),
+    "eagle3-embedding": (3, {"own_embedding": True}),
+    "eagle3-narrow": (3, {"hidden_size": 16, "target_hidden_size": HIDDEN, "own_embedding": True, "fc_norm": True}),
 }
 # The layouts that can express each of them, besides our own; the rest refuse with this word.
 EXPRESS = {
@@ -74,6 +82,13 @@ EXPRESS = {
     "eagle3-gelu": {"eagle"},
     "eagle3-partial": set(),
     "eagle3-calibrated": {"eagle", "vllm", "sglang", "speculators"},
+    "eagle1-layers": {"eagle", "vllm", "sglang"},
+    "eagle1-qkv-bias": {"eagle", "vllm", "sglang"},
+    "eagle1-embedding": {"eagle", "vllm"},
+    "eagle3-layers": {"vllm", "speculators"},
+    "eagle3-qkv-bias": {"vllm", "speculators"},
+    "eagle3-embedding": {"eagle", "vllm", "speculators"},
+    "eagle3-narrow": {"vllm", "speculators"},
 }
 REASONS = {
     ("eagle1", "speculators"): "EAGLE-1",
@@ -90,6 +105,15 @@ REASONS = {
     ("eagle3-token", None): "draft inputs 'token'",
     ("eagle3-gelu", None): "activation 'gelu'",
     ("eagle3-partial", None): "rotation of 4 of 8 numbers",
+    ("eagle1-layers", None): "EAGLE-1",
+    ("eagle1-qkv-bias", None): "EAGLE-1",
+    ("eagle1-embedding", "sglang"): "an embedding of the head's own",
+    ("eagle1-embedding", "speculators"): "EAGLE-1",
+    ("eagle3-layers", None): "EAGLE-3 of 3 layers",
+    ("eagle3-qkv-bias", None): "biases of queries, keys and values in EAGLE-3",
+    ("eagle3-embedding", None): "an embedding of the head's own",
+    ("eagle3-narrow", "eagle"): "fc_norm",
+    ("eagle3-narrow", "sglang"): "an embedding of the head's own",
 }
 LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators")
 
@@ -97,7 +121,8 @@ LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators")
 def config_of(variant, **more):
     version, changes = VARIANTS[variant]
     changes = {"draft_vocab_size": DRAFT, **changes, **more}
-    shape = {**SHAPE, **{key: changes.pop(key) for key in ("rope_scaling", "head_dim", "hidden_act") if key in changes}}
+    of_model = ("rope_scaling", "head_dim", "hidden_act", "hidden_size")
+    shape = {**SHAPE, **{key: changes.pop(key) for key in of_model if key in changes}}
     model = ModelConfig.from_hf(shape)
     rotary_dim = changes.pop("rotary_dim", model.head_dim)
     config = EagleConfig.for_target(
@@ -111,11 +136,31 @@ def net_of(variant="eagle3", dtype=torch.float32, **more):
     torch.manual_seed(7)
     config = config_of(variant, **more)
     ids = KEPT if config.has_draft_vocab else None
-    net = EagleNet(config, EMBEDDING.to(dtype), Linear(LM_HEAD), ids, dtype)
+    embedding = EMBEDDING[:, : config.hidden_size].to(dtype)
+    net = EagleNet(config, embedding, Linear(LM_HEAD), ids, dtype)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return net
+
+
+def head_of(variant="eagle3", dtype=torch.float32, **more):
+    """A random head, without a net around it."""
+    torch.manual_seed(7)
+    config = config_of(variant, **more)
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in tensor_shapes(config).items()}
+    return Head(config, tensors, KEPT if config.has_draft_vocab else None, {}, {"steps": 3}, TARGET.name)
+
+
+def assert_same_head(one, other):
+    """All that a folder holds; there is nothing else that a layout could be written from."""
+    assert replace(one, tensors={}, target_ids=None, copies={}) == replace(
+        other, tensors={}, target_ids=None, copies={}
+    )
+    assert (one.target_ids is None) == (other.target_ids is None)
+    assert one.target_ids is None or torch.equal(one.target_ids, other.target_ids)
+    assert_same_tensors(one.tensors, other.tensors)
+    assert_same_tensors(one.copies, other.copies)
 
 
 torch.manual_seed(3)
@@ -177,27 +222,30 @@ def test_our_own_folder_comes_back_as_it_was(tmp_path, variant, dtype):
 
 
 @pytest.mark.parametrize(
-    ("variant", "one", "other", "dtype"),
+    ("variant", "layout", "dtype"),
     [
-        (variant, one, other, dtype)
+        (variant, layout, torch.bfloat16 if variant in ("eagle1", "eagle3.1") else torch.float32)
         for variant in VARIANTS
-        for one, other in product(LAYOUTS, LAYOUTS)
-        if {one, other} <= {"draftwing", *EXPRESS[variant]}
-        for dtype in (
-            [torch.float32, torch.bfloat16] if variant in ("eagle1", "eagle3", "eagle3.1") else [torch.float32]
-        )
+        for layout in LAYOUTS
+        if layout in {"draftwing", *EXPRESS[variant]}
     ],
 )
-def test_every_pair_of_layouts_there_and_back(tmp_path, variant, one, other, dtype):
-    net = net_of(variant, dtype)
-    write_head(tmp_path / "start", net, training={"steps": 3})
-    convert(tmp_path / "start", tmp_path / "one", one)
-    convert(tmp_path / "one", tmp_path / "other", other)
-    convert(tmp_path / "other", tmp_path / "again", one)
+def test_every_layout_there_and_back(tmp_path, variant, layout, dtype):
+    """What is read back from any layout is the very head: so is then what any other layout is written from."""
+    head = head_of(variant, dtype)
+    save_head(tmp_path / "one", head, layout)
+    assert_same_head(load_head(tmp_path / "one"), head)
+    convert(tmp_path / "one", tmp_path / "again", layout)
     assert_same_folder(tmp_path / "one", tmp_path / "again")
-    convert(tmp_path / "again", tmp_path / "end", "draftwing")
+
+
+def test_from_one_engine_to_another(tmp_path):
+    save_head(tmp_path / "start", head_of("eagle3-taps"), "draftwing")
+    convert(tmp_path / "start", tmp_path / "one", "sglang")
+    convert(tmp_path / "one", tmp_path / "two", "speculators")
+    convert(tmp_path / "two", tmp_path / "end", "draftwing")
     assert_same_folder(tmp_path / "start", tmp_path / "end")
-    assert_same_net(net, load(tmp_path / "other", dtype))
+    assert_same_net(load(tmp_path / "start"), load(tmp_path / "two"))
 
 
 @pytest.mark.parametrize(
@@ -205,10 +253,9 @@ def test_every_pair_of_layouts_there_and_back(tmp_path, variant, one, other, dty
     [(variant, layout) for variant in VARIANTS for layout in LAYOUTS[1:] if layout not in EXPRESS[variant]],
 )
 def test_what_a_layout_cannot_express_is_named(tmp_path, variant, layout):
-    write_head(tmp_path / "start", net_of(variant))
     reason = REASONS.get((variant, layout)) or REASONS[variant, None]
     with refused(UnsupportedError, f"the {layout} layout cannot express", reason, "write it in another layout"):
-        convert(tmp_path / "start", tmp_path / "out", layout)
+        save_head(tmp_path / "out", head_of(variant), layout)
     assert not (tmp_path / "out").exists()
 
 
@@ -544,6 +591,63 @@ def test_old_names_of_sglang_and_vllm(tmp_path):
     assert torch.equal(net.target_ids, KEPT)
 
 
+def raw_biases(base):
+    return {f"{base}.self_attn.{each}_proj.bias": torch.randn(32 if each == "q" else 16) for each in "qkv"}
+
+
+def raw_next(index):
+    """A layer after the first: a plain one, with its norm before attention."""
+    return {**raw_layer(f"layers.{index}", 32), f"layers.{index}.input_layernorm.weight": torch.randn(32)}
+
+
+def test_eagle_1_of_two_layers_with_biases(tmp_path):
+    tensors = {**raw_first(), **raw_next(1), **raw_biases("layers.0"), **raw_biases("layers.1")}
+    config = raw_config(bias=False, num_hidden_layers=2, qkv_bias=True)
+    folder = foreign(tmp_path / "head", config, tensors)
+    assert not is_head(config)
+    assert is_head(config, folder)
+    head = load_head(folder)
+    assert (head.config.num_layers, head.config.qkv_bias) == (2, True)
+    assert_same_tensors(head.tensors, tensors)
+    convert(folder, tmp_path / "sglang", "sglang", target=TARGET)
+    out = load_file(tmp_path / "sglang" / "model.safetensors")
+    assert read_config(tmp_path / "sglang")["attention_bias"] is True
+    for index in (0, 1):  # a bias that engines would leave at what memory held
+        assert not out[f"layers.{index}.self_attn.o_proj.bias"].any()
+        assert torch.equal(
+            out[f"layers.{index}.self_attn.v_proj.bias"], tensors[f"layers.{index}.self_attn.v_proj.bias"]
+        )
+
+
+def test_eagle_3_narrower_than_its_target(tmp_path):
+    """As EAGLE's own code has them: ``target_hidden_size``, and an embedding of the head's own."""
+    tensors = {**raw_third(), **MAPS, "fc.weight": torch.randn(32, 192), "embed_tokens.weight": torch.randn(VOCAB, 32)}
+    config = raw_config(draft_vocab_size=DRAFT, target_hidden_size=64)
+    head = load_head(foreign(tmp_path / "head", config, tensors))
+    assert (head.config.hidden_size, head.config.feature_size, head.config.own_embedding) == (32, 64, True)
+    assert_same_tensors(head.tensors, {name: each for name, each in tensors.items() if name not in MAPS})
+    wide = replace(TARGET, hidden_size=64)
+    assert head.for_target(wide, None, "head").config.taps == (2, 4, 5)
+    with refused(CheckpointError, "not for some/target", "hidden_size 64 and 32"):
+        head.for_target(TARGET, None, "head")
+    with refused(CheckpointError, "an embedding of (61, 64), this one's is (61, 32)"):
+        read_head(tmp_path / "head", EMBEDDING, None, wide)
+
+
+def test_eagle_3_of_vllm_with_two_layers_and_biases(tmp_path):
+    tensors = {**raw_third(base="layers.0"), **raw_next(1), **MAPS}
+    for base in ("layers.0", "layers.1"):
+        tensors |= {**raw_biases(base), f"{base}.self_attn.o_proj.bias": torch.zeros(32)}
+    layer = raw_config(num_hidden_layers=2, attention_bias=True)
+    folder = foreign(tmp_path / "head", speculators_config(transformer_layer_config=layer), tensors)
+    head = load_head(folder)
+    assert (head.config.num_layers, head.config.qkv_bias) == (2, True)
+    assert torch.equal(head.tensors["midlayer.self_attn.k_proj.bias"], tensors["layers.0.self_attn.k_proj.bias"])
+    assert not any(name.endswith("o_proj.bias") for name in head.tensors)
+    convert(folder, tmp_path / "out", "speculators", target=TARGET)
+    assert_same_tensors(load_file(tmp_path / "out" / "model.safetensors"), tensors)
+
+
 def speculators_config(**more):
     layer = raw_config(torch_dtype="float32")
     layer["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.pop("rope_theta")}
@@ -693,9 +797,9 @@ def test_missing_unknown_and_misshapen_tensors(head):
     ("name", "kind"),
     [
         ("mask_hidden", "several tokens in one forward"),
-        ("layers.1.mlp.up_proj.weight", "more than one decoder layer"),
+        ("additional_layers.0.hidden_norm.weight", "SGLang's further layers"),
         ("midlayer.self_attn.q_norm.weight", "norms on queries and keys"),
-        ("midlayer.self_attn.q_proj.bias", "biases in attention"),
+        ("midlayer.mlp.up_proj.bias", "biases in the MLP"),
         ("midlayer.mlp.up_proj.weight_scale", "quantised"),
         ("embedding_layernorm.weight", "norms before fc's input"),
     ],
@@ -709,13 +813,11 @@ def test_heads_of_other_kinds(head, name, kind):
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"num_hidden_layers": 2}, "`num_hidden_layers` is 2"),
         ({"quantization_config": {"bits": 4}}, "its weights are quantised"),
         ({"model_type": "qwen2"}, "of `model_type` 'qwen2'"),
-        ({"attention_bias": True}, "has no biases"),
+        ({"mlp_bias": True}, "`mlp_bias` is true"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope'"),
-        ({"target_hidden_size": 64}, "`target_hidden_size` 64 differs from `hidden_size` 32"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state` is false"),
         ({"hidden_act": "relu"}, "`hidden_act` is 'relu'"),
     ],
@@ -724,6 +826,34 @@ def test_configs_of_other_kinds(head, changes, found):
     set_config(head, **changes)
     with refused(UnsupportedError, "config.json", found, "with the engine that it was made for"):
         load(head)
+
+
+def test_layers_and_biases_that_config_and_tensors_disagree_about(tmp_path):
+    def head(name, config, tensors):
+        return foreign(tmp_path / name, raw_config(draft_vocab_size=DRAFT, **config), {**tensors, **MAPS})
+
+    with refused(CheckpointError, "says `num_hidden_layers` 2, but the tensors are those of 1", "one place"):
+        load(head("layers", {"num_hidden_layers": 2}, raw_third()))
+    with refused(CheckpointError, "says `num_hidden_layers` 1, but the tensors are those of 2", "correct"):
+        load(head("more", {}, {**raw_third(), **raw_next(1)}))
+    with refused(CheckpointError, "'layers.1.self_attn.k_proj.weight' is missing"):
+        found = {**raw_third(), **raw_next(1), **raw_next(2)}
+        del found["layers.1.self_attn.k_proj.weight"]
+        load(head("part", {"num_hidden_layers": 3}, found))
+    with refused(CheckpointError, "says `qkv_bias` or `attention_bias` true, but the tensors have no biases", "one"):
+        load(head("claimed", {"qkv_bias": True}, raw_third()))
+    biased = {**raw_third(), **raw_biases("midlayer")}
+    with refused(CheckpointError, "says `qkv_bias` or `attention_bias` false, but the tensors have biases", "one"):
+        load(head("denied", {"attention_bias": False}, biased))
+    with refused(UnsupportedError, "midlayer.self_attn.o_proj.bias is not zero", "no bias at its output"):
+        load(head("output", {}, {**biased, "midlayer.self_attn.o_proj.bias": torch.ones(32)}))
+    biased.pop("midlayer.self_attn.k_proj.bias")
+    with refused(CheckpointError, "'midlayer.self_attn.k_proj.bias' is missing", "set `qkv_bias` to false"):
+        load(head("some", {}, biased))
+    with pytest.warns(DraftwingWarning, match="`attention_bias` true, but there are no biases.*set it to false"):
+        load(head("unused", {"attention_bias": True}, raw_third()))
+    with refused(CheckpointError, "'embed_tokens.weight' is missing", "needs one of its own"):
+        load(head("wide", {"target_hidden_size": 64}, {**raw_third(), "fc.weight": torch.randn(32, 192)}))
 
 
 def test_configs_that_cannot_be_meant(head):
@@ -790,6 +920,17 @@ def test_taps_that_cannot_be(head):
         load(head, taps=(1, 2))
 
 
+def test_a_target_of_two_layers_has_no_usual_taps(tmp_path):
+    with refused(ConfigError, "EAGLE-3's usual taps need a target of 3 layers or more, found 2", "give taps"):
+        default_taps(2)
+    folder = foreign(tmp_path / "head", raw_config(draft_vocab_size=DRAFT), {**raw_third(), **MAPS})
+    flat = replace(TARGET, num_layers=2)
+    with refused(CheckpointError, "neither the head nor its loader says", "3 layers or more", "or the taps"):
+        load(folder, target=flat)
+    assert load(folder, target=flat, taps=(0, 1, 2)).config.taps == (0, 1, 2)
+    assert not load_head(folder).for_target(flat, (0, 1, 2), "head").has_default_taps
+
+
 def test_the_state_before_the_last_norm_is_none_of_ours(tmp_path):
     config = raw_config(draft_vocab_size=DRAFT, eagle_aux_hidden_state_layer_ids=[2, 4, LAYERS])
     folder = foreign(tmp_path / "head", config, {**raw_third(), **MAPS})
@@ -839,16 +980,35 @@ def test_a_foreign_head_for_another_target(tmp_path):
         read_head(folder, torch.zeros(62, 32), None, None, taps=(1, 2, 3))
 
 
-def test_an_embedding_that_is_not_the_targets(tmp_path):
-    config = raw_config(draft_vocab_size=DRAFT)
-    tensors = {**raw_third(), **MAPS, "embed_tokens.weight": EMBEDDING.to(torch.float16)}
-    folder = foreign(tmp_path / "head", config, tensors)
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_embedding_of_its_own(tmp_path, version):
+    """What EAGLE's own code loads over the target's, and so what such a head was trained with."""
+    config = raw_config(**({"bias": False} if version == 1 else {"draft_vocab_size": DRAFT}))
+    tensors = raw_first() if version == 1 else {**raw_third(), **MAPS}
+    folder = foreign(tmp_path / "head", config, {**tensors, "embed_tokens.weight": EMBEDDING.to(torch.float16)})
     net = load(folder)  # rounding is no difference
     assert torch.equal(net.embedding, EMBEDDING)
+    assert not net.config.own_embedding
     change_weights(folder, lambda weights: weights["embed_tokens.weight"][7].add_(0.1))
-    with pytest.warns(DraftwingWarning, match=r"its embed_tokens.weight is not the target's own"):
-        assert torch.equal(load(folder).embedding, EMBEDDING)
+    own = load_file(folder / "model.safetensors")["embed_tokens.weight"].float()
+    net = load(folder)
+    assert torch.equal(net.embedding, own)
+    assert net.config.own_embedding
+    write_head(tmp_path / "again", net)
+    assert_same_net(net, load(tmp_path / "again"))
+    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["embed_tokens.weight"], own)
+    with refused(UnsupportedError, "the sglang layout cannot express an embedding of the head's own"):
+        convert(tmp_path / "again", tmp_path / "out", "sglang")
 
+
+def test_an_embedding_that_was_trained(tmp_path):
+    """Speculators says so in the config; it may still lie near the target's."""
+    tensors = {**raw_third(base="layers.0"), **MAPS, "embed_tokens.weight": EMBEDDING * 1.0001}
+    folder = foreign(tmp_path / "head", speculators_config(embed_requires_grad=True), tensors)
+    assert torch.equal(load(folder).embedding, EMBEDDING * 1.0001)
+
+
+def test_an_lm_head_that_is_not_the_targets(tmp_path):
     tensors = raw_first(**{"lm_head.weight": LM_HEAD + 0.1})
     first = foreign(tmp_path / "first", raw_config(bias=False), tensors)
     with pytest.warns(DraftwingWarning, match=r"its lm_head.weight is not the target's own"):
@@ -882,7 +1042,7 @@ def test_pickled_weights(tmp_path):
 # --- draft vocabularies ----------------------------------------------------------------------------------------------
 
 
-def test_a_map_of_ids_is_read_warned_about_and_mended(head):
+def test_a_map_of_ids_is_read_warned_about_and_fixed(head):
     change_weights(head, lambda weights: weights.update(d2t=KEPT.clone()))
     with pytest.warns(DraftwingWarning, match="d2t holds target ids where offsets are usual.*writes offsets"):
         assert torch.equal(load(head).target_ids, KEPT)
@@ -934,6 +1094,21 @@ def test_maps_that_cannot_be(d2t, t2d, draft, parts):
         read_draft_vocab(d2t, t2d, VOCAB, draft, "head")
 
 
+def test_a_draft_id_means_the_token_that_the_map_says(head):
+    """What the net's own head says of each draft id is said of the target's token, and nothing of any other."""
+    net = load(head)
+    read = torch.randn(3, HIDDEN)
+    own, wide = net.draft_logits(read), net.logits(read)
+    assert own.shape == (3, DRAFT)
+    assert wide.shape == (3, VOCAB)
+    for draft_id, token in enumerate(KEPT.tolist()):
+        assert torch.equal(wide[:, token], own[:, draft_id])
+    others = [token for token in range(VOCAB) if token not in KEPT.tolist()]
+    assert (wide[:, others] == float("-inf")).all()
+    whole = net_of("eagle3-whole")
+    assert torch.equal(whole.logits(read), whole.draft_logits(read))
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -966,7 +1141,7 @@ def test_a_failed_write_leaves_what_was_there(head, monkeypatch, tmp_path):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(write, "save_file", full)
     with refused(CheckpointError, str(head), "cannot be written", "No space left", "the disk is full: make room"):
         write_head(head, net_of("eagle1"))
     assert {path.name: path.read_bytes() for path in head.iterdir()} == before
@@ -977,19 +1152,14 @@ def test_a_failed_write_leaves_what_was_there(head, monkeypatch, tmp_path):
 
 def test_a_disk_that_really_refuses(tmp_path):
     """A limit on the size of files makes the writer of weights itself fail, half way."""
-    script = f"""
-import resource, sys
-sys.path.insert(0, {str(os.path.dirname(__file__))!r})
-from test_formats import net_of, write_head
-from pathlib import Path
-net = net_of()
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-write_head(Path({str(tmp_path / "head")!r}), net)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "CheckpointError" in done.stderr
-    assert "the head cannot be written" in done.stderr
-    assert "larger than is allowed" in done.stderr
+    net = net_of()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with refused(CheckpointError, "the head cannot be written", "larger than is allowed"):
+            write_head(tmp_path / "head", net)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1009,6 +1179,39 @@ def test_unknown_layouts(head):
 
 
 # --- identity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_identity_of_a_head(head, tmp_path, monkeypatch, whole):
+    if not whole:
+        monkeypatch.setattr(identity, "_WHOLE", 100)
+        monkeypatch.setattr(identity, "_SAMPLES", 8)
+        monkeypatch.setattr(identity, "_BLOCK", 512)
+    own = identity.head_id(head)
+    assert re.fullmatch("[0-9a-f]{16}", own)
+    assert identity.head_id(shutil.copytree(head, tmp_path / "elsewhere")) == own
+    other = tmp_path / "run" / "head"  # every training writes into a folder of this name
+    with torch.random.fork_rng():
+        net = net_of()
+        torch.manual_seed(8)
+        for parameter in net.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=1e-4)
+    write_head(other, net, training={"steps": 3})
+    assert (other / "config.json").read_bytes() == (head / "config.json").read_bytes()
+    assert (other / "model.safetensors").stat().st_size == (head / "model.safetensors").stat().st_size
+    assert identity.head_id(other) != own
+    data = bytearray((head / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (head / "model.safetensors").write_bytes(data)
+    assert identity.head_id(head) != own
+    shutil.copy(tmp_path / "elsewhere" / "model.safetensors", head)
+    assert identity.head_id(head) == own
+    set_config(head, norm_output=True)
+    assert identity.head_id(head) != own
+    with refused(CheckpointError, "the head cannot be read", "give a head's folder"):
+        identity.head_id(tmp_path / "nowhere")
+    with refused(CheckpointError, "expected a head with its weights, found none"):
+        identity.head_id(tmp_path)
 
 
 def test_the_identity_of_a_target(folder_of, tmp_path):
@@ -1038,4 +1241,4 @@ def test_the_identity_of_a_target(folder_of, tmp_path):
 def test_shapes_are_the_nets_own():
     for variant in VARIANTS:
         net = net_of(variant)
-        assert expected_shapes(net.config) == {name: tuple(t.shape) for name, t in net.tensors().items()}
+        assert tensor_shapes(net.config) == {name: tuple(t.shape) for name, t in net.tensors().items()}

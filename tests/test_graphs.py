@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec
 from draftwing.run import graphs
-from draftwing.run.graphs import CudaRecorder, Pool, Recorder, round_up_nodes
+from draftwing.run.graphs import CudaRecorder, Pool, RecordedRunner, Recorder, round_up_nodes
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run
@@ -121,10 +122,16 @@ RECORDERS = {"eager": Recorder, "tape": TapeRecorder}
 @contextmanager
 def recorded(lab: Lab, record) -> Iterator[None]:
     """The lab's models record, as they do on a GPU."""
+    made = EagleDrafter.__init__
     try:
         for model in (lab.itself, lab.perturbed):
             model.use_graphs(record)
-        yield
+        with mock.patch.object(  # as loading does
+            EagleDrafter,
+            "__init__",
+            lambda self, net, target, *more: made(self, net.run_by(target.runs), target, *more),
+        ):
+            yield
     finally:
         for model in (lab.itself, lab.perturbed):
             model.use_graphs(None)
@@ -146,7 +153,7 @@ def test_logits_of_every_family(family, record, folder_of):
     model = float64_norms(build(family))
     for _ in range(2):  # the second time over the slots and graphs of the first
         check_trees(model, target, [list(range(3, 23)), [4], [9, 9, 30, 31, 32]])
-        assert target.record.num_recorded == 2
+        assert target.runs.record.num_recorded == 2
 
 
 @pytest.mark.parametrize("rope", ["llama3", "yarn"])
@@ -167,12 +174,12 @@ def test_the_same_numbers_as_eagerly(nodes, dtype, folder_of):
     found = []
     for record in (None, TapeRecorder()):
         target.use_graphs(record)
-        ctx = target.new_context()
+        ctx = target.new_context(taps)
         for prompt in PROMPTS[1:]:
-            target.prefill(ctx, prompt, taps)
+            target.prefill(ctx, prompt)
         for first in (0, 11):  # the second is a replay
             tree = DraftTree((tokens + first) % 60, parents)
-            output = target.forward(ctx, tree, taps)
+            output = target.forward(ctx, tree)
         slots = [ctx.cache.data[:, :, row, :, : state.length + nodes] for row, state in enumerate(ctx.rows)]
         found.append([output.logits.clone(), output.features.clone(), *slots, tree.ancestors, tree.depths])
     for eager, ours in zip(*found, strict=True):
@@ -189,8 +196,7 @@ def test_experts_and_dynamic_rotation_run_eagerly(folder_of):
     for changes in ({}, {"rope_parameters": ROPES["dynamic"]}):
         target = LeanTarget.from_folder(folder_of("llama" if changes else "mixtral", **changes), torch.float64)
         target.use_graphs(Recorder())
-        assert target.record is None
-        assert target.new_context().graphs is None
+        assert not isinstance(target.new_context().runner, RecordedRunner)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -301,7 +307,7 @@ def test_filtered_scores_are_drafted_from_eagerly(kind, lab):
     with recorded(here, record):
         drafter = EagleDrafter(here.head(3, ()), here.target)
         run(here.target, [here.request(kind, 1)], drafter, Budget(4))
-    assert not drafter._run._drafts._found
+    assert not drafter._runner._drafts._found
     assert record.num_recorded > 0
 
 
@@ -362,10 +368,11 @@ def test_decoders_side_by_side(lab):
         assert texts == wanted
         caches = {id(decoder.ctx.cache) for decoder in decoders}
         assert len(caches) == 2
+        features = decoder.drafter.features
         del decoder, decoders
         gc.collect()
-        assert id(here.target.new_context().cache) in caches
-        assert not here.target._pool._free or len(here.target._pool._free) <= 1
+        assert id(here.target.new_context(features).cache) in caches
+        assert len(here.target.runs._pools[here.target._tapped(features.taps)]._free) == 1
 
 
 def test_a_pool_lends_to_one_at_a_time():
@@ -423,7 +430,7 @@ def test_on_a_gpu(drafter, kind, folder_of, lab):
     """The graphs themselves: float64, so that no tie breaks another way."""
     here, device = lab("llama"), torch.device("cuda")
     target = LeanTarget.from_folder(folder_of("llama"), torch.float64, device)
-    assert isinstance(target.record, CudaRecorder)
+    assert isinstance(target.runs.record, CudaRecorder)
     net = here.head(3, ()).to(device)
     net.embedding = target.embedding
     requests = [here.request(kind, row) for row in range(3)]

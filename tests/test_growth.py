@@ -15,7 +15,8 @@ from draftwing.drafters.growth import Growth, Shape
 from draftwing.errors import ConfigError
 from draftwing.model.target import Context, Row
 from draftwing.nets.calibration import Calibration
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 VOCAB = 11

@@ -34,11 +34,12 @@ from draftwing.errors import (
     TokenizerError,
     UnsupportedError,
 )
-from draftwing.heads.read import write_head
+from draftwing.heads.write import write_head
 from draftwing.hf import generate, settings
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId
 
 VOCAB, EOS, PAD, NEW = SMALL["vocab_size"], SMALL["eos_token_id"], SMALL["pad_token_id"], 14
 PROMPTS = ([4, *range(3, 15)], [9], [3, 8, 12, 5, 8, 12])

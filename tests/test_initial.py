@@ -5,7 +5,8 @@ import torch
 
 from draftwing.model.linear import Linear
 from draftwing.model.rope import RopeConfig, Rotary
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.initial import initialise

@@ -21,11 +21,14 @@ from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
+from draftwing.noise import KeyedNoise
 from draftwing.run.kernel import build as kernel_module
 from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem
-from draftwing.run.kernel.program import Packed, Program
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.run.kernel.packed import Packed
+from draftwing.run.kernel.program import Program, Workspace
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
 needs_kernel = pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")
@@ -73,7 +76,7 @@ def test_a_matrix_gives_each_row_its_own_bits(shape, bias, weights):
     torch.manual_seed(0)
     weight, offset = torch.randn(shape), torch.randn(shape[0]) if bias else None
     linear = Linear(weight.clone(), offset)
-    linear.fuse(weights)
+    linear.pack(weights)
     x = torch.randn(40, shape[1])
     whole = linear.forward(x)
     wanted = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
@@ -93,14 +96,14 @@ def test_int8_is_exact_between_the_scales():
     x = torch.randint(-127, 128, (5, 90)).float()
     x[:, 1] = -127.0
     linear = Linear(weight.clone())
-    linear.fuse("int8")
+    linear.pack("int8")
     assert torch.allclose(linear.forward(x).double(), x.double() @ weight.double().T, rtol=1e-6, atol=0.05)
 
 
 @needs_kernel
 def test_zero_and_nan_rows_stay_what_they_are():
     linear = Linear(torch.randn(20, 33))
-    linear.fuse("int8")
+    linear.pack("int8")
     x = torch.zeros(3, 33)
     x[1, 4] = torch.nan
     out = linear.forward(x)
@@ -116,12 +119,14 @@ def test_a_gated_matrix_and_places():
     kernel = get_kernel()
     assert kernel is not None
     program = Program(kernel)
-    source, wide, spread = program.outside(33), program.outside(70), program.outside(200)
-    program.linear(source, Packed.of(weight, None, gated=True), wide, activation="silu")
+    source = program.given(33)
+    wide = program.output(source.linear(Packed.of(weight, None, gated=True), activation="silu"))
     places = torch.randperm(200)[:70]
-    program.linear(source, Packed.of(weight[:70].contiguous(), None), spread, places=places)
+    spread = program.output(source.linear(Packed.of(weight[:70].contiguous(), None), spread=(places, 200)))
+    program.finish()
     out, scattered = torch.empty(7, 70), torch.full((7, 200), -torch.inf)
-    program.run(7, 1, {source: x, wide: out, spread: scattered})
+    given = {source.buffer: x, wide: out, spread: scattered}
+    Workspace(program).run(7, 1, {program.place(buffer): tensor for buffer, tensor in given.items()})
     gate, up = (x.double() @ weight.double().T).chunk(2, 1)
     assert torch.allclose(out.double(), F.silu(gate) * up, atol=1e-4)
     assert torch.allclose(scattered[:, places].double(), gate, atol=1e-4)
@@ -239,6 +244,7 @@ def test_what_the_kernel_does_not_walk_python_walks():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
     """Prefill over several pieces, ragged rows, trees, a commit, another tree; logits and every tap."""
+    monkeypatch.setattr("draftwing.run.forward.PREFILL_CHUNK", 8)
     monkeypatch.setattr("draftwing.model.lean.PREFILL_CHUNK", 8)
     found = []
     targets = both(folder_of, monkeypatch, name)
@@ -247,9 +253,9 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
     tree = DraftTree.from_lists([[3, 5, 9, 11, 9, 3, 7, 8, -1]] * 3, [PARENTS] * 3)
     kept = [[0, 2, 5, 6], [0, 1, 3, 7], [0, -1, -1, -1]]
     for target in targets:
-        ctx, parts = target.new_context(), []
-        parts += [target.prefill(ctx, prompt, spec) for prompt in prompts]
-        output = target.forward(ctx, tree, spec)
+        ctx, parts = target.new_context(spec), []
+        parts += [target.prefill(ctx, prompt) for prompt in prompts]
+        output = target.forward(ctx, tree)
         parts += [output.logits[:, :8], output.features[:, :8]]
         path = torch.tensor(kept)
         target.commit(ctx, tree, Accepted(path, (path >= 0).sum(1) - 1, torch.tensor([13] * 3)))
@@ -258,7 +264,7 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
             row.tokens += [tree.tokens[0, node].item() for node in taken[1:]] + [13]
             row.length += len(taken)
         target.remove(ctx, 1)
-        output = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6]] * 2)), spec)
+        output = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6]] * 2)))
         parts += [output.logits, output.features]
         parts += [target.score(torch.tensor([prompts[0], prompts[0][::-1]]), spec).logits]
         found.append(parts)
@@ -362,7 +368,7 @@ def test_an_eagle1_head_drafts_for_a_target_that_runs_in_pytorch(fast, folder_of
     config = EagleConfig.for_target(1, ModelConfig.from_hf(read_config(folder_of("llama", head_dim=32))))
     torch.manual_seed(0)
     net = EagleNet(config, target.embedding, target.head).prepack(fast=fast)
-    assert net.kernel is not None
+    assert net.runs.name == "kernel"
     assert target.head.weight.numel() > 0
     texts = []
     for drafter in (None, EagleDrafter(net, target)):
@@ -378,7 +384,7 @@ def test_an_eagle1_head_drafts_for_a_target_that_runs_in_pytorch(fast, folder_of
 def test_a_head_that_is_laid_out_for_pytorch_keeps_its_net_there(folder_of):
     target = LeanTarget.from_folder(folder_of("mixtral", head_dim=32), torch.float32)
     config = EagleConfig.for_target(1, ModelConfig.from_hf(read_config(folder_of("mixtral", head_dim=32))))
-    assert EagleNet(config, target.embedding, target.head).prepack(fast=True).kernel is None
+    assert EagleNet(config, target.embedding, target.head).prepack(fast=True).runs.name == "torch"
 
 
 # --- where it comes from ---------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftwing import accept
 from draftwing.accept import RULES, KeyedDraws, block, multi_round
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 Law = Callable[[tuple[int, ...]], Tensor]  # of the token after a path

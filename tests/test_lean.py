@@ -35,16 +35,16 @@ def reference(model, ids):
 
 def check_trees(model, target, prompts):
     """Ragged rows, a tree each, commit of different paths, and another tree on top of that."""
-    ctx = target.new_context()
     taps = FeatureSpec((0, 2, target.num_layers))
+    ctx = target.new_context(taps)
     for prompt in prompts:
-        features = target.prefill(ctx, prompt, taps)
+        features = target.prefill(ctx, prompt)
         if len(prompt) > 1:
             hidden = reference(model, prompt[:-1]).hidden_states
             assert torch.allclose(features, torch.cat([hidden[i] for i in taps.taps], -1), atol=1e-9, rtol=0)
     tokens = [[prompt[-1], *TREE[0][1:]] for prompt in prompts]
     tree = DraftTree.from_lists(tokens, [TREE[1]] * len(prompts))
-    output = target.forward(ctx, tree, taps)
+    output = target.forward(ctx, tree)
     for row, prompt in enumerate(prompts):
         for node, path in enumerate(PATHS):
             ids = [*prompt[:-1], *(tokens[row][i] for i in path)]

@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
+from draftwing.noise import ACCEPT, DRAFT, TARGET, KeyedNoise, gumbel, hash_bits, uniform
 from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem, noise_of
-from draftwing.sampling import ACCEPT, DRAFT, TARGET, KeyedNoise, Sampling, SamplingBatch, gumbel, hash_bits, uniform
+from draftwing.sampling import Sampling, SamplingBatch
 
 IDS = torch.arange(1000)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]

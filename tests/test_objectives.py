@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from draftwing.model.linear import Linear
+from draftwing.nets import objectives
 from draftwing.nets.eagle import EagleNet
+from draftwing.nets.objectives import OBJECTIVES, head_loss
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss import objectives
-from draftwing.train.loss.objectives import OBJECTIVES, head_loss
 from draftwing.train.options import METHODS, TrainOptions
 from draftwing.train.trainer import Trainer, _mixed
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text

@@ -12,12 +12,13 @@ from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.heads.read import write_head
+from draftwing.heads.write import write_head
 from draftwing.model import linear as linear_module
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 

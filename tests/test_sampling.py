@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from draftwing.errors import SamplingError
-from draftwing.sampling import History, KeyedNoise, Sampling, SamplingBatch
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import History, Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 NAN, INF = math.nan, math.inf
@@ -38,18 +39,22 @@ def scores_of(rows: list[Sampling], logits: torch.Tensor, tree: DraftTree | None
 @pytest.mark.parametrize(
     ("name", "values", "wanted"),
     [
-        ("temperature", (-0.1, INF, NAN), r"0 \(greedy\) or more"),
+        ("temperature", (-0.1, INF, NAN, 1e-40, 1e39), r"0 \(greedy\) or in \[1e-10, 1e10\]"),
         ("top_k", (0, -5), "None or at least 1"),
         ("top_p", (0.0, 1.01, -1.0, NAN), r"in \(0, 1\]"),
         ("min_p", (-0.1, 1.1, NAN), r"in \[0, 1\]"),
-        ("repetition_penalty", (0.0, -1.0, INF, NAN), r"positive \(1 is none\)"),
-        ("presence_penalty", (INF, -INF, NAN), r"finite \(0 is none\)"),
-        ("frequency_penalty", (INF, NAN), r"finite \(0 is none\)"),
+        ("repetition_penalty", (0.0, -1.0, INF, NAN, 1e-40, 1e39), r"in \[1e-10, 1e10\] \(1 is none\)"),
+        ("presence_penalty", (INF, -INF, NAN, 1e39), r"in \[-1e20, 1e20\] \(0 is none\)"),
+        ("frequency_penalty", (INF, NAN, 10**400), r"in \[-1e20, 1e20\] \(0 is none\)"),
         ("max_tokens", (0, -1), "at least 1"),
         ("seed", (-1, 2**63), r"in \[0, 2\*\*63\)"),
         ("logprobs", (-1, 65), r"None or in \[0, 64\]"),
         ("stop", ("", ("a", "")), "without empty strings"),
-        ("logit_bias", ({3: INF}, {3: -INF}, {1: 0.0, 2: NAN}), r"finite \(ban tokens with banned_tokens\)"),
+        (
+            "logit_bias",
+            ({3: INF}, {3: -INF}, {1: 0.0, 2: NAN}),
+            r"in \[-1e20, 1e20\] \(ban tokens with banned_tokens\)",
+        ),
     ],
 )
 def test_values_outside_their_range(name, values, wanted):
@@ -283,3 +288,39 @@ def test_half_precision_is_scored_in_float32():
     logits = logits_of(1, 1, 61).to(torch.bfloat16)
     assert scores_of([Sampling(temperature=0.5)], logits).dtype == torch.float32
     assert scores_of([Sampling()], logits).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_setting_makes_scores_that_are_not_finite(dtype):
+    """Everything at its limits at once: NaN or infinity is then the weights' doing alone."""
+    logits = 1e3 * logits_of(2, 1, 61).to(dtype)
+    history = History(torch.full((2, 1000), 7), torch.tensor([1000, 1000]), torch.tensor([1, 1]))
+    for sign in (-1, 1):
+        for temperature in (1e-10, 1e10):
+            for repetition in (1e-10, 1e10):
+                sampling = Sampling(
+                    temperature=temperature,
+                    repetition_penalty=repetition,
+                    presence_penalty=sign * 1e20,
+                    frequency_penalty=sign * 1e20,
+                    logit_bias={7: -sign * 1e20, 8: sign * 1e20},
+                    banned_tokens=(3,),
+                    top_p=0.9,
+                    min_p=0.01,
+                )
+                batch = SamplingBatch([sampling] * 2, KeyedNoise(61))
+                tree = DraftTree.root(torch.tensor([7, 7]))
+                scores = batch.scores(logits, tree, history)
+                assert not scores.isnan().any()
+                assert not (scores == math.inf).any()
+                drawn = batch.draw(scores, tree.depths, [1000, 1000], 0)
+                assert scores.gather(-1, drawn[..., None]).isfinite().all()
+                assert batch.probs(scores).isfinite().all()
+
+
+def test_top_k_fits_the_kernel_whatever_it_is():
+    rows = [Sampling(temperature=1.0, top_k=k) for k in (None, 1, 60, 61, 2**31, 10**400)]
+    assert SamplingBatch(rows, KeyedNoise(61)).top_ks == [0, 1, 60, 0, 0, 0]
+    assert rows[4].top_k == 2**31
+    logits = logits_of(len(rows), 1, 61)
+    assert (scores_of(rows, logits).isfinite().sum(-1)[:, 0].tolist()) == [61, 1, 60, 61, 61, 61]

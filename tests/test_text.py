@@ -1,16 +1,22 @@
-"""The stream of text: whole characters, no stop string overshot, and the same text however the ids are grouped."""
+"""Prompts and files of them; the stream of text: whole characters, no stop string overshot, however ids are grouped."""
 
 from __future__ import annotations
 
+import io
+import json
 import random
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from draftwing.errors import ConfigError, DraftwingError
+from conftest import refused
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError
+from draftwing.text.prompts import as_list, check_prompt, read_prompts
 from draftwing.text.stream import TextStream
 
 LINES = [
@@ -298,3 +304,111 @@ def test_work_grows_with_the_length_only(bpe: Tokenizer, kind: str) -> None:
 def test_bad_stop(bpe: Tokenizer, stop: Any) -> None:
     with pytest.raises(ConfigError, match="stop"):
         TextStream(bpe, [], stop)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+ASKED = [{"role": "user", "content": "hi"}]
+RECORDS: list[tuple[dict[str, Any], Any]] = [
+    ({"prompt": "hi"}, "hi"),
+    ({"prompt": "hi", "completion": "add"}, "hi"),
+    ({"prompt": "hi", "response": "add"}, "hi"),
+    ({"prompt": ASKED, "completion": [{"role": "assistant", "content": "add"}]}, ASKED),
+    ({"text": "hi"}, "hi"),
+    ({"messages": ASKED}, ASKED),
+    ({"messages": [*ASKED, {"role": "assistant", "content": "add"}]}, ASKED),
+    ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "add"}]}, ASKED),
+    ({"turns": ["hi", "and then?"]}, ASKED),
+    ({"turns": [{"role": "user", "content": "hi"}, {"role": "user", "content": "and then?"}]}, ASKED),
+    ({"question": "hi", "answer": "add"}, ASKED),
+    ({"question": "hi"}, ASKED),
+    ({"instruction": "hi", "input": "", "output": "add"}, ASKED),
+    ({"instruction": "hi", "input": "x", "output": "add"}, [{"role": "user", "content": "hi\n\nx"}]),
+]
+
+
+@pytest.mark.parametrize(("record", "prompt"), RECORDS)
+def test_prompts_in_every_form_of_the_field(record: dict[str, Any], prompt: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(record) + "\n\n" + json.dumps(record))
+    assert read_prompts(file) == [prompt] * 2
+    assert read_prompts(file, 1) == [prompt]
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps([record] * 3))
+    assert read_prompts(file) == [prompt] * 3
+
+
+def test_a_dialogue_is_asked_up_to_its_last_question(tmp_path: Path) -> None:
+    said = [("system", "brief"), ("human", "hi"), ("gpt", "hello"), ("human", "and?"), ("gpt", "x"), ("gpt", "y")]
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"conversations": [{"from": role, "value": text} for role, text in said]}))
+    (prompt,) = read_prompts(file)
+    assert [(message["role"], message["content"]) for message in prompt] == [  # type: ignore[index, call-overload]
+        ("system", "brief"),
+        ("user", "hi"),
+        ("assistant", "hello"),
+        ("user", "and?"),
+    ]
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x1c"])
+def test_only_a_newline_ends_a_prompt(end: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text((json.dumps({"prompt": f"a{end}b"}, ensure_ascii=False) + "\r\n") * 2, encoding="utf-8", newline="")
+    assert read_prompts(file) == [f"a{end}b"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "parts"),
+    [
+        ("a.txt", b"\xff", CheckpointError, ["a.txt: prompts cannot be read", "UTF-8"]),
+        ("a.txt", b" \n", PromptError, ["a.txt: there is no prompt in it"]),
+        ("a.jsonl", b"{", PromptError, ["a.jsonl, line 1: not JSON", "each line must be one object"]),
+        ("a.jsonl", b"[" * 100_000, PromptError, ["a.jsonl, line 1: not JSON (it is nested too deep)"]),
+        ("a.jsonl", b"[1]", PromptError, ["a.jsonl, line 1: expected an object with 'conversations'", "found [1]"]),
+        ("a.jsonl", b'{"messages": ["x"]}', PromptError, ["line 1, 'messages', message 1: expected an object"]),
+        ("a.jsonl", b'{"messages": []}', PromptError, ["a.jsonl, line 1: there is no question in this dialogue"]),
+        ("a.jsonl", b'{"turns": []}', PromptError, ["a.jsonl, line 1: there is no question in this dialogue"]),
+        ("a.jsonl", b'{"prompt": ""}', PromptError, ["a.jsonl, line 1: the prompt is empty"]),
+        ("a.jsonl", b'{"prompt": 3}', PromptError, ["line 1: expected a string under 'prompt', found int 3"]),
+        ("a.jsonl", b'{"prompt": "\\ud83d"}', PromptError, ["which is no character", "give valid text"]),
+        ("a.jsonl", b'{"question": "\\ud83d"}', PromptError, ["which is no character", "give valid text"]),
+        ("a.json", b"{}", PromptError, ["a.json: expected a list of objects, found {}"]),
+    ],
+)
+def test_prompt_files_that_will_not_do(
+    name: str, content: bytes, kind: type[DraftwingError], parts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with refused(kind, *parts):
+        read_prompts(tmp_path / name)
+
+
+def test_stdin_is_read_as_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    for content, prompt in ((b"caf\xc3\xa9", "caf\u00e9"), (b"\xef\xbb\xbfa\r\nb", "a\nb")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
+        assert read_prompts("-") == [prompt]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    with refused(CheckpointError, "stdin: prompts cannot be read", "give a UTF-8 text"):
+        read_prompts("-")
+    monkeypatch.setattr("sys.stdin", None)
+    with refused(PromptError, "there is no prompt"):
+        read_prompts("-")
+
+
+def test_one_prompt_or_many() -> None:
+    for one in ("hi", [5, 6], ASKED, b"hi", {"role": "user"}, None, 5, range(3)):
+        assert as_list(one) == [list(one) if isinstance(one, range) else one]
+    for many in ([], ["hi", "ho"], [[5], "hi"], [ASKED], [[]], ("hi",)):
+        assert as_list(many) == list(many)
+    assert len(as_list(np.zeros((3, 2), dtype=np.int64))) == 3
+    assert len(as_list(np.zeros(3, dtype=np.int64))) == 1
+    assert len(as_list(np.asarray(3))) == 1
+
+
+def test_a_checked_prompt_is_plain() -> None:
+    assert check_prompt("hi") == "hi"
+    assert check_prompt(np.asarray([5, 6])) == check_prompt((5, 6)) == check_prompt(range(5, 7)) == [5, 6]
+    assert all(type(token) is int for token in check_prompt([np.int64(5), 6]))
+    messages = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "user", "content": [{"text": "hi"}]}]
+    assert check_prompt(messages) == messages

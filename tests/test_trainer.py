@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from draftwing.errors import CheckpointError, ConfigError, NumericsError
 from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
 from draftwing.train import trainer as trainer_module
 from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
 from draftwing.train.data.batches import Batch, Batches
@@ -67,7 +68,9 @@ def make(
     )
     initialise(net, target.head, [source.batch(0)])
     accelerator = Accelerator(mixed_precision="no", cpu=True)
-    return Trainer(net, target.head, source, options, out, evaluate, on_progress, accelerator)
+    trainer = Trainer(net, target.head, source, options, out, evaluate=evaluate, accelerator=accelerator)
+    trainer.on_progress = on_progress
+    return trainer
 
 
 def measure(net: EagleNet) -> dict[str, float]:
@@ -248,33 +251,53 @@ def test_how_often_a_run_reports_may_change(folder, finished):
     assert make(folder, finished, iterations=2, **often).run().iteration == 2
 
 
+def test_two_runs_never_train_into_one_folder(folder, tmp_path):
+    """Both would append to the metrics, and one replace the other's checkpoint."""
+    tried = []
+
+    def second(progress):
+        if not tried:
+            tried.append(progress.iteration)
+            with pytest.raises(CheckpointError, match=rf"another run \(process {os.getpid()}\) writes here"):
+                make(folder, tmp_path / "out").run()
+
+    make(folder, tmp_path / "out", on_progress=second).run()
+    make(folder, tmp_path / "alone").run()
+    assert tried == [1]
+    assert_same_run(tmp_path / "out", tmp_path / "alone")
+    assert len((tmp_path / "out" / METRICS).read_text().splitlines()) == 8
+
+
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
-def launch(job: str, *args: Path, **environment: str) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    command = [sys.executable, __file__, job, *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def launch(job: str, *args: Path, **environment: str) -> BaseProcess:
+    """Another process, forked from one that has imported everything and run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "transformers", "torch._dynamo", "draftwing.train.session"])
+    process = context.Process(target=main, args=(job, args, environment))
+    process.start()
+    return process
 
 
-def finish(process: subprocess.Popen) -> None:
-    output, _ = process.communicate(timeout=RANKS_TIMEOUT)
-    assert process.returncode == 0, output
+def finish(process: BaseProcess) -> None:
+    process.join(RANKS_TIMEOUT)
+    assert process.exitcode == 0  # what it said is among the output
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
 def test_a_killed_run_ends_as_an_unbroken_one(folder, tmp_path):
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     process = launch("train", folder, killed)
     lines, deadline = 0, time.monotonic() + RANKS_TIMEOUT
-    while lines < 7 and process.poll() is None and time.monotonic() < deadline:
+    while lines < 7 and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
         lines = (killed / METRICS).read_text().count("\n") if (killed / METRICS).exists() else 0
     process.kill()
-    output, _ = process.communicate()
-    assert process.returncode == -signal.SIGKILL, output
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert 0 < read_checkpoint(killed)["iteration"] < 24
-    finish(launch("resume", folder, killed, unbroken))
+    for out in (killed, unbroken):
+        make(folder, out, **LONG).run()
     assert_same_run(killed, unbroken)
     assert len(metrics_of(killed)) == 24
 
@@ -514,18 +537,14 @@ def test_batches_without_an_entry_change_nothing_else(ids, folder, tmp_path):
     assert trainer.run().metrics["loss"] > 0
 
 
-def main(job: str, folder: Path, out: Path, unbroken: Path | None = None) -> None:
+LONG = {"method": "eagle1", "iterations": 24, "save_every": 3, "ema": 0.9}
+
+
+def main(job: str, args: tuple[Path, ...], environment: dict[str, str]) -> None:
     """In a process of its own."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if job == "ranks":
-        run_rank(folder, out)
-        return
-    slow = job == "train"
-    options = {"method": "eagle1", "iterations": 24, "save_every": 3, "ema": 0.9}
-    make(folder, out, on_progress=lambda progress: time.sleep(0.1 * slow), **options).run()
-    if unbroken is not None:
-        make(folder, unbroken, **options).run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *map(Path, sys.argv[2:]))
+        run_rank(*args)
+    else:
+        make(*args, on_progress=lambda progress: time.sleep(0.1), **LONG).run()

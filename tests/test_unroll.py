@@ -17,7 +17,9 @@ from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.model.rope import RopeConfig, Rotary
 from draftwing.model.target import FeatureSpec
-from draftwing.nets.eagle import EagleConfig, EagleNet
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
+from draftwing.run.eager import EagerRunner
 from draftwing.sampling import Sampling
 from draftwing.train.loss.unroll import unroll
 from draftwing.tree import PAD
@@ -40,6 +42,10 @@ VARIANTS = {
         3,
         {"norm_output": True, "fc_norm": True, "norm_before_fc": True, "norm_before_residual": True},
     ),
+    "eagle1-layers": (1, {"num_layers": 2, "qkv_bias": True}),
+    "eagle3-layers": (3, {"num_layers": 3, "norm_before_residual": True}),
+    "eagle3-qkv-bias": (3, {"qkv_bias": True}),
+    "eagle3-narrow": (3, {"target_hidden_size": 20, "own_embedding": True, "fc_norm": True, "norm_before_fc": True}),
     **{
         f"eagle{version}-{inputs}": (version, {"inputs": inputs})
         for version in (1, 3)
@@ -82,7 +88,7 @@ def random_net(version: int, target_ids: torch.Tensor | None = None, seed: int =
 
 def random_text(net: EagleNet, rows: int = 2, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     """ids (B, T) and features (B, T, F)."""
-    width = net.config.hidden_size * len(net.config.taps)
+    width = net.config.feature_size * len(net.config.taps)
     return torch.randint(VOCAB, (rows, length)), torch.randn(rows, length, width, dtype=torch.float64)
 
 
@@ -113,7 +119,7 @@ class SlowNet:
         config = self.config
         if config.version == 1:
             return feature
-        taps = [feature[i * config.hidden_size : (i + 1) * config.hidden_size] for i in range(len(config.taps))]
+        taps = [feature[i * config.feature_size : (i + 1) * config.feature_size] for i in range(len(config.taps))]
         if config.fc_norm:
             taps = [self._norm(f"fc_norm.{i}", tap) for i, tap in enumerate(taps)]
         together = torch.cat(taps)
@@ -121,43 +127,56 @@ class SlowNet:
 
     def _entry(self, token: int, state: torch.Tensor, position: int, seen: list):
         config, weights = self.config, self.weights
-        layer = "layers.0" if config.version == 1 else "midlayer"
         word = self.embedding[token]
         state = torch.zeros_like(state) if config.inputs == "token" else state
         word = torch.zeros_like(word) if config.inputs == "feature" else word
         if config.version == 1:
             stream = weights["fc.weight"] @ torch.cat([word, state]) + weights.get("fc.bias", 0.0)
-            attended = stream  # EAGLE-1's layer has no norm before its attention
+            attended = stream  # EAGLE-1's first layer has no norm before its attention
         else:
             normed = self._norm("midlayer.hidden_norm", state)
             attended = torch.cat([self._norm("midlayer.input_layernorm", word), normed])
             stream = normed if config.norm_before_residual else state
+        seen.append([])  # for each layer its keys and values
+        for layer in range(config.num_layers):
+            name = "midlayer" if layer == 0 and config.version == 3 else f"layers.{layer}"
+            if layer > 0:
+                attended = self._norm(f"{name}.input_layernorm", stream)
+            stream = stream + self._attention(name, attended, layer, position, seen)
+            stream = stream + self._mlp(name, self._norm(f"{name}.post_attention_layernorm", stream))
+        if config.version == 1:
+            return stream, stream
+        read = self._norm("norm", stream)
+        return (read if config.norm_output else stream), read
+
+    def _attention(self, name: str, attended: torch.Tensor, layer: int, position: int, seen: list) -> torch.Tensor:
+        config, weights = self.config, self.weights
         query, key, value = (
-            [*(weights[f"{layer}.self_attn.{each}_proj.weight"] @ attended).split(config.head_dim)] for each in "qkv"
+            (
+                weights[f"{name}.self_attn.{each}_proj.weight"] @ attended
+                + weights.get(f"{name}.self_attn.{each}_proj.bias", 0.0)
+            ).split(config.head_dim)
+            for each in "qkv"
         )
-        seen.append(([self._turned(each, position) for each in key], value))
+        seen[-1].append(([self._turned(each, position) for each in key], value))
         heads = []
         for head, each in enumerate(query):
             of = head // (config.num_heads // config.num_kv_heads)
             turned = self._turned(each, position)
-            scores = [turned @ keys[of] / math.sqrt(config.head_dim) for keys, _ in seen]
+            scores = [turned @ entry[layer][0][of] / math.sqrt(config.head_dim) for entry in seen]
             weighed = [(score - max(scores)).exp() for score in scores]
-            heads.append(
-                sum(weight * values[of] for weight, (_, values) in zip(weighed, seen, strict=True)) / sum(weighed)
-            )
-        stream = stream + weights[f"{layer}.self_attn.o_proj.weight"] @ torch.cat(heads)
-        normed = self._norm(f"{layer}.post_attention_layernorm", stream)
-        gate, up, down = (weights[f"{layer}.mlp.{each}_proj.weight"] for each in ("gate", "up", "down"))
+            mixed = sum(weight * entry[layer][1][of] for weight, entry in zip(weighed, seen, strict=True))
+            heads.append(mixed / sum(weighed))
+        return weights[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads)
+
+    def _mlp(self, name: str, normed: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (self.weights[f"{name}.mlp.{each}_proj.weight"] for each in ("gate", "up", "down"))
         inner = gate @ normed
-        if config.activation == "gelu":
+        if self.config.activation == "gelu":
             inner = inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
         else:
             inner = inner / (1 + (-inner).exp())
-        out = stream + down @ (inner * (up @ normed))
-        if config.version == 1:
-            return out, out
-        read = self._norm("norm", out)
-        return (read if config.norm_output else out), read
+        return down @ (inner * (up @ normed))
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x / (x.square().mean() + self.config.rms_norm_eps).sqrt() * self.weights[f"{name}.weight"]
@@ -241,29 +260,23 @@ def test_noise_is_uniform_and_on_the_features_alone():
 # --- the drafter sees what training saw ------------------------------------------------------------------------------
 
 
-class Watched(EagleDrafter):
-    """Keeps the logits that it drafts from, by the text so far and the path below its pending token."""
+class Listening(EagerRunner):
+    """Keeps the logits of what it runs, by the text so far and the path below its pending token."""
 
-    def __init__(self, net: EagleNet, target: LeanTarget) -> None:
-        super().__init__(net, target)
+    texts: list[tuple[int, ...]] | None = None  # of the rows that are drafting
+
+    def __init__(self, net: EagleNet) -> None:
+        super().__init__(net)
         self.heard: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
-        self._texts: list[tuple[int, ...]] | None = None
 
-    def admit(self, ctx, features):
-        self._texts = None
-        super().admit(ctx, features)
-
-    def propose(self, ctx, sampling, budget):
-        self._texts = [tuple(row.tokens[: row.length + 1]) for row in ctx.rows]
-        return super().propose(ctx, sampling, budget)
-
-    def _forward(self, tokens, states, tree, lengths, first_node=0, last=None):
-        logits, states = super()._forward(tokens, states, tree, lengths, first_node, last)
-        if self._texts is None:  # a prompt
+    def forward(self, entries, *, want_logits=True, last=None):
+        logits, states = super().forward(entries, want_logits=want_logits, last=last)
+        if self.texts is None or logits is None:  # a prompt
             return logits, states
-        for row, text in enumerate(self._texts):
+        tree = entries.tree
+        for row, text in enumerate(self.texts):
             for place in range(logits.shape[1]):
-                node, path = first_node + place, ()
+                node, path = entries.first_node + place, ()
                 if last is not None:
                     node = 0
                 elif tree.tokens[row, node] == PAD:
@@ -275,6 +288,22 @@ class Watched(EagleDrafter):
         return logits, states
 
 
+class Watched(EagleDrafter):
+    """Tells its runner what it drafts for."""
+
+    def __init__(self, net: EagleNet, target: LeanTarget) -> None:
+        super().__init__(net, target)
+        self.runner = self._runner = Listening(net)
+
+    def admit(self, ctx, features):
+        self.runner.texts = None
+        super().admit(ctx, features)
+
+    def propose(self, ctx, sampling, budget):
+        self.runner.texts = [tuple(row.tokens[: row.length + 1]) for row in ctx.rows]
+        return super().propose(ctx, sampling, budget)
+
+
 HEADS = {
     "eagle1": (1, {}, Budget(4)),
     "eagle1-unshifted": (1, {"inputs": "feature-unshifted"}, Budget(4)),
@@ -284,6 +313,8 @@ HEADS = {
     "eagle3-unshifted-tree": (3, {"inputs": "feature-unshifted"}, Budget(3, 3, 6)),
     "eagle3-few-tokens": (3, {"draft_vocab_size": 20, "norm_before_fc": True}, Budget(3, 3, 6)),
     "eagle3.1-tree": (3, {"fc_norm": True, "norm_output": True}, Budget(3, 2)),
+    "eagle1-layers": (1, {"num_layers": 2, "qkv_bias": True}, Budget(3, 3, 6)),
+    "eagle3-layers": (3, {"num_layers": 2, "qkv_bias": True}, Budget(4)),
 }
 
 
@@ -307,14 +338,18 @@ def test_the_drafter_sees_the_numbers_of_the_unroll(head, folder_of):
         decoder.admit(prompt, Sampling(max_tokens=5 + number, temperature=0.7 * number, seed=number, ignore_eos=True))
     while decoder.num_running:
         decoder.step()
-    texts = {text for text, _ in drafter.heard}
+    texts = {text for text, _ in drafter.runner.heard}
     assert len(texts) >= 8
-    assert {len(path) for _, path in drafter.heard} == set(range(budget.depth))
+    assert {len(path) for _, path in drafter.runner.heard} == set(range(budget.depth))
     rotary = Rotary(config.rope, torch.float64)
-    for (text, path), logits in drafter.heard.items():
+    for (text, path), logits in drafter.runner.heard.items():
         whole = torch.tensor([[*text, *path, 0]])  # the last one is what the entry guesses
         features = target.score(whole, FeatureSpec(config.taps)).features
         step = list(unroll(net, rotary, whole, features, len(path) + 1))[-1]
-        wanted = net.to_target(net.logits(step.read[len(text) - 2][None]))[0]
+        own = net.draft_logits(step.read[len(text) - 2][None])[0]
+        wanted = own if ids is None else torch.full((config.vocab_size,), float("-inf"), dtype=own.dtype)
+        if ids is not None:
+            for draft_id, token in enumerate(ids.tolist()):
+                wanted[token] = own[draft_id]
         torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-9)
         assert wanted.isfinite().sum() == (SMALL["vocab_size"] if ids is None else len(ids))

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.sampling import ACCEPT, SamplingBatch, hash_bits, on_host, uniform
+from draftwing.noise import ACCEPT, hash_bits, uniform
+from draftwing.sampling import SamplingBatch, on_host
 from draftwing.tree import PAD, Accepted, DraftTree
 
 __all__ = ["RULES", "Draws", "KeyedDraws", "Rule", "block", "get_rule", "match", "multi_round", "typical"]

@@ -18,6 +18,8 @@ Each message names the thing, says what was expected and what was found, and end
 
 from __future__ import annotations
 
+import reprlib
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -30,7 +32,22 @@ __all__ = [
     "TokenizerError",
     "TreeError",
     "UnsupportedError",
+    "shown",
 ]
+
+# Of what was found, a message shows the beginning alone: a prompt may be long, and a list deep.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxlevel = 4
+
+
+def shown(value: object) -> str:
+    """What was found instead, for a message: short, on one line, whatever it is."""
+    try:
+        text = " ".join(_SHORT.repr(value).split())
+    except Exception:  # an int of thousands of digits, or a class whose repr fails
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class DraftwingError(Exception):

@@ -20,7 +20,8 @@ from draftwing.engine.engine import Engine, Speculation
 from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.model.target import Target
-from draftwing.sampling import Sampling, hash_bits
+from draftwing.noise import hash_bits
+from draftwing.sampling import Sampling
 from draftwing.stats import Logprob, Stats, Step
 from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.tokenizer import Tokenizer

@@ -12,22 +12,27 @@ Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.errors import SamplingError
-from draftwing.tree import Accepted, DraftTree
+from draftwing.errors import SamplingError, shown
+from draftwing.noise import KeyedNoise
+from draftwing.tree import DraftTree
 
-__all__ = ["History", "KeyedNoise", "Sampling", "SamplingBatch", "gumbel", "hash_bits", "uniform"]
+__all__ = ["History", "Sampling", "SamplingBatch", "best_of", "on_host"]
 
 _PENALTIES = ("repetition", "presence", "frequency")
+# What a setting may multiply a score by, or add to it: all of them together stay far inside float32, so that scores
+# that are not finite are never a setting's fault.
+_MOST, _MOST_ADDED = 1e10, 1e20
+_OR_GREEDY = "0 (greedy) or in [1e-10, 1e10]"
 
 
 @dataclass(frozen=True)
@@ -62,43 +67,48 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
-            value: object = getattr(self, name)
-            lone = isinstance(value, str)  # what people write for a single stop string
-            items = (value,) if lone else tuple(value) if isinstance(value, Iterable) else None
-            if items is None or not all(isinstance(item, kind) for item in items):
-                what = "strings" if kind is str else "token ids"
-                raise SamplingError(f"{name} must be a list of {what}, found {value!r}: leave it out for none")
-            object.__setattr__(self, name, items)
-        whole = ("top_k", "max_tokens", "seed", "logprobs")
-        for name in ("temperature", "top_p", "min_p", *whole, *(f"{of}_penalty" for of in _PENALTIES)):
+            self._set(name, _items(name, getattr(self, name), kind))
+        for name in ("top_k", "max_tokens", "seed", "logprobs"):
             value = getattr(self, name)
-            none = value is None and name in ("top_k", "logprobs", "seed")
-            if not none and not isinstance(value, Integral if name in whole else Real):
-                raise SamplingError(f"{name} must be {'an integer' if name in whole else 'a number'}, found {value!r}")
+            if value is None and name in ("top_k", "logprobs", "seed"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise SamplingError(f"{name} must be an integer, found {shown(value)}")
+            self._set(name, int(value))
+        for name in ("temperature", "top_p", "min_p", *(f"{of}_penalty" for of in _PENALTIES)):
+            self._set(name, _number(name, getattr(self, name)))
+        if not isinstance(self.ignore_eos, bool):
+            raise SamplingError(f"ignore_eos must be True or False, found {shown(self.ignore_eos)}")
+        self._set("logit_bias", _biases(self.logit_bias))
         ranges: list[tuple[str, bool, str]] = [
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("temperature", self.temperature == 0 or 1 / _MOST <= self.temperature <= _MOST, _OR_GREEDY),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive (1 is none)"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite (0 is none)"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite (0 is none)"),
+            ("repetition_penalty", 1 / _MOST <= self.repetition_penalty <= _MOST, "in [1e-10, 1e10] (1 is none)"),
+            ("presence_penalty", abs(self.presence_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("stop", all(self.stop), "without empty strings"),
-            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite (ban tokens with banned_tokens)"),
         ]
         for name, good, wanted in ranges:
             if not good:  # NaN fails every comparison, and so lands here too
-                raise SamplingError(f"{name} must be {wanted}, found {getattr(self, name)!r}")
+                raise SamplingError(f"{name} must be {wanted}, found {shown(getattr(self, name))}")
+
+    def _set(self, name: str, value: object) -> None:
+        """Put a checked value in place of the given one."""
+        object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise SamplingError where a token id lies outside the target's vocabulary."""
         for name in ("logit_bias", "banned_tokens", "stop_tokens"):
             for token in getattr(self, name):
                 if not 0 <= token < vocab_size:
-                    raise SamplingError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
+                    raise SamplingError(
+                        f"{name}: token id {shown(token)} is outside the target's vocabulary of {vocab_size}"
+                    )
         if len(set(self.banned_tokens)) >= vocab_size:
             raise SamplingError(f"banned_tokens bans all {vocab_size} tokens: nothing is left to draw; leave one out")
 
@@ -108,114 +118,61 @@ class Sampling:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-# --- noise -----------------------------------------------------------------------------------------------------------
-
-_GOLDEN, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_ALL = 2**64 - 1
-DRAFT, ACCEPT, TARGET = 1, 2, 0  # streams: noise drawn for one purpose never meets another's
-
-
-def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign."""
-    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
+def _number(name: str, value: object) -> float:
+    """A field as a float; infinite where it is too large for one."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise SamplingError(f"{name} must be a number, found {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014): integer arithmetic alone, so alike on every device."""
-    x = _shift_right(x, 30).bitwise_xor_(x).mul_(_MIX1)  # in place: this runs over the whole vocabulary
-    x = _shift_right(x, 27).bitwise_xor_(x).mul_(_MIX2)
-    return _shift_right(x, 31).bitwise_xor_(x)
+def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
+    """A field that lists token ids or stop strings; a lone string is one stop string."""
+    if isinstance(value, str):
+        items: tuple[Any, ...] | None = (value,)
+    elif isinstance(value, Iterable) and not isinstance(value, Mapping | bytes | bytearray):
+        items = tuple(value)
+    else:
+        items = None
+    if items is not None and any(isinstance(item, str) and not _is_text(item) for item in items):
+        raise SamplingError(f"{name} must be text, found {shown(value)}: half of a surrogate pair stands in no text")
+    if items is None or any(isinstance(item, bool) or not isinstance(item, kind) for item in items):
+        what = "strings" if kind is str else "token ids"
+        raise SamplingError(f"{name} must be a list of {what}, found {shown(value)}: leave it out for none")
+    return items if kind is str else tuple(map(int, items))
 
 
-def _mix_int(x: int) -> int:
-    """``_mix`` of one number on the host: a dozen kernels on one number each would take far longer."""
-    x &= _ALL
-    x = (x ^ x >> 30) * _MIX1 & _ALL
-    x = (x ^ x >> 27) * _MIX2 & _ALL
-    return _wrap(x ^ x >> 31)
+def _is_text(value: str) -> bool:
+    """Whether it can be encoded: half of a surrogate pair cannot, nor what stands for bytes that are not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _wrap(x: int) -> int:
-    """``x`` as an int64 holds it."""
-    return (x + 2**63 & _ALL) - 2**63
-
-
-def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tensor:
-    """64 random bits for each id: int64 of the shape that ``counters`` and ``ids`` broadcast to.
-
-    Each counter (an int or an int64 tensor) is absorbed in turn, so that (1, 2) and (2, 1) differ.
-    """
-    key: int | Tensor = _mix_int(seed + _GOLDEN)
-    for counter in counters:
-        key = _wrap(key + _GOLDEN) if isinstance(key, int) else key + _GOLDEN
-        if isinstance(counter, Tensor):
-            key = _mix(_mix(counter * _MIX2 + _GOLDEN) ^ key)
-        elif isinstance(key, Tensor):
-            key = _mix(key ^ _mix_int(counter * _MIX2 + _GOLDEN))
-        else:
-            key = _mix_int(key ^ _mix_int(counter * _MIX2 + _GOLDEN))
-    return _mix(key + (ids + 1) * _GOLDEN)
-
-
-def uniform(bits: Tensor) -> Tensor:
-    """float64 in the open interval (0, 1) from 64 bits, on a grid of 2^-52."""
-    return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
-
-
-def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise as float32; computed in float64, so that a last-bit difference of ``log`` rounds away."""
-    return uniform(bits).log_().neg_().log_().neg_().float()
-
-
-class KeyedNoise:
-    """Gumbel noise of a (seed, position) over the whole vocabulary, each computed once while it is near.
-
-    The drafter, the verification and the next step's verification ask for the same positions; a bounded
-    cache serves them, the least recently used going first. It holds no state that could change a result.
-
-    Attributes:
-        handle: by which the CPU kernel reads the same noise; None: it cannot.
-    """
-
-    handle: int | None = None
-
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = 256) -> None:
-        self.vocab_size, self._device = vocab_size, device
-        self._cache: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
-        self._capacity = capacity
-
-    @cached_property
-    def _ids(self) -> Tensor:
-        return torch.arange(self.vocab_size, device=self._device)
-
-    def at(self, seed: int, position: int) -> Tensor:
-        """(V,) float32."""
-        key = (seed, position)
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = gumbel(hash_bits(seed, (TARGET, position), self._ids))
-            if len(self._cache) > self._capacity:
-                self._cache.popitem(last=False)
-        else:
-            self._cache.move_to_end(key)
-        return found
-
-    def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """(B, D, V): positions ``starts[b] .. starts[b] + num_positions - 1`` of every row."""
-        keys = [(seed, start + i) for seed, start in zip(seeds, starts, strict=True) for i in range(num_positions)]
-        rows = [self.at(seed, position) for seed, position in keys]
-        return torch.stack(rows).view(len(seeds), num_positions, -1)
-
-    def walk(self, tree: DraftTree, scores: Tensor, seeds: Sequence[int], starts: Sequence[int]) -> Accepted | None:
-        """What ``accept.match`` keeps, where something faster than Python finds it; else None.
-
-        Args:
-            tree: the batch of trees.
-            scores: (B, N, V) on the host.
-            seeds: of the rows, -1 for greedy ones.
-            starts: for each row the absolute position of the token after the root.
-        """
-        return None
+def _biases(value: object) -> dict[int, float]:
+    """``logit_bias`` as plain numbers."""
+    if not isinstance(value, Mapping):
+        raise SamplingError(
+            f"logit_bias must be a dict of token ids to numbers such as {{42: -1.5}}, found {shown(value)}: leave it "
+            f"out for none"
+        )
+    found = {}
+    for token, bias in value.items():
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise SamplingError(
+                f"logit_bias must have token ids (ints) as keys, found {shown(token)}: write {{42: -1.5}}"
+            )
+        found[int(token)] = _number("each value of logit_bias", bias)
+        if not abs(found[int(token)]) <= _MOST_ADDED:
+            raise SamplingError(
+                f"logit_bias must be in [-1e20, 1e20] (ban tokens with banned_tokens), found {shown(bias)} for token "
+                f"{shown(token)}"
+            )
+    return found
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -355,8 +312,14 @@ class SamplingBatch:
             scores = scores.masked_fill(scores < floor, -math.inf)
         return scores
 
+    @cached_property
+    def top_ks(self) -> list[int]:
+        """Of how many tokens each row keeps the best, in 32 bits for the kernel: 0 for all of them."""
+        vocab = self.noise.vocab_size
+        return [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in self.rows]
+
     def _ks(self, vocab: int) -> Tensor:
-        """(B, 1, 1) int64: of how many tokens a row keeps the best."""
+        """(B, 1, 1) int64: the same as a tensor, ``vocab`` for all of them."""
         if "ks" not in self._columns:
             values = [min(row.top_k or vocab, vocab) for row in self.rows]
             self._columns["ks"] = torch.tensor(values, device=self.device)[:, None, None]

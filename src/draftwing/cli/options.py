@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from draftwing.api import LM
@@ -25,17 +24,23 @@ if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
+    "Data",
     "Draft",
     "Drafting",
+    "Examples",
+    "FewExamples",
     "Json",
     "Model",
     "NumPrompts",
     "Prompts",
     "SamplingOptions",
+    "Target",
     "sampling_option",
+    "taps_of",
     "with_options",
 ]
 
+_MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 Draft = Annotated[
     str | None,
@@ -51,6 +56,11 @@ Prompts = Annotated[
     typer.Option("--prompts", help="Text file (one prompt), .jsonl file (one a line), or - for stdin."),
 ]
 NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Use the first so many prompts.")]
+
+
+Target = Annotated[
+    str | None, typer.Option("--target", "-t", help="Folder or hub id. [default: the model that comes with Draftwing]")
+]
 
 
 def _option(help: str, *names: str, panel: str) -> Any:
@@ -113,8 +123,9 @@ class Drafting:
     tree: Annotated[
         str,
         _draft(
-            "auto (decided step by step from measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2), static "
-            "(EAGLE-1), or a JSON file with a list of paths of ranks.",
+            "auto (decided step by step from measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2; its "
+            "total_token=60, depth=7, top_k=10 is dynamic:59,8,10), static (EAGLE-1), or a JSON file with a list of "
+            "paths of ranks.",
             "--tree",
         ),
     ] = "auto"
@@ -152,13 +163,25 @@ class Drafting:
             if kind == "dynamic":
                 nodes, depth, width = map(int, numbers.split(","))
                 return Budget(depth, width, nodes)
-            paths = json.loads(Path(self.tree).read_text(encoding="utf-8"))
-            return Budget(paths=tuple(tuple(path) for path in paths))
-        except (OSError, ValueError, TypeError) as error:
+            return Budget(paths=_read_paths(Path(self.tree)))
+        except ConfigError as error:
+            raise ConfigError(f"--tree {shown(self.tree)}: {error}") from error
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--tree must be auto, chain:5, dynamic:60,8,10, static, or a JSON file with a list of paths such as "
-                f"[[0], [1], [0, 0]], found {self.tree!r} ({error})"
+                f"--tree must be auto, chain:5, dynamic:59,8,10, static, or a JSON file with a list of paths such as "
+                f"[[0], [1], [0, 0]], found {shown(self.tree)} ({error})"
             ) from error
+
+
+def _read_paths(file: Path) -> Any:
+    """The JSON of a tree's file."""
+    from draftwing.text.records import parse_json
+
+    with file.open("rb") as stream:
+        content = stream.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+    return parse_json(content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +212,8 @@ class SamplingOptions:
         """The checked parameters."""
         from draftwing.sampling import Sampling
 
-        same = {f.name for f in dataclasses.fields(Sampling)} - {"stop", "logit_bias", "logprobs"}
+        same = {f.name for f in dataclasses.fields(Sampling)} & {f.name for f in dataclasses.fields(self)}
+        same -= {"stop", "logit_bias"}
         return Sampling(
             **{name: value for name, value in vars(self).items() if name in same},
             logit_bias=dict(map(_parse_bias, self.logit_bias or ())),
@@ -199,13 +223,13 @@ class SamplingOptions:
         )
 
     def put(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-        """The prompt as a dialogue or as plain text."""
+        """The prompt as a dialogue or as plain text: messages with an empty line between two, as in training."""
+        chat = tokenizer.has_chat_template if self.chat is None else self.chat
         if isinstance(prompt, str):
-            chat = tokenizer.has_chat_template if self.chat is None else self.chat
             return [{"role": "user", "content": prompt}] if chat else prompt
-        if self.chat is False:
-            return "\n\n".join(message["content"] for message in prompt if not isinstance(message, int))
-        return prompt
+        if chat:
+            return prompt
+        return "\n\n".join(message["content"] for message in prompt if not isinstance(message, int))
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -214,6 +238,54 @@ def _parse_bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise ConfigError(f"--logit-bias must be ID:VALUE (such as 42:-1.5), found {text!r}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is trained on."""
+
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            help="JSONL of dialogues (conversations, messages, turns, prompt and completion, question and answer, "
+            "instruction and output) or texts, plain text files, or folders of them; repeatable.",
+        ),
+    ]
+    exclude: Annotated[
+        Path | None, typer.Option("--exclude", help="File of names (globs, or prefix/) to leave out of folders.")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Prompts that something is measured on."""
+
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 10
+
+    def read(self) -> Sequence[Prompt]:
+        """Those of the file, or those that come with Draftwing."""
+        from draftwing.text.prompts import read_prompts, shipped_prompts
+
+        return read_prompts(self.prompts, self.num_prompts) if self.prompts else shipped_prompts(self.num_prompts)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewExamples(Examples):
+    """The same where each takes longer."""
+
+    num_prompts: NumPrompts = 4
+
+
+def taps_of(text: str | None) -> tuple[int, ...] | None:
+    """The numbers of ``--taps``."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--taps must be numbers such as 2,16,29, found {shown(text)}") from None
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -229,7 +301,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         groups[name] = hints[name]
         kinds = get_type_hints(hints[name], include_extras=True)
         for f in dataclasses.fields(groups[name]):
-            parameters.append(own.replace(name=f.name, default=f.default, annotation=kinds[f.name]))
+            default = inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
+            parameters.append(own.replace(name=f.name, default=default, annotation=kinds[f.name]))
 
     def run(**values: Any) -> None:
         for name, kind in groups.items():

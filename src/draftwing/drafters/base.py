@@ -7,18 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, shown
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
-from draftwing.run.kernel.program import GrowthRule
+from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan"]
+__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan", "Traits"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a drafter is like, for whoever plans, measures and runs it.
+
+    Attributes:
+        drafts: whether it ever proposes anything.
+        reads_features: whether it needs the target's hidden states.
+        costs_forwards: whether a draft takes passes of a net, which are then measured and weighed.
+        grows_by_rule: whether it follows ``Budget.rule`` itself; the loop cuts the trees of others by it.
+        identity: tells apart, beside ``Drafter.name``, what caches must not mix up: two heads of one name.
+    """
+
+    drafts: bool = True
+    reads_features: bool = False
+    costs_forwards: bool = True
+    grows_by_rule: bool = False
+    identity: str = ""
+
+
+# What a budget may ask for, so that no shape asks for more memory or time than a machine has.
+MAX_DEPTH, MAX_WIDTH, MAX_NODES = 1024, 256, 4096
+_CHILDREN = ("keyed", "top", "sampled", "distinct")
 
 
 class Plan(Protocol):
@@ -73,7 +98,8 @@ class Budget:
         plan: decides while the tree grows how much of depth and nodes is used; None uses all.
 
     Raises:
-        ConfigError: depth below 0, width or nodes below 1, or paths that are no tree.
+        ConfigError: a number that is none or outside its range, or paths that are no tree. At most 1,024 levels, 256
+            nodes a level and 4,096 nodes may be asked for: far beyond what pays, and within any machine's memory.
     """
 
     depth: int = 5
@@ -84,18 +110,36 @@ class Budget:
     plan: Plan | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.children, str) or self.children not in _CHILDREN:
+            raise ConfigError(f"children must be one of {', '.join(_CHILDREN)}, found {shown(self.children)}")
         if self.paths is not None:
-            paths = tuple(tuple(path) for path in self.paths)
-            object.__setattr__(self, "paths", paths)
-            _check_paths(paths)
             if self.nodes is not None:
                 raise ConfigError("a static tree has the nodes of its paths: give either paths or nodes")
-            object.__setattr__(self, "depth", max(map(len, paths)))
-            object.__setattr__(self, "width", 1 + max(max(path) for path in paths))
-        if self.depth < 0 or self.width < 1:
-            raise ConfigError(f"a budget needs depth >= 0 and width >= 1, found depth {self.depth}, width {self.width}")
-        if self.nodes is not None and self.nodes < 1:
-            raise ConfigError(f"a budget needs at least one node, found nodes {self.nodes}: use depth 0 to draft none")
+            paths = _checked_paths(self.paths)
+            self._set("paths", paths)
+            self._set("depth", max(map(len, paths)))
+            self._set("width", 1 + max(max(path) for path in paths))
+            return
+        for name, least, most in (("depth", 0, MAX_DEPTH), ("width", 1, MAX_WIDTH), ("nodes", 1, MAX_NODES)):
+            value = getattr(self, name)
+            if value is None and name == "nodes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise ConfigError(f"a budget's {name} must be an integer, found {shown(value)}")
+            if not least <= int(value) <= most:
+                raise ConfigError(
+                    f"a budget needs {name} from {least} to {most:,}, found {name} {shown(value)} (depth 0 drafts none)"
+                )
+            self._set(name, int(value))
+        if self.depth * self.width > MAX_NODES:
+            raise ConfigError(
+                f"a budget may draft {MAX_NODES:,} nodes, depth times width, found {self.depth} times {self.width}: "
+                f"make one of them smaller"
+            )
+
+    def _set(self, name: str, value: object) -> None:
+        """Put a checked value in place of the given one."""
+        object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         if self.paths is not None:
@@ -116,16 +160,34 @@ class Budget:
         return tuple((first, *[0] * rest) for rest in range(self.depth) for first in range(self.width))
 
 
-def _check_paths(paths: tuple[tuple[int, ...], ...]) -> None:
+def _checked_paths(given: object) -> tuple[tuple[int, ...], ...]:
+    """The paths of a static tree as tuples; lists are taken too, as JSON has them."""
+    if not isinstance(given, list | tuple) or not 0 < len(given) <= MAX_NODES:
+        found = f"{len(given):,} paths" if isinstance(given, list | tuple) else shown(given)
+        raise ConfigError(
+            f"a static tree is a list of 1 to {MAX_NODES:,} paths such as [[0], [1], [0, 0]], found {found}"
+        )
+    for path in given:
+        if not isinstance(path, list | tuple) or not 0 < len(path) <= MAX_DEPTH or not all(map(_is_rank, path)):
+            raise ConfigError(
+                f"a path of a static tree is a list of 1 to {MAX_DEPTH:,} ranks from 0 to {MAX_WIDTH - 1}, found "
+                f"{shown(path)}: write [0, 2] for the third child of the root's first child"
+            )
+    paths = tuple(tuple(map(int, path)) for path in given)
     known = {(), *paths}
     for path in paths:
-        if not path or not all(isinstance(rank, int) and rank >= 0 for rank in path) or path[:-1] not in known:
+        if path[:-1] not in known:
             raise ConfigError(
-                f"a static tree is a list of paths of ranks, each with its parent in the list too, found {path}: "
-                f"write ((0,), (1,), (0, 0)) for two children of the root and one grandchild"
+                f"a static tree has each path's parent in its list too, found {shown(path)} without it: write "
+                f"[[0], [1], [0, 0]] for two children of the root and one grandchild"
             )
-    if not paths or len(known) != len(paths) + 1:
-        raise ConfigError(f"a static tree needs at least one path, and each of them once, found {len(paths)}")
+    if len(known) != len(paths) + 1:
+        raise ConfigError("a static tree has each of its paths once, found one twice: leave it out")
+    return paths
+
+
+def _is_rank(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and 0 <= int(value) < MAX_WIDTH
 
 
 # EAGLE-1's tree (2401.15077): 4, 8, 8, 3 and 2 nodes on its five levels.

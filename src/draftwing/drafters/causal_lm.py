@@ -1,24 +1,29 @@
 """A smaller causal LM as the drafter (Leviathan et al. 2211.17192; trees as in SpecInfer 2305.09781).
 
-It keeps its own KV slots. A tree grows level by level, each level one forward of the new nodes alone.
+It keeps its own KV slots, those of the target's rows: what the target keeps of a tree is committed here too, as far as
+it was run, so that the next draft reads only what is missing.
 
-Shape suffixes: B rows, W nodes of a level, N nodes, V vocabulary, C candidates.
+Shape suffixes: B rows, D depth.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth, request_for, taken
+from draftwing.drafters.asked import Asked
+from draftwing.drafters.base import Budget, Traits
 from draftwing.errors import TokenizerError
-from draftwing.model.lean import LeanContext, LeanTarget
+from draftwing.model.lean import LeanTarget
 from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
-from draftwing.run.kernel.program import Drafted
+from draftwing.nets.calibration import Calibration
+from draftwing.run.request import Drafted, Waiting
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
 __all__ = ["CausalLMDrafter"]
+
+CALIBRATION = Calibration()
 
 
 class CausalLMDrafter:
@@ -38,89 +43,70 @@ class CausalLMDrafter:
             )
         self.model = model
         self.name = f"causal-lm ({model.name})"
-        self._ctx: LeanContext = model.new_context()
-        self.at_once = model.drafts
-        self._slots: Growth | Drafted | None = None  # of the tree that is being verified
-        self._forwarded = 0  # levels of it below the root that were forwarded here
+        self.traits = Traits(costs_forwards=True, grows_by_rule=True, identity=f"{self.name}, {model.num_weight_bytes}")
+        self._runner = model.runs.runner(model.net, self)
+        self._read: list[int] = []  # tokens of each row that lie in its slots here
+        self._drafted: Drafted | None = None  # the tree that is being verified
 
+    # --- the rows --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Prefill the new row; one that this model's context cannot hold stays empty here, and is not drafted for."""
-        row = ctx.rows[-1]
-        if self._room(row) > 0:
-            self.model.prefill(self._ctx, row.tokens)
-            return
-        self._ctx.cache.reserve(self._ctx.num_rows + 1, 0)
-        self._ctx.rows.append(Row(row.tokens, 0, row.prompt_length))
+        row, fits = ctx.rows[-1], self._room(ctx.rows[-1]) > 0
+        self._runner.prefill(len(self._read), row.tokens[: row.length] if fits else [], prompt_length=row.prompt_length)
+        self._read.append(row.length if fits else 0)
 
+    @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:
-        """Drop the row's slots."""
-        self.model.remove(self._ctx, row)
-
-    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Grow a tree in the shape of ``budget`` (see ``growth``), as deep as this model's context lets it."""
-        rooms = [self._room(row) for row in ctx.rows]
-        room = min((room for room in rooms if room > 0), default=0)
-        self._slots = None
-        if min(room, budget.depth) <= 0:
-            return DraftTree.root(ctx.pending())
-        wanted, depth = [room > 0 for room in rooms], min(room, budget.depth)
-        request = request_for(ctx, wanted, sampling, budget, depth) if self.at_once else None
-        if request is not None:
-            drafted = self._slots = self.model.draft(self._ctx, request, self._missing(ctx))
-            self._caught_up(ctx)
-            self._forwarded = drafted.num_levels - 1
-            return taken(drafted, budget)
-        logits = self._catch_up(ctx)
-        growth = self._slots = Growth(ctx, wanted, sampling, budget)
-        self._forwarded = 0
-        while True:
-            growth.extend(logits)
-            if growth.done or growth.level == depth:
-                return growth.finish()
-            logits = self.model.forward(self._ctx, growth.drafted(), first_node=growth.first).logits
-            self._forwarded = growth.level
+        """Drop the row's slots; the last row takes its place."""
+        self._runner.cache.move_row(len(self._read) - 1, row)
+        self._read[row] = self._read[-1]
+        self._read.pop()
 
     def _room(self, row: Row) -> int:
         """How deep a tree this model's context lets it draft for a row; once below 1 it stays there."""
         return self.model.max_length - row.length - 2
 
-    def _missing(self, ctx: Context) -> list[list[int]]:
-        """What of each row the target accepted but this model has not read, the pending token included.
+    # --- a step ----------------------------------------------------------------------------------------------------
 
-        A row without room reads its pending token alone, and nothing comes of it.
-        """
-        missing = []
-        for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
-            own.tokens, read = row.tokens, own.length if self._room(row) > 0 else row.length
-            missing.append(row.tokens[read : row.length + 1])
-        return missing
+    @torch.inference_mode()
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Grow a tree in the shape of ``budget`` (see ``growth``), as deep as this model's context lets it."""
+        rooms = [self._room(row) for row in ctx.rows]
+        room = min((room for room in rooms if room > 0), default=0)
+        self._drafted = None
+        if min(room, budget.depth) <= 0:
+            return DraftTree.root(ctx.pending())
+        wanted = [room > 0 for room in rooms]
+        asked = Asked(ctx, wanted, sampling, budget, CALIBRATION, wants_places=True).within(room)
+        # What the target accepted but this model has not read, the pending token included. A row without room reads
+        # its pending token alone, and nothing comes of it.
+        fed = [read if fits else row.length for row, read, fits in zip(ctx.rows, self._read, wanted, strict=True)]
+        missing = [row.tokens[start : row.length + 1] for row, start in zip(ctx.rows, fed, strict=True)]
+        self._drafted = self._runner.draft(Waiting(missing, fed), asked)
+        self._read = [
+            row.length if fits else read for row, read, fits in zip(ctx.rows, self._read, wanted, strict=True)
+        ]
+        if budget.plan is not None and self._drafted.tree.told is not None:
+            budget.plan.drafted(self._drafted.tree.told.numpy(), self._drafted.tree.effort)
+        return self._drafted.tree
 
-    def _caught_up(self, ctx: Context) -> None:
-        for row, own in zip(ctx.rows, self._ctx.rows, strict=True):
-            if self._room(row) > 0:
-                own.length = row.length
+    @property
+    def at_once(self) -> bool:
+        return self.model.runs.grows and self.model.net.rotary.config.position_only
 
-    def _catch_up(self, ctx: Context) -> Tensor:
-        """Read what is missing; logits (B, 1, V) after the pending token."""
-        missing = self._missing(ctx)
-        width = max(map(len, missing))
-        padded = [tokens + [PAD] * (width - len(tokens)) for tokens in missing]
-        output = self.model.forward(self._ctx, DraftTree.chain(ctx.tensor(padded)))
-        self._caught_up(ctx)
-        last = ctx.tensor([len(tokens) - 1 for tokens in missing])
-        return output.logits.gather(1, last[:, None, None].expand(-1, 1, output.logits.shape[-1]))
-
+    @torch.inference_mode()
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
-        """Commit the accepted path as far as it was forwarded here: leaves never were."""
-        slots, self._slots = self._slots, None
-        if slots is None:
+        """Commit the accepted path as far as it was run here: leaves never were."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is None:
             return
-        # The deepest level was never forwarded: its nodes have no slots, and near the end there is no room for any.
-        path = slots.slots_of(accepted.path)[:, : 1 + self._forwarded]
-        if not slots.is_chain:  # even of a lone path the nodes may stand apart here
-            apart = DraftTree(tree.tokens, tree.parents)
-            self.model.commit(self._ctx, apart, Accepted(path, accepted.num, accepted.bonus))
+        # The deepest level was never run: its nodes have no slots, and near the end there is no room for any.
+        path = drafted.slots_of(accepted.path)[:, : 1 + drafted.num_levels]
+        if drafted.places is not None:  # even of a lone path the nodes may stand apart here
+            self._runner.commit(ctx.lengths, path)
         num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has handed its tokens out already
-        for row, own, num in zip(ctx.rows, self._ctx.rows, num_kept, strict=True):
+        for place, (row, num) in enumerate(zip(ctx.rows, num_kept, strict=True)):
             if self._room(row) > 0:
-                own.length += min(num, 1 + self._forwarded)
+                self._read[place] += min(num, 1 + drafted.num_levels)

@@ -28,11 +28,12 @@ from torch import Tensor
 from draftwing.drafters.base import Budget, Plan
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
-from draftwing.run.kernel.program import Drafted, DraftRequest
-from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
+from draftwing.noise import DRAFT, gumbel, hash_bits
+from draftwing.run.request import DraftRequest
+from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["Growth", "Shape", "request_for", "taken"]
+__all__ = ["Growth", "Shape", "request_for"]
 
 DEFAULT = Calibration()
 
@@ -119,7 +120,7 @@ def request_for(
         [row.tokens[row.length] for row in ctx.rows],
         wanted,
         [request.temperature for request in sampling.rows],
-        [request.top_k or 0 for request in sampling.rows],
+        sampling.top_ks,
         [request.top_p for request in sampling.rows],
         [request.min_p for request in sampling.rows],
         handle,
@@ -129,13 +130,6 @@ def request_for(
         calibration.miss,
         rule,
     )
-
-
-def taken(drafted: Drafted, budget: Budget) -> DraftTree:
-    """The tree of a request; the plan hears what was said of it."""
-    if budget.plan is not None:
-        budget.plan.drafted(drafted.told, drafted.effort)
-    return drafted.tree
 
 
 class Growth:

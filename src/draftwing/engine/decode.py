@@ -79,7 +79,7 @@ class Decoder:
                 f"{target.name} keeps a state that cannot be rolled back (recurrent layers), so drafted tokens could "
                 f"not be taken back: decode it plainly with draft='none'"
             )
-        self.ctx = target.new_context()
+        self.ctx = target.new_context(self.drafter.features)
         self._noise = noise_of(target.vocab_size, target.device)
         self._turn = turn or threading.RLock()
         self.running: tuple[Request, ...] = ()  # in the order of ``ctx.rows``
@@ -205,7 +205,7 @@ class Decoder:
             if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
                 tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
             _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
-            output = self.target.forward(ctx, tree, self.drafter.features)
+            output = self.target.forward(ctx, tree)
             tree = output.tree or tree
             _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
             scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
@@ -283,7 +283,7 @@ class Decoder:
 
     def _add(self, ctx: Context, drafter: Drafter, request: Request) -> None:
         """A row at the end, of target and drafter, or of neither."""
-        features = self.target.prefill(ctx, [*request.prompt_ids, *request.token_ids], drafter.features)
+        features = self.target.prefill(ctx, [*request.prompt_ids, *request.token_ids])
         ctx.rows[-1].prompt_length = len(request.prompt_ids)
         try:
             drafter.admit(ctx, features)
@@ -307,7 +307,8 @@ class Decoder:
                 f"a step was interrupted while {self.drafter.name} was changing its rows, so they cannot be "
                 f"trusted: admit the requests to a new Decoder, or give it a function that makes the drafter"
             )
-        ctx, drafter = self.target.new_context(), self._new_drafter()
+        drafter = self._new_drafter()
+        ctx = self.target.new_context(drafter.features)
         running = tuple(request for request in self.running if request.finish_reason is None)
         for request in running:
             self._add(ctx, drafter, request)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning
 from draftwing.heads.layouts import LAYOUTS
-from draftwing.heads.read import head_version, load_head, save_head
-from draftwing.nets.eagle import TargetId
+from draftwing.heads.read import head_version, load_head
+from draftwing.heads.write import save_head
+from draftwing.nets.eagle_config import TargetId
 
 __all__ = ["SERVED_BY", "convert", "serve_command"]
 
@@ -45,7 +46,7 @@ def convert(
         UnsupportedError: a head that the layout cannot express, or that Draftwing does not know.
 
     Warns:
-        DraftwingWarning: something had to be guessed or mended to read the source.
+        DraftwingWarning: something had to be guessed or fixed to read the source.
     """
     source, destination = Path(source), Path(destination)
     if to not in LAYOUTS:

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.heads.identity import differences
-from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId, default_taps
+from draftwing.heads.names import EMBEDDING, UNKNOWN_TAP
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId, default_taps
 
-__all__ = ["EMBEDDING", "LM_HEAD", "UNKNOWN_TAP", "Head", "expected_shapes"]
-
-EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-UNKNOWN_TAP = -1  # in the place of taps that a head does not name: every engine then takes its defaults
+__all__ = ["Head", "usual_taps"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,11 @@ class Head:
         tensors: by EAGLE's names, as ``EagleNet.tensors()`` gives them, dtypes as stored.
         target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
         copies: the target's own ``embed_tokens.weight`` and, in an EAGLE-1 head, ``lm_head.weight`` where the file
-            carries them. They travel along and are never run.
+            carries them. They travel along and are not run; an embedding that turns out not to be the target's
+            belongs to the net instead (``with_own_embedding``).
         training: how it was trained, for people; any JSON.
         verifier: the target's name or path, if it is known.
-        warnings: what had to be guessed or mended to read it.
+        warnings: what had to be guessed or fixed to read it.
     """
 
     config: EagleConfig
@@ -71,13 +70,18 @@ class Head:
         target = self.config.target
         if target is None:
             return False
-        usual = (target.num_layers,) if self.config.version == 1 else default_taps(target.num_layers)
-        return self.config.taps == usual
+        return self.config.taps == usual_taps(self.config.version, target.num_layers)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the matrices."""
         return self.tensors["fc.weight"].dtype
+
+    def with_own_embedding(self) -> Head:
+        """This head with the embedding among its ``copies`` as a part of the net."""
+        copies = dict(self.copies)
+        tensors = {**self.tensors, EMBEDDING: copies.pop(EMBEDDING)}
+        return replace(self, config=replace(self.config, own_embedding=True), tensors=tensors, copies=copies)
 
     def for_target(self, target: TargetId | None, taps: tuple[int, ...] | None, where: str) -> Head:
         """This head with its target known, and its taps where they follow from that.
@@ -102,8 +106,8 @@ class Head:
         known = config.target
         if taps is None and known is not None and UNKNOWN_TAP in config.taps:
             # Only three have defaults; a head of another number that does not name them stays unknown.
-            usual = (known.num_layers,) if config.version == 1 else default_taps(known.num_layers)
-            taps = usual if len(usual) == len(config.taps) else None
+            usual = usual_taps(config.version, known.num_layers)
+            taps = usual if usual is not None and len(usual) == len(config.taps) else None
         elif taps is None and target is not None and self.config.target is None:
             _check_last_tap(config, target, where)
         if taps is not None:
@@ -113,8 +117,15 @@ class Head:
         return replace(self, config=config, verifier=self.verifier or (known.name if known else None))
 
 
+def usual_taps(version: int, num_layers: int) -> tuple[int, ...] | None:
+    """What every engine reads of a target of ``num_layers`` layers that is told nothing; None where it cannot."""
+    if version == 1:
+        return (num_layers,)
+    return default_taps(num_layers) if num_layers >= 3 else None
+
+
 def _check_target(config: EagleConfig, target: TargetId, where: str) -> None:
-    own = config.target or TargetId("", config.hidden_size, 0, config.vocab_size)
+    own = config.target or TargetId("", config.feature_size, 0, config.vocab_size)
     wrong = differences(own, target)
     if wrong:
         name = f" {own.name}" if own.name else " another target"
@@ -141,12 +152,3 @@ def _check_last_tap(config: EagleConfig, target: TargetId, where: str) -> None:
             f"{where}: the head reads the target's last hidden state before the final norm (tap {target.num_layers}), "
             f"which Draftwing does not tap: serve it with the engine that it was made for"
         )
-
-
-def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a head of ``config`` has, by EAGLE's names."""
-    # A net on the meta device has shapes and no memory: the net itself is the table.
-    embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
-    ids = torch.empty(config.draft_vocab_size, dtype=torch.int64, device="meta") if config.has_draft_vocab else None
-    net = EagleNet(config, embedding, Linear(embedding) if config.version == 1 else None, ids)
-    return {name: tuple(tensor.shape) for name, tensor in net.tensors().items()}

@@ -1,4 +1,4 @@
-"""Which target a head belongs to: sizes, and fingerprints of the tokenizer and of the chat template."""
+"""Which head a folder holds, and which target it belongs to: sizes, and fingerprints of weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.config import read_config
 from draftwing.model.target import Target
-from draftwing.nets.eagle import TargetId
+from draftwing.nets.eagle_config import TargetId
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["chat_template_hash", "differences", "has_tokenizer", "target_id", "target_id_of_folder"]
+__all__ = ["chat_template_hash", "differences", "has_tokenizer", "head_id", "target_id", "target_id_of_folder"]
 
 # The names that config classes give to the same size.
 _SIZES = {
@@ -22,6 +22,8 @@ _SIZES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
 }
+_WHOLE = 64 * 2**20  # bytes of a weight file that are read whole; of a larger one, ``_SAMPLES`` blocks
+_SAMPLES, _BLOCK = 512, 1 << 14
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -58,6 +60,35 @@ def target_id_of_folder(folder: Path, name: str | None = None) -> TargetId:
         sizes[size] = found
     hashed = Tokenizer(folder).vocab_hash if has_tokenizer(folder) else ""
     return TargetId(name=name or folder.name, vocab_hash=hashed, **sizes)
+
+
+def head_id(folder: Path) -> str:
+    """16 hexadecimal digits that stand for a head: its config and its weights, wherever the folder lies.
+
+    Two trainings differ in it, for all that they have one shape. Of a large weight file evenly spaced parts are read,
+    its beginning (where safetensors says what is in it) and its end among them: it takes milliseconds.
+
+    Raises:
+        CheckpointError: no such folder, no weights in it, or files that cannot be read.
+    """
+    folder, digest = Path(folder), hashlib.sha256()
+    try:
+        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+        if not weights:
+            raise CheckpointError(f"{folder}: expected a head with its weights, found none: give a head's folder")
+        for path in (folder / "config.json", *weights):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                if size <= _WHOLE:
+                    digest.update(file.read())
+                else:
+                    for number in range(_SAMPLES):
+                        file.seek(number * (size - _BLOCK) // (_SAMPLES - 1))
+                        digest.update(file.read(_BLOCK))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the head cannot be read ({error}): give a head's folder") from error
+    return digest.hexdigest()[:16]
 
 
 def has_tokenizer(folder: Path) -> bool:

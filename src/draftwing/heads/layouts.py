@@ -6,6 +6,11 @@
     sglang       the same names; taps counted as outputs, EAGLE-1 with a class of its own and an fc bias
     speculators  vLLM's format: EAGLE-3 as ``layers.0``, with the target named in the config
 
+                      more layers      biases of q, k, v    an embedding of its own, another width than the target's
+    eagle             EAGLE-1          EAGLE-1              yes
+    vllm, speculators yes              yes, and o's         yes
+    sglang            EAGLE-1          EAGLE-1, and o's     no, it takes the target's
+
 As read in vLLM 0.32, SGLang 0.5.23, speculators 0.7 and EAGLE's own code. Every layout keeps the ``draftwing`` part of
 the config, which the others ignore, so that the way back loses nothing.
 """
@@ -14,20 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.heads.head import LM_HEAD, Head
+from draftwing.heads.head import Head
+from draftwing.heads.names import LM_HEAD
 from draftwing.heads.settings import FORMAT, TAP_IDS
 from draftwing.heads.vocab import to_maps
-from draftwing.nets.eagle import EagleConfig
+from draftwing.nets.eagle_config import EagleConfig
 
-__all__ = ["LAYOUTS", "LayoutName", "head_files"]
+__all__ = ["LAYOUTS", "head_files"]
 
-LayoutName = Literal["draftwing", "eagle", "vllm", "sglang", "speculators"]
 Config = dict[str, Any]
 Limit = Callable[[Head], str | None]
 
@@ -142,6 +147,22 @@ def _square_heads(head: Head) -> str | None:
     return f"heads of width {config.head_dim} (only hidden_size / heads, {config.hidden_size // config.num_heads})"
 
 
+def _one_layer(head: Head) -> str | None:
+    # EAGLE's code has one for EAGLE-3; SGLang's further layers drop the residual.
+    config = head.config
+    return f"EAGLE-3 of {config.num_layers} layers" if config.version == 3 and config.num_layers > 1 else None
+
+
+def _no_qkv_bias(head: Head) -> str | None:
+    return (
+        "biases of queries, keys and values in EAGLE-3" if head.config.version == 3 and head.config.qkv_bias else None
+    )
+
+
+def _targets_embedding(head: Head) -> str | None:
+    return "an embedding of the head's own (SGLang takes the target's)" if head.config.own_embedding else None
+
+
 def _first_version(head: Head) -> str | None:
     return "EAGLE-1" if head.config.version == 1 else None
 
@@ -162,7 +183,7 @@ def _shape(head: Head) -> Config:
         scaling |= {key: getattr(rope, key) for key in _ROPE_KEYS[rope.type] if getattr(rope, key) is not None}
     found: Config = {
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -179,6 +200,8 @@ def _shape(head: Head) -> Config:
         "tie_word_embeddings": False,
         "torch_dtype": str(head.dtype).removeprefix("torch."),
     }
+    if config.qkv_bias:
+        found["qkv_bias"] = True
     if rope.rotary_dim != rope.head_dim:
         found["partial_rotary_factor"] = rope.rotary_dim / rope.head_dim
     return found
@@ -212,7 +235,7 @@ def _flags(config: EagleConfig) -> Config:
 
 def _block(head: Head) -> Config:
     config = head.config
-    return {
+    found: Config = {
         "format": FORMAT,
         "version": config.version,
         "inputs": config.inputs,
@@ -221,6 +244,7 @@ def _block(head: Head) -> Config:
         "calibration": asdict(config.calibration),
         "training": dict(head.training),
     }
+    return {**found, "own_embedding": True} if config.own_embedding else found
 
 
 def _published(head: Head, first: str, *, say_taps: bool = True) -> Config:
@@ -232,6 +256,8 @@ def _published(head: Head, first: str, *, say_taps: bool = True) -> Config:
         found["bias"] = config.fc_bias
     if config.version == 3:
         found |= _flags(config)
+        if config.feature_size != config.hidden_size:
+            found["target_hidden_size"] = config.feature_size
         if len(config.taps) != 3:
             found["num_aux_hidden_states"] = len(config.taps)
         if say_taps and not head.has_default_taps:
@@ -243,8 +269,13 @@ def _draftwing(head: Head, depth: int) -> Config:
     return _published(head, "LlamaForCausalLM")
 
 
+def _with_engine_bias(found: Config, head: Head) -> Config:
+    # The engines' flag for biases in attention; the output has one too, for which there are zeros.
+    return {**found, "attention_bias": True} if head.config.qkv_bias else found
+
+
 def _sglang(head: Head, depth: int) -> Config:
-    found = _published(head, "LlamaForCausalLMEagle", say_taps=False)
+    found = _with_engine_bias(_published(head, "LlamaForCausalLMEagle", say_taps=False), head)
     if head.config.version == 1:
         found.pop("bias", None)  # its fc has one in any case
         if not head.config.fc_bias:
@@ -255,7 +286,7 @@ def _sglang(head: Head, depth: int) -> Config:
 
 
 def _vllm(head: Head, depth: int) -> Config:
-    found = _published(head, "LlamaForCausalLM")
+    found = _with_engine_bias(_published(head, "LlamaForCausalLM"), head)
     found["bias"] = False
     if head.config.version == 1 and head.config.fc_bias:
         found["draftwing"]["fc_bias"] = True
@@ -265,7 +296,7 @@ def _vllm(head: Head, depth: int) -> Config:
 def _speculators(head: Head, depth: int) -> Config:
     config = head.config
     # No `model_type` at the top: vLLM knows the format by its absence. The target's class is not ours to know.
-    layer = {"architectures": ["LlamaForCausalLM"], **_shape(head)}
+    layer = _with_engine_bias({"architectures": ["LlamaForCausalLM"], **_shape(head)}, head)
     if len(config.taps) != 3:
         layer["num_aux_hidden_states"] = len(config.taps)
     method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -274,9 +305,9 @@ def _speculators(head: Head, depth: int) -> Config:
         "speculators_model_type": "eagle3",
         "speculators_version": _SPECULATORS_VERSION,
         **_flags(config),
-        "target_hidden_size": config.hidden_size,
+        "target_hidden_size": config.feature_size,
         TAP_IDS: list(config.taps) if head.knows_taps else None,
-        "embed_requires_grad": False,
+        "embed_requires_grad": config.own_embedding,
         "tie_word_embeddings": False,
         "torch_dtype": layer["torch_dtype"],
         "transformer_layer_config": layer,
@@ -300,11 +331,11 @@ def _same(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
 def _vllm_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
     # In EAGLE-1 vLLM refuses an lm_head, and drops an fc.bias without a word: a zero one goes here.
     dropped = ("fc.bias", LM_HEAD) if head.config.version == 1 else ()
-    return {name: tensor for name, tensor in tensors.items() if name not in dropped}
+    return _with_output_bias({name: tensor for name, tensor in tensors.items() if name not in dropped}, head)
 
 
 def _sglang_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
-    found = dict(tensors)
+    found = _with_output_bias(tensors, head)
     if head.config.version == 1 and "fc.bias" not in found:
         found["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=head.dtype)
     return found
@@ -313,8 +344,19 @@ def _sglang_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tens
 def _speculators_tensors(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
     return {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor
-        for name, tensor in tensors.items()
+        for name, tensor in _with_output_bias(tensors, head).items()
     }
+
+
+def _with_output_bias(tensors: Mapping[str, Tensor], head: Head) -> dict[str, Tensor]:
+    """Zeros where engines have a bias at attention's output, which would otherwise hold what memory held."""
+    found = dict(tensors)
+    if head.config.qkv_bias:
+        for name in tensors:
+            if name.endswith(".self_attn.o_proj.weight"):
+                zeros = torch.zeros(head.config.hidden_size, dtype=head.dtype)
+                found[name.removesuffix("weight") + "bias"] = zeros
+    return found
 
 
 @dataclass(frozen=True)
@@ -327,10 +369,11 @@ class _Layout:
 LAYOUTS: dict[str, _Layout] = {
     "draftwing": _Layout((), _draftwing, _same),
     "eagle": _Layout(
-        (*_ENGINES, _residual, _extra_norms, _default_taps, _plain_rope, _square_heads), _draftwing, _same
+        (*_ENGINES, _residual, _extra_norms, _default_taps, _plain_rope, _square_heads, _one_layer, _no_qkv_bias),
+        _draftwing,
+        _same,
     ),
     "vllm": _Layout((*_SERVERS, _bias), _vllm, _vllm_tensors),
-    "sglang": _Layout((*_SERVERS, _residual), _sglang, _sglang_tensors),
+    "sglang": _Layout((*_SERVERS, _residual, _one_layer, _no_qkv_bias, _targets_embedding), _sglang, _sglang_tensors),
     "speculators": _Layout((_first_version, *_SERVERS), _speculators, _speculators_tensors),
 }
-assert set(LAYOUTS) == set(get_args(LayoutName))

@@ -1,12 +1,9 @@
-"""Heads read from any layout, and written in our own.
-
-Ours is the layout that EAGLE published, ``config.json`` beside ``model.safetensors`` with the published names, so
-that vLLM and SGLang read it as directly as they read anybody's; a ``draftwing`` part in the config holds what it
-has no word for: which target the head belongs to, its taps, its inputs and how it was trained.
-"""
+"""Heads read from any layout: what a folder's config and tensors say together, and the net that they make."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,33 +13,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, DraftwingWarning
-from draftwing.heads.files import PICKLED, read_tensors, weight_files, write_folder
-from draftwing.heads.head import EMBEDDING, LM_HEAD, UNKNOWN_TAP, Head, expected_shapes
-from draftwing.heads.layouts import head_files
-from draftwing.heads.names import Names, check_names, check_shapes, sort_names, version_of_names
+from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
+from draftwing.heads.head import Head
+from draftwing.heads.names import (
+    EMBEDDING,
+    LM_HEAD,
+    UNKNOWN_TAP,
+    Names,
+    check_names,
+    check_shapes,
+    sort_names,
+    version_of_names,
+)
 from draftwing.heads.settings import Settings, eagle_config, is_head_config, read_settings
 from draftwing.heads.vocab import read_draft_vocab
 from draftwing.model.config import read_config
 from draftwing.model.linear import Linear
 from draftwing.model.weights import WeightFiles, check_finite
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.nets.eagle_tensors import tensor_shapes
 
 __all__ = [
-    "check_destination",
+    "PICKLED",
+    "WEIGHTS",
     "find_config",
     "find_taps",
     "find_version",
     "head_version",
     "is_head",
     "load_head",
-    "read_config",
     "read_head",
+    "read_tensors",
     "same_matrix",
-    "save_head",
-    "write_head",
+    "weight_files",
 ]
 
+WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
+_SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,43 +75,6 @@ def is_head(config: Mapping[str, Any], folder: Path | None = None) -> bool:
     return version_of_names(names) is not None
 
 
-def write_head(folder: Path, net: EagleNet, *, training: Mapping[str, Any] | None = None) -> None:
-    """Write a net as a head folder of ours; an older head in it is replaced, whole or not at all.
-
-    Args:
-        net: not prepacked.
-        training: how it was trained: any JSON. `draftwing doctor` knows two keys: ``chat_template`` (see
-            ``chat_template_hash``) and ``coverage``, the share of the training tokens that the draft vocabulary has.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or holds another model.
-        ConfigError: ``training`` is not JSON.
-    """
-    save_head(Path(folder), Head.from_net(net, training), "draftwing")
-
-
-def save_head(folder: Path, head: Head, layout: str, *, depth: int = 5) -> None:
-    """Write a head in one of the ``LAYOUTS``; ``depth`` is how many tokens speculators' config proposes.
-
-    Raises:
-        UnsupportedError: the layout cannot express this head.
-        CheckpointError: the folder cannot be written, or holds another model.
-    """
-    config, tensors = head_files(head, layout, depth)
-    check_destination(folder)
-    write_folder(folder, config, tensors)
-
-
-def check_destination(folder: Path) -> None:
-    """Raise CheckpointError where writing a head would overwrite something that is not one."""
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a folder to write into, found a file: choose another path")
-    if (folder / "config.json").exists() and not is_head(read_config(folder), folder):
-        raise CheckpointError(
-            f"{folder}: holds another model, which a head would overwrite: choose a folder of its own for the head"
-        )
-
-
 def read_head(
     folder: Path,
     embedding: Tensor,
@@ -115,6 +86,8 @@ def read_head(
     taps: tuple[int, ...] | None = None,
 ) -> EagleNet:
     """Load a head in any layout as a net, ready for a target.
+
+    An embedding in the head's file that is not the target's is used in its place: the head was trained with it.
 
     Args:
         embedding: (V, H) the target's.
@@ -130,37 +103,37 @@ def read_head(
         ConfigError, UnsupportedError: a config that cannot be meant, or a kind of head that has no net here.
 
     Warns:
-        DraftwingWarning: something had to be guessed or mended; `draftwing doctor` says more.
+        DraftwingWarning: something had to be guessed or fixed; `draftwing doctor` says more.
     """
     folder = Path(folder)
     head = load_head(folder).for_target(target, taps, str(folder))
     if not head.knows_taps:
         raise CheckpointError(
             f"{folder}: neither the head nor its loader says which hidden states of the target it reads: give the "
-            f"target, whose defaults are usual, or the taps"
+            f"target (of 3 layers or more, its defaults are then taken), or the taps"
         )
-    if embedding.shape != (head.config.vocab_size, head.config.hidden_size):
+    wanted = (head.config.vocab_size, head.config.feature_size)
+    if embedding.shape != wanted:
         raise CheckpointError(
-            f"{folder}: the head is made for a target with an embedding of "
-            f"{(head.config.vocab_size, head.config.hidden_size)}, this one's is {tuple(embedding.shape)}: load it "
-            f"with the target that it was trained for"
+            f"{folder}: the head is made for a target with an embedding of {wanted}, this one's is "
+            f"{tuple(embedding.shape)}: load it with the target that it was trained for"
         )
-    own = {EMBEDDING: embedding, LM_HEAD: None if target_head is None else target_head.weight}
-    for text in (*head.warnings, *_differing_copies(head, own, str(folder))):
+    if EMBEDDING in head.copies and not same_matrix(head.copies[EMBEDDING], embedding):
+        head = head.with_own_embedding()
+    said = list(head.warnings)
+    copy = head.copies.get(LM_HEAD)
+    if copy is not None and target_head is not None and not same_matrix(copy, target_head.weight):
+        said.append(
+            f"{folder}: its {LM_HEAD} is not the target's own, which is used instead: if it was trained for another "
+            f"version of this model, expect fewer accepted tokens, and load it with that one"
+        )
+    for text in said:
         warnings.warn(DraftwingWarning(text), stacklevel=2)
     device = embedding.device if device is None else torch.device(device)
     ids = None if head.target_ids is None else head.target_ids.to(device)
-    net = EagleNet(head.config, embedding.to(device), target_head, ids, dtype)
+    own = head.tensors[EMBEDDING].to(dtype) if head.config.own_embedding else embedding
+    net = EagleNet(head.config, own.to(device), target_head, ids, dtype)
     return net.load_tensors(head.tensors, str(folder))
-
-
-def _differing_copies(head: Head, own: Mapping[str, Tensor | None], where: str) -> list[str]:
-    return [
-        f"{where}: its {name} is not the target's own, which is used instead: if it was trained for another version of "
-        f"this model, expect fewer accepted tokens, and load it with that one"
-        for name, tensor in own.items()
-        if name in head.copies and tensor is not None and not same_matrix(head.copies[name], tensor)
-    ]
 
 
 def same_matrix(copy: Tensor, own: Tensor) -> bool:
@@ -189,14 +162,16 @@ def load_head(folder: Path) -> Head:
     settings = read_settings(read_config(folder), str(folder / "config.json"))
     tensors = read_tensors(folder)
     version = find_version(settings, tensors, where)
-    names = sort_names(tensors, version, where)
+    names = sort_names(tensors, version, where, own_embedding=settings.own_embedding)
     config = find_config(settings, version, names, where)
-    expected = expected_shapes(config)
+    expected = tensor_shapes(config)
     check_names(expected, names.net, where)
     check_shapes(expected, {key: tuple(tensors[name].shape) for key, name in names.net.items()}, where)
     named = {key: tensors[name] for key, name in names.net.items()}
     for key, tensor in named.items():
         _check_numbers(key, tensor, where)
+    for name in names.zeros.values():
+        _check_zero(name, tensors[name], where)
     maps = {key: tensors[name] for key, name in names.maps.items()}
     vocab = read_draft_vocab(maps.get("d2t"), maps.get("t2d"), config.vocab_size, config.draft_vocab_size, where)
     config = _own_bias(config, settings, named, where)
@@ -207,7 +182,7 @@ def load_head(folder: Path) -> Head:
         copies={key: tensors[name] for key, name in names.copies.items()},
         training=settings.block.training if settings.block is not None else {},
         verifier=config.target.name if config.target is not None else settings.verifier,
-        warnings=tuple(_warnings(settings, vocab.form, where)),
+        warnings=tuple(_warnings(settings, names, vocab.form, where)),
     )
 
 
@@ -218,6 +193,14 @@ def _check_numbers(name: str, tensor: Tensor, where: str) -> None:
             f"the one that is not"
         )
     check_finite(f"{name} of {where}", tensor)
+
+
+def _check_zero(name: str, tensor: Tensor, where: str) -> None:
+    if tensor.any():
+        raise UnsupportedError(
+            f"{where}: {name} is not zero, and Draftwing's attention has no bias at its output: serve this head with "
+            f"the engine that it was made for"
+        )
 
 
 def head_version(folder: Path) -> int:
@@ -244,16 +227,11 @@ def find_version(settings: Settings, names: Mapping[str, Any], where: str) -> in
 
 
 def find_config(settings: Settings, version: int, names: Names, where: str) -> EagleConfig:
-    """The net's shape, from the config and from what only the tensors' names show: whether fc has a bias."""
-    has_bias = "fc.bias" in names.net
-    if settings.bias is not None and settings.bias != has_bias and version == 1:
-        raise CheckpointError(
-            f"{where}: config.json says `bias` {str(settings.bias).lower()}, but the tensors have "
-            f"{'an' if has_bias else 'no'} fc.bias: correct `bias`, or take both files from one place"
-        )
+    """The net's shape, from the config and from what only the tensors' names show: which biases there are."""
+    _check_claims(settings, version, names, where)
     taps = find_taps(settings, where)
     num_taps = settings.num_taps or (1 if version == 1 else 3 if taps is None else len(taps))
-    config = eagle_config(settings, version, num_taps, fc_bias=has_bias, where=f"{where}/config.json")
+    config = eagle_config(settings, version, num_taps, names, f"{where}/config.json")
     if taps is None:
         return config
     if len(taps) != num_taps:
@@ -262,6 +240,28 @@ def find_config(settings: Settings, version: int, names: Names, where: str) -> E
             f"{num_taps}: correct it"
         )
     return replace(config, taps=taps)
+
+
+def _check_claims(settings: Settings, version: int, names: Names, where: str) -> None:
+    """Raise CheckpointError where config and tensors differ in layers or biases."""
+    has_bias = "fc.bias" in names.net
+    if settings.bias is not None and settings.bias != has_bias and version == 1:
+        raise CheckpointError(
+            f"{where}: config.json says `bias` {str(settings.bias).lower()}, but the tensors have "
+            f"{'an' if has_bias else 'no'} fc.bias: correct `bias`, or take both files from one place"
+        )
+    if settings.num_layers != names.num_layers:
+        raise CheckpointError(
+            f"{where}: config.json says `num_hidden_layers` {settings.num_layers}, but the tensors are those of "
+            f"{names.num_layers}: correct `num_hidden_layers`, or take both files from one place"
+        )
+    said = settings.attention_bias if settings.qkv_bias is None else settings.qkv_bias
+    if (said is False) if names.has_qkv_bias else settings.qkv_bias:
+        raise CheckpointError(
+            f"{where}: config.json says `qkv_bias` or `attention_bias` {str(said).lower()}, but the tensors have "
+            f"{'' if names.has_qkv_bias else 'no '}biases of queries, keys and values: correct `qkv_bias`, or take "
+            f"both files from one place"
+        )
 
 
 def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
@@ -281,12 +281,17 @@ def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
     return taps
 
 
-def _warnings(settings: Settings, form: str, where: str) -> list[str]:
+def _warnings(settings: Settings, names: Names, form: str, where: str) -> list[str]:
     found = []
     if not settings.rope_theta_given:
         found.append(
             f"{where}: config.json has no `rope_theta`: 10000 is taken, as every reader does; if the head was trained "
             f"with another base it will guess badly: add `rope_theta`"
+        )
+    if settings.attention_bias and not names.has_qkv_bias:
+        found.append(
+            f"{where}: config.json says `attention_bias` true, but there are no biases, and none are used: vLLM would "
+            f"take random ones: set it to false"
         )
     if form == "ids":
         found.append(
@@ -320,3 +325,50 @@ def _own_bias(config: EagleConfig, settings: Settings, named: dict[str, Tensor],
             f"since; take the head from its original place again"
         )
     return replace(config, fc_bias=had)
+
+
+# --- tensors as stored -----------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the weight files that a folder has; an engine may prefer any one of several."""
+    folder = Path(folder)
+    return [name for name in (WEIGHTS, PICKLED, *_SHARDED) if os.path.lexists(folder / name)]
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a head as they are stored, on the CPU: of its safetensors, or of its ``pytorch_model.bin``.
+
+    A pickled file is read with ``weights_only``, which runs no code from it.
+
+    Raises:
+        CheckpointError: no weights, or weights that are truncated, corrupt, or pickled with more than tensors.
+    """
+    folder = Path(folder)
+    if folder.is_dir() and weight_files(folder) == [PICKLED]:
+        return _read_pickled(folder / PICKLED)
+    with WeightFiles(folder) as files:
+        return {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (its own method, not a dict's)
+
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: expected tensors alone, found something that would run code when it is read, or a damaged file "
+            f"({str(error).splitlines()[0]:.120}): take the head's safetensors, or have its author save a state dict"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: expected a whole PyTorch checkpoint, found a truncated or corrupt one ({error}): download it "
+            f"again"
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
+        raise CheckpointError(
+            f"{path}: expected a dictionary from names to tensors, found {type(found).__name__} with other things in "
+            f"it: have its author save the model's state dict"
+        )
+    return {name: value.detach() for name, value in found.items()}

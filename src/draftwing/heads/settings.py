@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
 from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.heads.names import UNKNOWN_TAP, Names
 from draftwing.model.config import ModelConfig
 from draftwing.model.rope import ROPE_TYPES
 from draftwing.nets.calibration import Calibration
-from draftwing.nets.eagle import EagleConfig, Inputs, TargetId
+from draftwing.nets.eagle_config import EagleConfig, Inputs, TargetId
 
-__all__ = ["FORMAT", "Block", "Settings", "eagle_config", "is_head_config", "read_settings"]
+__all__ = ["FORMAT", "TAP_IDS", "Block", "Settings", "eagle_config", "is_head_config", "read_settings"]
 
 FORMAT: Final = 1
 TAP_IDS: Final = "eagle_aux_hidden_state_layer_ids"
@@ -42,6 +43,7 @@ _SHAPE = (
     "rope_parameters",
     "original_max_position_embeddings",
 )
+_MOST_LAYERS = 4  # a config of more layers that says nothing else is a language model's
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 # What an engine's class is called, and which EAGLE it runs. "LlamaForCausalLM" may be either.
 _VERSIONS = {
@@ -65,6 +67,7 @@ class Block:
     target: TargetId | None
     training: Mapping[str, Any]
     fc_bias: bool | None
+    own_embedding: bool
     calibration: Calibration
 
 
@@ -80,6 +83,9 @@ class Settings:
         norm_before_residual: None where the config does not say.
         tap_ids: as written; ``taps_are_outputs`` says how they count.
         num_taps: where it is given by itself.
+        qkv_bias, attention_bias: None where the config does not say.
+        target_hidden_size: where the target's width differs from the head's.
+        own_embedding: the file's embedding is not the target's, by what the config says.
         rope_theta_given: False where every reader takes 10000 because there is none.
     """
 
@@ -95,6 +101,11 @@ class Settings:
     tap_ids: tuple[int, ...] | None = None
     taps_are_outputs: bool = False
     num_taps: int | None = None
+    num_layers: int = 1
+    qkv_bias: bool | None = None
+    attention_bias: bool | None = None
+    target_hidden_size: int | None = None
+    own_embedding: bool = False
     rope_theta_given: bool = True
     block: Block | None = None
     verifier: str | None = None
@@ -111,7 +122,8 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
         return True
     if _claimed_version(config) is not None or config.get("model_type") == "eagle" or config.get("eagle_config"):
         return True
-    return None if config.get("num_hidden_layers") == 1 else False
+    layers = config.get("num_hidden_layers")
+    return None if isinstance(layers, int) and 1 <= layers <= _MOST_LAYERS else False
 
 
 def read_settings(config: Mapping[str, Any], where: str) -> Settings:
@@ -140,6 +152,9 @@ def read_settings(config: Mapping[str, Any], where: str) -> Settings:
     elif nested.values:
         layout = "model-optimizer"
     _refuse_foreign(shape, config, nested.values, where)
+    inside = _Reader(shape, where)
+    hidden, target_hidden = inside.integer("hidden_size"), top.integer("target_hidden_size")
+    target_hidden = None if target_hidden == hidden else target_hidden
     inner_ids, outer_ids = nested.integers(TAP_IDS), top.integers(TAP_IDS)
     block = _read_block(config, where)
     return Settings(
@@ -155,15 +170,20 @@ def read_settings(config: Mapping[str, Any], where: str) -> Settings:
         # vLLM reads the outer ones first.
         tap_ids=outer_ids or inner_ids,
         taps_are_outputs=not outer_ids and inner_ids is not None,
-        num_taps=top.integer("num_aux_hidden_states") or _Reader(shape, where).integer("num_aux_hidden_states"),
+        num_taps=top.integer("num_aux_hidden_states") or inside.integer("num_aux_hidden_states"),
+        num_layers=inside.integer("num_hidden_layers") or 1,
+        qkv_bias=inside.flag("qkv_bias"),
+        attention_bias=inside.flag("attention_bias"),
+        target_hidden_size=target_hidden,
+        own_embedding=bool(target_hidden or top.flag("embed_requires_grad") or (block and block.own_embedding)),
         rope_theta_given=_gives_theta(shape),
         block=block,
         verifier=_verifier(top),
     )
 
 
-def eagle_config(settings: Settings, version: int, num_taps: int, *, fc_bias: bool, where: str) -> EagleConfig:
-    """The net's shape, with taps -1 that stand for ``num_taps`` unknown ones.
+def eagle_config(settings: Settings, version: int, num_taps: int, names: Names, where: str) -> EagleConfig:
+    """The net's shape, with ``UNKNOWN_TAP`` for ``num_taps`` unknown ones.
 
     Raises:
         ConfigError: a size is missing, or sizes do not go together.
@@ -192,13 +212,17 @@ def eagle_config(settings: Settings, version: int, num_taps: int, *, fc_bias: bo
             model,
             settings.draft_vocab_size,
             rope=rope,
-            taps=(-1,) * num_taps,
+            taps=(UNKNOWN_TAP,) * num_taps,
             inputs=settings.block.inputs if settings.block is not None else "feature-shifted",
-            fc_bias=fc_bias,
+            fc_bias="fc.bias" in names.net,
             norm_before_residual=settings.takes_norm_before_residual,
             norm_before_fc=settings.norm_before_fc,
             fc_norm=settings.fc_norm,
             norm_output=settings.norm_output,
+            num_layers=settings.num_layers,
+            qkv_bias=names.has_qkv_bias,
+            target_hidden_size=settings.target_hidden_size,
+            own_embedding=settings.own_embedding,
         )
     except ConfigError as error:
         raise type(error)(f"{where}: {error}; correct it in config.json") from error
@@ -208,26 +232,16 @@ def eagle_config(settings: Settings, version: int, num_taps: int, *, fc_bias: bo
 
 def _refuse_foreign(shape: Mapping[str, Any], config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedError for what the weights alone would not show."""
-    layers, kind = shape.get("num_hidden_layers", 1), shape.get("model_type", "llama")
+    kind = shape.get("model_type", "llama")
     rope = shape.get("rope_scaling") or shape.get("rope_parameters") or {}
     rope_type = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, Mapping) else "default"
-    hidden, target_hidden = shape.get("hidden_size"), config.get("target_hidden_size")
     windows = [entry for entry in shape.get("layer_types") or [] if entry == "sliding_attention"]
     refused: tuple[tuple[bool, str], ...] = (
         (bool(config.get("quantization_config")), "`quantization_config` is set: its weights are quantised"),
-        (layers != 1, f"`num_hidden_layers` is {layers}, and Draftwing runs heads of one decoder layer"),
         (kind not in ("llama", "eagle"), f"its layer is of `model_type` {kind!r}, and Draftwing runs 'llama'"),
-        (
-            bool(shape.get("attention_bias") or shape.get("qkv_bias") or shape.get("mlp_bias")),
-            "`attention_bias`, `qkv_bias` or `mlp_bias` is true, and Draftwing's layer has no biases",
-        ),
+        (bool(shape.get("mlp_bias")), "`mlp_bias` is true, and Draftwing's MLP has no biases"),
         (bool(windows), "`layer_types` has sliding_attention, and Draftwing's heads attend to everything"),
         (rope_type not in ROPE_TYPES, f"RoPE type {rope_type!r} is none of {', '.join(ROPE_TYPES)}"),
-        (
-            target_hidden is not None and target_hidden != hidden,
-            f"`target_hidden_size` {target_hidden} differs from `hidden_size` {hidden}, and Draftwing's heads have "
-            f"the target's own width",
-        ),
         (nested.get("use_aux_hidden_state") is False, "`use_aux_hidden_state` is false: an EAGLE-3 layer without fc"),
         (bool(config.get("add_para_norm")), "`add_para_norm` is true: norms before fc that Draftwing lacks"),
         (
@@ -284,6 +298,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
         target=target,
         training=read.table("training"),
         fc_bias=read.flag("fc_bias"),
+        own_embedding=read.flag("own_embedding") or False,
         calibration=calibration,
     )
 

@@ -127,16 +127,16 @@ class AdapterTarget(Target):
         tied = embedding is self.model.get_output_embeddings().weight
         return int(total - (0 if tied else embedding.numel() * embedding.element_size()))
 
-    def new_context(self) -> AdapterContext:
+    def new_context(self, features: FeatureSpec = NO_FEATURES) -> AdapterContext:
         """An empty context."""
-        return AdapterContext(self.device)
+        return AdapterContext(self.device, features=features)
 
     @torch.inference_mode()
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int], features: FeatureSpec = NO_FEATURES) -> Tensor | None:
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
         """See ``Target.prefill``: the model's own causal forward."""
         assert isinstance(ctx, AdapterContext)
         self.check_prompt(prompt_ids)
-        ids, cache, taps = list(prompt_ids), self._empty_cache(), None
+        ids, cache, taps, features = list(prompt_ids), self._empty_cache(), None, ctx.features
         if len(ids) > 1:
             inputs = torch.tensor([ids[:-1]], device=self.device)
             output = self._run(inputs, cache, features, **self._prefill_options)
@@ -151,10 +151,10 @@ class AdapterTarget(Target):
         return taps
 
     @torch.inference_mode()
-    def forward(self, ctx: Context, tree: DraftTree, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
+    def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
         """See ``Target.forward``. Rows are run one by one."""
         assert isinstance(ctx, AdapterContext)
-        logits, taps = [], []
+        logits, taps, features = [], [], ctx.features
         for row, length in enumerate(ctx.lengths):
             tokens = tree.tokens[row : row + 1].clamp(min=0)
             if self.supports_trees:

@@ -2,28 +2,33 @@
 
 A layer knows its matrices and nothing of caches, masks or batches: it hands queries, keys and values to an
 ``Attend`` and gets the mixture back. Decoding passes one that writes KV slots and sees a tree; training passes
-a causal one.
+a causal one; tracing passes one that writes down what is to be done.
 
-Shape suffixes: R rows (batch and tokens flattened), H hidden, K heads, D head dimension.
+What is written here in terms of ``embed``, ``concat``, ``columns``, ``RMSNorm``, ``Linear``, ``GatedMLP`` and an
+``Attend`` runs on tensors as it stands, and on ``Traced`` values leaves a program for the CPU kernel behind.
+
+Shape suffixes: R rows (batch and tokens flattened), H hidden.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.model.attention import Attend
 from draftwing.model.linear import Linear
+from draftwing.run.kernel.program import Traced, TracedIds, join
 
 # The operators themselves: their Python wrappers cost more than the work on a handful of rows.
 _split = torch.split_with_sizes
 _vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
-__all__ = ["Attend", "DecoderLayer", "Experts", "GatedMLP", "RMSNorm", "rotate"]
+__all__ = ["DecoderLayer", "Experts", "GatedMLP", "RMSNorm", "Taps", "columns", "concat", "embed"]
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -33,32 +38,56 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-class Attend(Protocol):
-    """Mixes values by attention."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(R, K, D) each, k and v with the KV heads alone -> (R, K * D)."""
-        ...
+def embed(ids: Any, table: Tensor) -> Any:
+    """The rows of ``table`` (V, H) that ``ids`` (R,) name."""
+    return Traced.embedding(ids, table) if isinstance(ids, TracedIds) else F.embedding(ids, table)
 
 
-def rotate(heads: Tensor, cis: Tensor) -> Tensor:
-    """Rotary embedding (RoFormer, 2104.09864) as one complex product.
+def concat(parts: Sequence[Any]) -> Any:
+    """(R, H) each, side by side."""
+    first = parts[0]
+    return join(parts) if isinstance(first, Traced) else torch.cat(list(parts), -1)
 
-    The result holds each pair side by side instead of half a head apart; queries and keys are permuted alike,
-    so their products are the same, and nobody else reads them.
+
+def columns(x: Any, width: int) -> list[Any]:
+    """(R, n * width) -> n times (R, width)."""
+    if isinstance(x, Traced):
+        return [x.columns(start, start + width) for start in range(0, x.width, width)]
+    return list(torch.split(x, width, -1))
+
+
+class Taps:
+    """Hidden states of some layers, taken as they come by: a stream that is traced is overwritten on its way.
 
     Args:
-        heads: (R, K, D).
-        cis: (R, 1, rotary_dim / 2) complex; channels past ``rotary_dim`` stay as they are.
+        taps: which ones, in the order in which they are joined.
     """
-    half = cis.shape[-1]
-    turning = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
-    if heads.shape[-1] == 2 * half:
-        real, imaginary = _split(turning, (half, half), -1)
-    else:
-        real, imaginary = turning[..., :half], turning[..., half : 2 * half]
-    turned = torch.view_as_real(torch.complex(real, imaginary) * cis).flatten(-2).to(heads.dtype)
-    return turned if heads.shape[-1] == 2 * half else torch.cat([turned, heads[..., 2 * half :]], -1)
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        self._taps = taps
+        self._found: dict[int, Any] = {}
+
+    def see(self, number: int, x: Any) -> None:
+        """Hidden state ``number`` (R, H)."""
+        if number not in self._taps:
+            return
+        if not isinstance(x, Traced):
+            self._found[number] = x
+            return
+        joined = self._found.get(-1)
+        if joined is None:
+            width = x.width * len(self._taps)
+            joined = self._found[-1] = Traced(x.program, x.program.scratch(width), width)
+        for place, tap in enumerate(self._taps):
+            if tap == number:
+                x.write(joined.buffer, place * x.width)
+
+    def joined(self) -> Any:
+        """(R, n * H), or None where there are no taps."""
+        if not self._taps:
+            return None
+        traced = self._found.get(-1)
+        return torch.cat([self._found[tap] for tap in self._taps], -1) if traced is None else traced
 
 
 class RMSNorm(nn.Module):
@@ -70,8 +99,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._root, self._floor = math.sqrt(weight.shape[0]), weight.shape[0] * eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """(..., H) -> (..., H). In half precision the norm is taken in float32 and rounded before the weight."""
+        if isinstance(x, Traced):
+            return x.normed(self)
         # Few and small kernels: on a CPU ``F.rms_norm`` takes several times as long for a handful of rows.
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         length: Tensor = _vector_norm(wide, dim=-1, keepdim=True)
@@ -88,8 +119,10 @@ class GatedMLP(nn.Module):
         self.activation, self.activation_name = ACTIVATIONS[activation], activation
         self._width = gate_up.num_out // 2
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, residual: Any = None) -> Any:
         """(R, H) -> (R, H), plus ``residual`` where given."""
+        if isinstance(x, Traced):
+            return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
         both = self.gate_up.forward(x)
         gate, up = _split(both, (self._width, self._width), 1)
         mixed = self.activation(gate) * up
@@ -147,22 +180,12 @@ class DecoderLayer(nn.Module):
         self.qkv, self.out, self.mlp = qkv, out, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self._turning_and_values = (num_heads + num_kv_heads, num_kv_heads)
-        self._queries_and_keys = (num_heads, num_kv_heads)
 
-    def forward(self, x: Tensor, cis: Tensor, attend: Attend, layer: int) -> Tensor:
-        """(R, H) -> (R, H). ``cis`` (real rows, 1, D / 2); ``layer`` is passed on to ``attend``."""
-        return self.mix(x if self.input_norm is None else self.input_norm.forward(x), x, cis, attend, layer)
+    def forward(self, x: Any, attend: Attend, layer: int) -> Any:
+        """(R, H) -> (R, H). ``layer`` is passed on to ``attend``."""
+        return self.mix(x if self.input_norm is None else self.input_norm.forward(x), x, attend, layer)
 
-    def mix(self, normed: Tensor, x: Tensor, cis: Tensor, attend: Attend, layer: int) -> Tensor:
+    def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with its attention's input ``normed`` (R, H_in) given: draft nets read more than the stream x."""
-        rows = cis.shape[0]  # those past it only pad the matrix products
-        mixed_in = self.qkv.forward(normed)[:rows].view(rows, -1, self.head_dim)
-        turning, v = _split(mixed_in, self._turning_and_values, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _split(turning, self._queries_and_keys, 1)
-            turning = torch.cat([self.q_norm.forward(q), self.k_norm.forward(k)], 1)
-        q, k = _split(rotate(turning, cis), self._queries_and_keys, 1)
-        mixed = attend(layer, q, k, v)
-        x = self.out.forward(mixed, x)
+        x = self.out.forward(attend(layer, self.qkv.forward(normed), self), x)
         return self.mlp.forward(self.post_norm.forward(x), x)

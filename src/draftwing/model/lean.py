@@ -1,79 +1,122 @@
 """The lean decoder: a target for the Llama family with static KV slots, tree attention and taps.
 
-It loads Hugging Face folders and gives transformers' logits, at a fraction of the overhead: one fused matrix for
-queries, keys and values, one for gate and up, and on a CPU all layers as one program (``run.kernel``) or, where
-that cannot be, prepacked weights with residuals added inside the product.
+It loads Hugging Face folders and gives transformers' logits, at a fraction of the overhead: one matrix for queries,
+keys and values, one for gate and up, and what runs them is chosen when they are loaded: on a CPU all layers as one
+program (``run.kernel``) or, where that cannot be, PyTorch with prepacked weights; on a GPU recorded graphs.
+
+Shape suffixes: B rows, N nodes, T tokens, R rows of a forward, F features, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.model.attention import CausalAttention
-from draftwing.model.cache import KVCache, TreeAttention
+from draftwing.model.attention import Attend
+from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.layers import Attend, DecoderLayer, Experts, GatedMLP, RMSNorm
-from draftwing.model.linear import MIN_ROWS, Linear, check_weights
+from draftwing.model.families import Reader, read_layer
+from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, embed
+from draftwing.model.linear import Linear, check_weights
 from draftwing.model.rope import Rotary
-from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, on_device
-from draftwing.model.weights import WeightFiles, check_finite
-from draftwing.run.graphs import CudaRecorder, Pool, Record, TreeGraphs
-from draftwing.run.kernel.build import Kernel
-from draftwing.run.kernel.fused import FusedDecoder, kernel_for
-from draftwing.run.kernel.program import Drafted, DraftRequest, Heads
+from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
+from draftwing.model.weights import WeightFiles
+from draftwing.run.choose import Needs, record_with, runtime_for
+from draftwing.run.eager import score
+from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
+from draftwing.run.graphs import Record
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["LeanContext", "LeanTarget"]
+__all__ = ["LeanContext", "LeanTarget", "TappedNet"]
 
-PREFILL_CHUNK = 256
+
+@dataclass(eq=False)
+class TappedNet:
+    """A lean model as what can be run (``run.forward.Net``): it gives out its logits and some hidden states."""
+
+    config: ModelConfig
+    table: Tensor
+    layers: Sequence[DecoderLayer]
+    norm: RMSNorm
+    head: Linear
+    rotary: Rotary
+    taps: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> NetShape:
+        """See ``Net``."""
+        config = self.config
+        return NetShape(
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.sliding_windows,
+            config.vocab_size,
+            out_width=config.hidden_size * len(self.taps),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``Net``."""
+        return self.table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See ``Net``."""
+        return self.table.device
+
+    def fuse(self, features: Any) -> Any:
+        """Tokens are all it reads."""
+        return features
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """(R,) -> (R, H) after the final norm, and the taps (R, F) or None."""
+        x, taps = embed(ids, self.table), Taps(self.taps)
+        for index, layer in enumerate(self.layers):
+            taps.see(index, x)
+            x = layer.forward(x, attend, index)
+        read = self.norm.forward(x)
+        taps.see(self.config.num_layers, read)
+        return read, taps.joined()
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        return self.head.forward(read)
 
 
 @dataclass
 class LeanContext(Context):
-    """Rows and their KV slots."""
+    """Rows, and what runs them over their KV slots: by the taps that are wanted, all over the same slots."""
 
-    cache: KVCache = None  # type: ignore[assignment]  # set by new_context, the only maker
-    graphs: TreeGraphs | None = None  # forwards recorded over this cache
+    runner: Runner = None  # type: ignore[assignment]  # set by new_context, the only maker
+
+    @property
+    def cache(self) -> KVCache:
+        """Their slots."""
+        return self.runner.cache
 
 
 class LeanTarget(Target):
     """See ``Target``. Build it with ``from_folder``."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        embedding: Tensor,
-        layers: list[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
-        name: str = "model",
-        kernel: Kernel | None = None,
-    ) -> None:
-        self.config, self.name = config, name
-        self._embedding, self.layers, self.norm, self._head = embedding, layers, norm, head
+    def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model") -> None:
+        config = net.config
+        self.config, self.name, self._runtime = config, name, runtime
+        self._nets = {net.taps: net}
+        self._net = net
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_length = config.num_layers, config.context_length
-        self.dtype, self.device = embedding.dtype, embedding.device
+        self.dtype, self.device = net.dtype, net.device
         self.eos_ids = config.eos_ids
-        self.rotary = Rotary(config.rope, self.dtype, self.device)
-        self._scale = config.head_dim**-0.5
-        self._fused = (
-            None if kernel is None else FusedDecoder(kernel, config, embedding, layers, norm, head, self.rotary)
-        )
-        self._pool: Pool[TreeGraphs] = Pool()
-        self.record: Record | None = None
-        if self.device.type == "cuda":
-            self.use_graphs(CudaRecorder(self.device))
-        self._num_weight_bytes = head.num_bytes + sum(
-            _active_bytes(layer, config.moe.num_experts_per_token if config.moe else 0) for layer in layers
-        )
+        num_experts = config.moe.num_experts_per_token if config.moe else 0
+        self._num_weight_bytes = net.head.num_bytes + sum(_active_bytes(layer, num_experts) for layer in net.layers)
 
     @classmethod
     def from_folder(
@@ -95,41 +138,48 @@ class LeanTarget(Target):
             ConfigError, UnsupportedError: the config cannot be run here, or not with these ``weights``.
             CheckpointError: weights missing, truncated, of other shapes, unknown or not finite.
         """
-        check_weights(weights, dtype, torch.device(device))
+        device = torch.device(device)
+        check_weights(weights, dtype, device)
         config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
-        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        is_dense = config.moe is None
-        kernel = (
-            kernel_for(dtype, torch.device(device), heads, config.activation, is_dense=is_dense) if prepack else None
-        )
-        if fast and kernel is not None and kernel.has_int8:
-            weights = "int8"
-        reader = _Reader(WeightFiles(folder), dtype, torch.device(device), prepack, weights, kernel is not None)
-        embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        layers = [_read_layer(reader, config, index) for index in range(config.num_layers)]
+        needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
+        runtime, layout = runtime_for(needs, prepack=prepack, weights=weights, fast=fast)
+        reader = Reader(WeightFiles(folder), dtype, device, layout)
+        table = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = [read_layer(reader, config, index) for index in range(config.num_layers)]
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
         if config.tie_word_embeddings:
             reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
-            head = reader.packed(Linear(embedding))
+            head = Linear(table).lay_out(layout)
         else:
-            head = reader.packed(Linear(reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)))
+            head = Linear(reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)).lay_out(layout)
         unused = [key for key in reader.files.unused(reader.used) if not key.endswith("rotary_emb.inv_freq")]
         if unused:
             raise CheckpointError(
                 f"{folder}: {len(unused)} weights have no place in a {config.model_type} model, first {unused[0]!r}: "
                 f"is config.json that of another model?"
             )
-        return cls(config, embedding, layers, norm, head, name or folder.name, kernel)
+        rotary = Rotary(config.rope, table.dtype, table.device)
+        return cls(TappedNet(config, table, layers, norm, head, rotary), runtime, name or folder.name)
 
     @property
     def weights(self) -> str | None:
         """How the matrices are quantised; None where they are as ``dtype`` says."""
-        return self._head.quantised
+        return self._net.head.quantised
+
+    @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        """The decoder's."""
+        return self._net.layers
 
     @property
     def runtime(self) -> str:
         """See ``Target``."""
-        return "torch" if self._fused is None else "kernel"
+        return self._runtime.name
+
+    @property
+    def runs(self) -> Runtime:
+        """What makes its runners: what drafts for it is run alike."""
+        return self._runtime
 
     @property
     def num_weight_bytes(self) -> int:
@@ -139,182 +189,83 @@ class LeanTarget(Target):
     @property
     def embedding(self) -> Tensor:
         """See ``Target``."""
-        return self._embedding
+        return self._net.table
 
     @property
     def head(self) -> Linear:
         """See ``Target``."""
-        return self._head
+        return self._net.head
+
+    @property
+    def net(self) -> TappedNet:
+        """What a runner of its own would run, without taps."""
+        return self._net
 
     def use_graphs(self, record: Record | None) -> None:
         """Record the forwards of contexts made from now on (``run.graphs``), or None: run them eagerly.
 
-        Experts and dynamic rotation ask the device as they go, and the CPU kernel needs no graphs: these run as ever.
+        Experts ask the device as they go, and the CPU kernel needs no graphs: these run as ever.
         """
-        fits = self._fused is None and self.config.moe is None and self.config.rope.position_only
-        self.record, self._pool = record if fits else None, Pool()
+        self._runtime = record_with(self._runtime, record, is_dense=self.config.moe is None)
 
-    def new_context(self) -> LeanContext:
-        """An empty context; slots are made as rows come, or taken over with the graphs recorded over them."""
-        c = self.config
-        cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype, self.device)
-        ctx, record = LeanContext(self.device, cache=cache), self.record
-        if record is not None:
-            parts = (c, self.rotary, self._embedding, self._head, self._run_layers, record)
-            ctx.graphs = self._pool.lend(ctx, lambda: TreeGraphs(cache, *parts))
-            ctx.cache = ctx.graphs.cache
+    def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
+        found = self._nets.get(taps)
+        return self._nets.setdefault(taps, replace(self._net, taps=taps)) if found is None else found
+
+    def new_context(self, features: FeatureSpec = NO_FEATURES) -> LeanContext:
+        """See ``Target.new_context``; slots are made as rows come, or taken over with the graphs recorded over them."""
+        ctx = LeanContext(self.device, features=features)
+        ctx.runner = self._runtime.runner(self._tapped(features.taps), ctx)
         return ctx
 
     @torch.inference_mode()
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int], features: FeatureSpec = NO_FEATURES) -> Tensor | None:
-        """See ``Target.prefill``. Chunked, and each row by itself, so that its bits depend on nothing else."""
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
+        """See ``Target.prefill``. In pieces, and each row by itself, so that its bits depend on nothing else."""
         assert isinstance(ctx, LeanContext)
         self.check_prompt(prompt_ids)
         ids = list(prompt_ids)
-        row = ctx.num_rows
-        ctx.cache.reserve(row + 1, len(ids))
-        ctx.cache.clear(row)
-        pieces = []
-        for start in range(0, len(ids) - 1, PREFILL_CHUNK):
-            chunk = ids[start : min(start + PREFILL_CHUNK, len(ids) - 1)]
-            tree = DraftTree.chain(torch.tensor([chunk], device=self.device))
-            if self._fused is not None:
-                _, taps = self._fused.forward(
-                    ctx.cache, row, [start], [len(ids)], tree, 0, features.taps, want_logits=False
-                )
-            else:
-                _, taps = self._hidden(ctx.cache, row, [start], [len(ids)], tree, 0, features)
-            pieces.append(taps)
+        features = ctx.runner.prefill(ctx.num_rows, ids[:-1], prompt_length=len(ids))
         ctx.rows.append(Row(ids, len(ids) - 1, len(ids)))
-        if not features.taps:
-            return None
-        width = self.hidden_size * len(features.taps)
-        empty = torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
-        return torch.cat([empty, *(piece for piece in pieces if piece is not None)], 1)
+        width = ctx.runner.net.shape.out_width
+        if features is None and width:
+            return torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
+        return features
 
     @torch.inference_mode()
-    def forward(
-        self, ctx: Context, tree: DraftTree, features: FeatureSpec = NO_FEATURES, first_node: int = 0
-    ) -> TargetOutput:
-        """See ``Target.forward``.
-
-        With ``first_node`` the nodes before it are taken as forwarded (their slots are written) and the result
-        covers the rest alone: how a model that drafts for another grows its own tree level by level.
-        """
+    def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
+        """See ``Target.forward``."""
         assert isinstance(ctx, LeanContext)
-        if ctx.graphs is not None:
-            return ctx.graphs.forward(ctx.lengths, tree, features, first_node)
-        prompts = [row.prompt_length for row in ctx.rows]
-        if self._fused is not None:
-            found, taps = self._fused.forward(
-                ctx.cache, 0, ctx.lengths, prompts, tree, first_node, features.taps, want_logits=True
-            )
-            assert found is not None
-            return TargetOutput(found, taps)
-        hidden, taps = self._hidden(ctx.cache, 0, ctx.lengths, prompts, tree, first_node, features)
-        rows, nodes = tree.num_rows, tree.num_nodes - first_node
-        logits = self._head.forward(hidden)[: rows * nodes].view(rows, nodes, -1)
-        return TargetOutput(logits, taps)
-
-    def draft(self, ctx: Context, request: DraftRequest, tokens: Sequence[Sequence[int]]) -> Drafted:
-        """Read each row's ``tokens`` and grow a tree below the last: see ``Program.draft``. Only with ``drafts``.
-
-        The slots of all that was read and expanded are written as ``forward`` does.
-        """
-        assert isinstance(ctx, LeanContext)
-        assert self._fused is not None
-        return self._fused.draft(request, tokens, ctx.cache, ctx.lengths)
-
-    @property
-    def drafts(self) -> bool:
-        """Whether the CPU kernel grows whole trees with this model."""
-        return self._fused is not None and self.config.rope.position_only
-
-    def _hidden(
-        self,
-        cache: KVCache,
-        first_row: int,
-        lengths: list[int],
-        prompt_lengths: list[int],
-        tree: DraftTree,
-        first_node: int,
-        features: FeatureSpec,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(R, H) after the final norm, R = B * N (padded to MIN_ROWS), and the taps (B, N, F)."""
-        rows, nodes = tree.num_rows, tree.num_nodes - first_node
-        real = rows * nodes
-        cache.reserve(first_row + rows, max(lengths) + tree.num_nodes)
-        lengths_B = on_device(lengths, self.device)
-        positions = lengths_B[:, None] + tree.depths[:, first_node:]
-        prompts_B = on_device(prompt_lengths, self.device)[:, None]
-        cis = self.rotary.cis(positions, prompts_B, upto=max(lengths) + tree.num_nodes).view(real, 1, -1)
-        x = F.embedding(tree.tokens[:, first_node:].clamp(min=0).reshape(-1), self._embedding)
-        if real < MIN_ROWS:  # padded once here, not in every matrix
-            x = F.pad(x, (0, 0, 0, MIN_ROWS - real))
-        windows, heads = self.config.sliding_windows, self.config.num_heads
-        attend = TreeAttention(
-            cache, first_row, lengths, lengths_B, tree, first_node, windows, heads, self._scale, max(real, MIN_ROWS)
+        runner = ctx.runner
+        logits, features = runner.forward(
+            Entries(tree, ctx.lengths, prompt_lengths=[row.prompt_length for row in ctx.rows])
         )
-        x, taps = self._run_layers(x, cis, attend, features)
-        return x, None if taps is None else taps[:real].view(rows, nodes, -1)
-
-    def _run_layers(
-        self, x: Tensor, cis: Tensor, attend: Attend, features: FeatureSpec
-    ) -> tuple[Tensor, Tensor | None]:
-        """(R, H) embeddings -> (R, H) after the final norm, and the taps (R, F)."""
-        tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            if index in features.taps:
-                tapped[index] = x
-            x = layer.forward(x, cis, attend, index)
-        x = self.norm.forward(x)
-        if not features.taps:
-            return x, None
-        tapped[self.num_layers] = x
-        return x, torch.cat([tapped[tap] for tap in features.taps], -1)
+        assert logits is not None
+        if runner.paths is not None and not tree.is_line:
+            tree = replace(tree, paths=runner.paths)
+        return TargetOutput(logits, features, tree, is_kept=runner.keeps_outputs)
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
         """See ``Target.score``."""
-        rows, length = ids.shape
-        if self._fused is not None:
-            return self._score_fused(ids, features)
-        real = rows * length
-        positions = torch.arange(length, device=self.device).repeat(rows)
-        lengths = torch.full_like(positions, length)
-        cis = self.rotary.cis(positions, lengths, upto=length).view(real, 1, -1)
-        attend = CausalAttention(rows, length, self.config.sliding_windows, self._scale)
-        x, taps = self._run_layers(F.embedding(ids.reshape(-1), self._embedding), cis, attend, features)
-        return TargetOutput(
-            self._head.forward(x).view(rows, length, -1), None if taps is None else taps.view(rows, length, -1)
-        )
-
-    def _score_fused(self, ids: Tensor, features: FeatureSpec) -> TargetOutput:
-        assert self._fused is not None
-        rows, length = ids.shape
-        c = self.config
-        cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype, self.device)
-        cache.reserve(rows, length)
-        pieces = []
-        for start in range(0, length, PREFILL_CHUNK):
-            tree = DraftTree.chain(ids[:, start : start + PREFILL_CHUNK])
-            starts, ends = [start] * rows, [length] * rows
-            found = self._fused.forward(cache, 0, starts, ends, tree, 0, features.taps, want_logits=True)
-            pieces.append(found)
-        logits = torch.cat([found for found, _ in pieces if found is not None], 1)
-        tapped = [taps for _, taps in pieces if taps is not None]
-        return TargetOutput(logits, torch.cat(tapped, 1) if tapped else None)
+        net = self._tapped(features.taps)
+        if self._runtime.name == "torch":
+            logits, features_BTF = score(net, ids)
+            return TargetOutput(logits, features_BTF)
+        runner, rows = self._runtime.runner(net, self), ids.shape[0]
+        found = []
+        for start in range(0, ids.shape[1], PREFILL_CHUNK):
+            tree, prompts = DraftTree.chain(ids[:, start : start + PREFILL_CHUNK]), [ids.shape[1]] * rows
+            found.append(runner.forward(Entries(tree, [start] * rows, prompt_lengths=prompts)))
+        logits = torch.cat([each for each, _ in found if each is not None], 1)
+        taps = [each for _, each in found if each is not None]
+        return TargetOutput(logits, torch.cat(taps, 1) if taps else None)
 
     @torch.inference_mode()
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
-        """See ``Target.commit``. A chain's nodes lie in their final slots already."""
+        """See ``Target.commit``. The nodes of a line lie in their final slots already."""
         assert isinstance(ctx, LeanContext)
-        if tree.is_line:
-            return
-        if self._fused is not None:
-            self._fused.kernel.commit(ctx.cache.data, ctx.tensor(ctx.lengths), accepted.path)
-        else:
-            ctx.cache.commit(ctx.tensor(ctx.lengths), accepted)
+        if not tree.is_line:
+            ctx.runner.commit(ctx.lengths, accepted.path)
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:
@@ -337,104 +288,3 @@ def _active_bytes(layer: DecoderLayer, num_experts: int) -> int:
 
 
 # --- reading a folder ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Reader:
-    """Reads tensors by name, remembers which, and quantises or prepacks matrices, one at a time."""
-
-    files: WeightFiles
-    dtype: torch.dtype
-    device: torch.device
-    prepack: bool
-    weights: str | None
-    fuse: bool
-
-    def __post_init__(self) -> None:
-        self.used: set[str] = set()
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        self.used.add(name)
-        weight = self.files.get(name, self.dtype, shape)
-        check_finite(name, weight)
-        return weight.to(self.device)
-
-    def packed(self, linear: Linear, *, exact: bool = False, gated: bool = False) -> Linear:
-        if self.fuse:
-            linear.fuse(None if exact else self.weights, gated=gated)
-        elif self.weights is not None and not exact:
-            linear.quantise(self.weights)
-        elif self.prepack:
-            linear.prepack()
-        return linear
-
-    def linear(
-        self,
-        names: Sequence[str],
-        outs: Sequence[int],
-        num_in: int,
-        bias: bool = False,
-        *,
-        exact: bool = False,
-        gated: bool = False,
-    ) -> Linear:
-        """Several matrices of one input, stacked; an ``exact`` one is never quantised."""
-        weights = [self.tensor(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
-        biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)] if bias else None
-        stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
-        del weights  # else the float matrices lie there twice while one is quantised
-        bias_of_all = None if biases is None else torch.cat(biases)
-        return self.packed(Linear(stacked, bias_of_all), exact=exact, gated=gated)
-
-
-def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> DecoderLayer:
-    base = f"model.layers.{index}."
-    hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-    query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
-
-    def norm(name: str, size: int) -> RMSNorm:
-        return RMSNorm(reader.tensor(f"{base}{name}.weight", size), eps)
-
-    attention = f"{base}self_attn."
-    if config.model_type == "phi3":
-        qkv = reader.linear([f"{attention}qkv_proj"], [query_dim + 2 * kv_dim], hidden)
-    else:
-        names = [f"{attention}{each}_proj" for each in "qkv"]
-        qkv = reader.linear(names, [query_dim, kv_dim, kv_dim], hidden, config.qkv_bias)
-    return DecoderLayer(
-        input_norm=norm("input_layernorm", hidden),
-        qkv=qkv,
-        out=reader.linear([f"{attention}o_proj"], [hidden], query_dim, config.o_bias),
-        post_norm=norm("post_attention_layernorm", hidden),
-        mlp=_read_mlp(reader, config, index, base),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=dim,
-        q_norm=norm("self_attn.q_norm", dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", dim) if config.qk_norm else None,
-    )
-
-
-def _read_mlp(reader: _Reader, config: ModelConfig, index: int, base: str) -> GatedMLP | Experts:
-    hidden, wide = config.hidden_size, config.intermediate_size
-
-    def gated(gate: list[str], down: str, width: int, bias: bool = False) -> GatedMLP:
-        outs = [2 * width] if len(gate) == 1 else [width, width]
-        gate_up = reader.linear(gate, outs, hidden, bias, gated=True)
-        return GatedMLP(gate_up, reader.linear([down], [hidden], width, bias), config.activation)
-
-    moe = config.moe
-    if moe is None or not moe.is_sparse(index):
-        gate = ["gate_up_proj"] if config.model_type == "phi3" else ["gate_proj", "up_proj"]
-        return gated([f"{base}mlp.{name}" for name in gate], f"{base}mlp.down_proj", wide, config.mlp_bias)
-    if config.model_type == "mixtral":
-        block, names = f"{base}block_sparse_moe.", ("w1", "w3", "w2")
-    else:
-        block, names = f"{base}mlp.", ("gate_proj", "up_proj", "down_proj")
-    expert: Callable[[int, str], str] = lambda e, name: f"{block}experts.{e}.{name}"  # noqa: E731
-    experts = [
-        gated([expert(e, names[0]), expert(e, names[1])], expert(e, names[2]), moe.intermediate_size)
-        for e in range(moe.num_experts)
-    ]
-    router = reader.linear([f"{block}gate"], [moe.num_experts], hidden, exact=True)
-    return Experts(router, experts, moe.num_experts_per_token, normalise=moe.norm_topk_prob)

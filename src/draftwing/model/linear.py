@@ -11,6 +11,7 @@ exact in any order, so that a row's bits are its own here too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.run.kernel.build import get_kernel
-from draftwing.run.kernel.program import MAX_LEVEL, Packed, Program, quantise_channels
+from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantise_channels
+from draftwing.run.kernel.program import Program, Traced, Workspace
 
-__all__ = ["MIN_ROWS", "WEIGHTS", "Linear", "can_prepack", "check_weights"]
+__all__ = ["MIN_ROWS", "WEIGHTS", "Layout", "Linear", "can_prepack", "check_weights"]
 
 _pack_int8, _product_int8 = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
 _product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
@@ -64,6 +66,24 @@ def check_weights(weights: str | None, dtype: torch.dtype, device: torch.device)
         )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How matrices are laid out for what runs them.
+
+    Attributes:
+        runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked where that wins, ``plain`` as they are.
+        weights: how they are quantised, one of ``WEIGHTS``, or None.
+    """
+
+    runs: str = "plain"
+    weights: str | None = None
+
+    @property
+    def as_exact(self) -> Layout:
+        """The same for a matrix that is never quantised."""
+        return replace(self, weights=None)
+
+
 class Linear(nn.Module):
     """``x @ weight.T + bias`` with prepacked forms for inference.
 
@@ -81,7 +101,6 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
         self._int8: _Int8 | None = None
         self._fused: Packed | None = None
-        self._program: Program | None = None
 
     @property
     def quantised(self) -> str | None:
@@ -91,8 +110,8 @@ class Linear(nn.Module):
         return None if self._int8 is None else "int8"
 
     @property
-    def fused(self) -> Packed:
-        """The matrix as the CPU kernel reads it; only after ``fuse``."""
+    def packed(self) -> Packed:
+        """The matrix as the CPU kernel reads it; only after ``pack``."""
         assert self._fused is not None
         return self._fused
 
@@ -105,6 +124,16 @@ class Linear(nn.Module):
             return self.num_out * (self.num_in + self._int8.scales.element_size())
         return self.num_out * self.num_in * self.weight.element_size()
 
+    def lay_out(self, layout: Layout, *, gated: bool = False) -> Linear:
+        """Lay it out, once. ``gated``: see ``pack``."""
+        if layout.runs == "kernel":
+            self.pack(layout.weights, gated=gated)
+        elif layout.weights is not None:
+            self.quantise(layout.weights)
+        elif layout.runs == "torch":
+            self.prepack()
+        return self
+
     def prepack(self, *, keep: bool = False) -> None:
         """Reorder the weight for oneDNN where that wins; the plain copy is dropped unless ``keep``."""
         if self._packed is None and self._int8 is None and can_prepack(self.weight):
@@ -112,7 +141,7 @@ class Linear(nn.Module):
             if not keep:
                 self._drop()
 
-    def fuse(self, weights: str | None = None, *, gated: bool = False) -> None:
+    def pack(self, weights: str | None = None, *, gated: bool = False) -> None:
         """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``weights`` says so.
 
         Args:
@@ -134,7 +163,7 @@ class Linear(nn.Module):
         if plain.numel() == 0 or plain.dtype != torch.float32 or plain.device.type != "cpu":
             return None
         copy = Linear(plain, None if self.bias is None else self.bias.detach())
-        copy.fuse(weights)
+        copy.pack(weights)
         return copy
 
     def quantise(self, weights: str = "int8") -> None:
@@ -159,8 +188,10 @@ class Linear(nn.Module):
     def _drop(self) -> None:
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, residual: Any = None) -> Any:
         """(R, in) -> (R, out); ``residual`` (R, out) is added in the same kernel where there is one."""
+        if isinstance(x, Traced):
+            return x.linear(self.packed, residual)
         if self._fused is not None:
             return self._forward_fused(x, residual)
         if self._int8 is not None:
@@ -179,15 +210,27 @@ class Linear(nn.Module):
             out = _product_added(x, residual, packed, self.bias, "add")
         return out[:rows] if rows < MIN_ROWS else out
 
+    def spread(self, x: Any, places: Tensor | None, width: int) -> Any:
+        """(R, in) -> (R, width), each output in its place (out,) and -inf elsewhere; None: side by side."""
+        if places is None:
+            return self.forward(x)
+        if isinstance(x, Traced):
+            return x.linear(self.packed, spread=(places, width))
+        out = self.forward(x)
+        return out.new_full((*out.shape[:-1], width), float("-inf")).index_copy_(-1, places, out)
+
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        packed, kernel = self.fused, get_kernel()
+        """Alone, outside of any net: where training or an evaluation reads a head that was laid out for the kernel."""
+        packed, kernel = self.packed, get_kernel()
         assert not packed.gated
         assert kernel is not None
-        if self._program is None:
-            self._program = Program(kernel)
-            self._program.linear(self._program.outside(self.num_in), packed, self._program.outside(self.num_out))
+        program = Program(kernel)
+        given = program.given(self.num_in)
+        result = program.output(given.linear(packed))
+        program.finish()
         out = torch.empty(x.shape[0], self.num_out)
-        self._program.run(x.shape[0], 1, {0: x.float().contiguous(), 1: out})
+        places = {program.place(given.buffer): x.float().contiguous(), program.place(result): out}
+        Workspace(program).run(x.shape[0], 1, places)
         return out if residual is None else residual + out
 
 

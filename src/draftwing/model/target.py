@@ -14,10 +14,11 @@ from torch import Tensor
 
 from draftwing.errors import PromptError
 from draftwing.model.linear import Linear
+from draftwing.run.forward import on_device
 from draftwing.sampling import History
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput", "on_device"]
+__all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput"]
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,6 @@ class FeatureSpec:
 NO_FEATURES = FeatureSpec()
 
 
-def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The host's numbers as int64 on a device, without waiting for what the device still has to do.
-
-    From memory that the system may move, a GPU copies only after it has finished all earlier work. Pinned memory it
-    reads when it comes to it; PyTorch keeps it until then.
-    """
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=torch.int64, device=device)
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
-
-
 @dataclass(frozen=True)
 class TargetOutput:
     """One forward over a batch of trees.
@@ -53,11 +43,13 @@ class TargetOutput:
         logits: (B, N, V) of the token after each node.
         features: (B, N, F), or None where no taps were asked for.
         tree: the trees with what the forward found out about them, None where that is nothing.
+        is_kept: whether logits and features are still there after the next forward; else they need a copy.
     """
 
     logits: Tensor
     features: Tensor | None = None
     tree: DraftTree | None = None
+    is_kept: bool = True
 
 
 @dataclass
@@ -71,10 +63,14 @@ class Row:
 
 @dataclass
 class Context:
-    """The running rows, dense: row ``i`` of every tensor is ``rows[i]``. Targets add their caches to it."""
+    """The running rows, dense: row ``i`` of every tensor is ``rows[i]``. Targets add their caches to it.
+
+    ``features`` are the hidden states that its forwards give out.
+    """
 
     device: torch.device
     rows: list[Row] = field(default_factory=list)
+    features: FeatureSpec = NO_FEATURES
 
     @property
     def num_rows(self) -> int:
@@ -154,19 +150,19 @@ class Target(ABC):
         """The LM head: (R, H) after the final norm -> (R, V)."""
 
     @abstractmethod
-    def new_context(self) -> Context:
-        """An empty context."""
+    def new_context(self, features: FeatureSpec = NO_FEATURES) -> Context:
+        """An empty context, whose forwards give out these hidden states."""
 
     @abstractmethod
-    def prefill(self, ctx: Context, prompt_ids: Sequence[int], features: FeatureSpec = NO_FEATURES) -> Tensor | None:
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
         """Add a row at the end: cache all of the prompt but its last token, which becomes pending.
 
         Returns:
-            (1, T - 1, F) features of the cached tokens where asked for, else None.
+            (1, T - 1, F) features of the cached tokens where the context asks for them, else None.
         """
 
     @abstractmethod
-    def forward(self, ctx: Context, tree: DraftTree, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
+    def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
         """Score every node. Writes the nodes' slots, commits nothing."""
 
     @abstractmethod

@@ -15,33 +15,20 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import DraftwingWarning
-from draftwing.model.cache import KVCache, TreeAttention
-from draftwing.model.config import ModelConfig
-from draftwing.model.layers import Attend
-from draftwing.model.linear import MIN_ROWS, Linear
-from draftwing.model.rope import Rotary
-from draftwing.model.target import FeatureSpec, TargetOutput, on_device
+from draftwing.model.cache import KVCache
+from draftwing.run.eager import EagerRunner, Inputs
+from draftwing.run.forward import Asked, Entries, Net, grow, on_device, pick
+from draftwing.run.request import Drafted, Waiting
+from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
-__all__ = [
-    "CudaRecorder",
-    "Pool",
-    "Record",
-    "Recorder",
-    "Recording",
-    "Recordings",
-    "TreeGraphs",
-    "round_up_rows",
-    "round_up_slots",
-]
+__all__ = ["CudaRecorder", "GraphRuntime", "Pool", "Record", "RecordedRunner", "Recorder", "Recording", "Recordings"]
 
 NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 ROW_BUCKETS = (1, 2, 4, 8, 16)
@@ -213,7 +200,7 @@ class Pool(Generic[T]):
             self._free.append(lent)
 
 
-# --- the target ------------------------------------------------------------------------------------------------------
+# --- a net -----------------------------------------------------------------------------------------------------------
 
 
 class _Bucket:
@@ -225,82 +212,201 @@ class _Bucket:
         table: the rotation factors that were recorded: held, since a longer table takes its place elsewhere.
     """
 
-    def __init__(self, rows: int, nodes: int, device: torch.device, table: Tensor) -> None:
-        self.tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=device)
+    def __init__(self, rows: int, nodes: int, net: Net, width: int) -> None:
+        self.tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=net.device)
         self.parents = torch.full_like(self.tokens, -1)
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.table = table
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=net.device)
+        self.table = net.rotary.table(width)
         self.recording: Recording | None = None
 
 
-class TreeGraphs:
-    """A lean decoder's forward over the slots of one cache, recorded by buckets.
+class RecordedRunner(EagerRunner):
+    """See ``Runner``: forwards of trees by bucket, and whole drafts, each one recording.
 
-    A bucket is (rows rounded up, nodes forwarded before, nodes rounded up, slots rounded up, taps). Nodes that only
-    fill a bucket, unused ones or what an earlier tree left there, do no harm: no node of the tree sees them, and their
-    keys and values go into slots past the tree's, reserved for them and written again before anything looks at them.
-    Rows that only fill a bucket write slots of no one: a row that joins later fills its own first.
-
-    Args:
-        cache: its own; prefill and commit use it too.
-        run_layers: (R, H) embeddings, rotation factors, attention, features -> (R, H) and the taps (R, F).
+    A bucket is (rows rounded up, nodes forwarded before, nodes rounded up, slots rounded up). Nodes that only fill a
+    bucket, unused ones or what an earlier tree left there, do no harm: no node of the tree sees them, and their keys
+    and values go into slots past the tree's, reserved for them and written again before anything looks at them. Rows
+    that only fill a bucket write slots of no one: a row that joins later fills its own first.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        config: ModelConfig,
-        rotary: Rotary,
-        embedding: Tensor,
-        head: Linear,
-        run_layers: Callable[[Tensor, Tensor, Attend, FeatureSpec], tuple[Tensor, Tensor | None]],
-        record: Record,
-    ) -> None:
-        self.cache = cache
-        self._config, self._rotary, self._embedding, self._head = config, rotary, embedding, head
-        self._run_layers, self._record = run_layers, record
-        self._buckets: Recordings[_Bucket] = Recordings(cache)
+    keeps_outputs = False
 
-    def forward(self, lengths: Sequence[int], tree: DraftTree, features: FeatureSpec, first_node: int) -> TargetOutput:
-        """See ``Target.forward``; what it returns is good until the next one."""
-        rows, nodes = tree.num_rows, tree.num_nodes
+    def __init__(self, net: Net, record: Record) -> None:
+        super().__init__(net)
+        self._record = record
+        self._buckets: Recordings[_Bucket] = Recordings(self.cache)
+        self._drafts: Recordings[_Draft] = Recordings(self.cache)
+
+    def forward(
+        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See ``Runner.forward``; what it returns is good until the next one. Prompts and drafts run eagerly."""
+        tree = entries.tree
+        if not want_logits or entries.states is not None or entries.first_row:
+            return super().forward(entries, want_logits=want_logits, last=last)
+        rows, nodes, first_node = tree.num_rows, tree.num_nodes, entries.first_node
         padded = first_node + round_up_nodes(nodes - first_node)
-        most = max(lengths) + padded
+        most = max(entries.lengths) + padded
         wide = round_up_rows(rows)
-        self.cache.reserve(wide, most)
+        self.reserve(wide, most)
         width = round_up_slots(most, self.cache)
-        key = (wide, first_node, padded, width, features.taps)
-        bucket = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node, features))
-        bucket.lengths[:rows].copy_(on_device(lengths, bucket.lengths.device))
+        key = (wide, first_node, padded, width)
+        bucket = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node))
+        bucket.lengths[:rows].copy_(on_device(entries.lengths, bucket.lengths.device))
         bucket.tokens[:rows, :nodes].copy_(tree.tokens)
         bucket.parents[:rows, :nodes].copy_(tree.parents)
         assert bucket.recording is not None
-        logits, ancestors, depths, *taps = bucket.recording.run()
-        if not tree.is_line:  # the rule walks along them; copies, since a tree outlives its step
-            tree = replace(tree, paths=(ancestors[:rows, :nodes, :nodes].clone(), depths[:rows, :nodes].clone()))
+        logits, ancestors, depths, *out = bucket.recording.run()
+        # The rule walks along these; copies, since a tree outlives its step.
+        self.paths = (ancestors[:rows, :nodes, :nodes].clone(), depths[:rows, :nodes].clone())
         fresh = nodes - first_node
-        return TargetOutput(logits[:rows, :fresh], taps[0][:rows, :fresh] if taps else None, tree)
+        found = logits[:rows, :fresh], out[0][:rows, :fresh] if out else None
+        return found if last is None else pick(found, last)
 
-    def _bucket(self, rows: int, nodes: int, width: int, first_node: int, features: FeatureSpec) -> _Bucket:
-        bucket = _Bucket(rows, nodes, self.cache.data.device, self._rotary.table(width))
-        bucket.recording = Recording(self._record, lambda: self._forward(bucket, width, first_node, features))
+    def _bucket(self, rows: int, nodes: int, width: int, first_node: int) -> _Bucket:
+        bucket = _Bucket(rows, nodes, self.net, width)
+
+        def run() -> Outputs:
+            tree = DraftTree(bucket.tokens, bucket.parents)
+            ids = tree.tokens[:, first_node:]
+            read, out = self.hidden(Inputs(tree, ids, None, bucket.lengths, None, width, width, first_node))
+            found = (self.logits(read), tree.ancestors, tree.depths)
+            return found if out is None else (*found, out)
+
+        bucket.recording = Recording(self._record, run)
         return bucket
 
-    def _forward(self, bucket: _Bucket, width: int, first_node: int, features: FeatureSpec) -> Outputs:
-        """Logits (B, N, V), the trees' ancestors and depths, and the taps (B, N, F) if any: what is recorded."""
-        config, lengths, tree = self._config, bucket.lengths, DraftTree(bucket.tokens, bucket.parents)
-        rows, nodes = tree.num_rows, tree.num_nodes - first_node
-        real = rows * nodes
-        positions = lengths[:, None] + tree.depths[:, first_node:]
-        cis = self._rotary.cis(positions, upto=width).view(real, 1, -1)
-        x = F.embedding(tree.tokens[:, first_node:].clamp(min=0).reshape(-1), self._embedding)
-        if real < MIN_ROWS:
-            x = F.pad(x, (0, 0, 0, MIN_ROWS - real))
-        windows, heads, scale = config.sliding_windows, config.num_heads, config.head_dim**-0.5
-        attend = TreeAttention(
-            self.cache, 0, None, lengths, tree, first_node, windows, heads, scale, max(real, MIN_ROWS), width
-        )
-        x, taps = self._run_layers(x, cis, attend, features)
-        logits = self._head.forward(x)[:real].view(rows, nodes, -1)
-        found = (logits, tree.ancestors, tree.depths)
-        return found if taps is None else (*found, taps[:real].view(rows, nodes, -1))
+    def draft(self, waiting: Waiting, asked: Asked) -> Drafted:
+        """See ``Runner.draft``: the very tree that growing it eagerly gives."""
+        kind = asked.key()
+        if kind is None:
+            return super().draft(waiting, asked)
+        count, rows, lengths = waiting.num_entries, len(waiting.tokens), waiting.before_roots()
+        wide, depth = round_up_rows(rows), asked.depth
+        # After a tree of this depth no row waits for more: one bucket for all that can come of it.
+        entries = depth + 1 if count <= depth + 1 else 1 << (count - 1).bit_length()
+        most = max(max(waiting.lengths) + entries, max(lengths) + 1 + asked.most_nodes)
+        self.reserve(wide, most)
+        width = round_up_slots(most, self.cache)
+        key = (wide, entries, width, kind)
+        draft = self._drafts.get(key, lambda: self._new_draft(wide, entries, width, waiting, asked))
+        draft.fill(waiting, lengths, asked)
+        assert draft.recording is not None
+        found = [output[:rows].clone() for output in draft.recording.run()]  # a step keeps its tree
+        if len(found) == 1:
+            return Drafted(DraftTree.chain(found[0]), num_levels=depth - 1)
+        tokens, parents, confidence, *places = found
+        return Drafted(DraftTree(tokens, parents, confidence, depth=depth), places[0] if places else None, depth - 1)
+
+    def _new_draft(self, rows: int, entries: int, width: int, waiting: Waiting, asked: Asked) -> _Draft:
+        draft = _Draft(rows, entries, waiting, asked, self.net, width)
+
+        def step(
+            tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            ids = tree.tokens[:, first:] if ids is None else ids
+            read, out = self.hidden(Inputs(tree, ids, states, draft.lengths, None, width, width, first))
+            return self.logits(read), out
+
+        def run() -> Outputs:
+            chain = DraftTree.chain(draft.tokens)
+            states = None if draft.features is None else self.fuse(draft.features)
+            read, out = self.hidden(Inputs(chain, chain.tokens, states, draft.fed, None, width, width))
+            ends = [None if x is None else x.gather(1, draft.last.expand(-1, 1, x.shape[2])) for x in (read, out)]
+            assert ends[0] is not None
+            growth = draft.over(draft.pending, draft.wanted, draft.sampling)
+            grown = grow(growth, self.logits(ends[0]), ends[1], step, shifted=self.net.shape.is_shifted)
+            tree = grown.tree
+            if tree.is_line:
+                return (tree.tokens,)
+            assert tree.confidence is not None
+            found = (tree.tokens, tree.parents, tree.confidence)
+            return found if grown.places is None else (*found, grown.places)
+
+        draft.recording = Recording(self._record, run)
+        return draft
+
+
+class GraphRuntime:
+    """See ``Runtime``. A runner that nobody holds any more is lent to the next, with all that it has recorded."""
+
+    name = "torch"
+    grows = False
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._pools: weakref.WeakKeyDictionary[Net, Pool[RecordedRunner]] = weakref.WeakKeyDictionary()
+
+    def runner(self, net: Net, holder: object) -> EagerRunner:
+        """See ``Runtime.runner``. Rotations that ask the device for lengths are not recorded."""
+        if not net.rotary.config.position_only:
+            return EagerRunner(net)
+        pool = self._pools.setdefault(net, Pool())
+        return pool.lend(holder, lambda: RecordedRunner(net, self.record))
+
+
+# --- the static inputs of a recorded draft ---------------------------------------------------------------------------
+
+
+class _StaticSampling(SamplingBatch):
+    """Temperatures and noise of whatever rows are filled in; which are greedy, only as far as all or none are.
+
+    Args:
+        like: rows of the same kind, fewer than ``num_rows`` perhaps.
+        num_levels: positions that noise is held for.
+    """
+
+    def __init__(self, like: SamplingBatch, num_rows: int, num_levels: int) -> None:
+        super().__init__([*like.rows, *[like.rows[0]] * (num_rows - len(like.rows))], like.noise, like.device)
+        self._levels: Tensor | None = None
+        if self.all_greedy:
+            return
+        self.greedy, self.temperature = torch.zeros_like(self.greedy), torch.ones_like(self.temperature)
+        self._levels = torch.zeros(num_rows, num_levels, like.noise.vocab_size, device=like.device)
+
+    def fill(self, other: SamplingBatch, starts: Sequence[int], *, with_noise: bool) -> None:
+        if self._levels is None:
+            return
+        rows = len(other.rows)
+        self.greedy[:rows].copy_(other.greedy)
+        self.temperature[:rows].copy_(other.temperature)
+        if with_noise:
+            self._levels[:rows].copy_(other.noise.block(other.seeds, starts, self._levels.shape[1]))
+
+    def perturb_level(self, scores: Tensor, starts: Sequence[int], level: int) -> Tensor:
+        return scores if self._levels is None else self.add_noise(scores, self._levels[:, level : level + 1])
+
+
+class _Draft:
+    """The inputs, views of one tensor that the host fills in one copy.
+
+    Attributes:
+        tokens: (B, W) of the catch-up's entries, PAD past a row's own; features: (B, W, F) or None.
+        fed, lengths, pending: (B,); last: (B, 1, 1) the last entry of each row; wanted: (B, 1).
+    """
+
+    def __init__(self, rows: int, entries: int, waiting: Waiting, asked: Asked, net: Net, width: int) -> None:
+        self._numbers = torch.zeros(rows, entries + 5, dtype=torch.int64, device=net.device)
+        self.tokens = self._numbers[:, :entries]
+        self.fed, self.lengths, self.pending, last, wanted = self._numbers[:, entries:].unbind(1)
+        self.last, self.wanted = last[:, None, None], wanted[:, None]
+        brought = waiting.features
+        self.features = None if brought is None else brought.new_zeros(rows, entries, brought.shape[2])
+        self.over, self.sampling = asked.over(), _StaticSampling(asked.sampling, rows, asked.depth)
+        self._entries, self._table = entries, net.rotary.table(width)
+        self.recording: Recording | None = None
+
+    def fill(self, waiting: Waiting, lengths: Sequence[int], asked: Asked) -> None:
+        columns = zip(waiting.tokens, waiting.lengths, lengths, asked.roots, map(int, asked.wanted), strict=True)
+        numbers = [
+            [*ids, *[PAD] * (self._entries - len(ids)), fed, length, pending, max(len(ids), 1) - 1, wanted]
+            for ids, fed, length, pending, wanted in columns
+        ]
+        rows = len(numbers)
+        self._numbers[:rows].copy_(on_device(numbers, self._numbers.device))
+        if self.features is not None and waiting.features is not None:
+            count = min(waiting.features.shape[1], self._entries)
+            self.features[:rows, :count].copy_(waiting.features[:, :count])
+            if count < self._entries:  # never what lay there: a NaN would not stay in its own entry (0 * NaN is NaN)
+                self.features[:, count:].zero_()
+        self.sampling.fill(asked.sampling, asked.starts, with_noise=asked.is_keyed)

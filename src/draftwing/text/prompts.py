@@ -1,116 +1,200 @@
-"""Prompt files: JSON lines as the field publishes them, or plain text."""
+"""Prompts: what counts as one, and files of them in every form that the field writes them in."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from draftwing.errors import CheckpointError, PromptError
+from draftwing.errors import CheckpointError, PromptError, shown
 from draftwing.shipped import SHIPPED
+from draftwing.text.records import parse_json, read_record
 
-__all__ = ["Prompt", "as_list", "check_prompt", "read_prompts", "shipped_prompts"]
+__all__ = ["Prompt", "as_list", "check_prompt", "check_text", "read_prompts", "shipped_prompts"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
+_MOST_ID = 2**63  # beyond it no vocabulary can be compared with
 
-_FORMS = "a text, token ids (ints) or messages"
+
+# --- one prompt ------------------------------------------------------------------------------------------------------
 
 
-def as_list(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list of prompts; a string, ids or a dialogue is one. None of them is checked yet.
+def as_list(prompts: object) -> list[Any]:
+    """One prompt or many, as a list of them; ``check_prompt`` tells whether each is one.
 
-    Raises:
-        PromptError: it is neither.
+    A string, token ids (a list of ints, or an array or tensor of one dimension) and a list of messages are one prompt.
     """
-    if isinstance(prompts, str):
+    dimensions = _dimensions(prompts)
+    if dimensions is not None:
+        return list(prompts) if dimensions == 2 else [prompts]  # type: ignore[call-overload]
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
-    items = _items(prompts)
+    items = list(prompts)
     return [items] if items and isinstance(items[0], Integral | Mapping) else items
 
 
-def check_prompt(prompt: Any) -> str | list[int] | list[Mapping[str, str]]:
-    """One prompt as a text, a list of ids or a list of messages.
+def check_prompt(prompt: object) -> Prompt:
+    """A text, token ids as a list of ints, or a dialogue as a list of messages.
+
+    Args:
+        prompt: any of these; ids may be an array or a tensor of one dimension.
 
     Raises:
-        PromptError: it is none of these.
+        PromptError: it is none of these. An empty list of ids passes: what to do with it is up to the target.
     """
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt is no Unicode text ({error}): decode it with errors='replace'") from error
-        return prompt
-    items = _items(prompt)
+        return check_text(prompt)
+    if isinstance(prompt, Mapping):
+        raise PromptError(
+            f"a prompt must be a text, token ids or a list of messages, found a lone dict {shown(dict(prompt))}: put "
+            f"a message into a list, [{{'role': 'user', 'content': ...}}], and give a tokenizer's output as its "
+            f"'input_ids'"
+        )
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise PromptError(
+            f"a prompt must be a text, found {type(prompt).__name__}: decode them, such as with .decode()"
+        )
+    dimensions = _dimensions(prompt)
+    if dimensions is not None:
+        if dimensions != 1:
+            raise PromptError(
+                f"token ids must have one dimension, found {dimensions} ({type(prompt).__name__}): give one row of it"
+            )
+        prompt = prompt.tolist()  # type: ignore[attr-defined]
+    if not isinstance(prompt, Iterable) or isinstance(prompt, set | frozenset):
+        raise PromptError(
+            f"a prompt must be a text, token ids (ints) or messages, found {type(prompt).__name__} {shown(prompt)}"
+        )
+    items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
-        return items
+        return [_message(item, number) for number, item in enumerate(items, 1)]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise PromptError(
-                f"a prompt must be {_FORMS}, found {type(item).__name__} {item!r:.40} in it: give ids with .tolist(), "
-                f"or a list of messages with role and content"
+                f"a prompt must be a text, token ids (ints) or messages, found {type(item).__name__} {shown(item)} in "
+                f"it: give ids with .tolist(), or a list of messages with role and content"
             )
-    return [int(token) for token in items]
+        if not -_MOST_ID <= int(item) < _MOST_ID:
+            raise PromptError(f"token id {shown(item)} is outside any vocabulary: give the tokenizer's ids")
+    return [int(item) for item in items]
 
 
-def _items(prompt: Any) -> list[Any]:
-    if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes | bytearray):
-        try:
-            return list(prompt)
-        except TypeError:  # an array without a dimension
-            pass
-    raise PromptError(
-        f"a prompt must be {_FORMS}, found {type(prompt).__name__} {prompt!r:.40}: decode bytes, and put messages "
-        f"into a list"
-    )
+def check_text(text: str) -> str:
+    """The text, where it can be encoded.
+
+    Raises:
+        PromptError: it has half of a surrogate pair, as from bytes that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt has {shown(text[error.start])} at character {error.start}, which is no character (half of a "
+            f"surrogate pair, or a byte that is not UTF-8): give valid text"
+        ) from error
+    return text
+
+
+def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message of a dialogue; what it has beside role and content is the chat template's to read."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not (isinstance(content, str | list) or "tool_calls" in message):
+        raise PromptError(
+            f"message {number} of the prompt must have a role and a content, both strings, found "
+            f"{shown(dict(message))}: write {{'role': 'user', 'content': 'the question'}}"
+        )
+    for text in (role, content):
+        if isinstance(text, str):
+            check_text(text)
+    return dict(message)
+
+
+def _dimensions(value: object) -> int | None:
+    """Of an array or a tensor; None for anything else."""
+    found = getattr(value, "ndim", None)
+    return found if isinstance(found, int) and hasattr(value, "tolist") and not isinstance(value, memoryview) else None
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
     """Prompts of a file, or of standard input (``-``).
 
-    A ``.jsonl`` file (or text whose first line is a JSON object) has one prompt a line: ``{"prompt": text}``,
-    ``{"text": text}``, ``{"messages": [...]}`` or ``{"turns": [first, ...]}``, of which the first turn is asked.
-    Anything else is one prompt as it stands.
+    A ``.jsonl`` file (or text whose first line is a JSON object) has one prompt a line, a ``.json`` file a list of
+    them, each in any form of ``read_record``. Of a dialogue everything up to the last question is asked, of ``turns``
+    the first. Anything else is one prompt as it stands.
 
     Raises:
         CheckpointError: the file cannot be read.
-        PromptError: a line is not such an object (named by number), or there is no prompt at all.
+        PromptError: a line is no such object (named by number), or there is no prompt at all.
     """
-    if str(source) == "-":
-        text = sys.stdin.read()
-    else:
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{source}: prompts cannot be read ({error}): give a UTF-8 text or .jsonl file"
-            ) from error
+    text = _read_text(source)
     if not text.strip():
         raise PromptError(f"{source}: there is no prompt in it")
+    if str(source).endswith(".json"):
+        return [_prompt_of(each, f"{source}, entry {n}") for n, each in enumerate(_listed(text, source)[:limit], 1)]
     first = text.lstrip().split("\n", 1)[0]
     if not (str(source).endswith(".jsonl") or (first.startswith("{") and first.rstrip().endswith("}"))):
-        return [text]
-    numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    return [_prompt_of(line, f"{source}, line {number}") for number, line in numbered[:limit]]
+        return [check_text(text)]
+    # "\n" alone ends a line: str.splitlines would cut JSON at U+2028 and others, which are legal inside a string.
+    numbered = [(f"{source}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [_prompt_of(_parsed(line, where), where) for where, line in numbered[:limit]]
 
 
-def _prompt_of(line: str, where: str) -> Prompt:
+def _read_text(source: Path | str) -> str:
+    """What a file or stdin holds, with plain newlines."""
     try:
-        entry: Any = json.loads(line)
+        if str(source) == "-":
+            stdin = getattr(sys.stdin, "buffer", sys.stdin)
+            found: bytes | str = b"" if stdin is None else stdin.read()
+        else:
+            found = Path(source).read_bytes()
+        text = found.decode("utf-8-sig") if isinstance(found, bytes) else found
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is one, and so is what a NUL in a name raises
+        where = "stdin" if str(source) == "-" else source
+        raise CheckpointError(f"{where}: prompts cannot be read ({error}): give a UTF-8 text or .jsonl file") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return parse_json(line)
     except ValueError as error:
         raise PromptError(f"{where}: not JSON ({error}): each line must be one object") from error
-    if isinstance(entry, dict):
-        for key in ("prompt", "text"):
-            if isinstance(entry.get(key), str) and entry[key]:
-                return str(entry[key])
-        if isinstance(entry.get("messages"), list) and entry["messages"]:
-            return [dict(message) for message in entry["messages"]]
-        if isinstance(entry.get("turns"), list) and entry["turns"]:
-            return [{"role": "user", "content": str(entry["turns"][0])}]
-    raise PromptError(f"{where}: expected an object with 'prompt', 'text', 'messages' or 'turns', found {line[:60]!r}")
+
+
+def _listed(text: str, source: Path | str) -> list[Any]:
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise PromptError(
+            f"{source}: not JSON ({error}): give a list of objects, or name it .jsonl if it has one a line"
+        ) from error
+    if not isinstance(found, list) or not found:
+        raise PromptError(f"{source}: expected a list of objects, found {shown(found)}: give a list of prompts")
+    return found
+
+
+def _prompt_of(entry: object, where: str) -> Prompt:
+    found = read_record(entry, where, PromptError)
+    if found.text is not None or found.bare:
+        text = found.messages[0]["content"] if found.text is None else found.text
+        if not text:
+            raise PromptError(f"{where}: the prompt is empty: give some text to go on from")
+        return check_text(text)
+    messages: Sequence[Mapping[str, str]] = found.messages
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
+        raise PromptError(f"{where}: there is no question in this dialogue: give a message of the role user")
+    if isinstance(entry, dict) and "turns" in entry:
+        last = roles.index("user")
+    else:
+        last = max(place for place, role in enumerate(roles) if role != "assistant")
+    return [_message(message, number) for number, message in enumerate(messages[: last + 1], 1)]
 
 
 def shipped_prompts(limit: int | None = None) -> list[str]:
@@ -118,5 +202,4 @@ def shipped_prompts(limit: int | None = None) -> list[str]:
     file = SHIPPED / "prompts.jsonl"
     if not file.exists():
         raise CheckpointError(f"{file}: the prompts shipped with Draftwing are not installed: pass a file of your own")
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [str(json.loads(line)["prompt"]) for line in lines[:limit]]
+    return [str(prompt) for prompt in read_prompts(file, limit)]

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.errors import PromptError, TokenizerError
+from draftwing.text.prompts import check_text
 
 __all__ = ["Tokenizer"]
 
@@ -38,8 +39,7 @@ class Tokenizer:
             if file.exists():
                 self.fast = FastTokenizer.from_file(str(file))
             else:
-                self._slow = self._transformers
-                self.fast = self._slow.backend_tokenizer
+                self.fast = self._transformers.backend_tokenizer
         except Exception as error:  # both libraries raise bare Exceptions and many kinds of errors
             raise TokenizerError(
                 f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json beside "
@@ -52,14 +52,16 @@ class Tokenizer:
         own = cls.__new__(cls)
         own.folder = Path(str(tokenizer.name_or_path))
         own.fast, own._slow = tokenizer.backend_tokenizer, tokenizer
-        own.__dict__["_transformers"] = tokenizer  # the cached property below
         return own
 
-    @cached_property
+    @property
     def _transformers(self) -> Any:
-        from transformers import AutoTokenizer
+        """The tokenizer as transformers reads it, at first use: importing that takes seconds."""
+        if self._slow is None:
+            from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder)
+            self._slow = AutoTokenizer.from_pretrained(self.folder)
+        return self._slow
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -85,17 +87,18 @@ class Tokenizer:
         """Ids of a plain prompt, with the special tokens that the model expects in front.
 
         Raises:
-            PromptError: the text is empty.
+            PromptError: the text is empty, or cannot be encoded.
         """
         if not text:
             raise PromptError("the prompt is empty: give some text to go on from")
-        return list(self.fast.encode(text).ids)
+        return list(self.fast.encode(check_text(text)).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a dialogue through the chat template, ready for the assistant's turn.
 
         Raises:
             TokenizerError: there is no chat template, or it refuses the messages.
+            PromptError: what it renders cannot be encoded.
         """
         if not self.has_chat_template:
             raise TokenizerError(f"{self.folder}: this tokenizer has no chat template: prompt it with plain text")
@@ -105,7 +108,7 @@ class Tokenizer:
             )
         except Exception as error:  # jinja errors, and whatever the template itself raises
             raise TokenizerError(f"{self.folder}: the chat template refuses these messages: {error}") from error
-        return list(self.fast.encode(str(text), add_special_tokens=False).ids)
+        return list(self.fast.encode(check_text(str(text)), add_special_tokens=False).ids)
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
         """Text of ids."""

@@ -37,7 +37,7 @@ def fit_calibration(net: EagleNet, head: Linear, batches: list[FeatureBatch], nu
             entries, where = truth.rows(step.index, step.entries)
             some = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (num_steps * len(batches))]
             entries, where = entries[some.to(entries.device)], where[some.to(where.device)]
-            q = net.to_target(net.logits(step.read[entries])).float().log_softmax(-1)
+            q = net.logits(step.read[entries]).float().log_softmax(-1)
             p = logits.flatten(0, 1)[where].float().log_softmax(-1)
             uniform = torch.rand(q.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
             noise = -(-uniform.log()).log().float().to(q.device)

@@ -14,7 +14,8 @@ __all__ = ["TensorBoardLog", "draw_curves", "read_metrics"]
 def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics file; empty where there is none."""
     file = out / METRICS
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    return [json.loads(line) for line in lines if line]
 
 
 class TensorBoardLog:

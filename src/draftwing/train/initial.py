@@ -195,7 +195,8 @@ def _normed_tokens(net: EagleNet, ids: Tensor) -> Tensor:
     """(N,) -> (N, H) embeddings as EAGLE-3's attention reads them."""
     assert net.token_norm is not None
     tokens = F.embedding(ids, net.embedding).to(net.fc.weight.dtype)
-    return net.token_norm.forward(tokens).to(torch.promote_types(tokens.dtype, torch.float32))
+    normed: Tensor = net.token_norm.forward(tokens).to(torch.promote_types(tokens.dtype, torch.float32))
+    return normed
 
 
 def _slow_channels(net: EagleNet) -> Tensor:

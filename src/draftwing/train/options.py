@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftwing.errors import ConfigError
-from draftwing.nets.eagle import Inputs
-from draftwing.train.loss.objectives import OBJECTIVES
+from draftwing.nets.eagle_config import Inputs
+from draftwing.nets.objectives import OBJECTIVES
 
 __all__ = ["METHODS", "Method", "TrainOptions"]
 

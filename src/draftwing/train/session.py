@@ -24,7 +24,9 @@ from draftwing.heads.read import read_head
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
-from draftwing.nets.eagle import EagleConfig, EagleNet, TargetId
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.nets.objectives import OBJECTIVES
 from draftwing.sampling import Sampling
 from draftwing.shipped import SHIPPED
 from draftwing.stats import Stats
@@ -39,11 +41,10 @@ from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCac
 from draftwing.train.features.source import FeatureSource, OnlineFeatures
 from draftwing.train.initial import ENTRIES, initialise
 from draftwing.train.loss.batch import Truth, UnrolledLoss
-from draftwing.train.loss.objectives import OBJECTIVES
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
 
-__all__ = ["Session", "measure_tau", "new_net", "prepare", "validation_prompts"]
+__all__ = ["RunFiles", "Session", "measure_tau", "new_net", "prepare", "validation_prompts"]
 
 PROMPT_LENGTH = 128  # tokens of a document from which tau is measured
 VALIDATION_BATCHES = 4
@@ -91,83 +92,111 @@ class Session:
         }
 
 
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run reads.
+
+    Attributes:
+        target: folder or hub id; None is the shipped one.
+        data: files and folders, see ``read_examples``.
+        exclude: a file of names to leave out of folders.
+        cache: of ``write_cache``, from which the run then reads the target's features; of ``data`` it uses what the
+            cache held out, to evaluate.
+        initial: a head to start from, in any layout; its shape and draft vocabulary are then this run's.
+    """
+
+    target: str | Path | None
+    data: Sequence[str | Path]
+    exclude: Path | None = None
+    cache: Path | None = None
+    initial: Path | None = None
+
+
 def prepare(
-    target: str | Path | None,
-    sources: Sequence[str | Path],
+    files: RunFiles,
     options: TrainOptions,
     out: Path,
     *,
-    exclude: Path | None = None,
-    cache: Path | None = None,
-    initial: Path | None = None,
     dtype: str = "bfloat16",
     device: str | None = None,
     on_data: Callable[[int, int], None] | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
 ) -> Session:
     """Load everything that a run needs.
 
     Args:
-        target: folder or hub id; None is the shipped one.
-        sources: files and folders, see ``read_examples``.
-        exclude: a file of names to leave out of folders.
-        cache: of ``write_cache``, from which the run then reads the target's features; of ``sources`` it uses what
-            the cache held out, to evaluate.
-        initial: a head to start from, in any layout; its shape and draft vocabulary are then this run's.
         dtype: of the target.
         on_data: called with bytes read and bytes in all.
 
     Raises:
-        ConfigError, CheckpointError, DataError, TokenizerError: what is wrong, and the mend.
+        ConfigError, CheckpointError, DataError, TokenizerError: what is wrong, and the fix.
         UnsupportedError: an architecture whose shape is unknown here.
     """
     accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
     torch.manual_seed(options.seed)
-    folder = resolve(target) if target is not None else SHIPPED / "target"
+    folder = resolve(files.target) if files.target is not None else SHIPPED / "target"
     tokenizer = Tokenizer(folder)
-    cached = None if cache is None else FeatureCache(cache)
-    if cached is not None:
-        _check_cached(cached.info, options, cached.folder)
-    corpus = read_examples(sources, tokenizer, max_length=options.max_length, exclude=exclude, on_progress=on_data)
-    seed = options.seed if cached is None else cached.info.seed
-    training, validation = split(corpus, options.validation_share, seed)
-    if cached is not None:
-        training = cached.corpus
-    elif options.data_share < 1:
-        _, training = split(training, options.data_share, options.seed + 1)
-    model = load_target(folder, dtype=dtype, device=device, name=str(target or "draftwing/target"), prepack=False)
+    cached = None if files.cache is None else FeatureCache(files.cache)
+    training, validation = _read_data(files, options, tokenizer, cached, on_data)
+    name = str(files.target or "draftwing/target")
+    model = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
     own = target_id(model, tokenizer)
     if cached is not None:
         cached.check(model, own)
-    if initial is None:
+    if files.initial is None:
         wanted = options.draft_vocab_size or model.vocab_size
         vocabulary = DraftVocabulary.build(training, model.vocab_size, wanted, always=model.eos_ids)
         net = new_net(model, folder, options, vocabulary, own)
         coverage = vocabulary.coverage
     else:
-        net = read_head(initial, model.embedding.float(), model.head, own)
-        _check_initial(net, options, initial)
+        net = read_head(files.initial, model.embedding.float(), model.head, own)
+        _check_initial(net, options, files.initial)
         coverage = coverage_of(training, net.target_ids, model.vocab_size)
-    source: FeatureSource
-    if cached is None:
-        batches = Batches(training, options.tokens_per_batch, options.max_length, options.seed)
-        source = OnlineFeatures(model, batches, net.config.taps)
-    else:
-        source = CachedFeatures(
-            cached, net.config.taps, options.tokens_per_batch, options.seed, device=model.device, dtype=model.dtype
-        )
-    if initial is None:
+    source = _source_of(model, training, options, net.config.taps, cached)
+    if files.initial is None:
         num_batches = -(-ENTRIES // options.tokens_per_batch)
         initialise(net, model.head, [source.batch(number) for number in range(num_batches)])
-    evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
         "tokens_in_data": training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
     }
-    trainer = Trainer(net, model.head, source, options, out, evaluate, on_progress, accelerator, describe)
+    evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
+    trainer = Trainer(
+        net, model.head, source, options, out, evaluate=evaluate, accelerator=accelerator, describe=describe
+    )
     return Session(trainer, model, tokenizer, training, validation, coverage)
+
+
+def _read_data(
+    files: RunFiles,
+    options: TrainOptions,
+    tokenizer: Tokenizer,
+    cached: FeatureCache | None,
+    on_data: Callable[[int, int], None] | None,
+) -> tuple[Corpus, Corpus]:
+    """What to train on and what is held out."""
+    if cached is not None:
+        _check_cached(cached.info, options, cached.folder)
+    corpus = read_examples(
+        files.data, tokenizer, max_length=options.max_length, exclude=files.exclude, on_progress=on_data
+    )
+    training, validation = split(corpus, options.validation_share, options.seed if cached is None else cached.info.seed)
+    if cached is not None:
+        training = cached.corpus
+    elif options.data_share < 1:
+        _, training = split(training, options.data_share, options.seed + 1)
+    return training, validation
+
+
+def _source_of(
+    model: Target, training: Corpus, options: TrainOptions, taps: tuple[int, ...], cached: FeatureCache | None
+) -> FeatureSource:
+    """The target's features: from the cache, or computed as the run goes."""
+    if cached is None:
+        batches = Batches(training, options.tokens_per_batch, options.max_length, options.seed)
+        return OnlineFeatures(model, batches, taps)
+    return CachedFeatures(cached, taps, options.tokens_per_batch, options.seed, device=model.device, dtype=model.dtype)
 
 
 def new_net(

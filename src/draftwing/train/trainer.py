@@ -20,15 +20,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from draftwing.errors import NumericsError
-from draftwing.heads.read import write_head
+from draftwing.errors import CheckpointError, NumericsError
+from draftwing.heads.write import write_head
 from draftwing.model.linear import Linear
 from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle import EagleNet
+from draftwing.nets.objectives import OBJECTIVES
 from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features.source import FeatureSource
+from draftwing.train.lock import locked
 from draftwing.train.loss.batch import Truth, UnrolledLoss
-from draftwing.train.loss.objectives import OBJECTIVES
 from draftwing.train.options import TrainOptions
 
 __all__ = ["Progress", "Trainer"]
@@ -62,9 +63,12 @@ class Trainer:
         options: see ``TrainOptions``.
         out: folder of checkpoint, metrics and head.
         evaluate: called with the net as it would be saved; returns metrics such as ``tau``. On the main process only.
-        on_progress: called after every iteration on the main process.
         accelerator: None makes one for ``options.precision``.
         describe: what is written into the head about its training.
+
+    Attributes:
+        on_progress: set it to be called after every iteration on the main process.
+        stopping: set it (from a signal handler) to stop after the present iteration.
     """
 
     def __init__(
@@ -74,14 +78,15 @@ class Trainer:
         source: FeatureSource,
         options: TrainOptions,
         out: Path,
+        *,
         evaluate: Callable[[EagleNet], dict[str, Any]] | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
         accelerator: Accelerator | None = None,
         describe: dict[str, Any] | None = None,
     ) -> None:
         self.net, self.source, self.options, self.out = net, source, options, out
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
-        self._head, self._evaluate, self.on_progress = target_head, evaluate, on_progress
+        self._head, self._evaluate = target_head, evaluate
+        self.on_progress: Callable[[Progress], None] | None = None
         self._describe = describe or {}
         recipe = options.recipe
         self._loss = UnrolledLoss(
@@ -96,7 +101,7 @@ class Trainer:
         self.iteration, self.iterations = 0, options.iterations or 10**9
         self._seconds = 0.0  # of training in all sessions, for timed runs
         self._replanned = 0
-        self.stopping = False  # set it (from a signal handler) to stop after the present iteration
+        self.stopping = False
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -106,10 +111,15 @@ class Trainer:
         Raises:
             NumericsError: the loss is no longer finite.
             ConfigError: the folder holds another run.
-            CheckpointError: the folder cannot be written, or its checkpoint cannot be read.
+            CheckpointError: the folder cannot be written, another process trains into it, or its checkpoint cannot be
+                read.
         """
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
+        with locked(self.out, CheckpointError) if self.accelerator.is_main_process else nullcontext():
+            return self._run()
+
+    def _run(self) -> Progress:
         self._resume()
         progress, saved = Progress(self.iteration, self.iterations), self.iteration
         options, began = self.options, time.perf_counter()
@@ -295,7 +305,7 @@ class Trainer:
         file = self.out / METRICS
         with writing(file):
             if file.exists():
-                lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+                lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
                 kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
                 write_atomically(file, "".join(line + "\n" for line in kept))
 

@@ -11,14 +11,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from draftwing.errors import DraftwingError
-from draftwing.heads.files import read_tensors
-from draftwing.heads.head import expected_shapes
 from draftwing.heads.identity import target_id_of_folder
 from draftwing.heads.names import Names, sort_names
-from draftwing.heads.read import find_config, find_taps, find_version, read_config
+from draftwing.heads.read import find_config, find_taps, find_version, read_tensors
 from draftwing.heads.settings import Settings, read_settings
-from draftwing.model.config import ModelConfig
-from draftwing.nets.eagle import EagleConfig, TargetId
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.nets.eagle_tensors import tensor_shapes
 
 __all__ = ["Case", "Finding", "Status", "TargetFolder", "examine", "look_at_target"]
 
@@ -33,13 +32,13 @@ class Finding:
         name: of the check, stable.
         status: ``warn``: it works, but perhaps worse than it could; ``unknown``: it cannot be seen from here.
         detail: what was found.
-        mend: what to do; empty where nothing is to be done.
+        fix: what to do about it; empty where nothing is to be done.
     """
 
     name: str
     status: Status
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Case:
     @cached_property
     def expected(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that the config asks for; empty where it could not be read."""
-        return {} if self.config is None else expected_shapes(self.config)
+        return {} if self.config is None else tensor_shapes(self.config)
 
     def tensor(self, name: str) -> Tensor | None:
         """A tensor by EAGLE's name."""
@@ -109,7 +108,7 @@ def examine(folder: Path, target: TargetFolder | None) -> Case:
         return case
     try:
         case.version = find_version(case.settings, case.tensors, where)
-        case.names = sort_names(case.tensors, case.version, where)
+        case.names = sort_names(case.tensors, case.version, where, own_embedding=case.settings.own_embedding)
     except DraftwingError as error:
         case.failures["kind"] = str(error)
         return case

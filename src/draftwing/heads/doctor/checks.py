@@ -6,18 +6,19 @@ import torch
 
 from draftwing.errors import DraftwingError
 from draftwing.heads.doctor.case import Case, Finding
-from draftwing.heads.files import weight_files
-from draftwing.heads.head import LM_HEAD
-from draftwing.heads.read import find_taps
-from draftwing.heads.settings import TAP_IDS
+from draftwing.heads.head import usual_taps
+from draftwing.heads.names import LM_HEAD
+from draftwing.heads.read import find_taps, weight_files
+from draftwing.heads.settings import TAP_IDS, Settings
 from draftwing.heads.vocab import read_draft_vocab
-from draftwing.nets.eagle import default_taps
 
 __all__ = [
+    "check_attention_bias",
     "check_bias",
     "check_config",
     "check_draft_map",
     "check_finite_numbers",
+    "check_layers",
     "check_lm_head",
     "check_missing",
     "check_residual",
@@ -35,7 +36,8 @@ def check_config(case: Case) -> Finding:
     reason = case.failures.get("config") or case.failures.get("kind")
     if reason is not None:
         return Finding("config", "fail", reason, "correct config.json, or take the head from its original place again")
-    assert case.settings is not None
+    if case.settings is None:
+        return _unread("config")
     if case.settings.layout == "speculators" and "model_type" in case.raw:
         return Finding(
             "config",
@@ -224,6 +226,55 @@ def check_bias(case: Case) -> Finding:
     return Finding(name, "ok", "zeros, as SGLang wants; for vLLM run `draftwing convert --to vllm`")
 
 
+def check_layers(case: Case) -> Finding:
+    """EAGLE-3 of more than one layer, which few engines run as it was trained."""
+    name = "layers"
+    if case.config is None:
+        return _unread(name)
+    number = case.config.num_layers
+    if case.config.version == 3 and number > 1:
+        return Finding(
+            name,
+            "warn",
+            f"EAGLE-3 of {number} layers: vLLM and Draftwing run them; EAGLE's own code reads the first alone, SGLang "
+            f"drops the residual between them",
+            "serve it with vLLM or Draftwing",
+        )
+    return Finding(name, "ok", "one" if number == 1 else f"{number}, which everyone runs in EAGLE-1")
+
+
+def check_attention_bias(case: Case) -> Finding:
+    """Biases of queries, keys and values, which some engines have no place for."""
+    name = "attention-bias"
+    if case.settings is None or case.config is None:
+        return _unread(name)
+    if not case.config.qkv_bias:
+        if case.settings.attention_bias:
+            return Finding(
+                name,
+                "warn",
+                "none, but config.json says `attention_bias` true: vLLM then adds biases that hold random numbers",
+                "set `attention_bias` to false in config.json",
+            )
+        return Finding(name, "ok", "none")
+    if case.config.version == 3:
+        return Finding(
+            name,
+            "warn",
+            "EAGLE-3 with biases of queries, keys and values: vLLM and Draftwing use them, SGLang and EAGLE's own code "
+            "drop them",
+            "serve it with vLLM or Draftwing",
+        )
+    if not case.settings.qkv_bias:
+        return Finding(
+            name,
+            "warn",
+            "biases of queries, keys and values, and config.json has no `qkv_bias`: EAGLE's own code drops them",
+            "set `qkv_bias` to true in config.json",
+        )
+    return Finding(name, "ok", "of queries, keys and values, and config.json says so")
+
+
 def check_residual(case: Case) -> Finding:
     """``norm_before_residual``: what the residual of EAGLE-3's layer is."""
     name = "norm-before-residual"
@@ -265,7 +316,7 @@ def check_taps(case: Case) -> Finding:
         return Finding(name, "fail", str(error), "correct the taps in config.json")
     if not case.is_third:
         return Finding(name, "ok", "EAGLE-1 reads the last hidden state")
-    usual: tuple[int, ...] | None = None if num_layers is None else default_taps(num_layers)
+    usual: tuple[int, ...] | None = None if num_layers is None else usual_taps(3, num_layers)
     if taps is not None and num_layers is not None and max(taps) > num_layers:
         return Finding(name, "fail", f"{taps} of a target with {num_layers} layers", "load it with its own target")
     read = usual if taps is None else taps
@@ -286,26 +337,23 @@ def check_taps(case: Case) -> Finding:
             "serve it with the engine that it was made for",
         )
     if taps == usual:
-        return _usual_taps(case, taps)
-    return _named_taps(case, taps, usual)
+        return _usual_taps(settings, taps)
+    return _named_taps(settings, taps, usual)
 
 
-def _usual_taps(case: Case, taps: tuple[int, ...]) -> Finding:
-    assert case.settings is not None
-    if case.settings.taps_are_outputs and case.settings.tap_ids is not None:
+def _usual_taps(settings: Settings, taps: tuple[int, ...]) -> Finding:
+    if settings.taps_are_outputs and settings.tap_ids is not None:
         return Finding(
             "taps",
             "warn",
-            f"`eagle_config` names {case.settings.tap_ids}, the outputs of the layers before the usual {taps}: SGLang "
+            f"`eagle_config` names {settings.tap_ids}, the outputs of the layers before the usual {taps}: SGLang "
             f"reads them so, vLLM takes them for inputs and reads one layer too early",
             f"remove `{TAP_IDS}` from config.json, or run `draftwing convert`: these are the defaults",
         )
     return Finding("taps", "ok", f"{taps}, the inputs of layers 2, L // 2 and L - 3")
 
 
-def _named_taps(case: Case, taps: tuple[int, ...], usual: tuple[int, ...] | None) -> Finding:
-    settings = case.settings
-    assert settings is not None
+def _named_taps(settings: Settings, taps: tuple[int, ...], usual: tuple[int, ...] | None) -> Finding:
     if settings.taps_are_outputs:
         return Finding(
             "taps",
@@ -330,7 +378,7 @@ def _named_taps(case: Case, taps: tuple[int, ...], usual: tuple[int, ...] | None
 
 
 def _unread(name: str) -> Finding:
-    return Finding(name, "unknown", "cannot be seen before config.json and the weights can be read", "mend those first")
+    return Finding(name, "unknown", "cannot be seen before config.json and the weights can be read", "fix those first")
 
 
 def _some(items: list[str], most: int = 4) -> str:

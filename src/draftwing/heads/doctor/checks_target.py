@@ -7,8 +7,8 @@ from typing import Any
 
 from draftwing.errors import DraftwingError
 from draftwing.heads.doctor.case import Case, Finding
-from draftwing.heads.head import EMBEDDING
 from draftwing.heads.identity import chat_template_hash, has_tokenizer
+from draftwing.heads.names import EMBEDDING
 from draftwing.heads.read import same_matrix
 from draftwing.heads.vocab import read_draft_vocab
 from draftwing.model.weights import WeightFiles
@@ -39,8 +39,10 @@ _GOOD_COVERAGE = 0.95  # below it, more than one guess in twenty is lost before 
 
 
 def check_hidden_size(case: Case) -> Finding:
-    """The head's width must be the target's."""
-    return _same_number(case, "hidden-size", "hidden_size", "hidden_size")
+    """The features that the head reads must be as wide as the target's states."""
+    if case.settings is not None and case.settings.target_hidden_size is not None:
+        return _same_number(case, "hidden-size", "target_hidden_size", case.settings.target_hidden_size)
+    return _same_number(case, "hidden-size", "hidden_size", _size(case, "hidden_size"))
 
 
 def check_num_layers(case: Case) -> Finding:
@@ -60,7 +62,7 @@ def check_num_layers(case: Case) -> Finding:
 def check_vocabulary(case: Case) -> Finding:
     """The tokens and their ids must be the target's."""
     name = "vocabulary"
-    sizes = _same_number(case, name, "vocab_size", "vocab_size")
+    sizes = _same_number(case, name, "vocab_size", _size(case, "vocab_size"))
     if sizes.status != "ok" or case.target is None:
         return sizes
     own, theirs = _own_target(case), case.target.id.vocab_hash
@@ -124,7 +126,9 @@ def check_coverage(case: Case) -> Finding:
     name = "draft-coverage"
     config = case.config
     if config is None:
-        return Finding(name, "unknown", "cannot be seen before config.json and the weights can be read", "mend those")
+        return Finding(
+            name, "unknown", "cannot be seen before config.json and the weights can be read", "fix those first"
+        )
     if not config.has_draft_vocab:
         return Finding(name, "ok", "every token can be drafted")
     try:
@@ -163,7 +167,7 @@ def check_rope(case: Case) -> Finding:
     """The base of the rotation, which everyone takes for 10000 where it is missing."""
     name = "rope-theta"
     if case.settings is None or case.config is None:
-        return Finding(name, "unknown", "cannot be seen before config.json can be read", "mend that first")
+        return Finding(name, "unknown", "cannot be seen before config.json can be read", "fix that first")
     theta, given = case.config.rope.theta, case.settings.rope_theta_given
     theirs = _target_theta(case)
     if not given:
@@ -202,7 +206,7 @@ def check_positions(case: Case) -> Finding:
     """A head made for short texts fails on long ones."""
     name = "max-positions"
     if case.config is None:
-        return Finding(name, "unknown", "cannot be seen before config.json can be read", "mend that first")
+        return Finding(name, "unknown", "cannot be seen before config.json can be read", "fix that first")
     own = case.config.max_position_embeddings
     theirs = case.target.config.get("max_position_embeddings") if case.target is not None else None
     if not isinstance(theirs, int):
@@ -218,31 +222,35 @@ def check_positions(case: Case) -> Finding:
 
 
 def check_embedding(case: Case) -> Finding:
-    """A head with its own copy of the embedding: vLLM reads it, SGLang and Draftwing take the target's."""
+    """A head with an embedding of its own: SGLang takes the target's all the same."""
     name = "embedding"
     if case.names is None:
-        return Finding(name, "unknown", "cannot be seen before the weights can be read", "mend those first")
-    copy = case.tensor(EMBEDDING)
-    if copy is None:
+        return Finding(name, "unknown", "cannot be seen before the weights can be read", "fix those first")
+    found = case.tensor(EMBEDDING)
+    if found is None:
         return Finding(name, "ok", "none in the file: the target's is used")
+    if case.settings is not None and case.settings.own_embedding:
+        return _own_embedding("config.json says so")
     if case.target is None:
-        return Finding(name, "unknown", "the file has a copy of the target's", _GIVE_TARGET)
+        return Finding(name, "unknown", "the file has a copy of the target's, or one of its own", _GIVE_TARGET)
     try:
         with WeightFiles(case.target.folder) as files:
             key = next((key for key in _EMBEDDINGS if key in files), None)
             if key is None:
                 return Finding(name, "unknown", "the target's embedding was not found in its files", "")
-            same = same_matrix(copy, files.get(key))
+            same = same_matrix(found, files.get(key))
     except DraftwingError as error:
         return Finding(name, "unknown", f"the target's weights cannot be read: {error}", "")
-    if not same:
-        return Finding(
-            name,
-            "fail",
-            "the file's embedding is not the target's: vLLM would use this one, SGLang and Draftwing the target's",
-            _OTHER + ", or remove embed_tokens.weight if the copy is stale",
-        )
-    return Finding(name, "ok", "a copy of the target's")
+    return Finding(name, "ok", "a copy of the target's") if same else _own_embedding("it is not the target's")
+
+
+def _own_embedding(why: str) -> Finding:
+    return Finding(
+        "embedding",
+        "warn",
+        f"an embedding of its own ({why}): Draftwing, vLLM and EAGLE's own code use it, SGLang takes the target's",
+        "serve it with one of those that use it, or remove embed_tokens.weight if it is a stale copy of the target's",
+    )
 
 
 def _own_target(case: Case) -> Mapping[str, Any] | None:
@@ -250,13 +258,17 @@ def _own_target(case: Case) -> Mapping[str, Any] | None:
     return None if block is None or block.target is None else vars(block.target)
 
 
-def _same_number(case: Case, name: str, key: str, field: str) -> Finding:
-    own = None if case.settings is None else case.settings.shape.get(key)
+def _size(case: Case, key: str) -> object:
+    return None if case.settings is None else case.settings.shape.get(key)
+
+
+def _same_number(case: Case, name: str, key: str, own: object) -> Finding:
+    """Is the head's ``own`` size, called ``key`` in its config, the target's?"""
     if own is None:
         return Finding(name, "unknown", f"the head's config.json has no `{key}`", "see config")
     if case.target is None:
         return Finding(name, "unknown", f"{key} {own}; the target's is not known", _GIVE_TARGET)
-    theirs = getattr(case.target.id, field)
+    theirs = case.target.id.vocab_size if key == "vocab_size" else case.target.id.hidden_size
     if own != theirs:
         return Finding(name, "fail", f"{key} {own}, the target has {theirs}", _OTHER)
     return Finding(name, "ok", f"{key} {own}, as the target")

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.sampling import KeyedNoise
+from draftwing.noise import KeyedNoise
 from draftwing.tree import Accepted, DraftTree, Emitted
 
 __all__ = [
@@ -83,7 +83,10 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "source", "target", "column", "num_in", "num_out", "epilogue")),
-        *((name, ctypes.c_int32) for name in ("bits", "num_heads", "num_kv_heads", "head_dim", "layer", "window")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("bits", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first")
+        ),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         *((name, ctypes.c_void_p) for name in ("norm", "weight", "scales", "sums", "bias", "places")),
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),

@@ -1,4 +1,7 @@
-"""What the CPU kernel runs: matrices laid out for it, programs of operations over buffers of rows, whole drafts.
+"""Programs of the CPU kernel: what a net leaves behind when it is traced.
+
+A net is written once, for tensors. Called with ``Traced`` values in place of tensors, it writes down its operations
+instead of running them: a list over buffers of rows, which the kernel walks in one call (``native/programs.h``).
 
 Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
 """
@@ -6,494 +9,325 @@ Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.run.kernel.build import NUM_BUFFERS, Batch, Draft, Kernel, Op, set_cache
-from draftwing.tree import PAD, DraftTree
+from draftwing.run.kernel.build import NUM_BUFFERS, Batch, Kernel, Op
+from draftwing.run.kernel.packed import Packed
 
-__all__ = [
-    "ACTIVATIONS",
-    "DraftRequest",
-    "Drafted",
-    "GrowthRule",
-    "Heads",
-    "Packed",
-    "Program",
-    "Slots",
-    "Waiting",
-    "quantise_channels",
-]
+__all__ = ["ACTIVATIONS", "HeadsLike", "Program", "Traced", "TracedAttention", "TracedIds", "Workspace", "join"]
 
-TILE = 64  # outputs that the kernel computes together
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
 _EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
 _STORE, _ADD = 0, 1
-MAX_LEVEL = 127  # of each sign
-_CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
+_READS_TARGET = -1  # an operation without a source
 
 
-# --- a matrix --------------------------------------------------------------------------------------------------------
+class NormLike(Protocol):
+    """An RMSNorm: its weight (H,), and what is added to the mean square."""
+
+    weight: Any
+    eps: float
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A matrix as the kernel reads it.
-
-    Attributes:
-        num_in, num_out: of the product; ``num_out`` is half the matrix's rows where it is ``gated``.
-        bits: 32 or 8.
-        weight: tiles of 64 outputs: (tiles, in, 64) float32, or (tiles, in / 4, 64, 4) int8.
-        scales, sums: of int8, by output: what a level is worth, and what the rows' offset of 128 adds.
-        bias: by output, or None.
-        gated: gates (the first half of the rows) and what they let through (the second) lie in alternate tiles.
-    """
-
-    num_in: int
-    num_out: int
-    bits: int
-    weight: Tensor
-    scales: Tensor | None
-    sums: Tensor | None
-    bias: Tensor | None
-    gated: bool
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, *, bits: int = 32, gated: bool = False) -> Packed:
-        """Pack ``weight`` (out, in) float32."""
-        num_out, num_in = weight.shape
-        if gated:
-            num_out //= 2
-            weight = _interleave(weight)
-            bias = None if bias is None else _interleave(bias[:, None])[:, 0]
-        padding = -weight.shape[0] % TILE
-        weight = F.pad(weight, (0, 0, 0, padding)) if padding else weight
-        bias = None if bias is None else F.pad(bias, (0, weight.shape[0] - bias.shape[0])).contiguous()
-        tiles = weight.shape[0] // TILE
-        if bits == 32:
-            laid_out = weight.view(tiles, TILE, num_in).transpose(1, 2).contiguous()
-            return cls(num_in, num_out, bits, laid_out, None, None, bias, gated)
-        levels, scales = quantise_channels(weight)
-        levels = F.pad(levels, (0, -num_in % 4))
-        sums = 128 * levels.sum(1, dtype=torch.int32)
-        laid_out = levels.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
-        return cls(num_in, num_out, bits, laid_out, scales, sums, bias, gated)
-
-    def plain(self) -> Tensor:
-        """The matrix (out, in) float32 again, where it was float32 and is not gated."""
-        assert self.bits == 32
-        assert not self.gated
-        return self.weight.transpose(1, 2).reshape(-1, self.num_in)[: self.num_out]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes read for one forward."""
-        return sum(part.nbytes for part in (self.weight, self.scales) if part is not None)
-
-
-def quantise_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix (out, in) as levels (out, in) int8, symmetric, and what one level of each output is worth, (out,)."""
-    scales, levels = torch.empty(weight.shape[0]), torch.empty(weight.shape, dtype=torch.int8)
-    for start in range(0, weight.shape[0], _CHUNK):
-        part = weight[start : start + _CHUNK].float()
-        own = (part.abs().amax(1) / MAX_LEVEL).clamp_min(torch.finfo(torch.float32).tiny)
-        scales[start : start + _CHUNK] = own
-        levels[start : start + _CHUNK] = (part / own[:, None]).round_().clamp_(-MAX_LEVEL, MAX_LEVEL)
-    return levels, scales
-
-
-def _interleave(rows: Tensor) -> Tensor:
-    """(2 W, ...) -> tiles of the first half before those of the second, each half padded to whole tiles."""
-    half = rows.shape[0] // 2
-    padded = [F.pad(part, (0, 0, 0, -half % TILE)).view(-1, TILE, rows.shape[1]) for part in (rows[:half], rows[half:])]
-    return torch.stack(padded, 1).reshape(-1, rows.shape[1])
-
-
-# --- a program -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of an attention: how many, of queries and of keys, and how wide."""
+class HeadsLike(Protocol):
+    """How an attention's queries, keys and values lie side by side, and the norms of each head."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-
-@dataclass(frozen=True)
-class GrowthRule:
-    """What a tree's nodes are worth while it grows, in seconds: see ``budget.planner``.
-
-    A node is reached at the product of its path's chances, each corrected by a table for its level. Nodes are verified
-    while they bring more than they cost, and another level is drafted below those of them that are worth its time.
-
-    Attributes:
-        knots, rates: (tables, K) float32: chances as told, and as they came true; the last table serves deeper levels.
-        gains, costs: (depth,) float32, of the level after each: what reaching it is worth, what its first node takes.
-        verify: (most + 3,) float32: seconds that the verification of so many nodes of each row takes, the root counted.
-        worth: of a token.
-        share: what each other node of a level takes, as a share of the first one's time.
-    """
-
-    knots: np.ndarray
-    rates: np.ndarray
-    gains: np.ndarray
-    costs: np.ndarray
-    verify: np.ndarray
-    worth: float
-    share: float
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """Trees to draft, one for every row: the best children by logits / temperature + noise, level by level.
-
-    Attributes:
-        depth: levels at most.
-        width: nodes that are expanded of each level, and children of each of them; 1 is a chain.
-        most: nodes to keep at most, the root not counted.
-        roots: of each row its token.
-        wanted: of each row, whether anything is to be drafted for it.
-        temperatures: of each row, 0 for greedy ones; and its filters: ``top_k``, 0 for none, ``top_p`` and ``min_p``.
-        noise: the handle of a ``NativeNoise``, with the rows' seeds, -1 where none is to be added, and the absolute
-            positions of the tokens after their roots.
-        sharpness, miss: how scores under noise become chances (``nets.calibration``).
-        rule: what the nodes are worth; None expands ``width`` nodes of every level and keeps the ``most`` likely.
-    """
-
-    depth: int
-    width: int
-    most: int
-    roots: Sequence[int]
-    wanted: Sequence[bool]
-    temperatures: Sequence[float]
-    top_k: Sequence[int]
-    top_p: Sequence[float]
-    min_p: Sequence[float]
-    noise: int
-    seeds: Sequence[int]
-    starts: Sequence[int]
-    sharpness: float = 1.0
-    miss: float = 0.0
-    rule: GrowthRule | None = None
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What every row reads before its draft: entries of its own, the last of which is the root.
-
-    Attributes:
-        tokens: of each row.
-        lengths: entries of each row that lie in its slots already.
-        features: (B, W, F) contiguous, of the same entries, W the most of them; None where tokens are all.
-        source: the buffer that the program reads them from.
-    """
-
-    tokens: Sequence[Sequence[int]]
-    lengths: Sequence[int]
-    features: Tensor | None = None
-    source: int = -1
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """Finished trees.
-
-    Attributes:
-        tree: of all rows, with the chances of the paths as they came true.
-        told: (B, N) float32, the chance of each node given its parent, as the net says.
-        places: (B, N) int64, where a node stands among those that were run, whose slots follow each other after the
-            root's; -1 for leaves that were not.
-        num_levels: that were run, the root's counted.
-        effort: levels by the nodes run on them: 1 for the first of each, the rule's ``share`` for each other.
-        is_chain: whether no level was wider than one node.
-    """
-
-    tree: DraftTree
-    told: np.ndarray
-    places: np.ndarray
-    num_levels: int
-    effort: float
-    is_chain: bool
-
-    def slots_of(self, path: Tensor) -> Tensor:
-        """``places`` of the nodes of a path (B, D); PAD where they have none."""
-        return torch.from_numpy(self.places).gather(1, path.clamp(min=0)).masked_fill(path == PAD, PAD)
+    q_norm: Any
+    k_norm: Any
 
 
 class Program:
-    """Operations over buffers of rows, built once and run for any number of rows.
+    """Operations over buffers of rows. Written once, then read by any number of ``Workspace``.
 
-    A buffer is a number: ``scratch`` lies in the program's own workspace, ``outside`` is given anew for every run.
+    While it is written, a buffer is a number that belongs to one value. ``finish`` lets values that are not needed at
+    the same time share memory; ``place`` then says where each lies.
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
+        self.widths: list[int] = []  # of the memory that values lie in, after ``finish``
+        self.is_given: list[bool] = []  # from outside, for every run
+        self.ops: Any = None  # as the kernel reads them
         self._ops: list[Op] = []
-        self._array: Any = None
-        self._kept: list[Any] = []  # what the operations point to
-        self._widths: list[int] = []
-        self._is_outside: list[bool] = []
-        self._workspace = torch.empty(0)
-        self._capacity = 0
-        self._last = Batch()
+        self._values: list[_Value] = []
+        self._places: list[int] = []
+        self._kept: list[Tensor] = []  # what the operations point to
 
     def __len__(self) -> int:
         return len(self._ops)
 
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def given(self, width: int) -> Traced:
+        """A value (R, width) that every run is given."""
+        return Traced(self, self._new(width, is_given=True), width)
+
     def scratch(self, width: int) -> int:
-        """A buffer (R, width) of the program's own."""
-        return self._buffer(-(-width // 16) * 16, outside=False)
+        """Memory for a value (R, width)."""
+        return self._new(-(-width // 16) * 16, is_given=False)
 
-    def outside(self, width: int) -> int:
-        """A buffer (R, width) that ``run`` is given."""
-        return self._buffer(width, outside=True)
+    def output(self, value: Traced) -> int:
+        """The buffer that ``value`` ends in, which every run is given room for."""
+        settled = value.settled()
+        found = self._values[settled.buffer]
+        found.is_given, found.width = True, value.width
+        return settled.buffer
 
-    def _buffer(self, width: int, *, outside: bool) -> int:
-        assert len(self._widths) < NUM_BUFFERS
-        self._widths.append(width)
-        self._is_outside.append(outside)
-        return len(self._widths) - 1
+    def _new(self, width: int, *, is_given: bool) -> int:
+        self._values.append(_Value(width, is_given))
+        return len(self._values) - 1
 
-    def embed(self, table: Tensor, target: int) -> None:
-        """target = the rows of ``table`` (V, H) that the tokens name."""
-        self._add(kind=_EMBED, target=target, num_out=table.shape[1], weight=table)
+    def add(self, target: int, source: int = _READS_TARGET, **fields: Any) -> None:
+        """One operation; tensors among its fields are kept alive."""
+        assert len(self._ops) < self.kernel.max_ops
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                kept = value.detach()
+                assert kept.is_contiguous()
+                self._kept.append(kept)
+                fields[name] = kept.data_ptr()
+        for number in (target, source):
+            if number >= 0:
+                self._values[number].see(len(self._ops))
+        self._ops.append(Op(target=target, source=target if source < 0 else source, **fields))
 
-    def norm(self, source: int, weight: Tensor, eps: float, target: int, column: int = 0) -> None:
-        """target[column:] = RMSNorm(source)."""
-        self._add(kind=_NORM, source=source, target=target, column=column, num_in=len(weight), eps=eps, norm=weight)
+    def finish(self) -> Program:
+        """No more is written: lay the values out."""
+        free: dict[int, list[int]] = {}
+        ending: dict[int, list[_Value]] = {}
+        for value in self._values:
+            ending.setdefault(value.last, []).append(value)
+        for value in self._values:
+            if value.is_given or value.last < 0:
+                value.place = self._lay_out(value)
+        starting = {value.first: value for value in self._values if value.place < 0}
+        for number in range(len(self._ops)):
+            begun = starting.get(number)
+            if begun is not None:
+                room = free.get(begun.width)
+                begun.place = room.pop() if room else self._lay_out(begun)
+            for ended in ending.get(number, ()):
+                if not ended.is_given:
+                    free.setdefault(ended.width, []).append(ended.place)
+        self._places = [value.place for value in self._values]
+        for op in self._ops:
+            op.source, op.target = self._places[op.source], self._places[op.target]
+        self.ops = (Op * len(self._ops))(*self._ops)
+        return self
 
-    def copy(self, source: int, width: int, target: int, column: int = 0) -> None:
-        """target[column:] = source[:width]."""
-        self._add(kind=_COPY, source=source, target=target, column=column, num_in=width)
+    def _lay_out(self, value: _Value) -> int:
+        assert len(self.widths) < NUM_BUFFERS
+        self.widths.append(value.width)
+        self.is_given.append(value.is_given)
+        return len(self.widths) - 1
+
+    def place(self, buffer: int) -> int:
+        """Where a value lies: what ``Workspace.run`` calls it."""
+        return self._places[buffer]
+
+
+@dataclass
+class _Value:
+    """A value of a program: how wide, and the first and last operation that knows of it."""
+
+    width: int
+    is_given: bool
+    first: int = -1
+    last: int = -1
+    place: int = -1
+    version: int = 0
+
+    def see(self, number: int) -> None:
+        self.first = number if self.first < 0 else self.first
+        self.last = number
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Stands for a tensor (R, width) while a net is traced.
+
+    Some are not computed yet: an embedding's rows, or the norm of another value. Whoever reads such a value takes it
+    in: a matrix norms its input on the way, a concatenation writes it straight into place.
+
+    Attributes:
+        buffer, column: where it lies, and from which column on.
+        norm: weight and eps of an RMSNorm still to be taken.
+        table: (V, width) whose rows are still to be read.
+        version: a sum is written over its residual: handles from before it are of no more use.
+    """
+
+    program: Program = field(repr=False)
+    buffer: int
+    width: int
+    column: int = 0
+    norm: tuple[Tensor, float] | None = None
+    table: Tensor | None = None
+    version: int = 0
+
+    @classmethod
+    def embedding(cls, ids: TracedIds, table: Tensor) -> Traced:
+        """The rows of ``table`` (V, H) that the tokens name."""
+        return cls(ids.program, -1, table.shape[1], table=table)
+
+    def _check(self) -> None:
+        assert self.buffer < 0 or self.program._values[self.buffer].version == self.version, "a value that is gone"
+
+    def write(self, target: int, column: int = 0) -> None:
+        """Compute it into the columns of another buffer."""
+        self._check()
+        if self.table is not None:
+            table = self.table.contiguous()
+            self.program.add(target, kind=_EMBED, column=column, num_out=self.width, weight=table)
+            return
+        read: dict[str, Any] = {"column": column, "first": self.column, "num_in": self.width}
+        if self.norm is None:
+            self.program.add(target, self.buffer, kind=_COPY, **read)
+        else:
+            self.program.add(target, self.buffer, kind=_NORM, norm=self.norm[0], eps=self.norm[1], **read)
+
+    def settled(self) -> Traced:
+        """The same in memory of its own, at column 0."""
+        if self.buffer >= 0 and self.norm is None and not self.column:
+            return self
+        found = Traced(self.program, self.program.scratch(self.width), self.width)
+        self.write(found.buffer)
+        return found
+
+    def normed(self, norm: NormLike) -> Traced:
+        """RMSNorm, to be taken by whoever reads it."""
+        source = self.settled() if self.table is not None or self.norm is not None else self
+        return replace(source, norm=(norm.weight.detach(), norm.eps))
+
+    def columns(self, start: int, stop: int) -> Traced:
+        """(R, stop - start) of its columns."""
+        assert self.norm is None
+        return replace(self.settled(), column=start, width=stop - start)
+
+    def to(self, dtype: torch.dtype) -> Traced:
+        """Itself: the kernel computes in float32."""
+        return self
 
     def linear(
         self,
-        source: int,
         packed: Packed,
-        target: int,
+        residual: Traced | None = None,
         *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
         activation: str | None = None,
-        add: bool = False,
-        places: Tensor | None = None,
-    ) -> None:
-        """target = matrix times (normed) source; with ``activation`` a gated one; with ``add`` added to target.
+        spread: tuple[Tensor, int] | None = None,
+    ) -> Traced:
+        """A matrix times it, added to ``residual``; with ``activation`` a gated one.
 
-        ``places`` (num_out,) int64 says where in the target each output goes; what no place names stays as it is.
+        ``spread``: (num_out,) int64 which column of (R, width) each output goes to, and the width; other columns stay.
         """
         assert packed.gated == (activation is not None)
-        self._add(
-            kind=_LINEAR, source=source, target=target, num_in=packed.num_in, num_out=packed.num_out,
-            epilogue=ACTIVATIONS[activation] if activation is not None else _ADD if add else _STORE,
+        source = self.settled() if self.table is not None or self.column else self
+        source._check()
+        program, width = self.program, packed.num_out if spread is None else spread[1]
+        epilogue = ACTIVATIONS[activation] if activation is not None else _STORE if residual is None else _ADD
+        out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
+        norm, eps = source.norm or (None, 0.0)
+        program.add(
+            out.buffer, source.buffer, kind=_LINEAR, num_in=packed.num_in, num_out=packed.num_out, epilogue=epilogue,
             bits=packed.bits, eps=eps, norm=norm, weight=packed.weight, scales=packed.scales, sums=packed.sums,
-            bias=packed.bias, places=places,
+            bias=packed.bias, places=None if spread is None else spread[0],
         )  # fmt: skip
+        return out
 
-    def attend(
-        self,
-        source: int,
-        heads: Heads,
-        target: int,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        norms: tuple[Tensor, Tensor] | None = None,
-        eps: float = 0.0,
-    ) -> None:
-        """Rotate queries and keys, write keys and values to their slots, and mix: target = attention(source)."""
-        q_norm, k_norm = norms or (None, None)
-        self._add(
-            kind=_ATTEND, source=source, target=target, layer=layer, window=window or 0, scale=scale, eps=eps,
-            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
-            q_norm=q_norm, k_norm=k_norm,
+    def _overwritten(self) -> Traced:
+        """Memory that holds it and is about to be changed: its own, but for what every run is given."""
+        self._check()
+        value = self.program._values[self.buffer] if self.buffer >= 0 else None
+        if value is None or value.is_given or self.norm is not None or self.column:
+            found = Traced(self.program, self.program.scratch(self.width), self.width)
+            self.write(found.buffer)
+            return found
+        value.version += 1
+        return replace(self, version=value.version)
+
+
+def join(parts: Sequence[Traced]) -> Traced:
+    """Side by side."""
+    width = sum(part.width for part in parts)
+    found = Traced(parts[0].program, parts[0].program.scratch(width), width)
+    column = 0
+    for part in parts:
+        part.write(found.buffer, column)
+        column += part.width
+    return found
+
+
+@dataclass(frozen=True)
+class TracedIds:
+    """Stands for token ids (R,)."""
+
+    program: Program
+
+
+class TracedAttention:
+    """An ``Attend`` for tracing: the kernel rotates, writes slots and mixes in one operation."""
+
+    def __init__(self, windows: Any) -> None:
+        self._windows = windows
+
+    def __call__(self, layer: int, qkv: Traced, heads: HeadsLike) -> Traced:
+        """(R, (heads + 2 * KV heads) * D) -> (R, heads * D)."""
+        program, width = qkv.program, heads.num_heads * heads.head_dim
+        out = Traced(program, program.scratch(width), width)
+        both = heads.q_norm is not None and heads.k_norm is not None
+        norms = {"q_norm": heads.q_norm.weight, "k_norm": heads.k_norm.weight, "eps": heads.q_norm.eps} if both else {}
+        program.add(
+            out.buffer, qkv.settled().buffer, kind=_ATTEND, layer=layer, window=self._windows[layer] or 0,
+            scale=heads.head_dim**-0.5, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim, **norms,
         )  # fmt: skip
+        return out
 
-    def _add(self, **values: Any) -> None:
-        assert len(self._ops) < self._kernel.max_ops
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                value = value.detach()
-                assert value.is_contiguous()
-                self._kept.append(value)
-                values[name] = value.data_ptr()
-        self._ops.append(Op(**values))
-        self._array = None
+
+class Workspace:
+    """Memory for the values of a program. Of one decoder alone: a run writes over those of the last."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.batch = Batch()  # what is true of every run; the kernel copies what it is given
+        self._memory = torch.empty(0)
+        self._capacity = 0
+        for buffer, width in enumerate(program.widths):
+            self.batch.widths[buffer] = width
+
+    def reserve(self, num_rows: int) -> None:
+        """Room for R rows."""
+        if num_rows <= self._capacity:
+            return
+        self._capacity = max(num_rows, 2 * self._capacity)
+        program = self.program
+        own = [(place, width) for place, width in enumerate(program.widths) if not program.is_given[place]]
+        self._memory = torch.empty(self._capacity * sum(width for _, width in own))
+        at = self._memory.data_ptr()
+        for place, width in own:
+            self.batch.buffers[place] = at
+            at += 4 * width * self._capacity
 
     def run(
-        self,
-        rows: int,
-        nodes: int,
-        outside: Mapping[int, Tensor],
-        *,
-        first_op: int = 0,
-        num_ops: int | None = None,
-        tokens: Tensor | None = None,
-        slots: Slots | None = None,
+        self, rows: int, nodes: int, given: Mapping[int, Tensor], *, first_op: int = 0, num_ops: int | None = None
     ) -> None:
-        """Run the program, or its operations from ``first_op`` to before ``num_ops``.
+        """Walk the program, or its operations from ``first_op`` to before ``num_ops``.
 
         Args:
-            rows, nodes: R = rows * nodes.
-            outside: float32 tensors of R rows, for every buffer made by ``outside`` that these operations use.
-            tokens: (R,) int64, for ``embed``; unused ones may hold PAD.
-            slots: for ``attend``.
+            rows, nodes: R = rows * nodes. What else a run reads (tokens, slots) is set in ``batch``.
+            given: float32 tensors of R rows by place, all that these operations use of the program's given values.
         """
-        batch = self._batch(rows, nodes, outside, slots)
-        if tokens is not None:
-            tokens = tokens.contiguous()
-            batch.tokens = tokens.data_ptr()
-        last = len(self._ops) if num_ops is None else num_ops
-        self._kernel.run(ctypes.byref(self._array, first_op * ctypes.sizeof(Op)), last - first_op, batch)
-
-    def draft(
-        self,
-        request: DraftRequest,
-        outside: Mapping[int, Tensor],
-        slots: Slots,
-        logits: int,
-        *,
-        waiting: Waiting,
-        num_catch_up: int = 0,
-        num_hidden: int = 0,
-        read: int = -1,
-        states: tuple[int, int] | None = None,
-    ) -> Drafted:
-        """Grow a tree for every row without coming back to Python in between.
-
-        Args:
-            request: what to draft.
-            outside: as for ``run``, with room for a level of every row, and for what is waiting.
-            slots: with room for the roots and ``request.depth * request.width`` nodes more.
-            logits: the buffer of the logits.
-            waiting: what is to be run first: its last entries are the roots.
-            num_catch_up: operations in front that only ``waiting`` goes through.
-            num_hidden: operations before those that turn the buffer ``read`` into logits.
-            states: the buffers that a node reads and writes, where nodes read what their parents wrote.
-        """
-        rows, depth, rule = len(request.roots), request.depth, request.rule
-        width, entries = request.width, max(map(len, waiting.tokens))
-        batch = self._batch(rows, max(width, entries), outside, slots)
-        room = 1 + width + (depth - 1) * width * width
-        size = rows * room
-        numbers, chances = np.empty(3 * size, dtype=np.int64), np.empty(2 * size, dtype=np.float32)
-        roots, wanted = array("q", request.roots), array("q", request.wanted)
-        counts = array("q", map(len, waiting.tokens))
-        seeds, starts = array("q", request.seeds), array("q", request.starts)
-        temperatures, top_k = array("f", request.temperatures), array("i", request.top_k)
-        top_p, min_p = array("f", request.top_p), array("f", request.min_p)
-        out, told = numbers.ctypes.data, chances.ctypes.data
-        draft = Draft(
-            depth=depth, width=width, most=request.most, vocab_size=self._widths[logits], room=room,
-            num_catch_up=num_catch_up, num_hidden=num_hidden, logits=logits, read=read,
-            states=-1, fed_back=-1, sharpness=request.sharpness, kept=1 - request.miss,
-            counts=_address(counts), wanted=_address(wanted), temperatures=_address(temperatures),
-            top_k=_address(top_k), top_p=_address(top_p), min_p=_address(min_p),
-            noise=request.noise, seeds=_address(seeds), starts=_address(starts),
-            tokens=out, parents=out + 8 * size, places=out + 16 * size, told=told, reached=told + 4 * size,
-        )  # fmt: skip
-        if states is not None:
-            draft.states, draft.fed_back = states
-        if rule is not None:
-            draft.num_tables, draft.num_knots = rule.knots.shape
-            draft.knots, draft.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
-            draft.gains, draft.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
-            draft.verify, draft.worth, draft.share = rule.verify.ctypes.data, rule.worth, rule.share
-        caught = Batch.from_buffer_copy(batch)
-        caught.nodes = caught.tree_nodes = entries
-        caught.first_node = 0
-        if waiting.features is not None:
-            caught.buffers[waiting.source] = waiting.features.data_ptr()
-        flat = array("q")
-        for ids in waiting.tokens:
-            flat.extend(ids)
-            flat.extend([-1] * (entries - len(ids)))
-        lengths, parents = array("q", waiting.lengths), array("q", [*range(-1, entries - 1)] * rows)
-        caught.tokens, caught.lengths, caught.parents = map(_address, (flat, lengths, parents))
-        nodes = self._kernel.draft(self._array, len(self._ops), batch, caught, draft, _address(roots))
-        found = [
-            part[at : at + rows * nodes].reshape(rows, nodes)  # views of numpy take less than those of tensors
-            for part, at in ((numbers, 0), (numbers, size), (numbers, 2 * size), (chances, 0), (chances, size))
-        ]
-        tokens, parents_BN, reached = (torch.from_numpy(found[part]) for part in (0, 1, 4))
-        tree = DraftTree(tokens, parents_BN, reached, is_line=bool(draft.is_chain), depth=draft.deepest)
-        return Drafted(tree, found[3], found[2], draft.levels, draft.effort, width == 1)
-
-    def _batch(self, rows: int, nodes: int, outside: Mapping[int, Tensor], slots: Slots | None) -> Batch:
-        count = rows * nodes
-        if count > self._capacity:
-            self._capacity = max(count, 2 * self._capacity)
-            self._workspace = torch.empty(self._capacity * sum(self._widths))
-            self._lay_out()
-        batch = self._last  # the kernel copies what it is given
+        self.reserve(rows * nodes)
+        batch, program = self.batch, self.program
         batch.rows, batch.nodes = rows, nodes
-        for buffer, tensor in outside.items():
-            batch.buffers[buffer] = tensor.data_ptr()
-        if slots is not None:
-            slots.fill(batch)
-        if self._array is None:
-            self._array = (Op * len(self._ops))(*self._ops)
-        return batch
-
-    def _lay_out(self) -> None:
-        """Say where the program's own buffers lie."""
-        self._last = Batch()
-        at = self._workspace.data_ptr()
-        for buffer, (width, is_outside) in enumerate(zip(self._widths, self._is_outside, strict=True)):
-            self._last.widths[buffer] = width
-            if not is_outside:
-                self._last.buffers[buffer] = at
-                at += 4 * width * self._capacity
-
-
-def _address(numbers: array[Any]) -> int:
-    return numbers.buffer_info()[0]
-
-
-class Slots:
-    """Where the nodes of a batch of trees stand: their rows' slots, their parents and their rotation.
-
-    Args:
-        data: (L, 2, B, K, S, D) keys and values, with room for the trees.
-        first_row: the row of the first tree.
-        lengths: committed tokens of each row.
-        parents: (B, N) of the trees; None where they grow (``Program.draft``).
-        first_node: the nodes from here on are forwarded; earlier ones lie in their slots already.
-        rotation: complex64, (positions, D / 2), or one row for each node where ``by_node``.
-    """
-
-    def __init__(
-        self,
-        data: Tensor,
-        first_row: int,
-        lengths: Sequence[int],
-        parents: Tensor | None,
-        first_node: int,
-        rotation: Tensor,
-        *,
-        by_node: bool,
-    ) -> None:
-        self._data, self._first_row, self._first_node, self._by_node = data, first_row, first_node, by_node
-        self._lengths = array("q", lengths)
-        self._parents = None if parents is None else parents.contiguous()
-        self._rotation = rotation.contiguous()
-
-    def fill(self, batch: Batch) -> None:
-        """Write it where the kernel reads it."""
-        set_cache(batch, self._data, self._first_row)
-        if self._parents is not None:
-            batch.first_node, batch.tree_nodes = self._first_node, self._parents.shape[1]
-            batch.parents = self._parents.data_ptr()
-        batch.lengths = _address(self._lengths)
-        batch.rotation, batch.rotation_by_row = self._rotation.data_ptr(), int(self._by_node)
-        batch.rotary_half = self._rotation.shape[-1]
+        for place, tensor in given.items():
+            batch.buffers[place] = tensor.data_ptr()
+        last = len(program) if num_ops is None else num_ops
+        program.kernel.run(ctypes.byref(program.ops, first_op * ctypes.sizeof(Op)), last - first_op, batch)

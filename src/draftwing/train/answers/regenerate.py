@@ -26,6 +26,7 @@ from draftwing.sampling import Sampling
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data.conversations import bare_tokenizer
 from draftwing.train.data.sources import Message, Record, find_files, read_records
+from draftwing.train.lock import locked
 
 __all__ = ["Answer", "Answerer", "Dialogue", "LMAnswerer", "Regenerated", "Task", "read_tasks", "regenerate", "seed_of"]
 
@@ -245,26 +246,27 @@ def regenerate(
         on_progress: called with the tasks done, those of earlier runs counted, and the tasks in all.
 
     Raises:
-        DataError: the file holds something else, or not one task could be answered.
+        DataError: the file holds something else, another process writes to it, or not one task could be answered.
     """
-    finished = _finished_ids(output)
-    waiting = [task for task in tasks if task.id not in finished]
-    num_kept = len(tasks) - len(waiting)
     num_written = num_tokens = 0
     skipped: list[tuple[str, str]] = []
-    with _open(output) as file:
-        if on_progress is not None:
-            on_progress(num_kept, len(tasks))
-        for answer in answerer.answer(waiting):
-            num_tokens += answer.num_tokens
-            if answer.problem:
-                skipped.append((answer.task.where, answer.problem))
-            else:
-                file.write((json.dumps(answer.to_dict(), ensure_ascii=False) + "\n").encode("utf-8", "replace"))
-                file.flush()
-                num_written += 1
+    with locked(output, DataError, is_file=True):
+        finished = _finished_ids(output)
+        waiting = [task for task in tasks if task.id not in finished]
+        num_kept = len(tasks) - len(waiting)
+        with _open(output) as file:
             if on_progress is not None:
-                on_progress(num_kept + num_written + len(skipped), len(tasks))
+                on_progress(num_kept, len(tasks))
+            for answer in answerer.answer(waiting):
+                num_tokens += answer.num_tokens
+                if answer.problem:
+                    skipped.append((answer.task.where, answer.problem))
+                else:
+                    file.write((json.dumps(answer.to_dict(), ensure_ascii=False) + "\n").encode("utf-8", "replace"))
+                    file.flush()
+                    num_written += 1
+                if on_progress is not None:
+                    on_progress(num_kept + num_written + len(skipped), len(tasks))
     if skipped and not num_written and not num_kept:
         where, why = skipped[0]
         raise DataError(f"none of the {len(skipped)} prompts could be answered; the first one, {where}: {why}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,29 +9,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from draftwing.errors import DataError
+from draftwing.errors import DataError, shown
+from draftwing.text.records import FORMS, Message, is_record, parse_json, read_record
 
 __all__ = ["Message", "Record", "SourceFile", "find_files", "read_records"]
 
-# role (system, user, assistant or tool) and content; finish_reason "length" where an answer was cut off
-Message = dict[str, str]
-
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-_KNOWN_KEYS = "'conversations', 'messages', 'prompt' (with 'response' or 'completion') or 'text'"
 _JSON_LINES = (".jsonl", ".ndjson")
 # Installed packages and compiled files are not what a folder is named for.
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
@@ -120,7 +101,7 @@ def _read_patterns(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{file}: the names to exclude cannot be read ({error}): give a UTF-8 file with one name per line"
@@ -200,10 +181,10 @@ def _read_lines(file: SourceFile) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line.decode("utf-8-sig"))
+                entry = parse_json(line.decode("utf-8-sig"))
             except ValueError as error:
                 raise DataError(
-                    f"{where}: not JSON ({error}): each line must be one object; mend or delete the line"
+                    f"{where}: not JSON ({error}): each line must be one object; fix or delete the line"
                 ) from error
             yield _record(entry, where, len(line))
 
@@ -211,7 +192,7 @@ def _read_lines(file: SourceFile) -> Iterator[Record]:
 def _list_of_objects(file: SourceFile, text: str) -> list[Any] | None:
     """What a ``.json`` file lists; None for a file of a folder that means something else (settings, say)."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         if file.in_folder:
             return None
@@ -219,61 +200,24 @@ def _list_of_objects(file: SourceFile, text: str) -> list[Any] | None:
             f"{file.name}: not JSON ({error}): expected a list of objects; name the file .jsonl if it has one per line"
         ) from error
     listed = isinstance(found, list) and bool(found) and isinstance(found[0], dict)
-    if listed and (not file.in_folder or {"conversations", "messages", "prompt", "text"} & set(found[0])):
+    if listed and (not file.in_folder or is_record(found[0])):
         return list(found)
     if file.in_folder:
         return None
     raise DataError(
-        f"{file.name}: expected a list of objects with {_KNOWN_KEYS}, found {str(found)[:60]!r}: give such a list, "
+        f"{file.name}: expected a list of objects with {FORMS}, found {shown(found)}: give such a list, "
         f"or a .jsonl file"
     )
 
 
-def _record(entry: Any, where: str, num_bytes: int) -> Record:
-    if not isinstance(entry, dict):
-        raise DataError(f"{where}: expected an object with {_KNOWN_KEYS}, found {entry!r:.60}: mend or delete it")
-    for key in ("conversations", "messages"):
-        if key in entry:
-            return Record(where, None, _messages(entry[key], f"{where}, {key!r}"), num_bytes)
-    if "prompt" in entry:
-        messages = [{"role": "user", "content": _string(entry, "prompt", where)}]
-        answer = next((key for key in ("response", "completion") if key in entry), None)
-        if answer is not None:
-            messages.append({"role": "assistant", "content": _string(entry, answer, where)})
-        return Record(where, None, tuple(messages), num_bytes)
-    if "text" in entry:
-        ended = entry.get("finish_reason") != "length"
-        return Record(where, _string(entry, "text", where), (), num_bytes, ended)
-    found = ", ".join(map(repr, entry)) or "none"
-    raise DataError(f"{where}: expected one of the keys {_KNOWN_KEYS}, found {found}: rename the key that has the text")
+def _record(entry: object, where: str, num_bytes: int) -> Record:
+    found = read_record(entry, where, DataError)
+    if found.text is not None:
+        return Record(where, _encodable(found.text), (), num_bytes, found.ended)
+    messages = ({key: _encodable(value) for key, value in message.items()} for message in found.messages)
+    return Record(where, None, tuple(messages), num_bytes)
 
 
-def _messages(listed: Any, where: str) -> tuple[Message, ...]:
-    if not isinstance(listed, list):
-        raise DataError(f"{where}: expected a list of messages, found {type(listed).__name__}: mend or delete it")
-    messages = []
-    for number, message in enumerate(listed, 1):
-        here = f"{where}, message {number}"
-        if not isinstance(message, dict):
-            raise DataError(f"{here}: expected an object, found {message!r:.60}: mend or delete it")
-        who, what = ("from", "value") if "from" in message else ("role", "content")
-        role = _ROLES.get(_string(message, who, here).lower())
-        if role is None:
-            raise DataError(
-                f"{here}: unknown role {message[who]!r}: rename it to one of {', '.join(sorted(set(_ROLES.values())))}"
-            )
-        messages.append({"role": role, "content": _string(message, what, here)})
-        if message.get("finish_reason") == "length":
-            messages[-1]["finish_reason"] = "length"
-    return tuple(messages)
-
-
-def _string(entry: dict[str, Any], key: str, where: str) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str):
-        found = "no such key" if key not in entry else f"{type(value).__name__} {value!r:.40}"
-        raise DataError(
-            f"{where}: expected a string under {key!r}, found {found}: write it as text, or delete the entry"
-        )
-    # Half of a surrogate pair ("\ud83d" alone) is legal in JSON, but no text: it cannot be encoded.
-    return value.encode("utf-8", "replace").decode("utf-8")
+def _encodable(text: str) -> str:
+    """Half of a surrogate pair ("\\ud83d" alone) is legal in JSON, but no text: one among millions is replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from draftwing.errors import DataError
 from draftwing.heads.identity import differences
-from draftwing.model.target import FeatureSpec, Target
-from draftwing.nets.eagle import TargetId
+from draftwing.model.target import Target
+from draftwing.nets.eagle_config import TargetId
 from draftwing.train.data.batches import Plan, collate
 from draftwing.train.data.corpus import Corpus, Example
-from draftwing.train.features.source import FeatureBatch
+from draftwing.train.features.source import FeatureBatch, hidden_states
 
 __all__ = ["DTYPES", "INDEX", "CacheInfo", "CachedFeatures", "FeatureCache", "Shard"]
 
@@ -151,8 +151,7 @@ class Shard:
         row = int(np.where(long_enough, self.lengths, np.iinfo(np.int64).max).argmin())
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
         ids = torch.from_numpy(self.ids[start:end]).long()[None].to(target.device)
-        found = target.score(ids, FeatureSpec((target.num_layers,))).features
-        assert found is not None
+        found = hidden_states(target, ids, (target.num_layers,))
         now, then = found[0].double().cpu(), self.states(start, end)[:, -1].double()
         apart = float(((now - then).norm(dim=-1) / then.norm(dim=-1).clamp(min=1e-9)).median())
         if not apart < _SAME:

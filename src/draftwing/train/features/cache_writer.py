@@ -16,14 +16,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, NumericsError
-from draftwing.heads.files import write_mend
-from draftwing.model.target import FeatureSpec, Target
-from draftwing.nets.eagle import TargetId
+from draftwing.heads.write import write_fix
+from draftwing.model.target import Target
+from draftwing.nets.eagle_config import TargetId
 from draftwing.train.checkpoint import write_atomically
 from draftwing.train.data.batches import Batches
 from draftwing.train.features.cache import DTYPES, INDEX, CacheInfo, Shard
+from draftwing.train.features.source import hidden_states
+from draftwing.train.lock import locked
 
-__all__ = ["CacheSize", "CacheWritten", "estimate", "write_cache"]
+__all__ = ["CacheForm", "CacheSize", "CacheWritten", "estimate", "write_cache"]
 
 SHARD_BYTES = 256 * 2**20
 _BYTES_PER_ROW = 16  # its length and its number
@@ -38,6 +40,14 @@ class CacheSize:
 
     def __str__(self) -> str:
         return f"{self.num_tokens:,} tokens, {_readable(self.num_bytes)}"
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """How a cache keeps its numbers: ``dtype`` bfloat16 or float32, shards of ``shard_bytes`` or one batch each."""
+
+    dtype: torch.dtype = torch.bfloat16
+    shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,7 @@ def write_cache(
     *,
     identity: TargetId,
     validation_share: float = 0.0,
-    dtype: torch.dtype = torch.bfloat16,
-    shard_bytes: int = SHARD_BYTES,
+    form: CacheForm = CacheForm(),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CacheWritten:
     """Run the target over one epoch of ``batches`` and keep its hidden states; go on where an earlier call stopped.
@@ -82,22 +91,21 @@ def write_cache(
         taps: which hidden states are kept, beside the target's last.
         identity: of ``target``, kept for those who read the cache.
         validation_share: of the data, held out of ``batches`` by ``split`` with their seed: kept for readers too.
-        dtype: bfloat16 or float32.
-        shard_bytes: of a shard, at most, where a batch is not larger.
+        form: how the numbers are kept.
         on_progress: called with the tokens done and the tokens in all.
 
     Raises:
         ConfigError: taps that the target does not have, or another dtype.
-        DataError: the disk has no room, the folder cannot be written, or holds another cache or a damaged one.
+        DataError: the disk has no room, the folder cannot be written, another process writes to it, or it holds another
+            cache or a damaged one.
         NumericsError: hidden states that are not finite.
     """
     folder, states = Path(folder), _states(target, taps)
-    per_token = _bytes_per_token(target, states, dtype)
-    shards = _cut(batches, per_token, shard_bytes)
+    shards = _cut(batches, _bytes_per_token(target, states, form.dtype), form.shard_bytes)
     info = CacheInfo(
         target=identity,
         states=states,
-        dtype=_name(dtype),
+        dtype=_name(form.dtype),
         max_length=batches.max_length,
         seed=batches.seed,
         validation_share=validation_share,
@@ -108,27 +116,34 @@ def write_cache(
     writer = _Writer(folder, target, batches, shards, info)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = writer.missing()
-        left = [writer.size(number) for number in missing]
-        needed = sum(size.num_bytes for size in left)
-        if needed > (free := shutil.disk_usage(folder).free):
-            raise DataError(
-                f"{folder}: the cache needs {needed:,} bytes ({_readable(needed)}) more, and the disk has {free:,} "
-                f"bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
-            )
-        done = info.num_tokens - sum(size.num_tokens for size in left)
-        for number in missing:
-            for num_tokens in writer.write(number):
-                done += num_tokens
-                if on_progress is not None:
-                    on_progress(done, info.num_tokens)
-        write_atomically(folder / INDEX, json.dumps(info.to_dict(), indent=2) + "\n")
+        with locked(folder, DataError):
+            num_kept = _complete(writer, folder, info, on_progress)
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"{folder}: the cache cannot be written ({error}): {write_mend(error)}; what is whole stays, and the same "
+            f"{folder}: the cache cannot be written ({error}): {write_fix(error)}; what is whole stays, and the same "
             f"command goes on from there"
         ) from error
-    return CacheWritten(estimate(target, batches, taps, dtype), info.num_shards, info.num_shards - len(missing))
+    return CacheWritten(estimate(target, batches, taps, form.dtype), info.num_shards, num_kept)
+
+
+def _complete(writer: _Writer, folder: Path, info: CacheInfo, on_progress: Callable[[int, int], None] | None) -> int:
+    """Write the shards that are missing, and the index; how many were there already."""
+    missing = writer.missing()
+    left = [writer.size(number) for number in missing]
+    needed = sum(size.num_bytes for size in left)
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise DataError(
+            f"{folder}: the cache needs {needed:,} bytes ({_readable(needed)}) more, and the disk has {free:,} "
+            f"bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
+        )
+    done = info.num_tokens - sum(size.num_tokens for size in left)
+    for number in missing:
+        for num_tokens in writer.write(number):
+            done += num_tokens
+            if on_progress is not None:
+                on_progress(done, info.num_tokens)
+    write_atomically(folder / INDEX, json.dumps(info.to_dict(), indent=2) + "\n")
+    return info.num_shards - len(missing)
 
 
 def _cut(batches: Batches, bytes_per_token: int, shard_bytes: int) -> list[list[int]]:
@@ -203,13 +218,11 @@ class _Writer:
     def write(self, number: int) -> Iterator[int]:
         """Make a shard; yields the tokens of each batch as it is done."""
         target, path = self._target, self._folder / self._info.shard(number)
-        wanted, dtype = FeatureSpec(self._info.states), DTYPES[self._info.dtype]
-        states = torch.empty(self.size(number).num_tokens, len(wanted.taps) * target.hidden_size, dtype=dtype)
+        taps, dtype = self._info.states, DTYPES[self._info.dtype]
+        states = torch.empty(self.size(number).num_tokens, len(taps) * target.hidden_size, dtype=dtype)
         done = 0
         for batch in map(self._batches.batch, self._shards[number]):
-            with torch.no_grad():
-                features = target.score(batch.ids.to(target.device), wanted).features
-            assert features is not None
+            features = hidden_states(target, batch.ids.to(target.device), taps)
             found = features.to(dtype).cpu()[batch.real]
             states[done : done + len(found)] = found
             done += len(found)

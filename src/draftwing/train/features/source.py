@@ -15,7 +15,7 @@ from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec, Target
 from draftwing.train.data.batches import Batch, Batches
 
-__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures"]
+__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures", "hidden_states"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,8 @@ class FeatureBatch:
         """(B, T, V) the target's logits, computed by its LM head where they are not at hand."""
         if self.logits is not None:
             return self.logits
-        return head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
+        found: Tensor = head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
+        return found
 
 
 class FeatureSource(Protocol):
@@ -78,8 +79,18 @@ class OnlineFeatures:
     def of(self, batch: Batch) -> FeatureBatch:
         """One forward of the target."""
         batch = batch.runnable().to(self._target.device)
-        with torch.no_grad():
-            output = self._target.score(batch.ids, self._spec)
-        assert output.features is not None
+        logits, features = _score(self._target, batch.ids, self._spec)
         width = self._target.hidden_size * self._num_taps
-        return FeatureBatch(batch, output.features[..., :width], output.features[..., width:], output.logits)
+        return FeatureBatch(batch, features[..., :width], features[..., width:], logits)
+
+
+def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:
+    """(B, T) ids -> (B, T, F) what the target has there after the layers ``taps``, one beside the other."""
+    return _score(target, ids, FeatureSpec(taps))[1]
+
+
+@torch.no_grad()
+def _score(target: Target, ids: Tensor, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
+    output = target.score(ids, spec)
+    assert output.features is not None  # they were asked for
+    return output.logits, output.features

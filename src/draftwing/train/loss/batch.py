@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from draftwing.model.linear import Linear
 from draftwing.model.rope import Rotary
 from draftwing.nets.eagle import EagleNet
+from draftwing.nets.objectives import Objective, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.objectives import Objective, feature_loss, head_loss
 from draftwing.train.loss.unroll import unroll
 
 __all__ = ["StepSums", "Truth", "UnrolledLoss"]

@@ -23,15 +23,16 @@ __all__ = ["UnrollStep", "UnrolledAttention", "unroll"]
 
 
 class UnrolledAttention(CausalAttention):
-    """An ``Attend`` for the steps of an unroll, called once for each.
+    """An ``Attend`` for the steps of an unroll, called once for each step and layer.
 
     Keys: causal over step 0, plus the diagonal of each step from 1 to the present one.
     """
 
-    def __init__(self, num_rows: int, length: int, scale: float) -> None:
-        super().__init__(num_rows, length, [None], scale)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+    def __init__(self, num_rows: int, length: int, num_layers: int, scale: float) -> None:
+        super().__init__(
+            num_rows, length, [None] * num_layers, scale, torch.empty(0)
+        )  # the rotation is each step's own
+        self._seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]  # keys, values of each step
         self._bias: Tensor | None = None
         self._chosen: Tensor | None = None
 
@@ -39,26 +40,27 @@ class UnrolledAttention(CausalAttention):
         """From the next step on only these entries (C,), ascending, go on; the others' true keys stay."""
         self._chosen, self._bias = entries, None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (R, heads * D)."""
         length = self._length if self._chosen is None else len(self._chosen)
         shape = (self._rows, length, -1, q.shape[-1])
         keys, values = k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)  # (B, K, E, D)
-        self._keys.append(keys)
-        self._values.append(values)
-        if len(self._keys) == 1:
-            return super().__call__(layer, q, k, v)
+        seen = self._seen[layer]
+        seen.append((keys, values))
+        if len(seen) == 1:
+            return super().mix(layer, q, k, v)
         heads = keys.shape[1]
         queries = q.view(self._rows, length, heads, -1, shape[3]).permute(0, 2, 3, 1, 4)  # (B, K, G, E, D)
         queries = queries * self._scale
         folded = queries.flatten(2, 3)  # the queries of a KV head as one block, so that no key is copied
-        true = (folded @ self._keys[0].transpose(2, 3)).view(*queries.shape[:-1], self._length)
+        (true_keys, true_values), *steps = seen
+        true = (folded @ true_keys.transpose(2, 3)).view(*queries.shape[:-1], self._length)
         true = true + self._causal(true)
-        chain = [(queries * own[:, :, None]).sum(-1, keepdim=True) for own in self._keys[1:]]
+        chain = [(queries * own[:, :, None]).sum(-1, keepdim=True) for own, _ in steps]
         weights = torch.cat([true, *chain], -1).softmax(-1).to(values.dtype)
         on_true, on_chain = weights[..., : self._length], weights[..., self._length :]
-        mixed = (on_true.flatten(2, 3) @ self._values[0]).view_as(queries)
-        for step, own in enumerate(self._values[1:]):
+        mixed = (on_true.flatten(2, 3) @ true_values).view_as(queries)
+        for step, (_, own) in enumerate(steps):
             mixed = mixed + on_chain[..., step : step + 1] * own[:, :, None]
         return mixed.permute(0, 3, 1, 2, 4).reshape(self._rows * length, -1)
 
@@ -115,7 +117,7 @@ def unroll(
     states = net.fuse(read.reshape(rows * count, -1))
     first = 0 if net.config.inputs == "feature-unshifted" else 1
     padded = torch.cat([ids, ids.new_zeros(rows, num_steps)], 1)
-    attend = UnrolledAttention(rows, count, net.config.head_dim**-0.5)
+    attend = UnrolledAttention(rows, count, net.config.num_layers, net.config.head_dim**-0.5)
     entries = torch.arange(count, device=ids.device)
     for step in range(num_steps):
         if step == 1 and later_share < 1:
@@ -123,6 +125,6 @@ def unroll(
             states = states.view(rows, count, -1)[:, entries].flatten(0, 1)
             attend.choose(entries)
         tokens = padded[:, first + step + entries].reshape(-1)
-        cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
-        states, out = net.forward(tokens, states, cis, attend)
-        yield UnrollStep(step, entries, states, out)
+        attend.cis = rotary.cis(entries.repeat(rows) + step, upto=length + num_steps).view(len(tokens), 1, -1)
+        read, states = net.forward(tokens, states, attend)
+        yield UnrollStep(step, entries, states, read)

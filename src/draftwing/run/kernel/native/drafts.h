@@ -238,7 +238,7 @@ const float* catch_up(const Op* ops, int32_t num_ops, Batch batch, const Draft& 
     run_program(ops, draft.num_hidden, &batch, num_threads);
     for (int row = 0; row < batch.rows; ++row) {
         const size_t last = static_cast<size_t>(row) * entries + (draft.counts[row] > 0 ? draft.counts[row] - 1 : 0);
-        for (const int buffer : {draft.read, draft.fed_back}) {
+        for (const int buffer : {draft.read, draft.fed_back == draft.read ? -1 : draft.fed_back}) {
             if (buffer < 0) continue;
             const size_t width = batch.widths[buffer];
             memmove(batch.buffers[buffer] + row * width, batch.buffers[buffer] + last * width, width * sizeof(float));

@@ -87,6 +87,7 @@ struct Op {
     int32_t num_in, num_out, epilogue, bits;  // bits of the weight: 32 or 8
     int32_t num_heads, num_kv_heads, head_dim, layer;
     int32_t window;  // 0: none
+    int32_t first;  // of NORM and COPY: where in the source's rows they begin to read
     float eps, scale;
     const float* norm;  // (num_in): the source is normed on its way in
     const void* weight;  // packed; of EMBED (V, num_out)

@@ -48,11 +48,11 @@ void piece(const Op& op, const Batch& batch, int which, int each, Rows& rows, bo
     } else if (op.kind == ATTEND) {
         attend(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
     } else if (op.kind == NORM) {
-        norm_row(batch.buffers[op.source] + which * from, op.norm, op.num_in, op.eps,
+        norm_row(batch.buffers[op.source] + which * from + op.first, op.norm, op.num_in, op.eps,
                  batch.buffers[op.target] + which * to + op.column);
     } else if (op.kind == COPY) {
         for (int r = 0; r < count; ++r)
-            memcpy(batch.buffers[op.target] + r * to + op.column, batch.buffers[op.source] + r * from,
+            memcpy(batch.buffers[op.target] + r * to + op.column, batch.buffers[op.source] + r * from + op.first,
                    op.num_in * sizeof(float));
     } else {
         const float* table = static_cast<const float*>(op.weight);

@@ -1,0 +1,108 @@
+"""What one default decode step runs through: files, functions, calls across files, lines of the functions entered.
+
+    python benchmarks/step_trace.py [--json] [--show]
+
+The shipped pair, greedy, the automatic budget, the CPU kernel where there is one. Every ``Engine.step`` of a short
+text is traced; the figures are those of the median drafting step, by functions.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Annotated, Any
+
+import typer
+
+import draftwing as dw
+from draftwing.text.prompts import shipped_prompts
+
+SOURCE = Path(dw.__file__).parent
+
+
+@dataclass
+class Trace:
+    """Functions of ours that one call enters, and who calls whom."""
+
+    entered: set[CodeType] = field(default_factory=set)
+    crossings: set[tuple[CodeType, CodeType]] = field(default_factory=set)
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(str(SOURCE)):
+            return
+        self.entered.add(code)
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(str(SOURCE)):
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_filename != code.co_filename:
+            self.crossings.add((caller.f_code, code))
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """Functions entered, by file."""
+        found: dict[str, list[str]] = {}
+        for code in self.entered:
+            name = str(Path(code.co_filename).relative_to(SOURCE))
+            found.setdefault(name, []).append(code.co_qualname)
+        return {name: sorted(found[name]) for name in sorted(found)}
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the functions entered."""
+        spans = []
+        for code in self.entered:
+            lines = [line for _, _, line in code.co_lines() if line]
+            spans.append(max(lines) - code.co_firstlineno + 1)
+        return sum(spans)
+
+    def figures(self) -> dict[str, int]:
+        """The four numbers."""
+        return {
+            "files": len(self.files),
+            "functions": len(self.entered),
+            "calls across files": len(self.crossings),
+            "lines": self.num_lines,
+        }
+
+
+def trace(num_steps: int = 40) -> list[Trace]:
+    """One trace for every step that drafts."""
+    lm, found = dw.load(), []
+    engine = lm.engine()
+    engine.submit(lm.encode(shipped_prompts(1)[0]), dw.Sampling(max_tokens=1000, ignore_eos=True))
+    for number in range(num_steps):
+        one = Trace()
+        sys.setprofile(one)
+        try:
+            step = engine.step()
+        finally:
+            sys.setprofile(None)
+        if number > num_steps // 2 and step.tree.num_nodes > 1:
+            found.append(one)
+    return found
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Name the functions.")] = False,
+) -> None:
+    """Trace one default decode step."""
+    traces = trace()
+    middle = statistics.median_low([len(each.entered) for each in traces])
+    one = next(each for each in traces if len(each.entered) == middle)
+    if as_json:
+        print(json.dumps({**one.figures(), "by_file": one.files}, indent=1))
+        return
+    print(", ".join(f"{count} {name}" for name, count in one.figures().items()))
+    if show:
+        for name, functions in one.files.items():
+            print(f"{name}: {', '.join(functions)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,154 @@
+"""``draftwing compare | verify | predict``: what speculation gains, whether the text is the target's, and what pays."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from draftwing.cli import screen, tables
+from draftwing.cli.generate import namer
+from draftwing.cli.options import (
+    Draft,
+    Drafting,
+    Examples,
+    FewExamples,
+    Json,
+    Model,
+    SamplingOptions,
+    with_options,
+)
+from draftwing.cli.progress import progress
+from draftwing.errors import ConfigError
+
+__all__ = ["register"]
+
+
+@with_options
+def compare(
+    model: Model,
+    drafting: Drafting,
+    sampling: SamplingOptions,
+    examples: Examples,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            help="Folder or hub id of a draft model, or lookup; repeatable. [default: lookup, and the shipped draft "
+            "model for the shipped target]",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decode every prompt so often.")] = 1,
+    texts: Annotated[bool, typer.Option("--texts", help="Show what each wrote after the first prompt.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure drafters against plain decoding on the same prompts.
+
+    Exits with 1 where a text is not plain decoding's under a rule that promises it.
+
+    Examples:
+
+    - `draftwing compare`
+
+    - `draftwing compare -t path/or/hub-id -d path/or/smaller -d lookup --prompts prompts.jsonl -T 0.8`
+    """
+    from draftwing.evaluate.compare import compare as measure
+
+    checked = sampling.to_sampling()
+    drafting.check()
+    todo = examples.read()
+    lms = model.load_many(draft, drafting)
+    ready = [sampling.put(each, lms[0].tokenizer) for each in todo]
+    with progress("comparing") as on_progress:
+        found = measure(lms, ready, checked, rounds=rounds, on_progress=on_progress)
+    law_alone = drafting.keeps_law_alone(checked)
+    if as_json:
+        screen.print_json({**found.to_dict(), "promised": "same law, other text" if law_alone else "same text"})
+    else:
+        tables.print_comparison(found, law_alone=law_alone, texts=texts)
+    if not (found.all_identical or law_alone):
+        raise typer.Exit(1)
+
+
+@with_options
+def verify(
+    model: Model,
+    drafting: Drafting,
+    sampling: SamplingOptions,
+    examples: Examples,
+    draft: Draft = None,
+    allow_ties: Annotated[
+        bool, typer.Option("--allow-ties", help="Forgive differences within the rounding noise of the logits.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check that the drafted text is plain decoding's, token by token; exits with 1 where it is not.
+
+    Of every difference it says by what margin plain decoding chose, and how far rounding alone moves a score there.
+
+    Examples:
+
+    - `draftwing verify`
+
+    - `draftwing verify -t path/or/hub-id -d path/or/smaller --prompts prompts.jsonl -T 0.8 --allow-ties`
+    """
+    from draftwing.evaluate.lossless import verify as check
+
+    checked = sampling.to_sampling()
+    drafting.check()
+    if drafting.keeps_law_alone(checked):
+        raise ConfigError(
+            f"rule {drafting.rule!r}: {tables.LAW_ALONE}: verify it with --temperature 0, or use --rule match"
+        )
+    todo = examples.read()
+    lm = model.load(draft, drafting)
+    ready = [sampling.put(each, lm.tokenizer) for each in todo]
+    with progress("verifying") as on_progress:
+        found = check(lm, ready, checked, on_progress=on_progress)
+    if as_json:
+        screen.print_json(found.to_dict())
+    else:
+        tables.print_verification(found, namer(lm))
+    if any(not (allow_ties and each.is_tie) for each in found.differences):
+        raise typer.Exit(1)
+
+
+@with_options
+def predict(
+    model: Model,
+    sampling: SamplingOptions,
+    examples: FewExamples,
+    draft: Draft = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's costs anew.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What speculation is worth here by the papers' formulas, beside what is measured.
+
+    Acceptance (alpha) and the costs of drafting and verifying are measured; the formulas make speedups of them.
+
+    Examples:
+
+    - `draftwing predict`
+
+    - `draftwing predict -t path/or/hub-id -d path/or/head --prompts prompts.jsonl -T 1 --json`
+    """
+    from draftwing.evaluate.predict import predict as find
+
+    checked = sampling.to_sampling()
+    todo = examples.read()
+    lm = model.load(draft, Drafting())
+    ready = [sampling.put(each, lm.tokenizer) for each in todo]
+    with progress("measuring") as on_progress:
+        lm.costs(again=measure)
+        found = find(lm, ready, checked, on_progress=on_progress)
+    if as_json:
+        screen.print_json(found.to_dict())
+    else:
+        tables.print_predictions(found)
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the command line."""
+    for command in (compare, verify, predict):
+        app.command()(command)

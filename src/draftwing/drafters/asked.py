@@ -1,0 +1,139 @@
+"""A tree that is asked for, from a budget: what drafters hand to whatever runs their nets.
+
+Shape suffixes: B rows, N nodes, D depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftwing.drafters.base import Budget
+from draftwing.drafters.growth import Growth, request_for
+from draftwing.model.target import Context
+from draftwing.nets.calibration import Calibration
+from draftwing.run.forward import Over
+from draftwing.run.request import Drafted, DraftRequest
+from draftwing.sampling import SamplingBatch
+from draftwing.tree import DraftTree
+
+__all__ = ["Asked"]
+
+
+class _Growing(Growth):
+    """A tree under construction that says where its nodes were run."""
+
+    wants_places = False
+
+    def finish(self) -> Drafted:  # type: ignore[override]
+        tree = super().finish()
+        index = torch.arange(tree.num_nodes, device=tree.tokens.device).expand_as(tree.tokens)
+        places = self.slots_of(index) if self.wants_places and not self.is_chain else None
+        return Drafted(tree, places, self.level - 1)
+
+
+@dataclass
+class _Rows(Context):
+    """The rows as far as a recording may know them: by the tensor of their pending tokens."""
+
+    pending_ids: Tensor = None  # type: ignore[assignment]  # always given
+
+    def pending(self) -> Tensor:
+        return self.pending_ids
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A tree for every row: ``run.forward.Asked``.
+
+    Attributes:
+        ctx: the running rows.
+        wanted: which of them are drafted for.
+        sampling: theirs.
+        budget: shape and size.
+        calibration: how scores become chances at T > 0.
+        wants_places: whether to say where in the slots each node was run.
+    """
+
+    ctx: Context
+    wanted: Sequence[bool]
+    sampling: SamplingBatch
+    budget: Budget
+    calibration: Calibration
+    wants_places: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Levels at most."""
+        return self.budget.depth
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether children are chosen under the target's noise."""
+        return self.budget.children == "keyed"
+
+    @property
+    def roots(self) -> list[int]:
+        """Of each row its pending token."""
+        return [row.tokens[row.length] for row in self.ctx.rows]
+
+    @property
+    def starts(self) -> list[int]:
+        """Of each row the absolute position of the token after the root."""
+        return [row.length + 1 for row in self.ctx.rows]
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that may be run below the root."""
+        return len(self.budget.paths) if self.budget.paths else self.budget.width * self.budget.depth
+
+    def request(self) -> DraftRequest | None:
+        """See ``run.forward.Asked``."""
+        return request_for(self.ctx, self.wanted, self.sampling, self.budget, self.depth, self.calibration)
+
+    def growth(self) -> _Growing:
+        """See ``run.forward.Asked``."""
+        growth = _Growing(self.ctx, list(self.wanted), self.sampling, self.budget, self.calibration)
+        growth.wants_places = self.wants_places
+        return growth
+
+    def over(self) -> Over:
+        """See ``run.forward.Asked``."""
+        budget, calibration, wants_places = self.budget, self.calibration, self.wants_places
+
+        def growth(pending: Tensor, wanted: Tensor, sampling: SamplingBatch) -> _Growing:
+            found = _Growing(_Rows(pending.device, pending_ids=pending), wanted, sampling, budget, calibration)
+            found.wants_places = wants_places
+            return found
+
+        return growth
+
+    def key(self) -> Hashable | None:
+        """See ``run.forward.Asked``.
+
+        Nothing is recorded where the host decides as it grows, nor where scores look at more than temperatures: top-p
+        asks the device how far it has to sort, penalties read a history that grows, and q is kept for the classic
+        rules alone.
+        """
+        sampling, budget = self.sampling, self.budget
+        if budget.plan is not None or budget.children not in ("keyed", "top") or not sampling.only_temperature:
+            return None
+        # What the scores' code looks at on the host, and nothing else of a request.
+        return budget, sampling.all_greedy, sampling.num_greedy > 0, sampling.scales
+
+    def within(self, depth: int) -> Asked:
+        """The same, no deeper than ``depth``: where a net's context ends."""
+        if depth >= self.depth:
+            return self
+        paths = self.budget.paths
+        if paths is None:
+            return replace(self, budget=replace(self.budget, depth=depth))
+        return replace(self, budget=replace(self.budget, paths=tuple(path for path in paths if len(path) <= depth)))
+
+
+def root(ctx: Context) -> DraftTree:
+    """Lone roots: nothing is drafted."""
+    return DraftTree.root(ctx.pending())

@@ -1,0 +1,211 @@
+"""What every draft net is: a module that is trained as it stands, and run by whatever its weights were laid out for.
+
+A net of one's own is a subclass that says its ``shape`` and ``forward``; see ``docs/extending.md``.
+
+Shape suffixes: R rows (any entries of any sequences), H hidden, F features (all taps together), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError
+from draftwing.model.attention import Attend
+from draftwing.model.layers import GatedMLP
+from draftwing.model.linear import Layout, Linear
+from draftwing.model.rope import RopeConfig, Rotary
+from draftwing.nets.calibration import Calibration
+from draftwing.run.choose import Needs, runtime_for
+from draftwing.run.eager import TorchRuntime
+from draftwing.run.forward import NetShape, Runtime
+
+__all__ = ["DraftNet", "NetConfig"]
+
+
+class NetConfig(Protocol):
+    """What is asked of every net's config, a frozen dataclass.
+
+    Attributes:
+        taps: the target's hidden states that are read, counted as transformers' ``hidden_states``.
+        vocab_size: of the target.
+        hidden_size: of a state.
+        rope: the rotation of its positions.
+        calibration: how its scores become chances at T > 0.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def rope(self) -> RopeConfig: ...  # noqa: D102
+    @property
+    def calibration(self) -> Calibration: ...  # noqa: D102
+
+
+class DraftNet(nn.Module, ABC):
+    """A net that reads the target's features and drafts: a ``run.forward.Net``.
+
+    Args:
+        config: what it is.
+        embedding: (V, H) the target's, frozen and never saved with the net.
+        target_head: the target's LM head, frozen, for nets that have none of their own (``head``).
+        target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
+
+    Attributes:
+        head: its own LM head, or None.
+        runs: what makes its runners; chosen by ``prepack``.
+    """
+
+    embedding: Tensor
+    target_ids: Tensor | None
+    head: Linear | None
+
+    def __init__(
+        self, config: Any, embedding: Tensor, target_head: Linear | None = None, target_ids: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+        # Kept in a list, so that the target's head is no parameter of this module.
+        self._target_head = [] if target_head is None else [target_head]
+        self.runs = cast(Runtime, TorchRuntime())
+        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
+
+    # --- what it computes ------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def shape(self) -> NetShape:
+        """See ``run.forward.Net``."""
+
+    def fuse(self, features: Any) -> Any:
+        """The target's features (R, F) as the states (R, H) of entries."""
+        return features
+
+    @abstractmethod
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """One draft step of any number of entries.
+
+        Args:
+            ids: (R,) the token of each entry.
+            states: (R, H) from ``fuse``, or what an earlier step fed back.
+            attend: mixes each entry with those that it sees.
+
+        Returns:
+            (R, H) what ``logits`` reads, and (R, H) the states to feed back.
+        """
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V) of the target's tokens: those outside the draft vocabulary get -inf."""
+        head = self.read_head
+        return head.spread(read.to(head.dtype), self.target_ids, self.config.vocab_size)
+
+    def draft_logits(self, read: Tensor) -> Tensor:
+        """(R, H) -> (R, V_draft) in the draft vocabulary."""
+        head = self.read_head
+        found: Tensor = head.forward(read.to(head.dtype))
+        return found
+
+    @property
+    def read_head(self) -> Linear:
+        """The LM head that ``logits`` uses: its own, or the target's."""
+        return self._target_head[0] if self.head is None else self.head
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V_draft, H) of the head that ``logits`` uses."""
+        return self.read_head.weight
+
+    # --- how it is run ---------------------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights and states, which may be wider than the target's."""
+        return next(module.dtype for module in self.modules() if isinstance(module, Linear))
+
+    @property
+    def device(self) -> torch.device:
+        """Of its weights."""
+        return self.embedding.device
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of its positions."""
+        key = self.dtype, self.device
+        if self._rotary is None or self._rotary[0] != key:  # the net was moved
+            self._rotary = key, Rotary(self.config.rope, *key)
+        return self._rotary[1]
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether ``forward`` uses nothing but what can be traced for the CPU kernel (``model.layers``)."""
+        return True
+
+    def run_by(self, runtime: Runtime) -> DraftNet:
+        """Let ``runtime`` make its runners: the target's own, whose recordings then share memory with its drafts'."""
+        if self.runs.name == "torch" == runtime.name:
+            self.runs = runtime
+        return self
+
+    def prepack(self, weights: str | None = None, *, fast: bool = False) -> Any:
+        """Choose what runs it and lay the matrices out for that, quantised where ``weights`` says so (see ``Linear``).
+
+        ``fast`` takes 8 bits too where the CPU kernel makes drafting faster by them: it changes what is guessed a
+        little, and the target's text not at all.
+
+        The net cannot be trained or saved after it.
+        """
+        self.requires_grad_(False)
+        mlps = [module for module in self.modules() if isinstance(module, GatedMLP)]
+        activation, head_dim = mlps[0].activation_name if mlps else "silu", self.shape.head_dim
+        needs = Needs(self.dtype, self.device, head_dim, activation, self.is_traceable)
+        runtime, layout = runtime_for(needs, weights=weights, fast=fast)
+        if runtime.name == "kernel" and self._target_head:
+            head = self._target_head[0].for_drafts(layout.weights)
+            if head is None:  # it was laid out for PyTorch: then this net runs there too
+                runtime, layout = TorchRuntime(), Layout("torch", self._target_head[0].quantised)
+            else:
+                self._target_head = [head]
+        gates = [mlp.gate_up for mlp in mlps]
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.lay_out(layout, gated=any(module is gate for gate in gates))
+        self.runs = runtime
+        return self
+
+    # --- its tensors -----------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of its tensors, by the names that a head's file gives them."""
+        return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> Any:
+        """Take tensors named as in ``tensors``; all of them, and no others.
+
+        Raises:
+            CheckpointError: a name is missing, unknown, or has another shape.
+        """
+        own = dict(self.named_parameters())
+        odd = sorted(own.keys() ^ tensors.keys())
+        if odd:
+            what = "lacks" if odd[0] in own else "has a tensor that no such net has:"
+            raise CheckpointError(f"{where} {what} {odd[0]!r}: its config.json and its weights do not belong together")
+        for name, parameter in own.items():
+            if parameter.shape != tensors[name].shape:
+                raise CheckpointError(
+                    f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}: was "
+                    f"it trained for another target?"
+                )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(tensors[name])
+        return self

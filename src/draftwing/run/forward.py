@@ -1,0 +1,365 @@
+"""What can be run, and what a forward of it is asked for: the one interface of eager, recorded and compiled runs.
+
+A net says what it computes once (``Net``). A ``Runner`` holds the KV slots of one decoder and runs the net over them;
+a ``Runtime`` makes runners of one kind, and is chosen when weights are loaded. Nobody else knows which kind it is.
+
+Shape suffixes: B rows, W entries, R = B * W, F what a row brings along, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from draftwing.model.cache import KVCache
+from draftwing.model.rope import Rotary
+from draftwing.run.request import Drafted, DraftRequest, Waiting
+from draftwing.sampling import SamplingBatch
+from draftwing.tree import DraftTree
+
+__all__ = [
+    "PREFILL_CHUNK",
+    "Asked",
+    "Entries",
+    "Grows",
+    "Net",
+    "NetShape",
+    "Over",
+    "Runner",
+    "Runtime",
+    "grow",
+    "on_device",
+    "pick",
+]
+
+PREFILL_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class NetShape:
+    """What a runner must know of a net.
+
+    Attributes:
+        num_layers, num_heads, num_kv_heads, head_dim: of its attention and so of its slots.
+        windows: each layer's sliding window, or None.
+        vocab_size: V of its logits.
+        feature_width, state_width: F of what an entry brings along and H of a state; 0 where tokens are all it reads.
+        out_width: of the second result of ``forward``.
+        is_shifted: an entry reads its own token, not that of its parent.
+        is_sparse: its logits leave tokens out: these hold -inf.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: Sequence[int | None]
+    vocab_size: int
+    feature_width: int = 0
+    state_width: int = 0
+    out_width: int = 0
+    is_shifted: bool = True
+    is_sparse: bool = False
+
+
+class Net(Protocol):
+    """A net over KV slots, written once: for tensors, and for what stands for them while it is traced."""
+
+    @property
+    def shape(self) -> NetShape:
+        """Its sizes."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its slots and states."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of its slots and states."""
+        ...
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of its positions."""
+        ...
+
+    def fuse(self, features: Any) -> Any:
+        """(R, F) -> states (R, H)."""
+        ...
+
+    def forward(self, ids: Any, states: Any, attend: Any) -> tuple[Any, Any]:
+        """Token ids (R,) and states (R, H) or None -> what ``logits`` reads (R, H), and what else comes out or None."""
+        ...
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The nodes of a batch of trees that a forward reads.
+
+    Attributes:
+        tree: of which the nodes from ``first_node`` on are run; earlier ones lie in their slots already.
+        lengths: slots of each row before its tree.
+        first_row: the row of the first tree.
+        ids: (B, W) the token that each entry reads, PAD where unused; None: its own.
+        states: (B, W, H), or None where tokens are all that is read.
+        prompt_lengths: of the rows, for rotations that depend on them.
+    """
+
+    tree: DraftTree
+    lengths: Sequence[int]
+    first_row: int = 0
+    first_node: int = 0
+    ids: Tensor | None = None
+    states: Tensor | None = None
+    prompt_lengths: Sequence[int] | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, W)."""
+        return self.tree.tokens[:, self.first_node :] if self.ids is None else self.ids
+
+    @property
+    def upto(self) -> int:
+        """Slots that the trees may reach."""
+        return max(self.lengths) + self.tree.num_nodes
+
+
+class Grows(Protocol):
+    """A tree under construction: see ``drafters.growth``."""
+
+    first: int
+
+    @property
+    def done(self) -> bool:
+        """Whether it is as deep as it shall be."""
+        ...
+
+    def extend(self, logits: Tensor) -> None:
+        """Choose the next level from the logits (B, W, V) after the newest nodes."""
+        ...
+
+    def drafted(self) -> DraftTree:
+        """What is to be run, from node ``first`` on."""
+        ...
+
+    def finish(self) -> Drafted:
+        """The tree to verify."""
+        ...
+
+
+class Over(Protocol):
+    """Begins to grow a tree over static inputs."""
+
+    def __call__(self, pending: Tensor, wanted: Tensor, sampling: SamplingBatch) -> Grows:
+        """(B,) roots, (B, 1) which rows are wanted, and a sampling of the same kind."""
+        ...
+
+
+class Asked(Protocol):
+    """A tree that is asked for: see ``drafters.asked``."""
+
+    @property
+    def sampling(self) -> SamplingBatch:
+        """The rows'."""
+        ...
+
+    @property
+    def wanted(self) -> Sequence[bool]:
+        """Of each row whether anything is drafted for it."""
+        ...
+
+    @property
+    def roots(self) -> Sequence[int]:
+        """Of each row its pending token."""
+        ...
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Of each row the absolute position of the token after the root."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Levels at most."""
+        ...
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether children are chosen under the target's noise."""
+        ...
+
+    def request(self) -> DraftRequest | None:
+        """The same as numbers, for who grows it in one call; None where scores must be asked as it grows."""
+        ...
+
+    def growth(self) -> Grows:
+        """To grow it level by level."""
+        ...
+
+    def key(self) -> Hashable | None:
+        """What a recording of it depends on; None where it cannot be recorded."""
+        ...
+
+    def over(self) -> Over:
+        """To grow its like over static inputs; knows nothing of the rows, which a recording outlives."""
+        ...
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that may be run below the root."""
+        ...
+
+
+class Runner(ABC):
+    """Runs a net over slots of its own: one for every decoder.
+
+    Attributes:
+        cache: its slots.
+        keeps_outputs: whether what ``forward`` gives out is still there after the next one.
+        paths: ``DraftTree.paths`` of the trees that ran last, where the forward had to find them out.
+    """
+
+    cache: KVCache
+    keeps_outputs = True
+    paths: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        shape = net.shape
+        self.cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
+
+    @abstractmethod
+    def forward(
+        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits (B, W, V) where they are wanted, and what else the net gives out (B, W, F or H) or None.
+
+        Args:
+            entries: what to run; their slots are written.
+            last: (B, 1, 1) the one entry of each row whose results are wanted; None for all.
+        """
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """What rows bring along (B, W, F) as states (B, W, H)."""
+
+    def draft(self, waiting: Waiting, asked: Asked) -> Drafted:
+        """Read what is waiting and grow a tree below the last entry of every row."""
+        device, width = self.net.device, waiting.num_entries
+        chain = DraftTree.chain(on_device([[*ids, *[-1] * (width - len(ids))] for ids in waiting.tokens], device))
+        states = None if waiting.features is None else self.fuse(waiting.features[:, :width])
+        last = on_device([max(len(ids), 1) - 1 for ids in waiting.tokens], device)[:, None, None]
+        logits, states = self.forward(Entries(chain, waiting.lengths, states=states), last=last)
+        assert logits is not None
+        lengths = waiting.before_roots()
+
+        def step(
+            tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            logits, out = self.forward(Entries(tree, lengths, 0, first, ids, states))
+            assert logits is not None
+            return logits, out
+
+        return grow(asked.growth(), logits, states, step, shifted=self.net.shape.is_shifted)
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Room for so many rows and slots of each; what is stored stays."""
+        self.cache.reserve(num_rows, num_slots)
+
+    def commit(self, lengths: Sequence[int], path: Tensor) -> None:
+        """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths``."""
+        self.cache.commit(on_device(lengths, self.net.device), path)
+
+    def prefill(
+        self, row: int, ids: Sequence[int], features: Tensor | None = None, prompt_length: int | None = None
+    ) -> Tensor | None:
+        """Write the slots of a text in an empty row, in pieces: (1, T, F or H) what the net gives out.
+
+        Args:
+            features: (1, T, F) what the entries bring along.
+            prompt_length: for rotations that depend on it.
+        """
+        self.reserve(row + 1, len(ids) + 1)
+        self.cache.clear(row)
+        prompts = None if prompt_length is None else [prompt_length]
+        pieces = []
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[start : start + PREFILL_CHUNK]
+            chain = DraftTree.chain(on_device([chunk], self.net.device))
+            states = None if features is None else self.fuse(features[:, start : start + len(chunk)])
+            entries = Entries(chain, [start], row, states=states, prompt_lengths=prompts)
+            pieces.append(self.forward(entries, want_logits=False)[1])
+        found = [piece for piece in pieces if piece is not None]
+        return torch.cat(found, 1) if found else None
+
+
+class Runtime(Protocol):
+    """Makes runners of one kind.
+
+    Attributes:
+        name: ``torch``, or the CPU ``kernel``.
+        grows: whether its runners grow whole trees in one call, by a rule.
+    """
+
+    name: str
+    grows: bool
+
+    def runner(self, net: Net, holder: object) -> Runner:
+        """One for as long as ``holder`` lives."""
+        ...
+
+
+Step = Callable[[DraftTree, int, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def grow(growth: Grows, logits: Tensor, states: Tensor | None, step: Step, *, shifted: bool) -> Drafted:
+    """Grow a tree level by level from the root's logits (B, 1, V) and state (B, 1, H).
+
+    Args:
+        step: runs a level: the tree, its first new node, the tokens (B, W) that its entries read, None for their own,
+            and the states (B, W, H) -> logits (B, W, V) and the states that come out.
+        shifted: an entry reads its own token, not the one before.
+    """
+    start = 0
+    while True:
+        growth.extend(logits)
+        if growth.done:
+            return growth.finish()
+        tree, first = growth.drafted(), growth.first
+        above = tree.parents[:, first:].clamp(min=start)  # an unused node may follow any
+        ids = None if shifted else tree.tokens.gather(1, above)
+        if states is not None:
+            states = states.gather(1, (above - start)[:, :, None].expand(-1, -1, states.shape[2]))
+        logits, states = step(tree, first, ids, states)
+        start = first
+
+
+Found = tuple[Tensor | None, Tensor | None]
+
+
+def pick(found: Found, last: Tensor) -> Found:
+    """Of logits and states (B, W, ...) the one entry of each row that ``last`` (B, 1, 1) names."""
+    logits, out = (each if each is None else each.gather(1, last.expand(-1, 1, each.shape[2])) for each in found)
+    return logits, out
+
+
+def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """The host's numbers as int64 on a device, without waiting for what the device still has to do.
+
+    From memory that the system may move, a GPU copies only after it has finished all earlier work. Pinned memory it
+    reads when it comes to it; PyTorch keeps it until then.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,110 @@
+"""Two runs never write to one place at once, and no lock outlives its process."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import refused
+from draftwing.errors import CheckpointError, DataError
+from draftwing.train.answers.regenerate import Answer, Task, regenerate
+from draftwing.train.lock import locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from draftwing.errors import CheckpointError
+from draftwing.train.lock import locked
+with locked(Path(sys.argv[1]), CheckpointError):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+def holder(folder):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_a_second_run_is_refused_and_names_the_first(tmp_path):
+    process = holder(tmp_path)
+    with (
+        refused(
+            CheckpointError, f"{tmp_path}: another run (process {process.pid}) writes here", "choose another --out"
+        ),
+        locked(tmp_path, CheckpointError),
+    ):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (tmp_path / ".lock").exists()  # a dead process leaves the file, and holds nothing
+    with locked(tmp_path, CheckpointError):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_goes_with_an_error(tmp_path):
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), locked(tmp_path / "a", CheckpointError):
+            1 / 0  # noqa: B018
+    with locked(tmp_path / "a", CheckpointError), refused(DataError, "another run"), locked(tmp_path / "a", DataError):
+        pass
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        refused(CheckpointError, "cannot be written to", "give another folder"),
+        locked(tmp_path / "file", CheckpointError),
+    ):
+        pass
+
+
+def contend(folder, number, inside):
+    """Take the lock a hundred times; the counter tells whether anyone else was in."""
+    taken = 0
+    while taken < 100:
+        try:
+            with locked(folder, CheckpointError):
+                assert inside.value == 0
+                inside.value = number
+                time.sleep(0)
+                assert inside.value == number
+                inside.value = 0
+                taken += 1
+        except CheckpointError:
+            time.sleep(1e-4)
+
+
+def test_one_at_a_time_under_contention(tmp_path):
+    """The file is removed at the end of each turn, which must not let two in."""
+    context = multiprocessing.get_context("fork")
+    inside = context.Value("i", 0, lock=False)
+    workers = [context.Process(target=contend, args=(tmp_path, number, inside)) for number in (1, 2, 3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+
+
+def test_answers_go_to_one_file_once(tmp_path):
+    out = tmp_path / "out.jsonl"
+    task = Task("a", "here", (), "text")
+
+    class Nested:
+        """While it answers, another run wants to write to the same file."""
+
+        def answer(self, tasks):
+            with refused(DataError, f"out.jsonl: another run (process {os.getpid()}) writes here"):
+                regenerate([task], Nested(), out)
+            yield from (Answer(each, (), "text and more", "stop", 2) for each in tasks)
+
+    assert regenerate([task], Nested(), out).num_written == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl"]
