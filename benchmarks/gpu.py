@@ -81,14 +81,14 @@ def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 9) -> fl
 
 def ours(lm: dw.LM, tokens: int, temperature: float) -> Measure:
     def measure(prompts: Prompts) -> tuple[float, float]:
-        decoder, stats = lm.decoder(), dw.Stats()
+        engine, stats = dw.Engine(lm.decoder()), dw.Stats()
         for seed, prompt in enumerate(prompts):
             request = dw.Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed)
-            decoder.admit(prompt, request)
-        decoder.step()  # and with it all that is left of the prefill
+            engine.submit(prompt, request)
+        engine.step()  # and with it all that is left of the prefill
         began = time.perf_counter()
-        while decoder.num_running == len(prompts):
-            stats.add(decoder.step())
+        while engine.num_running == len(prompts):
+            stats.add(engine.step())
         return stats.num_tokens / (time.perf_counter() - began), stats.tau
 
     return measure

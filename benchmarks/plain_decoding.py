@@ -47,12 +47,11 @@ def time_transformers(model: torch.nn.Module, prompt: list[int], tokens: int) ->
 
 
 def time_lean(target: dw.Target, prompt: list[int], tokens: int) -> float:
-    decoder = dw.Decoder(target)
-    decoder.admit(prompt, dw.Sampling(max_tokens=tokens, ignore_eos=True))
-    decoder.step()
+    engine = dw.Engine(dw.Decoder(target))
+    engine.submit(prompt, dw.Sampling(max_tokens=tokens, ignore_eos=True))
+    engine.step()
     began = time.perf_counter()
-    while decoder.num_running:
-        decoder.step()
+    engine.run()
     return (tokens - 1) / (time.perf_counter() - began)
 
 

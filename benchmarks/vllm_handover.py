@@ -171,13 +171,13 @@ def count_ours(lm: dw.LM, prompt: Sequence[int], first: int, max_tokens: int, de
     """
     import draftwing as dw
 
-    decoder, stats, emitted = lm.decoder(), dw.Stats(), list[int]()
-    decoder.admit([*prompt, first], dw.Sampling(max_tokens=max_tokens + depth))
-    while decoder.num_running and len(emitted) < max_tokens - 1:
-        step = decoder.step()
+    engine, stats = dw.Engine(lm.decoder()), dw.Stats()
+    request = engine.submit([*prompt, first], dw.Sampling(max_tokens=max_tokens + depth))
+    for step in engine.steps():
         stats.add(step)
-        emitted += step.rows[0].token_ids
-    return emitted[: max_tokens - 1], stats
+        if len(request.token_ids) >= max_tokens - 1:
+            engine.cancel(request)
+    return request.token_ids[: max_tokens - 1], stats
 
 
 # --- the comparison --------------------------------------------------------------------------------------------------

@@ -36,10 +36,10 @@ class Draftwing:
         import draftwing as dw
 
         watch = Stopwatch()
-        decoder = self.lm.decoder()
-        decoder.admit(prompt, dw.Sampling(max_tokens=max_tokens, ignore_eos=True))
-        while decoder.num_running:
-            watch.take(decoder.step().rows[0].token_ids)
+        engine = dw.Engine(self.lm.decoder())
+        engine.submit(prompt, dw.Sampling(max_tokens=max_tokens, ignore_eos=True))
+        for step in engine.steps():
+            watch.take(step.rows[0].token_ids)
         return watch.stop(max_tokens, watch.steps - 1)
 
 

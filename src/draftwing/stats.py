@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 from draftwing.errors import DraftwingError
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["Logprob", "RowStep", "Stats", "Step", "Timings"]
+__all__ = ["Logprob", "RowStep", "Share", "Stats", "Step", "Timings"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,12 @@ class Step:
     lossless: bool = True
 
 
-_PHASES = ("draft", "verify", "accept", "commit", "host")
+class Share(NamedTuple):
+    """What a row needs to know of a step to count its part of it."""
+
+    timings: Timings
+    num_rows: int
+    lossless: bool
 
 
 @dataclass
@@ -146,26 +152,34 @@ class Stats:
                 total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
         return total
 
-    def add(self, step: Step, row: RowStep | None = None) -> None:
-        """Fold one step, or one row's share of it."""
-        rows = step.rows if row is None else (row,)
-        share, timings = len(rows) / max(len(step.rows), 1), step.timings
-        self.lossless &= step.lossless
+    def add(self, step: Step) -> None:
+        """Fold one step."""
+        self._spend(step.timings, 1.0, step.lossless)
+        for row in step.rows:
+            self._count(row)
+
+    def add_row(self, row: RowStep, share: Share) -> None:
+        """Fold one row's share of a step."""
+        self._spend(share.timings, 1 / share.num_rows, share.lossless)
+        self._count(row)
+
+    def _spend(self, timings: Timings, share: float, lossless: bool) -> None:
+        self.lossless &= lossless
         self.elapsed += timings.total
-        spent = (timings.draft, timings.verify, timings.accept, timings.commit, timings.host)
-        for phase, seconds in zip(_PHASES, spent, strict=True):
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds * share
-        for each in rows:
-            self.num_tokens += len(each.token_ids)
-            self.num_forwards += 1
-            self.num_drafted += each.num_drafted
-            self.num_accepted += each.num_accepted
-            for depth in range(each.depth):
-                if depth == len(self.reached):
-                    self.reached.append(0)
-                    self.taken.append(0)
-                self.reached[depth] += each.num_accepted >= depth
-                self.taken[depth] += each.num_accepted > depth
+        for phase in ("draft", "verify", "accept", "commit", "host"):
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + share * getattr(timings, phase)
+
+    def _count(self, row: RowStep) -> None:
+        self.num_tokens += len(row.token_ids)
+        self.num_forwards += 1
+        self.num_drafted += row.num_drafted
+        self.num_accepted += row.num_accepted
+        for depth in range(row.depth):
+            if depth == len(self.reached):
+                self.reached.append(0)
+                self.taken.append(0)
+            self.reached[depth] += row.num_accepted >= depth
+            self.taken[depth] += row.num_accepted > depth
 
     @property
     def tau(self) -> float:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import sub
 
 import torch
 
@@ -23,7 +24,7 @@ from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.engine.request import Request
 from draftwing.engine.rows import cut_to, explain, logprobs_of, widest
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
-from draftwing.model.target import Context, Row, Target, TargetOutput
+from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch, on_host
 from draftwing.stats import RowStep, Step, Timings
@@ -84,6 +85,8 @@ class Decoder:
         self.running: tuple[Request, ...] = ()  # in the order of ``ctx.rows``
         self._batch: SamplingBatch | None = None
         self._own_budgets = False  # whether a request says how much is drafted for it
+        self._ends: list[int] = []  # of the rows: tokens that each may emit in all
+        self._on_gpu = target.device.type == "cuda"
         self._next_id = 0
         self.undone: Step | None = None
         self._changing = False  # rows of target and drafter may be out of step with each other
@@ -129,7 +132,7 @@ class Decoder:
     def start(self, request: Request) -> None:
         """Add a request that ``check`` has passed, with all that it has emitted already."""
         with self._turn:
-            self._settle()
+            self.settle()
             self._changing = True
             try:
                 self._add(self.ctx, self.drafter, request)
@@ -142,7 +145,7 @@ class Decoder:
     def retire(self, request_id: int) -> None:
         """Drop a request that is still running (a client that went away)."""
         with self._turn:
-            self._settle()
+            self.settle()
             request = next((each for each in self.running if each.id == request_id), None)
             if request is None:
                 raise ConfigError(
@@ -155,12 +158,22 @@ class Decoder:
     def sweep(self) -> None:
         """Drop the rows whose requests have ended from outside."""
         with self._turn:
-            self._settle()
+            self.settle()
             self._changing = True
-            for row in range(len(self.running) - 1, -1, -1):
-                if self.running[row].finish_reason is not None:
-                    self._drop(row)
+            self._drop_ended()
             self._changing = False
+
+    def settle(self) -> None:
+        """Finish a step that counts, or put rows together anew, after an interrupt in the middle of either.
+
+        Raises:
+            ConfigError: the drafter's rows cannot be trusted, and nobody said how to make another one.
+        """
+        with self._turn:
+            if self.undone is not None:
+                self._carry_out(self.undone)
+            elif self._changing:
+                self._start_over()
 
     @torch.inference_mode()
     def step(self) -> Step:
@@ -169,46 +182,51 @@ class Decoder:
         A row whose logits are no numbers ends with the finish reason ``error``; the others go on.
         """
         with self._turn:
-            if self.undone is not None:
-                return self._carry_out(self.undone)
-            self._settle()
+            if self._changing:
+                if self.undone is not None:
+                    return self._carry_out(self.undone)
+                self.settle()
             if not self.running:
                 raise ConfigError("there is nothing to decode: admit a prompt first")
-            clock, marks = [time.perf_counter()], [_mark(self.target.device)]
             ctx, sampling = self.ctx, self._batch or self._new_batch()
-            starts = [row.length + 1 for row in ctx.rows]
-            rooms = [self._room(row, request) for row, request in zip(ctx.rows, self.running, strict=True)]
+            clock, starts, rooms = [time.perf_counter()], [], []
+            marks = [_mark(ctx.device)] if self._on_gpu else None
+            for state, end in zip(ctx.rows, self._ends, strict=True):
+                starts.append(state.length + 1)
+                rooms.append(min(state.prompt_length + end, self.target.max_length) - state.length - 1)
             planner, budget = self._planner, self.budget
             if self._own_budgets:
                 planner, budget, rooms = None, *self._own(rooms)
             elif planner is not None:
                 budget = planner.budget(ctx, self.rule.children)
-            tree = self.drafter.propose(ctx, sampling, cut_to(budget, max(rooms) - 1, self.target.device))
-            tree = self._fit(tree, rooms)
-            clock.append(time.perf_counter())
-            marks.append(_mark(self.target.device))
+            if budget.depth >= max(rooms):
+                budget = cut_to(budget, max(rooms) - 1, ctx.device)
+            tree = self.drafter.propose(ctx, sampling, budget)
+            if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
+                tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
+            _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
             output = self.target.forward(ctx, tree)
             tree = output.tree or tree
-            clock.append(time.perf_counter())
-            marks.append(_mark(self.target.device))
+            _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
             scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
             accepted = self.rule.apply(tree, scores, sampling, starts)
-            emitted = accepted.on_host  # else read here: the one place where a step waits for the device
-            if emitted is None:
-                emitted = _on_the_host(tree, accepted, scores) if on_host(scores) else _gathered(tree, accepted, scores)
+            emitted = accepted.on_host or self._read(tree, accepted, scores)  # the one place that waits for the device
             clock.append(time.perf_counter())
-            _as_on_device(clock, marks)
+            if marks:
+                _as_on_device(clock, marks)
             self._changing = True
             self.target.commit(ctx, tree, accepted)
             self.drafter.observe(ctx, tree, accepted, output)
             clock.append(time.perf_counter())
-            rows = tuple(self._advance(row, found, accepted, output) for row, found in enumerate(emitted))
+            rows, num_tokens = [], 0
+            for place, found in enumerate(emitted):
+                rows.append(self._advance(place, found, accepted, output))
+                num_tokens += len(rows[-1].token_ids)
             if planner is not None:
-                num_tokens = sum(len(row.token_ids) for row in rows)
                 planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
             clock.append(time.perf_counter())
-            timings = Timings(*(after - before for before, after in itertools.pairwise(clock)))
-            self.undone = Step(rows, tree, accepted, timings, self.rule.lossless)  # from here on it counts
+            timings = Timings(*map(sub, clock[1:], clock))
+            self.undone = Step(tuple(rows), tree, accepted, timings, self.rule.lossless)  # from here on it counts
             return self._carry_out(self.undone)
 
     # --- the parts of a step ---------------------------------------------------------------------------------------
@@ -216,13 +234,10 @@ class Decoder:
     def _new_batch(self) -> SamplingBatch:
         """After rows came or went."""
         self._own_budgets = any(request.speculation is not None for request in self.running)
+        self._ends = [request.sampling.max_tokens for request in self.running]
         rows = [request.sampling for request in self.running]
         self._batch = SamplingBatch(rows, self._noise, self.target.device)
         return self._batch
-
-    def _room(self, row: Row, request: Request) -> int:
-        """Tokens that the row may still emit."""
-        return min(row.prompt_length + request.sampling.max_tokens, self.target.max_length) - row.length - 1
 
     def _own(self, rooms: Sequence[int]) -> tuple[Budget, list[int]]:
         """The budget of a step where rows say what theirs is, and how far each row may go."""
@@ -230,17 +245,11 @@ class Decoder:
         if self._planner is not None and mixed:
             budget = self._planner.budget(self.ctx, self.rule.children)
         wanted = [request.speculation or budget for request in self.running]
-        rooms = [min(room, own.depth + 1) for room, own in zip(rooms, wanted, strict=True)]
-        return widest(wanted), rooms
+        return widest(wanted), [min(room, own.depth + 1) for room, own in zip(rooms, wanted, strict=True)]
 
-    def _fit(self, tree: DraftTree, rooms: Sequence[int]) -> DraftTree:
-        """Cut nodes that could not be emitted any more: near its end a row needs a shallower tree."""
-        if tree.num_nodes == 1:
-            return tree
-        # The depth is known on the host for every tree that was grown, so that nothing waits for the device.
-        if min(rooms) >= tree.num_nodes or min(rooms) > tree.max_depth:
-            return tree
-        return tree.prune(self.ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
+    def _read(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
+        """What each row emits, where the rule has not said so in the host's own numbers."""
+        return _on_the_host(tree, accepted, scores) if on_host(scores) else _gathered(tree, accepted, scores)
 
     def _advance(self, row: int, emitted: Emitted, accepted: Accepted, output: TargetOutput) -> RowStep:
         """What one row emits, cut where the request ends. Changes nothing but the state of the row's text."""
@@ -249,7 +258,8 @@ class Decoder:
         if not emitted.finite:
             error = explain(self.target.name, request, position, output.logits[row], accepted.path[row])
             return RowStep(request.id, (), emitted.num_drafted, 0, emitted.depth, "error", None, position, "", error)
-        tokens, text, finish = request.cut(emitted.tokens, self._room(state, request), self.target.eos_ids)
+        end = min(state.prompt_length + request.sampling.max_tokens, self.target.max_length)
+        tokens, text, finish = request.cut(emitted.tokens, end - position, self.target.eos_ids)
         num_top = request.sampling.logprobs
         logprobs = None if num_top is None else logprobs_of(tokens, output.logits[row], accepted.path[row], num_top)
         counts = emitted.num_drafted, num_accepted, emitted.depth
@@ -257,16 +267,15 @@ class Decoder:
 
     def _carry_out(self, step: Step) -> Step:
         """Make a step that counts everybody's own. As long as it is ``undone``, it can be done again from the start."""
-        for request, state, found in zip(self.running, self.ctx.rows, step.rows, strict=True):
-            state.tokens[found.position :] = found.token_ids
-            state.length = found.position + found.num_accepted
-            request.take(found)
+        has_ended = False
+        for request, state, row in zip(self.running, self.ctx.rows, step.rows, strict=True):
+            state.tokens[row.position :] = row.token_ids
+            state.length = row.position + row.num_accepted
+            request.take(row, step)
+            has_ended = has_ended or request.finish_reason is not None
         self.undone = None
-        for row in range(len(step.rows) - 1, -1, -1):
-            request = self.running[row]
-            request.stats.add(step, step.rows[row])
-            if request.finish_reason is not None:
-                self._drop(row)
+        if has_ended:
+            self._drop_ended()
         self._changing = False
         return step
 
@@ -282,29 +291,30 @@ class Decoder:
             self.target.remove(ctx, ctx.num_rows - 1)
             raise
 
-    def _drop(self, row: int) -> None:
-        self.drafter.remove(self.ctx, row)
-        self.target.remove(self.ctx, row)
-        moved = (*self.running[:row], self.running[-1], *self.running[row + 1 : -1])  # the last one takes its place
-        self._batch, self.running = None, moved[: len(self.running) - 1]
+    def _drop_ended(self) -> None:
+        """Take the rows of requests that have ended out; each time the last row takes the place."""
+        for row in range(len(self.running) - 1, -1, -1):
+            if self.running[row].finish_reason is not None:
+                self.drafter.remove(self.ctx, row)
+                self.target.remove(self.ctx, row)
+                moved = (*self.running[:row], self.running[-1], *self.running[row + 1 : -1])
+                self._batch, self.running = None, moved[: len(self.running) - 1]
 
-    def _settle(self) -> None:
-        """Finish a step that counts, or put rows together anew, after an interrupt in the middle of either."""
-        if self.undone is not None:
-            self._carry_out(self.undone)
-        elif self._changing:
-            if self._new_drafter is None:
-                raise ConfigError(
-                    f"a step was interrupted while {self.drafter.name} was changing its rows, so they cannot be "
-                    f"trusted: admit the requests to a new Decoder, or give it a function that makes the drafter"
-                )
-            ctx, drafter = self.target.new_context(), self._new_drafter()
-            running = tuple(request for request in self.running if request.finish_reason is None)
-            for request in running:
-                self._add(ctx, drafter, request)
-                request.restart_text()
-            self.ctx, self.drafter, self.running, self._batch = ctx, drafter, running, None
-            self._changing = False
+    def _start_over(self) -> None:
+        """New rows of target and drafter for all that runs."""
+        if self._new_drafter is None:
+            raise ConfigError(
+                f"a step was interrupted while {self.drafter.name} was changing its rows, so they cannot be "
+                f"trusted: admit the requests to a new Decoder, or give it a function that makes the drafter"
+            )
+        drafter = self._new_drafter()
+        ctx = self.target.new_context(drafter.features)
+        running = tuple(request for request in self.running if request.finish_reason is None)
+        for request in running:
+            self._add(ctx, drafter, request)
+            request.restart_text()
+        self.ctx, self.drafter, self.running, self._batch = ctx, drafter, running, None
+        self._changing = False
 
 
 def _gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
@@ -335,20 +345,23 @@ def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> l
     return found
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | None:
+def _mark(device: torch.device) -> torch.cuda.Event:
     """A moment in the work of a GPU, which goes on after the host has given it out."""
-    if device.type != "cuda":
-        return None
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
-def _as_on_device(clock: list[float], marks: list[torch.cuda.Event | None]) -> None:
+def _stamp(clock: list[float], marks: list[torch.cuda.Event], device: torch.device) -> None:
+    """This moment, on the host and in the GPU's work."""
+    clock.append(time.perf_counter())
+    marks.append(_mark(device))
+
+
+def _as_on_device(clock: list[float], marks: list[torch.cuda.Event]) -> None:
     """Set when drafting and the forward ended to when the GPU had done them; it has, once tokens were handed over.
 
     The host's own times would count all of it to the hand-over, and a planner would take drafts for free.
     """
     for place, (before, after) in enumerate(itertools.pairwise(marks), 1):
-        if before is not None and after is not None:
-            clock[place] = min(clock[place - 1] + before.elapsed_time(after) / 1000, clock[3])
+        clock[place] = min(clock[place - 1] + before.elapsed_time(after) / 1000, clock[3])

@@ -46,6 +46,7 @@ class Engine:
         self._decoder, self._max_batch, self._tokenizer = decoder, max_batch, tokenizer
         self._waiting: deque[Request] = deque()
         self._ids = itertools.count()
+        self._has_cancelled = False
 
     @property
     def num_running(self) -> int:
@@ -81,6 +82,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request where it stands, with the finish reason ``cancelled``; one that has ended stays as it is."""
         request.finish_reason = request.finish_reason or "cancelled"
+        self._has_cancelled = True
 
     def step(self) -> Step:
         """Let waiting requests into free rows and advance every row by at least one token.
@@ -88,7 +90,8 @@ class Engine:
         Raises:
             ConfigError: there is nothing to decode.
         """
-        self._fill()
+        if self._waiting or self._has_cancelled:
+            self._fill()
         return self._decoder.step()
 
     def steps(self) -> Iterator[Step]:
@@ -106,10 +109,10 @@ class Engine:
         decoder, waiting = self._decoder, self._waiting
         if decoder.undone is not None:
             return len(decoder.running)
-        for request in decoder.running:
-            if request.finish_reason is not None:
-                decoder.sweep()
-                break
+        decoder.settle()
+        if self._has_cancelled:
+            self._has_cancelled = False
+            decoder.sweep()
         while waiting and len(decoder.running) < (self._max_batch or math.inf):
             request = waiting[0]
             if request.finish_reason is None and request not in decoder.running:

@@ -10,7 +10,7 @@ import torch
 from draftwing.drafters.base import Budget
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.sampling import Sampling
-from draftwing.stats import Logprob, RowStep, Stats
+from draftwing.stats import Logprob, RowStep, Share, Stats, Step
 from draftwing.text.stream import TextStream, TokenDecoder
 
 __all__ = ["Request", "with_seed"]
@@ -38,8 +38,6 @@ class Request:
         speculation: how much is drafted for it; None: as much as for everyone.
         tokenizer: turns its ids into text; None: it is ids alone, and has no stop strings.
         token_ids: emitted so far, cut where the text ended.
-        logprobs: one per token where asked for.
-        stats: its steps, folded. Its seconds are its share of each step's.
         finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error`` or
             ``cancelled``.
         error: why it failed.
@@ -54,11 +52,9 @@ class Request:
     speculation: Budget | None = None
     tokenizer: TokenDecoder | None = None
     token_ids: list[int] = field(default_factory=list, init=False)
-    logprobs: list[Logprob] = field(default_factory=list, init=False)
-    stats: Stats = field(default_factory=Stats, init=False)
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)
-    _pieces: dict[int, str] = field(default_factory=dict, init=False, repr=False)  # of text, by their first token
+    _steps: dict[int, tuple[RowStep, Share]] = field(default_factory=dict, init=False, repr=False)  # by position
     _stream: TextStream | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,7 +66,20 @@ class Request:
     @property
     def text(self) -> str:
         """What has been written, without special tokens and the stop string."""
-        return "".join(self._pieces.values())
+        return "".join(row.text for row, _ in self._steps.values())
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        """One per token where asked for, else none."""
+        return [found for row, _ in self._steps.values() for found in row.logprobs or ()]
+
+    @property
+    def stats(self) -> Stats:
+        """Its steps, folded. Its seconds are its share of each step's."""
+        stats = Stats()
+        for row, share in self._steps.values():
+            stats.add_row(row, share)
+        return stats
 
     def restart_text(self) -> None:
         """Make the text's state follow from the ids: a step that was interrupted may have left it ahead of them."""
@@ -87,12 +96,13 @@ class Request:
             eos_ids: the model's end tokens.
         """
         ends = self.sampling.stop_tokens if self.sampling.ignore_eos else (*self.sampling.stop_tokens, *eos_ids)
-        stop_at = next((i for i, token in enumerate(tokens) if token in ends), room)
         finish = None
-        if stop_at < room:
-            tokens, finish = tokens[: stop_at + 1], "stop"
-        elif len(tokens) >= room:
+        if len(tokens) >= room:
             tokens, finish = tokens[:room], "length"
+        for place, token in enumerate(tokens):
+            if token in ends:
+                tokens, finish = tokens[: place + 1], "stop"
+                break
         if self._stream is None:
             return tokens, "", finish
         text = self._stream.push(tokens)
@@ -100,13 +110,9 @@ class Request:
             return tokens[: self._stream.num_tokens_kept - len(self.token_ids)], text, "stop"
         return tokens, text + self._stream.flush() if finish else text, finish
 
-    def take(self, row: RowStep) -> None:
+    def take(self, row: RowStep, step: Step) -> None:
         """Add a step's share. Done again, it changes nothing: an interrupted step is finished by the next one."""
-        start = row.position - len(self.prompt_ids)
-        self.token_ids[start:] = row.token_ids
-        if row.text:
-            self._pieces[start] = row.text
-        if row.logprobs is not None:
-            self.logprobs[start:] = row.logprobs
+        self.token_ids[row.position - len(self.prompt_ids) :] = row.token_ids
+        self._steps[row.position] = row, Share(step.timings, len(step.rows), step.lossless)
         self.error = row.error
         self.finish_reason = self.finish_reason or row.finish_reason
