@@ -1,7 +1,8 @@
 """The same text with any drafter: under the keyed rule, token ids equal plain decoding's.
 
-A drafter is under test when it stands in ``DRAFTERS``: every entry runs with every family and every sampling, alone,
-in a ragged batch, and in one whose rows join late and leave early.
+A drafter is under test when it stands in ``DRAFTERS``: every entry runs with every family, and with every sampling
+alone, in a ragged batch, and in one whose rows join late and leave early. The rest of the product, every entry with
+all of these at once, is marked ``full``: ``make test-all`` runs it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.batch import Truth, UnrolledLoss
 from draftwing.tree import PAD, DraftTree
+from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
@@ -353,27 +355,37 @@ def check_step(step: Step) -> None:
 # --- the keyed rule: equality ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("family", TARGETS)
-def test_text_is_plain_decodings(family, kind, drafter, lab):
+FACTORS = {"family": TARGETS, "kind": tuple(SAMPLINGS), "drafter": tuple(DRAFTERS), "batch": tuple(BATCHES)}
+TOGETHER = [*groups_of(FACTORS, 2), ("drafter", "kind", "batch"), ("family", "kind", "batch")]
+CHOSEN = cover(FACTORS, TOGETHER)
+
+
+def everything() -> list[object]:
+    """The product of all factors, family by family; what ``CHOSEN`` leaves out is marked."""
+    chosen = set(CHOSEN)
+    return [
+        pytest.param(*case, id="-".join(case), marks=() if case in chosen else pytest.mark.full)
+        for case in product(*FACTORS.values())
+    ]
+
+
+@pytest.mark.parametrize(tuple(FACTORS), everything())
+def test_text_is_plain_decodings(family, kind, drafter, batch, lab):
     """Alone, beside others of other lengths and seeds, joining late, and up to where a request is retired."""
     here, case = lab(family), DRAFTERS[drafter]
-    for name, batch in BATCHES.items():
-        rows, leaves = batch["rows"], batch.get("leaves", {})
-        requests = [here.request(kind, row) for row in rows]
-        joins = batch.get("joins", ())
-        texts, stats = run(here.target, requests, case.make(here, kind), case.budget, joins=joins, leaves=leaves)
-        for request, row in enumerate(rows):
-            wanted = here.plain(kind, row)
-            if request in leaves:
-                wanted = wanted[: len(texts[request])]
-                assert 0 < len(wanted) < MAX_TOKENS
-            assert texts[request] == wanted, name
-        assert stats.num_tokens == sum(map(len, texts.values()))
-        assert stats.num_forwards <= stats.num_tokens
-        assert stats.num_accepted <= stats.num_drafted
-        assert not here.is_lean or case.shows(stats)
+    rows, joins, leaves = (BATCHES[batch].get(name, {}) for name in ("rows", "joins", "leaves"))
+    requests = [here.request(kind, row) for row in rows]
+    texts, stats = run(here.target, requests, case.make(here, kind), case.budget, joins=joins, leaves=leaves)
+    for request, row in enumerate(rows):
+        wanted = here.plain(kind, row)
+        if request in leaves:
+            wanted = wanted[: len(texts[request])]
+            assert 0 < len(wanted) < MAX_TOKENS
+        assert texts[request] == wanted
+    assert stats.num_tokens == sum(map(len, texts.values()))
+    assert stats.num_forwards <= stats.num_tokens
+    assert stats.num_accepted <= stats.num_drafted
+    assert not here.is_lean or case.shows(stats)
 
 
 @pytest.mark.parametrize("drafter", ["lm-tree", "lm-dynamic", "eagle1-static", "eagle3-dynamic"])
