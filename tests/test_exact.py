@@ -492,6 +492,23 @@ def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
 
 
 @pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain"])
+def test_siblings_are_drawn_as_the_rule_asks(drafter, lab):
+    """Without replacement for ``multi-round``, independently for its sister: the laws of both hang on it."""
+    here = lab("llama")
+    for rule, distinct in (("multi-round", True), ("multi-round-replacement", False)):
+        decoder = Decoder(here.target, DRAFTERS[drafter].make(here, "t1"), rule, Budget(2, 3))
+        for row in range(3):
+            decoder.admit(*here.request("t1", row))
+        equal = 0
+        while decoder.num_running:
+            tree = decoder.step().tree
+            for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+                children = Counter((above, token) for above, token in zip(parents, tokens, strict=True) if above >= 0)
+                equal += sum(children.values()) - len(children)
+        assert (equal == 0) == distinct
+
+
+@pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain"])
 @pytest.mark.parametrize("rule", ["match", "match-top", *CLASSIC])
 def test_the_law_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
