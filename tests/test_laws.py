@@ -352,8 +352,8 @@ def test_typical_keeps_what_is_likely_enough():
         for row in range(3):
             tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
 
-            def keeps(node: int, row=row, tokens=tokens, parents=parents) -> bool:
-                p = scores[row, parents[node]].softmax(-1).tolist()
+            def keeps(node: int, own=scores[row], tokens=tokens, parents=parents) -> bool:
+                p = own[parents[node]].softmax(-1).tolist()
                 entropy = -sum(each * math.log(each) for each in p)
                 return p[tokens[node]] > min(0.09, 0.3 * math.exp(-entropy))
 
