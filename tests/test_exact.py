@@ -409,6 +409,25 @@ def test_rows_of_different_sampling_share_a_batch(drafter, lab):
     assert [texts[row] for row in range(3)] == [here.plain(kind, row) for row, kind in enumerate(kinds)]
 
 
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if "few-tokens" in name])
+@pytest.mark.parametrize("kind", ["greedy", "t1"])
+@pytest.mark.parametrize("family", ["llama", *FUSED])
+def test_what_is_drafted_are_the_targets_tokens(family, kind, drafter, lab):
+    """A head that drafts tokens 20 to 59 alone proposes them under the target's ids, and some come true."""
+    here, case = lab(family), DRAFTERS[drafter]
+    decoder = Decoder(here.target, case.make(here, kind), budget=case.budget)
+    for row in range(3):
+        decoder.admit(*here.request(kind, row))
+    drafted, accepted = set(), 0
+    while decoder.num_running:
+        step = decoder.step()
+        drafted |= set(step.tree.tokens[:, 1:].flatten().tolist())
+        accepted += sum(row.num_accepted for row in step.rows)
+    assert drafted <= {PAD, *range(20, 60)}
+    assert max(drafted) >= 40
+    assert accepted > 0
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", ["greedy", "t1"])
 def test_a_stop_token_inside_a_draft_ends_the_text_there(kind, drafter, lab):
