@@ -19,7 +19,7 @@ from draftwing.model.lean import LeanTarget
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
 from draftwing.nets.eagle import EagleConfig, EagleNet
 from draftwing.run.kernel.build import get_kernel, noise_of
-from draftwing.run.kernel.program import GrowthRule
+from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 

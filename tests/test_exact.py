@@ -33,7 +33,7 @@ from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleConfig, EagleNet
 from draftwing.run.kernel.build import get_kernel
-from draftwing.run.kernel.program import GrowthRule
+from draftwing.run.request import GrowthRule
 from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
 from draftwing.stats import Stats, Step
 from draftwing.train.data.batches import Batch

@@ -27,7 +27,7 @@ from draftwing.accept import Rule
 from draftwing.budget.costs import Costs, pooled
 from draftwing.drafters.base import Budget
 from draftwing.model.target import Context
-from draftwing.run.kernel.program import GrowthRule
+from draftwing.run.request import GrowthRule
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["Acceptance", "Planner"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
-from draftwing.run.kernel.program import GrowthRule
+from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 

@@ -14,7 +14,7 @@ from draftwing.drafters.growth import Growth, request_for, taken
 from draftwing.errors import TokenizerError
 from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
-from draftwing.run.kernel.program import Drafted
+from draftwing.run.request import Drafted
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 

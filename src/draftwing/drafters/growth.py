@@ -28,7 +28,7 @@ from torch import Tensor
 from draftwing.drafters.base import Budget, Plan
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
-from draftwing.run.kernel.program import Drafted, DraftRequest
+from draftwing.run.request import Drafted, DraftRequest
 from draftwing.sampling import DRAFT, SamplingBatch, gumbel, hash_bits
 from draftwing.tree import PAD, DraftTree
 

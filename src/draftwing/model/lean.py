@@ -27,7 +27,8 @@ from draftwing.model.weights import WeightFiles, check_finite
 from draftwing.run.graphs import CudaRecorder, Pool, Record, TreeGraphs
 from draftwing.run.kernel.build import Kernel
 from draftwing.run.kernel.fused import FusedDecoder, kernel_for
-from draftwing.run.kernel.program import Drafted, DraftRequest, Heads
+from draftwing.run.kernel.program import Heads
+from draftwing.run.request import Drafted, DraftRequest
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["LeanContext", "LeanTarget"]

@@ -17,7 +17,8 @@ from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
 from draftwing.model.rope import Rotary
 from draftwing.run.kernel.build import Kernel, get_kernel
-from draftwing.run.kernel.program import ACTIVATIONS, Drafted, DraftRequest, Heads, Program, Slots, Waiting
+from draftwing.run.kernel.program import ACTIVATIONS, Heads, Program, Slots
+from draftwing.run.request import Drafted, DraftRequest, Waiting
 from draftwing.tree import DraftTree
 
 __all__ = ["FusedDecoder", "add_layer", "draft_slots", "kernel_for", "tree_slots"]

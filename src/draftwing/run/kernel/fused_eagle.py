@@ -16,7 +16,8 @@ from draftwing.model.rope import Rotary
 from draftwing.nets.eagle import EagleNet
 from draftwing.run.kernel.build import Kernel
 from draftwing.run.kernel.fused import add_layer, draft_slots, tree_slots
-from draftwing.run.kernel.program import Drafted, DraftRequest, Program, Waiting
+from draftwing.run.kernel.program import Program
+from draftwing.run.request import Drafted, DraftRequest, Waiting
 from draftwing.tree import DraftTree
 
 __all__ = ["FusedEagle"]

@@ -17,18 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.run.kernel.build import NUM_BUFFERS, Batch, Draft, Kernel, Op, set_cache
-from draftwing.tree import PAD, DraftTree
+from draftwing.run.request import Drafted, DraftRequest, Waiting
+from draftwing.tree import DraftTree
 
 __all__ = [
     "ACTIVATIONS",
-    "DraftRequest",
-    "Drafted",
-    "GrowthRule",
     "Heads",
     "Packed",
     "Program",
     "Slots",
-    "Waiting",
     "quantise_channels",
 ]
 
@@ -126,107 +123,6 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-
-@dataclass(frozen=True)
-class GrowthRule:
-    """What a tree's nodes are worth while it grows, in seconds: see ``budget.planner``.
-
-    A node is reached at the product of its path's chances, each corrected by a table for its level. Nodes are verified
-    while they bring more than they cost, and another level is drafted below those of them that are worth its time.
-
-    Attributes:
-        knots, rates: (tables, K) float32: chances as told, and as they came true; the last table serves deeper levels.
-        gains, costs: (depth,) float32, of the level after each: what reaching it is worth, what its first node takes.
-        verify: (most + 3,) float32: seconds that the verification of so many nodes of each row takes, the root counted.
-        worth: of a token.
-        share: what each other node of a level takes, as a share of the first one's time.
-    """
-
-    knots: np.ndarray
-    rates: np.ndarray
-    gains: np.ndarray
-    costs: np.ndarray
-    verify: np.ndarray
-    worth: float
-    share: float
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """Trees to draft, one for every row: the best children by logits / temperature + noise, level by level.
-
-    Attributes:
-        depth: levels at most.
-        width: nodes that are expanded of each level, and children of each of them; 1 is a chain.
-        most: nodes to keep at most, the root not counted.
-        roots: of each row its token.
-        wanted: of each row, whether anything is to be drafted for it.
-        temperatures: of each row, 0 for greedy ones; and its filters: ``top_k``, 0 for none, ``top_p`` and ``min_p``.
-        noise: the handle of a ``NativeNoise``, with the rows' seeds, -1 where none is to be added, and the absolute
-            positions of the tokens after their roots.
-        sharpness, miss: how scores under noise become chances (``nets.calibration``).
-        rule: what the nodes are worth; None expands ``width`` nodes of every level and keeps the ``most`` likely.
-    """
-
-    depth: int
-    width: int
-    most: int
-    roots: Sequence[int]
-    wanted: Sequence[bool]
-    temperatures: Sequence[float]
-    top_k: Sequence[int]
-    top_p: Sequence[float]
-    min_p: Sequence[float]
-    noise: int
-    seeds: Sequence[int]
-    starts: Sequence[int]
-    sharpness: float = 1.0
-    miss: float = 0.0
-    rule: GrowthRule | None = None
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What every row reads before its draft: entries of its own, the last of which is the root.
-
-    Attributes:
-        tokens: of each row.
-        lengths: entries of each row that lie in its slots already.
-        features: (B, W, F) contiguous, of the same entries, W the most of them; None where tokens are all.
-        source: the buffer that the program reads them from.
-    """
-
-    tokens: Sequence[Sequence[int]]
-    lengths: Sequence[int]
-    features: Tensor | None = None
-    source: int = -1
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """Finished trees.
-
-    Attributes:
-        tree: of all rows, with the chances of the paths as they came true.
-        told: (B, N) float32, the chance of each node given its parent, as the net says.
-        places: (B, N) int64, where a node stands among those that were run, whose slots follow each other after the
-            root's; -1 for leaves that were not.
-        num_levels: that were run, the root's counted.
-        effort: levels by the nodes run on them: 1 for the first of each, the rule's ``share`` for each other.
-        is_chain: whether no level was wider than one node.
-    """
-
-    tree: DraftTree
-    told: np.ndarray
-    places: np.ndarray
-    num_levels: int
-    effort: float
-    is_chain: bool
-
-    def slots_of(self, path: Tensor) -> Tensor:
-        """``places`` of the nodes of a path (B, D); PAD where they have none."""
-        return torch.from_numpy(self.places).gather(1, path.clamp(min=0)).masked_fill(path == PAD, PAD)
 
 
 class Program:
