@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth, request_for, taken
+from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.growth import Growth, request_for
 from draftwing.errors import TokenizerError
 from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
@@ -38,6 +38,7 @@ class CausalLMDrafter:
             )
         self.model = model
         self.name = f"causal-lm ({model.name})"
+        self.traits = Traits(grows_by_rule=True, identity=f"{model.name}, {model.num_weight_bytes} bytes")
         self._ctx: LeanContext = model.new_context()
         self.at_once = model.drafts
         self._slots: Growth | Drafted | None = None  # of the tree that is being verified
@@ -69,7 +70,7 @@ class CausalLMDrafter:
             drafted = self._slots = self.model.draft(self._ctx, request, self._missing(ctx))
             self._caught_up(ctx)
             self._forwarded = drafted.num_levels - 1
-            return taken(drafted, budget)
+            return drafted.tree
         logits = self._catch_up(ctx)
         growth = self._slots = Growth(ctx, wanted, sampling, budget)
         self._forwarded = 0

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth, request_for, taken
+from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.growth import Growth, request_for
 from draftwing.drafters.recorded import CatchUp, EagleRun, grow
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanContext, LeanTarget
+from draftwing.model.linear import Linear
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.nets.eagle import EagleNet
 from draftwing.run.kernel.fused_eagle import FusedEagle
@@ -46,6 +47,9 @@ class EagleDrafter:
             )
         self.net, self.features = net, FeatureSpec(config.taps)
         self.name = f"eagle{config.version}" + (f" ({name})" if name else "")
+        # What a draft takes depends on the net's shape and on how its matrices are read, not on their numbers.
+        identity = f"{config} {net.dtype} {sum(part.num_bytes for part in net.modules() if isinstance(part, Linear))}"
+        self.traits = Traits(reads_features=True, grows_by_rule=True, identity=identity)
         dtype, device = net.dtype, target.device
         # Where the target's forwards are recorded, so are the drafts.
         record = target.record if isinstance(target, LeanTarget) else None
@@ -117,7 +121,7 @@ class EagleDrafter:
             drafted = fused.draft(
                 request, waiting.tokens, states, self._cache, self._rotary, waiting.fed, waiting.lengths
             )
-            return taken(drafted, budget)
+            return drafted.tree
         logits, states = self._catch_up(ctx, waiting)
         growth = Growth(ctx, wanted, sampling, budget, calibration)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.drafters.base import Budget
+from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.suffix import SuffixAutomaton, merge_paths
 from draftwing.model.target import NO_FEATURES, Context, TargetOutput
 from draftwing.sampling import SamplingBatch
@@ -27,6 +27,7 @@ class LookupDrafter:
 
     name = "lookup"
     features = NO_FEATURES
+    traits = Traits(costs_forwards=False)
 
     def __init__(self, vocab_size: int, min_match: int = 2) -> None:
         self._vocab_size, self._min_match = vocab_size, min_match

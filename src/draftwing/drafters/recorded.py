@@ -153,7 +153,7 @@ class EagleRun:
         Not where the host decides as it grows, and not where scores look at more than temperatures: top-p asks the
         device how far it has to sort, penalties read a history that grows, and q is kept for the classic rules alone.
         """
-        plain = budget.plan is None and budget.children in ("keyed", "top")
+        plain = budget.rule is None and budget.children in ("keyed", "top")
         return self.record is not None and plain and sampling.only_temperature
 
     def draft(self, ctx: Context, waiting: CatchUp, sampling: SamplingBatch, budget: Budget) -> DraftTree:

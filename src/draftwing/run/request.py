@@ -40,6 +40,16 @@ class GrowthRule:
     worth: float
     share: float
 
+    @property
+    def depth(self) -> int:
+        """Levels that the tables reach."""
+        return len(self.gains)
+
+    @property
+    def most(self) -> int:
+        """Nodes that the tables reach, the root not counted."""
+        return len(self.verify) - 3
+
 
 @dataclass(frozen=True)
 class DraftRequest:
@@ -97,20 +107,16 @@ class Drafted:
     """Finished trees.
 
     Attributes:
-        tree: of all rows, with the chances of the paths as they came true.
-        told: (B, N) float32, the chance of each node given its parent, as the net says.
+        tree: of all rows, with what was said of its nodes.
         places: (B, N) int64, where a node stands among those that were run, whose slots follow each other after the
             root's; -1 for leaves that were not.
         num_levels: that were run, the root's counted.
-        effort: levels by the nodes run on them: 1 for the first of each, the rule's ``share`` for each other.
         is_chain: whether no level was wider than one node.
     """
 
     tree: DraftTree
-    told: np.ndarray
     places: np.ndarray
     num_levels: int
-    effort: float
     is_chain: bool
 
     def slots_of(self, path: Tensor) -> Tensor:

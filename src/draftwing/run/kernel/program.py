@@ -321,9 +321,11 @@ class Program:
             part[at : at + rows * nodes].reshape(rows, nodes)  # views of numpy take less than those of tensors
             for part, at in ((numbers, 0), (numbers, size), (numbers, 2 * size), (chances, 0), (chances, size))
         ]
-        tokens, parents_BN, reached = (torch.from_numpy(found[part]) for part in (0, 1, 4))
-        tree = DraftTree(tokens, parents_BN, reached, is_line=bool(draft.is_chain), depth=draft.deepest)
-        return Drafted(tree, found[3], found[2], draft.levels, draft.effort, width == 1)
+        tokens, parents_BN, told_BN, reached = (torch.from_numpy(found[part]) for part in (0, 1, 3, 4))
+        tree = DraftTree(
+            tokens, parents_BN, reached, None, told_BN, draft.effort, is_line=bool(draft.is_chain), depth=draft.deepest
+        )
+        return Drafted(tree, found[2], draft.levels, width == 1)
 
     def _batch(self, rows: int, nodes: int, outside: Mapping[int, Tensor], slots: Slots | None) -> Batch:
         count = rows * nodes
