@@ -145,12 +145,12 @@ class LM:
 
     def costs(self, *, again: bool = False) -> Costs:
         """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""
-        return costs_of(self.target, self.new_drafter, again=again)
+        return costs_of(self.target, self.new_drafter, partial(_loop, self.target), again=again)
 
     def decoder(self) -> Decoder:
         """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
         if self.is_auto and self._planner is None:
-            self._planner = planner_for(self.target, self.new_drafter, self.rule)
+            self._planner = planner_for(self.target, self.new_drafter, self.rule, partial(_loop, self.target))
         return Decoder(
             self.target, self.new_drafter(), self.rule, self.budget, lossless=self.lossless, planner=self._planner
         )
@@ -225,6 +225,11 @@ class LM:
                     if row.finish_reason is None:  # a stop string: the decoder does not know of it
                         decoder.retire(request.id)
         return [request.result for request in requests]
+
+
+def _loop(target: Target, drafter: Drafter, budget: Budget) -> Decoder:
+    """What costs are measured with."""
+    return Decoder(target, drafter, budget=budget)
 
 
 class _Request:

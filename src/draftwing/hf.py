@@ -200,7 +200,10 @@ class CustomGenerate:
                 f"attn_implementation='sdpa' or 'eager' if it has another, or take draftwing.custom_generate('none')"
             )
         if self.budget is None and kept.planner is None and not isinstance(drafter, NoDrafter):
-            kept.planner = planner_for(kept.target, kept.new_drafter, self.rule)
+            target = kept.target
+            kept.planner = planner_for(
+                target, kept.new_drafter, self.rule, lambda drafter, budget: Decoder(target, drafter, budget=budget)
+            )
         decoder = Decoder(kept.target, drafter, self.rule, self.budget, lossless=self.lossless, planner=kept.planner)
         ends = _Ends(criteria, input_ids, min(kept.target.max_length - len(prompt) for prompt in prompts))
         self.stats = Stats()

@@ -71,8 +71,10 @@ class Forest:
         self, rule: GrowthRule, roots: Sequence[int], wanted: Sequence[bool], width: int, most: int | None
     ) -> None:
         self._rule, self._width = rule, width
-        self._tables = list(zip(rule.knots.tolist(), rule.rates.tolist(), strict=True))
-        self._verify = rule.verify.tolist()
+        self._tables: list[tuple[list[float], list[float]]] = list(
+            zip(rule.knots.tolist(), rule.rates.tolist(), strict=True)
+        )
+        self._verify: list[float] = rule.verify.tolist()
         self._most = rule.most if most is None else min(most, rule.most)
         self._trees = [
             _Tree([root], expanded=[0 if drafts else PAD]) for root, drafts in zip(roots, wanted, strict=True)
@@ -166,7 +168,7 @@ class Forest:
             rows = zip((getattr(tree, name) for tree in self._trees), nodes, strict=True)
             return [[*(values[node] for node in kept), *[filling] * (width - len(kept))] for values, kept in rows]
 
-        tree = DraftTree(
+        finished = DraftTree(
             torch.tensor(column("tokens", PAD), device=device),
             torch.tensor([[*row, *[-1] * (width - len(row))] for row in parents], device=device),
             torch.tensor(column("reached", 0.0), dtype=torch.float32, device=device),
@@ -175,13 +177,14 @@ class Forest:
             is_line=is_line,
             depth=max(tree.depths[node] for tree, kept in zip(self._trees, nodes, strict=True) for node in kept),
         )
-        return Drafted(tree, np.array(column("places", PAD), dtype=np.int64), self._levels, self._width == 1)
+        return Drafted(finished, np.array(column("places", PAD), dtype=np.int64), self._levels, self._width == 1)
 
     # --- what nodes are worth --------------------------------------------------------------------------------------
 
     def _rate(self, told: float, level: int) -> float:
         """At which such nodes came true."""
-        at, rates = self._tables[min(level, len(self._tables) - 1)]
+        table = min(level, len(self._knots) - 1)
+        at, rates = self._knots[table], self._rates[table]
         right = bisect_left(at, told)
         if right == 0 or right == len(at):
             return rates[0 if right == 0 else -1]

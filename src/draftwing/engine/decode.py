@@ -17,6 +17,7 @@ import torch
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.drafters.worth import worth_keeping
 from draftwing.errors import ConfigError, NumericsError, UnsupportedError
 from draftwing.model.target import Row, Target, TargetOutput
 from draftwing.run.kernel.build import noise_of
@@ -114,7 +115,10 @@ class Decoder:
         planner, budget = self._planner, self.budget
         if planner is not None:
             budget = planner.budget(ctx, self.rule.children)
-        tree = self._fit(self.drafter.propose(ctx, sampling, budget))
+        tree = self.drafter.propose(ctx, sampling, budget)
+        if budget.rule is not None and not self.drafter.traits.grows_by_rule:
+            tree = worth_keeping(tree, budget.rule)
+        tree = self._fit(tree)
         clock.append(time.perf_counter())
         marks.append(_mark(self.target.device))
         output = self.target.forward(ctx, tree, self.drafter.features)
