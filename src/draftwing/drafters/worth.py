@@ -6,7 +6,7 @@ The CPU kernel makes the same decisions (``native/drafts.h``); the tests hold bo
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,18 +44,16 @@ class _Tree:
     expanded: list[int] = field(default_factory=lambda: [0])
     newest: int = 1
 
-    def add(self, token: int, parent: int, told: float, rate: float) -> bool:
+    def add(self, token: int, parent: int, told: float, rate: float) -> None:
         reached = float(np.float32(self.reached[parent] * rate))  # as the kernel rounds it: equal paths stay equal
         if not reached > 0:
-            return False
+            return
         self.tokens.append(token)
         self.parents.append(parent)
         self.told.append(told)
         self.reached.append(reached)
         self.depths.append(self.depths[parent] + 1)
         self.places.append(PAD)
-        insort(self.order, len(self.tokens) - 1, key=lambda node: -self.reached[node])
-        return True
 
 
 class Forest:
@@ -71,10 +69,7 @@ class Forest:
         self, rule: GrowthRule, roots: Sequence[int], wanted: Sequence[bool], width: int, most: int | None
     ) -> None:
         self._rule, self._width = rule, width
-        self._tables: list[tuple[list[float], list[float]]] = list(
-            zip(rule.knots.tolist(), rule.rates.tolist(), strict=True)
-        )
-        self._verify: list[float] = rule.verify.tolist()
+        self._rate = _Rates(rule)
         self._most = rule.most if most is None else min(most, rule.most)
         self._trees = [
             _Tree([root], expanded=[0 if drafts else PAD]) for root, drafts in zip(roots, wanted, strict=True)
@@ -100,21 +95,10 @@ class Forest:
                         told = math.exp(min(chance, 0.0))
                         tree.add(token, above, told, self._rate(told, level))
 
-    def take(self, row: int, tokens: Sequence[int], parents: Sequence[int], told: Sequence[float]) -> None:
-        """Nodes of a row that were drafted already, parents first; PAD are none."""
-        tree, known = self._trees[row], {0: 0}
-        for node in range(1, len(tokens)):
-            above = known.get(parents[node])
-            if tokens[node] == PAD or above is None:
-                continue
-            known[node] = len(tree.tokens)
-            if not tree.add(tokens[node], above, told[node], self._rate(told[node], tree.depths[above])):
-                del known[node]
-
     def widen(self) -> bool:
         """Choose the nodes of the newest level to expand; False where another level is not worth its time."""
         level, rule = self._levels - 1, self._rule
-        kept = self._num_worth()
+        kept = _num_worth(self._trees, self._rule, self._most)
         chosen = [[node for node in tree.order[:kept] if node >= tree.newest][: self._width] for tree in self._trees]
         entries = max(map(len, chosen))
         gain, cost, total, worth = float(rule.gains[level]), float(rule.costs[level]), 0.0, 0
@@ -129,7 +113,7 @@ class Forest:
             total, worth = total + reached, worth + 1
         if not worth:
             return False
-        takes = cost * (1 + (worth - 1) * rule.share) + self._verify[kept + 2] - self._verify[kept + 1]
+        takes = cost * (1 + (worth - 1) * rule.share) + float(rule.verify[kept + 2] - rule.verify[kept + 1])
         if not total * gain > takes:
             return False
         for tree, nodes, (tokens, parents) in zip(self._trees, chosen, self._drafted, strict=True):
@@ -155,55 +139,11 @@ class Forest:
 
     def finish(self, device: torch.device) -> Drafted:
         """The nodes that are worth their verification."""
-        limit = self._num_worth()
-        nodes = [[0, *sorted(tree.order[:limit])] for tree in self._trees]
-        width = max(map(len, nodes))
-        parents, is_line = [], True
-        for tree, kept in zip(self._trees, nodes, strict=True):
-            place = {node: i for i, node in enumerate(kept)}
-            parents.append([-1, *(place[tree.parents[node]] for node in kept[1:])])
-            is_line &= parents[-1] == [*range(-1, len(kept) - 1)]
-
-        def column(name: str, filling: float) -> list[list[float]]:
-            rows = zip((getattr(tree, name) for tree in self._trees), nodes, strict=True)
-            return [[*(values[node] for node in kept), *[filling] * (width - len(kept))] for values, kept in rows]
-
-        finished = DraftTree(
-            torch.tensor(column("tokens", PAD), device=device),
-            torch.tensor([[*row, *[-1] * (width - len(row))] for row in parents], device=device),
-            torch.tensor(column("reached", 0.0), dtype=torch.float32, device=device),
-            told=torch.tensor(column("told", 0.0), dtype=torch.float32, device=device),
-            effort=self._effort,
-            is_line=is_line,
-            depth=max(tree.depths[node] for tree, kept in zip(self._trees, nodes, strict=True) for node in kept),
-        )
-        return Drafted(finished, np.array(column("places", PAD), dtype=np.int64), self._levels, self._width == 1)
-
-    # --- what nodes are worth --------------------------------------------------------------------------------------
-
-    def _rate(self, told: float, level: int) -> float:
-        """At which such nodes came true."""
-        table = min(level, len(self._knots) - 1)
-        at, rates = self._knots[table], self._rates[table]
-        right = bisect_left(at, told)
-        if right == 0 or right == len(at):
-            return rates[0 if right == 0 else -1]
-        gap = at[right] - at[right - 1]
-        share = (told - at[right - 1]) / gap if gap > 0 else 1.0
-        return rates[right - 1] + share * (rates[right] - rates[right - 1])
-
-    def _num_worth(self) -> int:
-        """How many nodes of every row are worth their verification."""
-        most = min(self._most, max(len(tree.order) for tree in self._trees))
-        gain, best, greatest = 0.0, 0, -self._verify[1]
-        for count in range(1, most + 1):
-            for tree in self._trees:
-                if count <= len(tree.order):
-                    gain += tree.reached[tree.order[count - 1]]
-            net = gain * self._rule.worth - self._verify[count + 1]
-            if net > greatest:
-                greatest, best = net, count
-        return best
+        kept = _kept(self._trees, self._rule, self._most)
+        tree = _cut(self._trees, kept, self._effort, device)
+        places = [[tree.places[node] for node in nodes] for tree, nodes in zip(self._trees, kept, strict=True)]
+        padded = np.array([[*row, *[PAD] * (tree.num_nodes - len(row))] for row in places], dtype=np.int64)
+        return Drafted(tree, padded, self._levels, self._width == 1)
 
 
 def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
@@ -213,9 +153,84 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
     """
     if tree.num_nodes == 1:
         return tree
-    tokens, parents, device = tree.tokens.tolist(), tree.parents.tolist(), tree.tokens.device
-    told = [[UNTOLD] * tree.num_nodes for _ in tokens] if tree.told is None else tree.told.tolist()
-    forest = Forest(rule, [row[0] for row in tokens], [True] * len(tokens), 0, None)
-    for row in range(len(tokens)):
-        forest.take(row, tokens[row], parents[row], told[row])
-    return replace(forest.finish(device).tree, effort=tree.effort or tree.max_depth)
+    columns = (tree.tokens.tolist(), tree.parents.tolist(), None if tree.told is None else tree.told.tolist())
+    rates, trees = _Rates(rule), []
+    for row, (tokens, parents) in enumerate(zip(*columns[:2], strict=True)):
+        told = [UNTOLD] * len(tokens) if columns[2] is None else columns[2][row]
+        reached, depths = [1.0] + [0.0] * (len(parents) - 1), [0] * len(parents)
+        for node, above in enumerate(parents):
+            if above >= 0:
+                depths[node] = depths[above] + 1
+                reached[node] = reached[above] * rates(told[node], depths[above])
+        trees.append(_Tree(tokens, parents, told, reached, depths))
+    effort = tree.effort or float(max(max(each.depths) for each in trees))
+    kept = _kept(trees, rule, rule.most)
+    if sum(map(len, kept)) < int(tree.valid.sum()):
+        return _cut(trees, kept, effort, tree.tokens.device)
+    return replace(
+        tree, confidence=torch.tensor([each.reached for each in trees], device=tree.tokens.device), effort=effort
+    )
+
+
+class _Rates:
+    """At which rates nodes came true, by what was said of them."""
+
+    def __init__(self, rule: GrowthRule) -> None:
+        self._knots: list[list[float]] = rule.knots.tolist()
+        self._rates: list[list[float]] = rule.rates.tolist()
+
+    def __call__(self, told: float, level: int) -> float:
+        """Of one node; level from 0."""
+        table = min(level, len(self._knots) - 1)
+        at, rates = self._knots[table], self._rates[table]
+        right = bisect_left(at, told)
+        if right == 0 or right == len(at):
+            return rates[0 if right == 0 else -1]
+        gap = at[right] - at[right - 1]
+        share = (told - at[right - 1]) / gap if gap > 0 else 1.0
+        return rates[right - 1] + share * (rates[right] - rates[right - 1])
+
+
+def _num_worth(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> int:
+    """How many nodes of every row are worth their verification; brings the trees' order up to date."""
+    sums: list[float] = []  # of all rows, of the best, second best, ... node
+    for tree in trees:
+        reached = tree.reached
+        tree.order = sorted(range(1, len(reached)), key=reached.__getitem__, reverse=True)
+        sums += [0.0] * (min(most, len(tree.order)) - len(sums))
+        for rank, node in enumerate(tree.order[:most]):
+            sums[rank] += reached[node]
+    verify: list[float] = rule.verify.tolist()
+    gain, best, greatest = 0.0, 0, -verify[1]
+    for count, more in enumerate(sums, 1):
+        gain += more
+        net = gain * rule.worth - verify[count + 1]
+        if net > greatest:
+            greatest, best = net, count
+    return best
+
+
+def _kept(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> list[list[int]]:
+    """The nodes of each row that are worth their verification, in order."""
+    limit = _num_worth(trees, rule, most)
+    return [[0, *sorted(node for node in tree.order[:limit] if tree.reached[node] > 0)] for tree in trees]
+
+
+def _cut(trees: Sequence[_Tree], kept: Sequence[Sequence[int]], effort: float, device: torch.device) -> DraftTree:
+    """The trees of these nodes."""
+    width = max(map(len, kept))
+    whole: list[list[list[int]]] = [[], []]
+    chances: list[list[list[float]]] = [[], []]
+    is_line, deepest = True, 0
+    for tree, nodes in zip(trees, kept, strict=True):
+        place, rest = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
+        parents = [-1, *[place[tree.parents[node]] for node in nodes[1:]]]
+        is_line &= parents == [*range(-1, len(nodes) - 1)]
+        deepest = max(deepest, *[tree.depths[node] for node in nodes])
+        whole[0].append([*[tree.tokens[node] for node in nodes], *[PAD] * rest])
+        whole[1].append([*parents, *[-1] * rest])
+        chances[0].append([*[tree.reached[node] for node in nodes], *[0.0] * rest])
+        chances[1].append([*[tree.told[node] for node in nodes], *[0.0] * rest])
+    tokens_BN, parents_BN = torch.tensor(whole, device=device).unbind()
+    reached_BN, told_BN = torch.tensor(chances, dtype=torch.float32, device=device).unbind()
+    return DraftTree(tokens_BN, parents_BN, reached_BN, told=told_BN, effort=effort, is_line=is_line, depth=deepest)
