@@ -275,13 +275,13 @@ def test_a_blind_shape_has_the_greatest_speedup(most):
         planner = Planner(COSTS, most, sighted=False)
         planner.ranks._rates = [[rng.random() ** (1 + 2 * rank) for rank in range(4)] for _ in range(4)]
         found = planner._blind()
-        best, tau, deepest = 0.0, 1.0, 0
+        tau, deepest, width = 1.0, 0, 1
         prefixes = {}
         for path, chance in islice(planner.ranks.likeliest(14, most.width), most.nodes or 14):
             tau, deepest = tau + chance, max(deepest, len(path))
-            prefixes[len(prefixes) + 1] = tau / (
-                COSTS.verify_seconds(len(prefixes) + 2) + COSTS.draft_seconds(deepest, most.width)
-            )
+            width = max(width, 1 + max(path))
+            takes = COSTS.verify_seconds(len(prefixes) + 2) + COSTS.draft_seconds(deepest, width)
+            prefixes[len(prefixes) + 1] = tau / takes
         best = max(prefixes, key=prefixes.__getitem__)
         assert (len(found.paths) if found.paths else found.depth) == best
         assert most.width > 1 or found.is_chain
@@ -388,8 +388,8 @@ class World:
         return sum(depth > 0 for depth in self.depths[-steps:]) / steps, self.tokens * plain / self.seconds
 
 
-def best_chain(costs: Costs, rate: float, rows: int = 1) -> float:
-    return max(costs.speedup(rate, gamma, rows, 0) for gamma in range(15))
+def best_chain(costs: Costs, rate: float, longest: int = 14) -> float:
+    return max(costs.speedup(rate, gamma, 1, 0) for gamma in range(longest + 1))
 
 
 def gaps(depths: list[int]) -> list[int]:
@@ -430,7 +430,9 @@ def test_drafting_comes_back_when_it_pays_again(plan, no_plain_start):
     assert share == 1.0
     assert speedup > 2.3
     world.run(300, 0.0)
-    assert world.run(400, 0.0)[0] < 0.1
+    share, speedup = world.run(400, 0.0)
+    assert share < (0.1 if world.planner.sighted else 0.2)  # blind shapes shrink first, and lose less
+    assert speedup > 0.96
 
 
 @pytest.mark.parametrize(
@@ -446,7 +448,7 @@ def test_it_comes_near_the_best_fixed_shape(plan, rate, claims):
         speedups.append(world.run(1200, rate)[1])
     found = float(np.mean(speedups))
     assert found > 0.97
-    assert found > 0.95 * best_chain(COSTS, rate)
+    assert found > (0.95 if world.planner.sighted else 0.94) * best_chain(COSTS, rate)
 
 
 def test_rows_that_come_and_go_do_not_stop_the_drafts(no_plain_start):
@@ -465,7 +467,7 @@ def test_a_machine_that_changes_its_speed_neither_stops_nor_starts_the_drafts(no
     for slow in (1.0, 3.0, 0.5, 1.0):
         share, speedup = world.run(200, 0.9, slow=slow)
         assert share == 1.0
-        assert speedup > 0.9 * best_chain(COSTS, 0.9)
+        assert speedup > 0.95 * best_chain(COSTS, 0.9, 4)
     world = World(Planner(COSTS, Budget(4)))
     world.run(300, 0.05)
     for slow in (3.0, 0.5, 2.0):
@@ -607,7 +609,7 @@ def check_churn(here, kind, maker, planner, monkeypatch):
 def test_text_is_plain_decodings(maker, gate, kind, lab, monkeypatch):  # noqa: F811
     """Rows join and leave meanwhile."""
     here = lab("llama")
-    planner = planner_of(gate, BARGAIN if gate is not Gate else COSTS, Budget(6, 3, 20))
+    planner = planner_of(gate, BARGAIN, Budget(6, 3, 20))
     stats = check_churn(here, kind, MAKERS[maker](here), planner, monkeypatch)
     assert stats.num_drafted > 0 or maker == "lookup"
 
@@ -634,7 +636,7 @@ def test_classic_rules_keep_the_law_with_a_planner(rule, maker, lab, monkeypatch
 def test_match_top_with_a_planner(lab, monkeypatch):  # noqa: F811
     here = lab("llama")
     requests = [here.request("t1", row) for row in range(3)]
-    planner = planner_of(Dice, COSTS, Budget(6, 3, 20))
+    planner = planner_of(Dice, BARGAIN, Budget(6, 3, 20))
     texts, stats = decode_with(monkeypatch, planner, here.target, requests, MAKERS["eagle3"](here), rule="match-top")
     assert texts == {row: here.plain("t1", row) for row in range(3)}
     assert stats.num_drafted > 0

@@ -85,10 +85,12 @@ class Gate:
     Args:
         clock: what steps take.
         forecast: the speedup to be expected by all that was learnt.
+        trusts_forecast: whether drafts follow the forecast: what was drafted before is then of other shapes than what
+            would be now, and both count.
     """
 
-    def __init__(self, clock: Clock, forecast: Callable[[], float]) -> None:
-        self._clock, self._forecast = clock, forecast
+    def __init__(self, clock: Clock, forecast: Callable[[], float], *, trusts_forecast: bool = False) -> None:
+        self._clock, self._forecast, self._trusts = clock, forecast, trusts_forecast
         self.drafts = Account()  # of steps that drafted,
         self.all = Account()  # and of every step
         self.steps = 0
@@ -121,6 +123,8 @@ class Gate:
             return True
         # With the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little.
         speedup = drafts.speedup(self._clock)
+        if self._trusts:
+            speedup = (speedup + self._forecast()) / 2
         if speedup * (1 + DOUBT / math.sqrt(drafts.steps)) >= GAIN:
             self._plain, self._patience = 0, PROBE
             return True
@@ -174,7 +178,7 @@ class Planner:
     ) -> None:
         self.clock, self.acceptance, self.ranks = Clock(costs), Acceptance(), Ranks()
         self.most, self.sighted, self.shapes = most, sighted, shapes
-        self.gate = Gate(self.clock, self._forecast)
+        self.gate = Gate(self.clock, self._forecast, trusts_forecast=not sighted)
         self._lock, self._on_stale = threading.Lock(), on_stale
         self._rows = 1
         self._own = 0.0  # seconds that learning takes after a step, in the mean
@@ -288,12 +292,12 @@ class Planner:
         """The shape of the greatest speedup by what was accepted in former steps; ``looks``: a larger one."""
         if self.shapes:
             return self.shapes[-1] if looks else max(self.shapes, key=self._expected)
-        is_wide, paths = self.most.width > 1, []
+        paths, is_wide = [], False
         tau, deepest, best, greatest = 1.0, 0, 1, 0.0
         nodes = self.most.nodes or self.most.depth
         for path, chance in islice(self.ranks.likeliest(self.most.depth, self.most.width), nodes):
             paths.append(path)
-            tau, deepest = tau + chance, max(deepest, len(path))
+            tau, deepest, is_wide = tau + chance, max(deepest, len(path)), is_wide or any(path)
             speed = tau / self._takes(len(paths), deepest, is_wide)
             if speed > greatest:
                 greatest, best = speed, len(paths)
