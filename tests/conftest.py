@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from draftwing.errors import DraftwingError
-from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.library import get_kernel
 
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]

@@ -11,12 +11,10 @@ from itertools import product
 import pytest
 
 from conftest import refused
-from draftwing.budget.costs import (
-    Costs,
-    Curve,
+from draftwing.budget.costs import Costs, Curve, inflection_length
+from draftwing.budget.formulas import (
     best_gamma,
     expected_tokens,
-    inflection_length,
     least_speedup,
     memory_factor,
     operations_factor,

@@ -2,15 +2,13 @@
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.planner import Planner
 from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
@@ -62,9 +60,7 @@ def drafter_for(name: str, target: LeanTarget, folder_of):
     with torch.no_grad():
         for weight in net.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    drafter = EagleDrafter(net.prepack(), target)
-    assert drafter.at_once
-    return drafter
+    return EagleDrafter(net.prepack(), target)
 
 
 def started(drafter, target, requests, steps=2) -> tuple[Decoder, SamplingBatch]:
@@ -80,7 +76,7 @@ def started(drafter, target, requests, steps=2) -> tuple[Decoder, SamplingBatch]
 def trees(name, target, folder_of, kind, budget, at_once) -> DraftTree:
     drafter = drafter_for(name, target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS[kind])
-    with nullcontext() if at_once else mock.patch.object(Asked, "request", lambda self: None):
+    with nullcontext() if at_once else mock.patch.object(Asked, "request", return_value=None):
         return drafter.propose(decoder.ctx, sampling, budget)
 
 
@@ -135,22 +131,6 @@ def test_penalties_and_bans_are_asked_level_by_level(target, folder_of):
 
 
 # --- by what nodes are worth -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Ruled:
-    """A plan that holds one rule."""
-
-    rule: GrowthRule
-    at_once: bool = True
-    told: np.ndarray | None = None
-    effort: float = 0.0
-
-    def growth_rule(self, depth, width, most):
-        return self.rule
-
-    def drafted(self, raw, effort):
-        self.told, self.effort = raw, effort
 
 
 def rule_of(seed: int, depth: int, most: int) -> GrowthRule:
@@ -275,29 +255,66 @@ def test_a_rule_is_followed_node_by_node(seed, name, kind, target, folder_of):
     rule, budget = rule_of(seed, 6, 12), Budget(6, 3, 12)
     drafter = drafter_for(name, target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS[kind])
-    plan = Ruled(rule)
-    found = drafter.propose(decoder.ctx, sampling, replace(budget, plan=plan))
+    found = drafter.propose(decoder.ctx, sampling, replace(budget, rule=rule))
     drafter = drafter_for(name, target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS[kind])
     same(found, Search(drafter, decoder, sampling, budget, rule).tree())
-    assert plan.told.shape == found.tokens.shape
-    assert plan.effort >= 1
+    assert found.told.shape == found.confidence.shape == found.tokens.shape
+    assert found.effort >= 1
 
 
+@pytest.mark.parametrize("budget", [Budget(6, 3, 12), Budget(5), Budget(4, 5, 30)], ids=str)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-few-tokens", "lm"])
+def test_in_torch_and_in_the_kernel_a_rule_grows_the_same_trees(name, kind, budget, target, folder_of):
+    """Chains and trees, several rows, random rules; all that is said of the nodes too."""
+    grown = 0
+    for seed in range(5):
+        most = budget.nodes or budget.depth
+        ruled = replace(budget, rule=rule_of(100 + seed, budget.depth, most))
+        found, wanted = (trees(name, target, folder_of, kind, ruled, at_once) for at_once in (True, False))
+        for part in ("tokens", "parents"):
+            assert torch.equal(getattr(found, part), getattr(wanted, part)), (seed, part)
+        used = found.valid
+        for part in ("told", "confidence"):
+            assert getattr(found, part)[used].tolist() == pytest.approx(getattr(wanted, part)[used].tolist(), rel=1e-4)
+        assert (found.is_line, found.depth) == (wanted.is_line, wanted.depth)
+        assert found.effort == pytest.approx(wanted.effort)
+        grown += found.num_nodes > 1
+    assert grown
+
+
+@pytest.mark.parametrize("name", ["eagle3", "lm"])
+def test_without_noise_a_rule_reads_the_plain_chances(name, target, folder_of):
+    ruled = Budget(6, 3, 12, children="top", rule=rule_of(3, 6, 12))
+    found, wanted = (trees(name, target, folder_of, "mixed", ruled, at_once) for at_once in (True, False))
+    same(found, wanted)
+    assert found.num_nodes > 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_where_nothing_costs_anything_the_whole_tree_grows(name, target, folder_of):
-    plan = Ruled(free(3, 100))
-    found = trees(name, target, folder_of, "greedy", Budget(3, 3, 100, plan=plan), True)
+def test_where_nothing_costs_anything_the_whole_tree_grows(name, at_once, target, folder_of):
+    found = trees(name, target, folder_of, "greedy", Budget(3, 3, 100, rule=free(3, 100)), at_once)
     same(found, trees(name, target, folder_of, "greedy", Budget(3, 3, 100), True))
-    assert plan.effort == 3
+    assert found.effort == 3
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_where_nothing_is_worth_its_verification_nothing_is_drafted(name, target, folder_of):
+def test_where_nothing_is_worth_its_verification_nothing_is_drafted(name, at_once, target, folder_of):
     rule = replace(free(3, 100), verify=np.arange(103, dtype=np.float32) * 10)
-    found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, plan=Ruled(rule)), True)
+    found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, rule=rule), at_once)
     assert found.num_nodes == 1
     assert found.is_line
+    assert found.effort == 1  # the first level is drafted to know that
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_no_tree_grows_beyond_the_tables_of_its_rule(at_once, target, folder_of):
+    found = trees("eagle3", target, folder_of, "greedy", Budget(5, 3, 100, rule=free(2, 4)), at_once)
+    assert found.num_nodes == 5
+    assert found.max_depth <= 2
 
 
 def test_a_draft_whose_step_never_ended_is_drafted_again(target, folder_of):
@@ -307,20 +324,13 @@ def test_a_draft_whose_step_never_ended_is_drafted_again(target, folder_of):
     same(*found)
 
 
-def test_a_rule_knows_what_any_number_of_nodes_takes():
-    costs = Costs(verify=Curve(((1, 1.0), (8, 2.0))), chain=Curve(((1, 0.1), (8, 0.8))))
-    rule = Planner(costs, (Budget(14, 4, 500),), at_once=True).growth_rule(14, 4, 500)
-    assert rule.verify.shape == (503,)
-    assert bool((np.diff(rule.verify) >= 0).all())
-
-
 def test_scores_that_are_no_numbers_end_a_draft(target, folder_of):
     """What is drafted may be anything; it must be a tree."""
     drafter = drafter_for("eagle3", target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS["mixed"])
     drafter._waiting = [(torch.full_like(piece, math.nan), lengths) for piece, lengths in drafter._waiting]
     drafter.propose(decoder.ctx, sampling, Budget(4, 3, 9)).check(target.vocab_size)
-    for budget in (Budget(3), Budget(4, 3, 9, plan=Ruled(free(4, 9)))):
+    for budget in (Budget(3), Budget(4, 3, 9, rule=free(4, 9))):
         drafter.propose(decoder.ctx, sampling, budget).check(target.vocab_size)
 
 

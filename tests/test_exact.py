@@ -7,7 +7,6 @@ all of these at once, is marked ``full``: ``make test-all`` runs it.
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch
 
 from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
-from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter
+from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
@@ -72,7 +71,7 @@ BATCHES = {
 class Scripted:
     """A drafter that knows what the target is going to say, and makes of it what ``grow`` will."""
 
-    name, features = "scripted", NO_FEATURES
+    name, features, traits = "scripted", NO_FEATURES, Traits()
 
     def __init__(self, grow, futures: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._grow, self._futures = grow, futures
@@ -144,46 +143,24 @@ def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
 
-class Erratic:
-    """A plan that decides by dice and believes in odd chances: no decision may change the text."""
+def erratic(depth: int, width: int, most: int | None = None, seed: int = 4) -> Budget:
+    """A budget whose rule is made by dice and believes in odd chances: no decision may change the text."""
+    rng = np.random.default_rng(seed)
 
-    at_once = False
+    def some(*shape, upto):
+        return (upto * rng.random(shape)).astype(np.float32)
 
-    def __init__(self) -> None:
-        self.rng = random.Random(4)
-
-    def chance(self, raw, depth):
-        assert 0.5 <= raw <= 1
-        return raw**0.5
-
-    def chances(self, raw, depth):
-        return raw * 0.5 - 0.1 * depth
-
-    def another_level(self, reached, level, width):
-        return self.rng.random() < 0.7
-
-    def num_nodes(self, chances):
-        return self.rng.randint(0, len(chances))
-
-    def growth_rule(self, depth, width, most):
-        return None
-
-    def drafted(self, raw, effort):
-        assert raw.ndim == 2
-
-
-class ErraticAtOnce(Erratic):
-    """The same for trees that the CPU kernel grows in one call."""
-
-    at_once = True
-
-    def growth_rule(self, depth, width, most):
-        def some(*shape, upto):
-            return np.array([self.rng.random() * upto for _ in range(math.prod(shape))], np.float32).reshape(shape)
-
-        knots = np.sort(some(3, 6, upto=1.0))
-        costs, verify = some(depth, upto=0.5), np.sort(some(most + 3, upto=2.0))
-        return GrowthRule(knots, some(3, 6, upto=1.0), some(depth, upto=3.0), costs, verify, self.rng.random(), 0.1)
+    reach = most or depth
+    rule = GrowthRule(
+        knots=np.sort(some(3, 6, upto=1.0)),
+        rates=some(3, 6, upto=1.0),
+        gains=some(depth, upto=3.0),
+        costs=some(depth, upto=0.3),
+        verify=np.sort(some(reach + 3, upto=1.0)),
+        worth=0.5 + float(rng.random()),
+        share=0.1,
+    )
+    return Budget(depth, width, most, rule=rule)
 
 
 DRAFTERS = {
@@ -202,14 +179,14 @@ DRAFTERS = {
     "eagle3-dynamic": Case(eagle(3), Budget(4, 8, 24)),
     "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
     "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
-    "lm-best-first": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3, plan=Erratic())),
-    "lm-at-once": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), Budget(4, 3, 9, plan=ErraticAtOnce())),
-    "eagle1-at-once": Case(eagle(1), Budget(5, 4, 12, plan=ErraticAtOnce()), anything),
-    "eagle3-at-once": Case(eagle(3), Budget(5, 4, 12, plan=ErraticAtOnce()), anything),
-    "eagle3-at-once-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(6, 9, 30, plan=ErraticAtOnce()), anything),
-    "eagle1-best-first-chain": Case(eagle(1), Budget(6, plan=Erratic()), anything),
-    "eagle3-best-first": Case(eagle(3), Budget(4, 4, plan=Erratic())),
-    "eagle3-best-first-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(6, 4, plan=Erratic()), anything),
+    "lm-rule-chain": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), erratic(4, 1)),
+    "lm-rule": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), erratic(4, 3, 9)),
+    "eagle1-rule": Case(eagle(1), erratic(5, 4, 12), anything),
+    "eagle3-rule": Case(eagle(3), erratic(5, 4, 12), anything),
+    "eagle3-rule-few-tokens": Case(eagle(3, draft_vocab_size=40), erratic(6, 9, 30), anything),
+    "eagle1-rule-chain": Case(eagle(1), erratic(6, 1), anything),
+    "eagle3-rule-20": Case(eagle(3), erratic(4, 4, 20)),
+    "eagle3-rule-few-tokens-20": Case(eagle(3, draft_vocab_size=40), erratic(6, 4, 20), anything),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),

@@ -8,7 +8,8 @@ import torch
 from draftwing.drafters.base import Budget
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.model.target import Context, Row
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 VOCAB = 20

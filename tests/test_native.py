@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftwing.noise import KeyedNoise
 from draftwing.run.kernel import build
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.noise import NativeNoise
-from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import DraftTree
 
 CAN_COMPILE = sys.platform == "linux" and build._find_compiler() is not None

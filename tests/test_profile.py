@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from conftest import build, refused
 from draftwing.budget import measure as profile
 from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.measure import costs_of, measure, planner_for
-from draftwing.drafters.base import Budget, NoDrafter
+from draftwing.budget.measure import drop_costs
+from draftwing.drafters.base import Budget, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
@@ -27,10 +28,23 @@ from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.run.storage import cache_folder
 from draftwing.sampling import Sampling
+from draftwing.tree import Accepted, DraftTree
 
 VOCAB = 80  # more than the most nodes that are measured
 CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}
 PROMPTS = ([4, 9, 9, 4, 9], [3])
+
+
+def loop_of(target):
+    return lambda drafter, budget: Decoder(target, drafter, budget=budget)
+
+
+def measure(target, maker, **named) -> Costs:
+    return profile.measure(target, maker, loop_of(target), **named)
+
+
+def costs_of(target, maker, **named) -> Costs:
+    return profile.costs_of(target, maker, loop_of(target), **named)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +92,8 @@ class Script:
         script = self
 
         class Slow(NoDrafter):
+            traits = Traits()
+
             def propose(self, ctx, sampling, budget):
                 script.now += script.draft(budget, ctx.num_rows)
                 return super().propose(ctx, sampling, budget)
@@ -253,7 +269,7 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "deep" / "cache"))
     measured: list[Costs] = []
 
-    def fake(target, new_drafter):
+    def fake(target, new_drafter, new_loop):
         measured.append(Costs(Curve(((1, 1.0 + len(measured)),))))
         return measured[-1]
 
@@ -345,25 +361,74 @@ def test_where_costs_are_kept(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / "own"
 
 
+def test_two_heads_of_one_name_are_measured_each_for_itself(target, makers, kept, folder_of):
+    """Every training run's head is called head; what tells them apart is what a draft takes."""
+    config = EagleConfig.for_target(
+        3, ModelConfig.from_hf(read_config(folder_of("llama", **CHANGES))), draft_vocab_size=40
+    )
+    other = EagleNet(config, target.embedding, target.head, torch.arange(40), torch.float32)
+    first, second = makers["eagle3"], lambda: EagleDrafter(other, target, "tiny")
+    assert first().name == second().name
+    assert first().traits.identity != second().traits.identity
+    assert costs_of(target, first) != costs_of(target, second)
+    assert [costs_of(target, first), costs_of(target, second)] == kept.measured
+
+
+def test_what_was_measured_on_a_busy_machine_is_dropped_where_steps_disagree(target, kept, monkeypatch):
+    """A plain step was measured at a second, and takes a sixth of that: not for good."""
+    planner = profile.planner_for(target, lambda: LookupDrafter(VOCAB), "match", loop_of(target))
+    assert len(kept.measured) == 1
+    file = next(kept.folder.iterdir())
+    held = json.loads(file.read_text())
+    assert abs(held["measured"] - time.time()) < 60
+
+    def steps(seconds: float, count: int) -> None:
+        tree = DraftTree.root(torch.zeros(1, dtype=torch.int64))
+        accepted = Accepted(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), torch.zeros(1))
+        for _ in range(count):
+            planner.clock.run = 0  # as if drafts came in between: in a long run few steps are looked at
+            planner.observe(tree, accepted, 1, 0.0, seconds)
+
+    file.write_text(json.dumps({**held, "measured": held["measured"] - 2 * profile.YOUNG}))
+    steps(1.5, 200)
+    steps(0.7, 200)
+    steps(0.17, 10)
+    steps(1.0, 1)
+    assert file.exists()  # slower or faster now and then, or for a while, is no other machine
+    steps(0.17, 60)
+    assert not file.exists()
+    assert costs_of(target, lambda: LookupDrafter(VOCAB)) == kept.measured[1]
+    assert len(kept.measured) == 2
+
+
+def test_what_was_measured_just_now_is_not_dropped(target, kept):
+    costs_of(target, NoDrafter)
+    drop_costs(target, NoDrafter())
+    assert files(kept.folder) == [".json"]
+    drop_costs(target, LookupDrafter(VOCAB))  # nor is what was never measured
+    next(kept.folder.iterdir()).write_text("{")
+    drop_costs(target, NoDrafter())
+    assert len(kept.measured) == 1
+
+
 # --- a planner of it -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "reads"),
+    ("name", "rule", "sighted", "most"),
     [
-        ("lookup", "match", False),
-        ("eagle3", "match", True),
-        ("eagle3", "match-top", True),
-        ("eagle3", "speculative", False),
-        ("causal-lm", "multi-round", False),
-        ("causal-lm", "block", False),
+        ("lookup", "match", True, Budget(16, 3, 63)),
+        ("lookup", "multi-round", False, Budget(16)),
+        ("eagle3", "match", True, Budget(14, 4, 63)),
+        ("eagle3", "match-top", True, Budget(14, 4, 63)),
+        ("eagle3", "speculative", False, Budget(14)),
+        ("causal-lm", "multi-round", False, Budget(14, 4, 63)),
+        ("causal-lm", "block", False, Budget(14)),
     ],
 )
-def test_a_planner_suits_drafter_and_rule(name, rule, reads, target, makers, kept, monkeypatch):
+def test_a_planner_suits_drafter_and_rule(name, rule, sighted, most, target, makers, kept, monkeypatch):
     costs = Costs(Curve(((1, 1.0),)), Curve(((1, 0.1),)), Curve(((1, 0.1),)), width=4)
     monkeypatch.setattr(profile, "measure", lambda *_: costs)
-    planner = planner_for(target, makers[name], rule)
-    assert planner.costs == costs
-    assert planner.reads == reads
-    chains = {arm.is_chain for arm in planner.arms}
-    assert chains == ({True} if rule in ("speculative", "block") or name == "lookup" else {True, False})
+    planner = profile.planner_for(target, makers[name], rule, loop_of(target))
+    assert planner.clock.costs == costs
+    assert (planner.sighted, planner.most, planner.shapes) == (sighted, most, ())

@@ -62,13 +62,17 @@ def test_continuations_follow_earlier_occurrences() -> None:
         followers = [
             tokens[end : end + max_tokens] for n in range(min_match, longest + 1) for end in earlier_ends(tokens, n)
         ]
-        for i, path in enumerate(found):
+        lengths = [length for length, _ in found]
+        assert lengths == sorted(lengths, reverse=True)
+        for i, (length, path) in enumerate(found):
             assert path in followers
-            assert not any(is_prefix(path, other) for j, other in enumerate(found) if j != i)
+            assert any(path[0] == tokens[end] for end in earlier_ends(tokens, length))
+            assert not any(is_prefix(path, other) for j, (_, other) in enumerate(found) if j != i)
         if found:
             # The first is what followed the longest match, or goes on where that broke off.
             best = [tokens[end : end + max_tokens] for end in earlier_ends(tokens, longest)]
-            assert any(is_prefix(path, found[0]) for path in best)
+            assert any(is_prefix(path, found[0][1]) for path in best)
+            assert lengths[0] == longest
 
 
 def test_latest_occurrence_is_exact_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +81,7 @@ def test_latest_occurrence_is_exact_without_the_cap(monkeypatch: pytest.MonkeyPa
         found = SuffixAutomaton(tokens).continuations(5, 1)
         if found:
             latest = earlier_ends(tokens, longest_match(tokens))[-1]
-            assert is_prefix(tokens[latest : latest + 5], found[0])
+            assert is_prefix(tokens[latest : latest + 5], found[0][1])
 
 
 def test_longest_match_and_latest_occurrence_come_first() -> None:
@@ -85,21 +89,21 @@ def test_longest_match_and_latest_occurrence_come_first() -> None:
     tokens = [1, 2, 3, 4, 0, 3, 7, 0, 2, 3, 6, 0, 1, 2, 3, 5, 9, 1, 2, 3]
     automaton = SuffixAutomaton(tokens)
     assert automaton.match_length == 3
-    assert automaton.continuations(2, 9) == [[5, 9], [4, 0]]
-    assert automaton.continuations(1, 1) == [[5]]
+    assert automaton.continuations(2, 9) == [(3, [5, 9]), (3, [4, 0])]
+    assert automaton.continuations(1, 1) == [(3, [5])]
     assert automaton.continuations(2, 9, min_match=4) == []
 
 
 def test_shorter_matches_give_other_branches() -> None:
     tokens = [2, 3, 6, 0, 1, 2, 3, 5, 1, 2, 3]
-    assert SuffixAutomaton(tokens).continuations(1, 9) == [[5], [6]]
+    assert SuffixAutomaton(tokens).continuations(1, 9) == [(3, [5]), (2, [6])]
 
 
 def test_a_continuation_cut_by_the_end_goes_on() -> None:
     automaton = SuffixAutomaton([1, 2, 3] * 4)
     assert automaton.match_length == 9
-    assert automaton.continuations(8, 4) == [[1, 2, 3, 1, 2, 3, 1, 2]]
-    assert SuffixAutomaton([7] * 500).continuations(5, 2) == [[7] * 5]
+    assert automaton.continuations(8, 4) == [(9, [1, 2, 3, 1, 2, 3, 1, 2])]
+    assert SuffixAutomaton([7] * 500).continuations(5, 2) == [(499, [7] * 5)]
 
 
 def test_nothing_to_offer() -> None:
@@ -130,7 +134,7 @@ def test_merge_paths_properties() -> None:
     for _ in range(300):
         paths = [[rng.randrange(3) for _ in range(rng.randint(0, 6))] for _ in range(rng.randint(0, 6))]
         max_nodes = rng.randint(1, 24)
-        tokens, parents = merge_paths(9, paths, max_nodes)
+        tokens, parents, sources = merge_paths(9, paths, max_nodes)
         assert (tokens[0], parents[0]) == (9, -1)
         assert len(tokens) == len(parents) <= max_nodes
         assert all(0 <= parents[i] < i for i in range(1, len(parents)))
@@ -140,13 +144,15 @@ def test_merge_paths_properties() -> None:
         # The nodes are the distinct beginnings of the paths, in order, up to the budget.
         expected = list(dict.fromkeys([(), *(tuple(path[:n]) for path in paths for n in range(1, len(path) + 1))]))
         assert nodes == expected[:max_nodes]
+        first = [min((i for i, path in enumerate(paths) if tuple(path[: len(n)]) == n), default=-1) for n in nodes]
+        assert sources == [-1, *first[1:]]
 
 
 def test_merge_paths_example() -> None:
     paths = [[1, 2, 3], [1, 4], [5, 6]]
-    assert merge_paths(0, paths, 99) == ([0, 1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 1, 0, 5])
-    assert merge_paths(0, paths, 6) == ([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 1, 0])
-    assert merge_paths(0, paths, 1) == ([0], [-1])
-    assert merge_paths(0, [], 4) == ([0], [-1])
+    assert merge_paths(0, paths, 99) == ([0, 1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 1, 0, 5], [-1, 0, 0, 0, 1, 2, 2])
+    assert merge_paths(0, paths, 6) == ([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 1, 0], [-1, 0, 0, 0, 1, 2])
+    assert merge_paths(0, paths, 1) == ([0], [-1], [-1])
+    assert merge_paths(0, [], 4) == ([0], [-1], [-1])
     with pytest.raises(TreeError, match="max_nodes"):
         merge_paths(0, paths, 0)

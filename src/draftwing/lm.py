@@ -15,7 +15,7 @@ from draftwing.budget.costs import Costs
 from draftwing.budget.measure import costs_of, planner_for
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.engine.decode import Decoder, loop_of
 from draftwing.engine.engine import Engine, Speculation
 from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DraftwingError
@@ -166,13 +166,13 @@ class LM:
 
     def costs(self, *, again: bool = False) -> Costs:
         """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""
-        return costs_of(self.target, self.new_drafter, again=again)
+        return costs_of(self.target, self.new_drafter, loop_of(self.target), again=again)
 
     def decoder(self) -> Decoder:
         """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
         with self._turn:
             if self.is_auto and self._planner is None:
-                self._planner = planner_for(self.target, self.new_drafter, self.rule)
+                self._planner = planner_for(self.target, self.new_drafter, self.rule, loop_of(self.target))
         planner, turn = self._planner, None if self._planner is None else self._turn
         return Decoder(
             self.target,

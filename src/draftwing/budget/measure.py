@@ -1,4 +1,4 @@
-"""Measures what a step costs here, through the decode loop itself, and keeps it for the next time.
+"""Measures what a step costs here, through a decode loop, and keeps it for the next time.
 
 A stand-in drafter proposes trees of every size for the target's part; the real one drafts at every depth for its own.
 All are measured in turn, so that a machine that slows down slows all alike, and medians are taken.
@@ -13,6 +13,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,19 +23,17 @@ from torch import Tensor
 from draftwing.accept import get_rule
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
-from draftwing.drafters.base import Budget, Drafter, NoDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.drafters.base import Budget, Drafter, Traits
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanContext
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.storage import private_folder
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.stats import Timings
+from draftwing.stats import Step, Timings
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["costs_of", "measure", "planner_for"]
+__all__ = ["Loop", "NewLoop", "costs_of", "drop_costs", "measure", "planner_for"]
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 8)
@@ -43,12 +44,41 @@ FEW_NODES, FEW_DEPTHS = (1, 4, 6, 8, 12, 16, 32, 64), (1, 4)
 ROWS, ROW_NODES = 4, (1, 4, 16)
 CONTEXT, LONG = 64, 1024  # tokens of the rows that are measured
 ROUNDS, LEAST_ROUNDS = 12, 2  # the first warms everything up, and does not count
+YOUNG = 3600  # seconds for which costs are kept whatever steps take, or they might be measured at every start
+
+
+class Loop(Protocol):
+    """What is needed of a decode loop: ``engine.decode.Decoder``."""
+
+    ctx: Context
+    budget: Budget
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the next step advances."""
+        ...
+
+    def admit(self, prompt_ids: list[int], sampling: Sampling) -> int:
+        """Add a request; its id."""
+        ...
+
+    def step(self) -> Step:
+        """Advance them all."""
+        ...
+
+    def retire(self, request_id: int) -> None:
+        """Drop one that still runs."""
+        ...
+
+
+NewLoop = Callable[[Drafter, Budget], Loop]  # of a target, under the match rule
 
 
 class _Filler:
     """Proposes chains of a given number of nodes that are never right for long."""
 
     name = "filler"
+    traits = Traits(costs_forwards=False)
 
     def __init__(self, features: FeatureSpec) -> None:
         self.features, self.nodes = features, 1
@@ -72,112 +102,129 @@ class _Filler:
         """Nothing to drop."""
 
 
-def measure(target: Target, new_drafter: Callable[[], Drafter], seconds: float = 4.0) -> Costs:
+@dataclass
+class _Samples:
+    """Seconds by count, round by round."""
+
+    verify: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
+    by_rows: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
+    long: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
+    chain: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
+    tree: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
+    rows_chain: list[float] = field(default_factory=list)
+
+    def costs(self, context: int, stretched: int) -> Costs:
+        """What they say."""
+        curve = Curve.fit(_later(self.verify))
+        per_row = [(Curve.fit(_later(self.by_rows))(n) - curve(n * ROWS)) / (ROWS - 1) for n in self.by_rows]
+        per_token = [(Curve.fit(_later(self.long))(n) - curve(n)) / max(stretched - context, 1) for n in self.long]
+        token = max(0.0, _middle(per_token))
+        chains, more_rows = Curve.line(_later(self.chain)), 0.0
+        if self.rows_chain:
+            more_rows = Curve.fit(_later({1: self.rows_chain}))(1) / chains(max(self.chain)) - 1
+        return Costs(
+            verify=curve,
+            chain=chains,
+            tree=Curve.line(_later(self.tree)),
+            width=WIDTH if self.tree else 1,
+            per_token=token,
+            per_row=max(0.0, _middle(per_row) - context * token),  # each row's own tokens are counted beside
+            draft_per_row=max(0.0, more_rows / (ROWS - 1)),
+            context=context,
+        )
+
+
+def measure(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, seconds: float = 4.0) -> Costs:
     """The costs of a target with a drafter, in about so many seconds (but two rounds at least).
 
     Raises:
         ConfigError: the target has no room for a text of 2 tokens and a tree.
     """
-    drafter = new_drafter()
-    room = target.max_length // 2
+    drafter, room = new_drafter(), target.max_length // 2
     if room < 8:
         raise ConfigError(f"{target.name} has room for {target.max_length} tokens: too few to measure anything")
     context = min(CONTEXT, room // 2)
-    free = drafter.name in (NoDrafter.name, LookupDrafter.name)
-    verify: dict[float, list[float]] = defaultdict(list)
-    by_rows: dict[float, list[float]] = defaultdict(list)
-    long: dict[float, list[float]] = defaultdict(list)
-    chain: dict[float, list[float]] = defaultdict(list)
-    tree: dict[float, list[float]] = defaultdict(list)
-    rows_chain: list[float] = []
-    one, many, far = (_Bench(target, _Filler(drafter.features), rows, context) for rows in (1, ROWS, 1))
-    drafting = None if free else _Bench(target, drafter, 1, context)
-    drafting_rows = None if free else _Bench(target, new_drafter(), ROWS, context)
+
+    def bench(drafter: Drafter, rows: int) -> _Bench:
+        return _Bench(target, drafter, new_loop, rows, context)
+
+    one, many, far = (bench(_Filler(drafter.features), rows) for rows in (1, ROWS, 1))
+    drafting = (bench(drafter, 1), bench(new_drafter(), ROWS)) if drafter.traits.costs_forwards else None
     stretched = far.stretch(min(LONG, room))
     one.verify(1)
     is_slow = one.verify(1) > SLOW
     nodes = [count for count in (FEW_NODES if is_slow else NODES) if count <= min(room // 2, target.vocab_size)]
     depths = [depth for depth in (FEW_DEPTHS if is_slow else DEPTHS) if depth < room // 2]
     tree_depths = [depth for depth in (FEW_DEPTHS if is_slow else TREE_DEPTHS) if depth < room // 2]
-    began = time.perf_counter()
+    found, began = _Samples(), time.perf_counter()
     for turn in range(ROUNDS):
         if turn >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
             break
         for count in nodes:
-            verify[count].append(one.verify(count))
+            found.verify[count].append(one.verify(count))
         for count in (n for n in ROW_NODES if n in nodes):
-            by_rows[count].append(many.verify(count))
+            found.by_rows[count].append(many.verify(count))
             if stretched:
-                long[count].append(far.verify(count))
-        if drafting is not None and drafting_rows is not None:
-            for depth in depths:
-                chain[depth].append(drafting.draft(Budget(depth)))
-            if target.vocab_size > WIDTH:
-                for depth in tree_depths:
-                    tree[depth].append(drafting.draft(Budget(depth, WIDTH, nodes[-1])))
-            rows_chain.append(drafting_rows.draft(Budget(depths[-1])))
-    curve = Curve.fit(_later(verify))
-    per_row = [(Curve.fit(_later(by_rows))(n) - curve(n * ROWS)) / (ROWS - 1) for n in by_rows]
-    per_token = [(Curve.fit(_later(long))(n) - curve(n)) / max(stretched - context, 1) for n in long]
-    token = max(0.0, _middle(per_token))
-    chains = Curve.line(_later(chain))
-    rows_draft = Curve.fit(_later({1: rows_chain}))(1) if rows_chain else 0.0
-    more_rows = rows_draft / chains(depths[-1]) - 1 if rows_chain else 0.0
-    return Costs(
-        verify=curve,
-        chain=chains,
-        tree=Curve.line(_later(tree)),
-        width=WIDTH if tree else 1,
-        per_token=token,
-        per_row=max(0.0, _middle(per_row) - context * token),  # each row's own tokens are counted beside
-        draft_per_row=max(0.0, more_rows / (ROWS - 1)),
-        context=context,
-    )
+                found.long[count].append(far.verify(count))
+        if drafting is None:
+            continue
+        alone, together = drafting
+        for depth in depths:
+            found.chain[depth].append(alone.draft(Budget(depth)))
+        for depth in tree_depths if target.vocab_size > WIDTH else ():
+            found.tree[depth].append(alone.draft(Budget(depth, WIDTH, nodes[-1])))
+        found.rows_chain.append(together.draft(Budget(depths[-1])))
+    return found.costs(context, stretched)
 
 
 class _Bench:
     """A decode loop whose steps are timed."""
 
-    def __init__(self, target: Target, drafter: Drafter, rows: int, context: int) -> None:
+    def __init__(self, target: Target, drafter: Drafter, new_loop: NewLoop, rows: int, context: int) -> None:
         self._target, self._drafter = target, drafter
-        self._decoder = Decoder(target, drafter, budget=Budget(1))
+        self._loop = new_loop(drafter, Budget(1))
         self._prompt = [(7 * i + 3) % target.vocab_size for i in range(context + 1)]  # the last one is pending
         self._rows, self._length = rows, context
+        self._ids: set[int] = set()
         self._admit()
 
     def _admit(self) -> None:
-        for _ in range(self._rows):
-            self._decoder.admit(self._prompt, Sampling(max_tokens=self._target.max_length, ignore_eos=True))
+        sampling = Sampling(max_tokens=self._target.max_length, ignore_eos=True)
+        self._ids = {self._loop.admit(self._prompt, sampling) for _ in range(self._rows)}
 
     def stretch(self, length: int) -> int:
         """Pretend that the row is so long: its slots hold zeros, which take as long to read. 0 where not possible."""
-        row = self._decoder.ctx.rows[0]
-        if not isinstance(self._decoder.ctx, LeanContext) or length <= row.length:
+        row = self._loop.ctx.rows[0]
+        if not isinstance(self._loop.ctx, LeanContext) or length <= row.length:
             return 0
         row.tokens[1:1] = [self._prompt[0]] * (length - row.length)
         row.length = self._length = length
         return length
 
     def verify(self, nodes: int) -> float:
+        """Seconds of all but the draft."""
         assert isinstance(self._drafter, _Filler)
         self._drafter.nodes = nodes
         times = self._step()
-        if isinstance(self._decoder.ctx, LeanContext):  # back again: the texts stay as long as they are said to be
-            for row in self._decoder.ctx.rows:
+        if isinstance(self._loop.ctx, LeanContext):  # back again: the texts stay as long as they are said to be
+            for row in self._loop.ctx.rows:
                 row.length = self._length
                 del row.tokens[row.length + 1 :]
         return times.verify + times.accept + times.commit
 
     def draft(self, budget: Budget) -> float:
-        self._decoder.budget = budget
+        """Seconds of the draft."""
+        self._loop.budget = budget
         return self._step().draft
 
     def _step(self) -> Timings:
-        if self._decoder.num_running < self._rows:  # a text ran to its end
-            for request in self._decoder.running:
-                self._decoder.retire(request.id)
+        if self._loop.num_running < self._rows:  # a text ran to its end
+            for request in self._ids:
+                self._loop.retire(request)
             self._admit()
-        return self._decoder.step().timings
+        step = self._loop.step()
+        self._ids -= {row.request_id for row in step.rows if row.finish_reason is not None}
+        return step.timings
 
 
 def _later(samples: dict[float, list[float]]) -> dict[float, list[float]]:
@@ -188,27 +235,61 @@ def _middle(values: list[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str) -> Planner:
-    """A planner for a target with a drafter, by measured costs."""
-    drafter = new_drafter()
-    costs, on_cpu = costs_of(target, new_drafter), target.device.type == "cpu"
+def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str, new_loop: NewLoop) -> Planner:
+    """A planner for a target with a drafter, by measured costs; it drops those that turn out to be wrong.
+
+    Args:
+        rule: a name in ``accept.RULES``.
+        new_loop: makes a decode loop of a drafter and a budget, to measure with.
+    """
+    costs, drafter = costs_of(target, new_drafter, new_loop), new_drafter()
     return Planner.of(
         costs,
         get_rule(rule, lossless=False),
-        free=drafter.name == LookupDrafter.name,
-        on_cpu=on_cpu,
-        at_once=getattr(drafter, "at_once", False),
+        drafter.traits,
+        on_cpu=target.device.type == "cpu",
+        on_stale=partial(drop_costs, target, drafter),
     )
 
 
 # --- kept for the next time ------------------------------------------------------------------------------------------
 
 
-def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool = False) -> Costs:
-    """Measured costs, from the cache where this machine has measured the same before."""
+def costs_of(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, *, again: bool = False) -> Costs:
+    """Measured costs, from the cache where this machine has measured the same before; ``again`` measures anew."""
+    key = _key(target, new_drafter())
+    file = _file(key)
+    if not again:
+        try:
+            with private_folder() as folder:
+                return Costs.from_dict(json.loads(folder.read(file))["costs"])
+        except (OSError, ValueError, KeyError, TypeError, ConfigError):
+            pass  # nothing there, or nothing that can be read: measured anew
+    costs = measure(target, new_drafter, new_loop)
+    try:
+        with private_folder() as folder:
+            folder.write(file, json.dumps({"key": key, "measured": time.time(), "costs": costs.to_dict()}).encode())
+    except OSError:
+        pass  # a cache that cannot be written costs a few seconds the next time, and nothing else
+    return costs
+
+
+def drop_costs(target: Target, drafter: Drafter) -> None:
+    """Forget what was measured, unless that was just now: the next planner measures anew."""
+    file = _file(_key(target, drafter))
+    try:
+        with private_folder() as folder:
+            if time.time() - float(json.loads(folder.read(file))["measured"]) > YOUNG:
+                folder.remove(file)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there, or nothing that anybody will read
+
+
+def _key(target: Target, drafter: Drafter) -> dict[str, object]:
+    """All that costs depend on."""
     kernel = get_kernel()
-    key = {
-        "version": 3,
+    return {
+        "version": 4,
         "runtime": kernel.name if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes],
@@ -217,20 +298,10 @@ def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool 
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "drafter": new_drafter().name,
+        "drafter": [drafter.name, drafter.traits.identity],
     }
+
+
+def _file(key: dict[str, object]) -> str:
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    file = f"costs-{name}.json"
-    if not again:
-        try:
-            with private_folder() as folder:
-                return Costs.from_dict(json.loads(folder.read(file))["costs"])
-        except (OSError, ValueError, KeyError, TypeError, ConfigError):
-            pass  # nothing there, or nothing that can be read: measured anew
-    costs = measure(target, new_drafter)
-    try:
-        with private_folder() as folder:
-            folder.write(file, json.dumps({"key": key, "costs": costs.to_dict()}).encode())
-    except OSError:
-        pass  # a cache that cannot be written costs a few seconds the next time, and nothing else
-    return costs
+    return f"costs-{name}.json"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
@@ -16,23 +15,10 @@ from draftwing.drafters.growth import Growth, request_for
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.run.forward import Over
-from draftwing.run.request import Drafted, DraftRequest
+from draftwing.run.request import DraftRequest
 from draftwing.sampling import SamplingBatch
-from draftwing.tree import DraftTree
 
 __all__ = ["Asked"]
-
-
-class _Growing(Growth):
-    """A tree under construction that says where its nodes were run."""
-
-    wants_places = False
-
-    def finish(self) -> Drafted:  # type: ignore[override]
-        tree = super().finish()
-        index = torch.arange(tree.num_nodes, device=tree.tokens.device).expand_as(tree.tokens)
-        places = self.slots_of(index) if self.wants_places and not self.is_chain else None
-        return Drafted(tree, places, self.level - 1)
 
 
 @dataclass
@@ -94,20 +80,19 @@ class Asked:
         """See ``run.forward.Asked``."""
         return request_for(self.ctx, self.wanted, self.sampling, self.budget, self.depth, self.calibration)
 
-    def growth(self) -> _Growing:
+    def growth(self) -> Growth:
         """See ``run.forward.Asked``."""
-        growth = _Growing(self.ctx, list(self.wanted), self.sampling, self.budget, self.calibration)
-        growth.wants_places = self.wants_places
-        return growth
+        return Growth(
+            self.ctx, self.wanted, self.sampling, self.budget, self.calibration, wants_places=self.wants_places
+        )
 
     def over(self) -> Over:
         """See ``run.forward.Asked``."""
         budget, calibration, wants_places = self.budget, self.calibration, self.wants_places
 
-        def growth(pending: Tensor, wanted: Tensor, sampling: SamplingBatch) -> _Growing:
-            found = _Growing(_Rows(pending.device, pending_ids=pending), wanted, sampling, budget, calibration)
-            found.wants_places = wants_places
-            return found
+        def growth(pending: Tensor, wanted: Tensor, sampling: SamplingBatch) -> Growth:
+            ctx = _Rows(pending.device, pending_ids=pending)
+            return Growth(ctx, wanted, sampling, budget, calibration, wants_places=wants_places)
 
         return growth
 
@@ -119,7 +104,7 @@ class Asked:
         rules alone.
         """
         sampling, budget = self.sampling, self.budget
-        if budget.plan is not None or budget.children not in ("keyed", "top") or not sampling.only_temperature:
+        if budget.rule is not None or budget.children not in ("keyed", "top") or not sampling.only_temperature:
             return None
         # What the scores' code looks at on the host, and nothing else of a request.
         return budget, sampling.all_greedy, sampling.num_greedy > 0, sampling.scales
@@ -132,8 +117,3 @@ class Asked:
         if paths is None:
             return replace(self, budget=replace(self.budget, depth=depth))
         return replace(self, budget=replace(self.budget, paths=tuple(path for path in paths if len(path) <= depth)))
-
-
-def root(ctx: Context) -> DraftTree:
-    """Lone roots: nothing is drafted."""
-    return DraftTree.root(ctx.pending())

@@ -5,12 +5,10 @@ Shape suffixes: B rows, N nodes, T tokens, F features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from draftwing.errors import ConfigError, shown
@@ -19,7 +17,11 @@ from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Plan", "Traits"]
+__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Traits"]
+
+# What a budget may ask for, so that no shape asks for more memory or time than a machine has.
+MAX_DEPTH, MAX_WIDTH, MAX_NODES = 1024, 256, 4096
+_CHILDREN = ("keyed", "top", "sampled", "distinct")
 
 
 @dataclass(frozen=True)
@@ -41,48 +43,6 @@ class Traits:
     identity: str = ""
 
 
-# What a budget may ask for, so that no shape asks for more memory or time than a machine has.
-MAX_DEPTH, MAX_WIDTH, MAX_NODES = 1024, 256, 4096
-_CHILDREN = ("keyed", "top", "sampled", "distinct")
-
-
-class Plan(Protocol):
-    """What a growing tree asks, where its size is not fixed beforehand (``budget.planner``).
-
-    Attributes:
-        at_once: its trees are for drafters that grow them in one call; what grows level by level is to be a chain.
-    """
-
-    at_once: bool
-
-    def chance(self, raw: float, depth: int) -> float:
-        """The chance at which nodes of a depth are accepted, given their parents, where the drafter says ``raw``."""
-        ...
-
-    def chances(self, raw: Tensor, depth: int) -> Tensor:
-        """The same for logs of chances, of any shape."""
-        ...
-
-    def another_level(self, reached: float, level: int, width: int) -> bool:
-        """Whether to draft below depth ``level``, whose expanded nodes are reached at ``reached`` in sum."""
-        ...
-
-    def growth_rule(self, depth: int, width: int, most: int) -> GrowthRule | None:
-        """All that is asked here of a tree so deep and wide, at once; None where it must be asked as it grows."""
-        ...
-
-    def num_nodes(self, chances: Sequence[float]) -> int:
-        """How many nodes to verify: ``chances`` of the best, the second best, ... of all rows in sum."""
-        ...
-
-    def drafted(self, raw: np.ndarray, effort: float) -> None:
-        """What the drafter said of the finished tree's nodes, given their parents, (B, N) chances.
-
-        ``effort``: levels drafted; those that were wider than one node may count as more.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Budget:
     """How much to draft in one step, and in what shape.
@@ -95,7 +55,8 @@ class Budget:
         paths: a static tree instead: every node as the ranks of the children on its path, such as
             ``((0,), (1,), (0, 0))``. ``depth`` and ``width`` then follow from it. ``EAGLE_TREE`` is EAGLE-1's.
         children: how children are chosen, from the rule: ``keyed``, ``top``, ``sampled`` or ``distinct``.
-        plan: decides while the tree grows how much of depth and nodes is used; None uses all.
+        rule: what nodes are worth, which decides how much of depth, width and nodes is used; None uses all. With
+            children drawn from q there must be none.
 
     Raises:
         ConfigError: a number that is none or outside its range, or paths that are no tree. At most 1,024 levels, 256
@@ -107,7 +68,7 @@ class Budget:
     nodes: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
     children: str = "keyed"
-    plan: Plan | None = field(default=None, compare=False, repr=False)
+    rule: GrowthRule | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.children, str) or self.children not in _CHILDREN:
@@ -206,19 +167,23 @@ class Drafter(Protocol):
     Attributes:
         name: for reports.
         features: the target's hidden states that it reads.
-
-    One that grows whole trees in one call says so by ``at_once``.
+        traits: what it is like.
     """
 
     name: str
     features: FeatureSpec
+    traits: Traits
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """A row was added at the end of ``ctx.rows``; ``features`` (1, T - 1, F) of its prompt."""
         ...
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """A tree per row whose roots are the pending tokens. May look at nothing that the target has not emitted."""
+        """A tree per row whose roots are the pending tokens. May look at nothing that the target has not emitted.
+
+        ``DraftTree.told`` may say how likely each node is, given its parent; what is learnt of it decides how much is
+        drafted and verified (``budget.planner``).
+        """
         ...
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
@@ -235,6 +200,7 @@ class NoDrafter:
 
     name = "none"
     features = NO_FEATURES
+    traits = Traits(drafts=False, costs_forwards=False)
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Nothing to keep."""

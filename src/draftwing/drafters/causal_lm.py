@@ -43,7 +43,7 @@ class CausalLMDrafter:
             )
         self.model = model
         self.name = f"causal-lm ({model.name})"
-        self.traits = Traits(costs_forwards=True, grows_by_rule=True, identity=f"{self.name}, {model.num_weight_bytes}")
+        self.traits = Traits(grows_by_rule=True, identity=f"{self.name}, {model.num_weight_bytes}")
         self._runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified
@@ -88,13 +88,7 @@ class CausalLMDrafter:
         self._read = [
             row.length if fits else read for row, read, fits in zip(ctx.rows, self._read, wanted, strict=True)
         ]
-        if budget.plan is not None and self._drafted.tree.told is not None:
-            budget.plan.drafted(self._drafted.tree.told.numpy(), self._drafted.tree.effort)
         return self._drafted.tree
-
-    @property
-    def at_once(self) -> bool:
-        return self.model.runs.grows and self.model.net.rotary.config.position_only
 
     @torch.inference_mode()
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:

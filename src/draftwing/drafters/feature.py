@@ -45,7 +45,7 @@ class EagleDrafter:
             )
         self.name = f"eagle{config.version}" + (f" ({name})" if name else "")
         self.features = FeatureSpec(config.taps)
-        self.traits = Traits(costs_forwards=True, grows_by_rule=True, identity=identity or self.name)
+        self.traits = Traits(reads_features=True, grows_by_rule=True, identity=identity or self.name)
         self.net, self._runner = net, net.runs.runner(net, self)
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         # Features since the last draft, step by step, (B, at least a row's entries, F) each, with the rows' lengths
@@ -86,14 +86,7 @@ class EagleDrafter:
         if budget.depth == 0 or not any(wanted):
             return DraftTree.root(ctx.pending())
         asked = Asked(ctx, wanted, sampling, budget, self.net.config.calibration)
-        tree = self._runner.draft(self._waiting(ctx), asked).tree
-        if budget.plan is not None and tree.told is not None:
-            budget.plan.drafted(tree.told.numpy(), tree.effort)
-        return tree
-
-    @property
-    def at_once(self) -> bool:
-        return self.net.runs.grows and self.net.rotary.config.position_only and self.net.shape.is_shifted
+        return self._runner.draft(self._waiting(ctx), asked).tree
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until a tree is drafted again."""

@@ -5,16 +5,21 @@ Costs next to nothing, and gains wherever a text repeats itself or its prompt: c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from draftwing.drafters.base import Budget
+from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.suffix import SuffixAutomaton, merge_paths
 from draftwing.model.target import NO_FEATURES, Context, TargetOutput
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["LookupDrafter"]
+
+SECOND = 0.3  # chance of what followed a shorter match, of that of what followed it elsewhere
 
 
 class LookupDrafter:
@@ -27,6 +32,7 @@ class LookupDrafter:
 
     name = "lookup"
     features = NO_FEATURES
+    traits = Traits(costs_forwards=False)
 
     def __init__(self, vocab_size: int, min_match: int = 2) -> None:
         self._vocab_size, self._min_match = vocab_size, min_match
@@ -45,27 +51,55 @@ class LookupDrafter:
         self._read.pop()
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Up to ``budget.width`` continuations of ``budget.depth`` tokens; one alone where a classic rule needs q."""
+        """Up to ``budget.width`` continuations of ``budget.depth`` tokens; one alone where a classic rule needs q.
+
+        The longer a match, the likelier what followed it: ``told`` says how likely.
+        """
         drawn = budget.children in ("sampled", "distinct")
         num_paths = 1 if drawn else budget.width
-        all_tokens, all_parents = [], []
+        most = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)
+        all_tokens, all_parents, all_told, deepest = [], [], [], 0
         for index, row in enumerate(ctx.rows):
             automaton = self._automata[index]
             automaton.extend_all(row.tokens[self._read[index] :])
             self._read[index] = len(row.tokens)
-            paths = automaton.continuations(budget.depth, num_paths, self._min_match)
-            tokens, parents = merge_paths(row.tokens[-1], paths, 1 + budget.depth * num_paths)
+            found = automaton.continuations(budget.depth, num_paths, self._min_match)
+            tokens, parents, sources = merge_paths(row.tokens[-1], [path for _, path in found], most)
+            depths = _depths(parents)
             all_tokens.append(tokens)
             all_parents.append(parents)
+            all_told.append(_told([length for length, _ in found], parents, sources, depths))
+            deepest = max(deepest, *depths)
         tree = DraftTree.from_lists(all_tokens, all_parents, ctx.device)
-        if num_paths > 1:
-            return tree
+        padded = [[*told, *[0.0] * (tree.num_nodes - len(told))] for told in all_told]
+        tree = replace(tree, told=torch.tensor(padded, device=ctx.device), depth=deepest, is_line=num_paths == 1)
         if not drawn:
-            return DraftTree.chain(tree.tokens)
+            return tree
         # Node i's child is certain: q is one-hot on it (and means nothing at the last node).
         following = torch.cat([tree.tokens[:, 1:], tree.tokens[:, -1:]], 1).clamp(min=0)
         probs = torch.zeros(*tree.tokens.shape, self._vocab_size, device=ctx.device)
-        return DraftTree.chain(tree.tokens, None, probs.scatter_(2, following[:, :, None], 1.0))
+        return replace(tree, draft_probs=probs.scatter_(2, following[:, :, None], 1.0))
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """The automata read new tokens when they next propose."""
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    depths = [0] * len(parents)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    return depths
+
+
+def _told(lengths: Sequence[int], parents: Sequence[int], sources: Sequence[int], depths: Sequence[int]) -> list[float]:
+    """The chance of each node given its parent, from the length of the match that it continues.
+
+    A match grows with every token that comes true. What is wrong with these chances is learnt from what comes of them.
+    """
+    told, branched = [1.0] * len(parents), set[int]()
+    for node in range(1, len(parents)):
+        told[node] = 1 - 1 / (lengths[sources[node]] + depths[node])
+        if parents[node] in branched:
+            told[node] *= SECOND
+        branched.add(parents[node])
+    return told

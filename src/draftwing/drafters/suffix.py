@@ -80,7 +80,7 @@ class SuffixAutomaton:
         self._link[current] = self._target(state, token) if state >= 0 else 0
         self._last = current
 
-    def continuations(self, max_tokens: int, max_branches: int, min_match: int = 1) -> list[list[int]]:
+    def continuations(self, max_tokens: int, max_branches: int, min_match: int = 1) -> list[tuple[int, list[int]]]:
         """What followed earlier occurrences of the longest matching ends of the sequence.
 
         The longest match comes first, then ever shorter ones; for each, what followed its latest known earlier
@@ -94,7 +94,8 @@ class SuffixAutomaton:
             min_match: The least length of a match, in tokens, at least 1.
 
         Returns:
-            At most ``max_branches`` lists of 1 to ``max_tokens`` token ids; none if nothing matches.
+            At most ``max_branches`` pairs of a match's length and the 1 to ``max_tokens`` token ids that followed it;
+            none if nothing matches.
 
         Raises:
             ConfigError: An argument is below its least value.
@@ -106,7 +107,7 @@ class SuffixAutomaton:
         ):
             if value < least:
                 raise ConfigError(f"{name}: expected at least {least}, found {value}; raise it to {least} or more.")
-        chosen: list[list[int]] = []
+        chosen: list[tuple[int, list[int]]] = []
         if max_tokens == 0 or max_branches == 0:
             return chosen
         state = self._link[self._last]
@@ -114,8 +115,8 @@ class SuffixAutomaton:
             if state <= 0 or self._length[state] < min_match:
                 break
             for end in (self._latest_end[state], self._first_end[state]):
-                _choose(chosen, self._tokens[end : end + max_tokens], max_branches)
-            if len(chosen) == max_branches and all(len(path) == max_tokens for path in chosen):
+                _choose(chosen, self._length[state], self._tokens[end : end + max_tokens], max_branches)
+            if len(chosen) == max_branches and all(len(path) == max_tokens for _, path in chosen):
                 break
             state = self._link[state]
         return chosen
@@ -158,19 +159,19 @@ class SuffixAutomaton:
         return clone
 
 
-def _choose(chosen: list[list[int]], path: list[int], max_branches: int) -> None:
-    """Add ``path`` to ``chosen`` in place, which stays free of prefixes of one another and within its size."""
-    for i, other in enumerate(chosen):
+def _choose(chosen: list[tuple[int, list[int]]], length: int, path: list[int], max_branches: int) -> None:
+    """Add ``path``, which followed a match of ``length``, to ``chosen`` in place: no prefixes, and within its size."""
+    for i, (longer, other) in enumerate(chosen):
         common = min(len(path), len(other))
         if path[:common] == other[:common]:
             if len(path) > common:
-                chosen[i] = path
+                chosen[i] = longer, path
             return
     if len(chosen) < max_branches:
-        chosen.append(path)
+        chosen.append((length, path))
 
 
-def merge_paths(root: int, paths: Sequence[Sequence[int]], max_nodes: int) -> tuple[list[int], list[int]]:
+def merge_paths(root: int, paths: Sequence[Sequence[int]], max_nodes: int) -> tuple[list[int], list[int], list[int]]:
     """Merge paths that all start behind one token into a tree, the first paths first.
 
     Path 0 gets its nodes, then path 1 those that it does not share with path 0, and so on until the budget is used;
@@ -182,25 +183,27 @@ def merge_paths(root: int, paths: Sequence[Sequence[int]], max_nodes: int) -> tu
         max_nodes: The most nodes, the root included, at least 1.
 
     Returns:
-        ``(tokens, parents)``, both as long as there are nodes: a node's token, and the index of its parent, which is
-        below its own; -1 for node 0. No two children of a node have the same token.
+        ``(tokens, parents, sources)``, all as long as there are nodes: a node's token; the index of its parent, which
+        is below its own; and the first path that goes through it. -1 for node 0. No two children of a node have the
+        same token.
 
     Raises:
         TreeError: ``max_nodes`` is below 1.
     """
     if max_nodes < 1:
         raise TreeError(f"max_nodes: expected at least 1 (the root), found {max_nodes}; raise it to 1 or more.")
-    tokens, parents = [root], [-1]
+    tokens, parents, sources = [root], [-1], [-1]
     children: dict[tuple[int, int], int] = {}
-    for path in paths:
+    for source, path in enumerate(paths):
         node = 0
         for token in path:
             child = children.get((node, token))
             if child is None:
                 if len(tokens) == max_nodes:
-                    return tokens, parents
+                    return tokens, parents, sources
                 child = children[node, token] = len(tokens)
                 tokens.append(token)
                 parents.append(node)
+                sources.append(source)
             node = child
-    return tokens, parents
+    return tokens, parents, sources

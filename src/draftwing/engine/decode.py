@@ -21,6 +21,7 @@ import torch
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.drafters.worth import worth_keeping
 from draftwing.engine.request import Request
 from draftwing.engine.rows import cut_to, explain, logprobs_of, widest
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
@@ -30,7 +31,7 @@ from draftwing.sampling import Sampling, SamplingBatch, on_host
 from draftwing.stats import RowStep, Step, Timings
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "loop_of"]
 
 
 class Decoder:
@@ -202,6 +203,8 @@ class Decoder:
             if budget.depth >= max(rooms):
                 budget = cut_to(budget, max(rooms) - 1, ctx.device)
             tree = self.drafter.propose(ctx, sampling, budget)
+            if budget.rule is not None and not self.drafter.traits.grows_by_rule:
+                tree = worth_keeping(tree, budget.rule)
             if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
                 tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
             _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
@@ -315,6 +318,11 @@ class Decoder:
             request.restart_text()
         self.ctx, self.drafter, self.running, self._batch = ctx, drafter, running, None
         self._changing = False
+
+
+def loop_of(target: Target) -> Callable[[Drafter, Budget], Decoder]:
+    """Makes loops of a drafter and a fixed budget: what costs are measured with (``budget.measure``)."""
+    return lambda drafter, budget: Decoder(target, drafter, budget=budget)
 
 
 def _gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:

@@ -34,19 +34,17 @@ def cut_to(budget: Budget, depth: int, device: torch.device) -> Budget:
 
 
 def widest(budgets: Sequence[Budget]) -> Budget:
-    """One budget for rows that ask for several: as deep, as wide and as large as any of them."""
+    """One budget for rows that ask for several: as deep, as wide and as large as any of them, and by no rule."""
     first = budgets[0]
     if all(budget == first for budget in budgets):
         return first
     width = max(budget.width for budget in budgets)
     sizes = [len(each.paths) if each.paths else each.nodes or each.depth * each.width for each in budgets]
-    plan = next((budget.plan for budget in budgets if budget.plan is not None), None)
     return Budget(
         depth=max(budget.depth for budget in budgets),
         width=width,
         nodes=max(sizes) if width > 1 else None,
         children=first.children,
-        plan=plan,
     )
 
 

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftwing.api import LM
-from draftwing.budget.costs import (
-    Costs,
+from draftwing.budget.costs import Costs, inflection_length
+from draftwing.budget.formulas import (
     best_gamma,
     expected_tokens,
-    inflection_length,
     memory_factor,
     operations_factor,
     predicted_speedup,

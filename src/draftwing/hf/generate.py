@@ -22,7 +22,7 @@ from draftwing.api import load_drafter
 from draftwing.budget.measure import planner_for
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.engine.decode import Decoder, loop_of
 from draftwing.engine.engine import Engine
 from draftwing.engine.request import with_seed
 from draftwing.errors import TokenizerError, UnsupportedError
@@ -172,7 +172,7 @@ class CustomGenerate:
             )
         with kept.turn:
             if drafts and self.budget is None and kept.planner is None:
-                kept.planner = planner_for(kept.target, kept.new_drafter, self.rule)
+                kept.planner = planner_for(kept.target, kept.new_drafter, self.rule, loop_of(kept.target))
         return Decoder(
             kept.target,
             drafter,

@@ -39,6 +39,16 @@ class GrowthRule:
     worth: float
     share: float
 
+    @property
+    def depth(self) -> int:
+        """Levels that the tables reach."""
+        return len(self.gains)
+
+    @property
+    def most(self) -> int:
+        """Nodes that the tables reach, the root not counted."""
+        return len(self.verify) - 3
+
 
 @dataclass(frozen=True)
 class DraftRequest:

@@ -1,0 +1,104 @@
+"""How often drafted tokens are accepted: by the chance that the drafter gives, by depth, and by rank among siblings."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+
+from draftwing.budget.costs import pooled
+
+__all__ = ["NUM_DEPTHS", "Acceptance", "Ranks"]
+
+NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
+EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
+PRIOR = 3.0  # observations that what is believed beforehand counts as
+FORGET = 0.998  # of a bin, by observation
+NUM_RANKS = 4  # siblings told apart
+LATEST = 0.03  # what the latest observation of a rank counts, once there were many
+
+
+class Acceptance:
+    """How often tokens with such a chance were accepted, given their parents: binned, by depth, decayed, never falling.
+
+    Bins of one depth are pooled where they fall (isotonic regression), so that a greater chance never counts less.
+    Until a depth has been seen often enough, it is believed to be as the one above: deep nodes are rarely reached.
+    """
+
+    def __init__(self) -> None:
+        middles = np.concatenate([[EDGES[0] / 2], (EDGES[1:] + EDGES[:-1]) / 2, [(1 + EDGES[-1]) / 2]])
+        # Sums over a bin: nodes, their chances, and how many were accepted; all begin at what the drafter says.
+        self._prior = PRIOR * np.stack([np.ones_like(middles), middles, middles])
+        self._sums = np.tile(self._prior, (NUM_DEPTHS, 1, 1))
+        self._lines: list[tuple[np.ndarray, np.ndarray] | None] = [None] * NUM_DEPTHS
+
+    def observe(self, chances: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
+        """Nodes whose parents were accepted: (K,) the drafter's chance of each, depth from 1, and whether it was."""
+        known = np.isfinite(chances)
+        if not known.any():
+            return
+        chances, depths, accepted = chances[known], depths[known], accepted[known]
+        place = np.minimum(depths, NUM_DEPTHS) - 1
+        bins = np.searchsorted(EDGES, chances)
+        touched = np.unique(place)
+        self._sums[touched] = self._prior + FORGET ** len(chances) * (self._sums[touched] - self._prior)
+        for kind, values in enumerate((np.ones_like(chances), chances, accepted)):
+            np.add.at(self._sums, (place, np.full_like(place, kind), bins), values)
+        self._lines = [None] * NUM_DEPTHS
+
+    def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
+        """The chance at which such nodes of this depth were accepted, of any shape."""
+        found: np.ndarray = np.interp(chances, *self._line(min(depth, NUM_DEPTHS) - 1))
+        return found
+
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Knots and rates of a ``GrowthRule``: (NUM_DEPTHS, bins) float32 each."""
+        lines = [self._line(place) for place in range(NUM_DEPTHS)]
+        knots, rates = (np.array([line[part] for line in lines], dtype=np.float32) for part in (0, 1))
+        return knots, rates
+
+    def _line(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of depth ``place + 1``, (bins,) each: the mean chance, and the rate at which the nodes were accepted."""
+        known = self._lines[place]
+        if known is not None:
+            return known
+        seen, chances, hits = self._sums[place]
+        if place:
+            hits = hits - self._prior[2] + PRIOR * self._line(place - 1)[1]
+        line = self._lines[place] = chances / seen, np.array(pooled((hits / seen).tolist(), seen.tolist()))
+        return line
+
+
+class Ranks:
+    """How often the first, second, ... child of an accepted node was accepted, by depth: what blind shapes go by."""
+
+    def __init__(self) -> None:
+        first = [0.7, 0.1, 0.05, 0.03]  # believed beforehand
+        self._rates = [list(first) for _ in range(NUM_DEPTHS)]
+        self._seen = [[0] * NUM_RANKS for _ in range(NUM_DEPTHS)]
+
+    def observe(self, depth: int, rank: int, accepted: bool) -> None:
+        """One node whose parent was accepted; depth from 1, rank from 0."""
+        if rank >= NUM_RANKS:
+            return
+        place = min(depth, NUM_DEPTHS) - 1
+        self._seen[place][rank] += 1
+        weight = max(LATEST, 1 / (self._seen[place][rank] + PRIOR))
+        self._rates[place][rank] += weight * (accepted - self._rates[place][rank])
+
+    def rate(self, depth: int, rank: int = 0) -> float:
+        """The chance of such a child; depth from 1."""
+        return self._rates[min(depth, NUM_DEPTHS) - 1][rank]
+
+    def likeliest(self, depth: int, width: int) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Paths of ranks with the chance of each, the likeliest first and parents before their children (Sequoia)."""
+        waiting: list[tuple[float, tuple[int, ...]]] = []
+        waiting += [(-self.rate(1, rank), (rank,)) for rank in range(min(width, NUM_RANKS))]
+        heapq.heapify(waiting)
+        while waiting:
+            value, path = heapq.heappop(waiting)
+            yield path, -value
+            if len(path) < depth:
+                for rank in range(min(width, NUM_RANKS)):
+                    heapq.heappush(waiting, (value * self.rate(len(path) + 1, rank), (*path, rank)))
