@@ -20,6 +20,7 @@ from draftwing.model.lean import LeanTarget
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.run.forward import Entries
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.noise import noise_of
 from draftwing.run.request import GrowthRule
@@ -211,9 +212,13 @@ class Search:
         return [each[:width] for each in chosen] if enough else []
 
     def tree(self) -> DraftTree:
-        waiting = self.drafter._waiting_entries(self.ctx, [True for _ in self.rows])
-        logits, states = self.drafter._catch_up(self.ctx, waiting)
-        logits, frontier = logits.clone(), [[0] for _ in self.rows]
+        waiting, runner = self.drafter._waiting(self.ctx), self.drafter._runner
+        width = waiting.num_entries
+        chain = DraftTree.chain(torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in waiting.tokens]))
+        last = torch.tensor([len(ids) - 1 for ids in waiting.tokens])[:, None, None]
+        states = runner.fuse(waiting.features[:, :width])
+        logits, states = runner.forward(Entries(chain, waiting.lengths, states=states), last=last)
+        frontier = [[0] for _ in self.rows]
         drafted = [[(nodes[0]["token"], -1)] for nodes in self.nodes]
         for level in range(self.budget.depth):
             newest = [len(nodes) for nodes in self.nodes]
@@ -236,10 +241,8 @@ class Search:
                     sources[row, entry] = before[row].index(node["parent"])
             tokens, parents = (torch.tensor([[each[part] for each in row] for row in drafted]) for part in (0, 1))
             states = states.gather(1, sources[:, :, None].expand(-1, -1, states.shape[2]))
-            logits, states = self.drafter._forward(
-                tokens[:, first:], states, DraftTree(tokens, parents), waiting.lengths, first_node=first
-            )
-            logits = logits.clone()
+            entries = Entries(DraftTree(tokens, parents), waiting.before_roots(), 0, first, None, states)
+            logits, states = runner.forward(entries)
         kept, tokens, parents = self.worth(), [], []
         for row in self.rows:
             order = [0, *sorted(self.ranked(row)[:kept])]
