@@ -172,7 +172,7 @@ class Watched(LookupDrafter):
 
 def test_nothing_is_drafted_deeper_than_can_be_emitted(target):
     paths = tuple((0,) * depth for depth in range(1, 30))
-    for budget in (dw.Budget(5000), dw.Budget(5000, 3, 40), dw.Budget(paths=paths)):
+    for budget in (dw.Budget(1000), dw.Budget(1000, 3, 40), dw.Budget(paths=paths)):
         watched = Watched()
         decoder = dw.Decoder(target, watched, budget=budget)
         decoder.admit(PROMPTS[0], Sampling(max_tokens=6, ignore_eos=True))
