@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test test-all check format clean
 
 help:  ## Show this list.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
 
 $(READY): pyproject.toml tools/install_torch.py
 	@$(PYTHON) -c 'import sys; sys.exit("Draftwing needs Python 3.11 or newer, found " + sys.version.split()[0] + ": set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -23,8 +23,15 @@ setup: $(READY)  ## Create .venv with everything needed.
 demo: $(READY)  ## Decode held-out Python plainly and speculatively: the same text, and the speed of each.
 	$(BIN)/draftwing compare --texts
 
-test: $(READY)  ## Run the test suite.
-	$(BIN)/python -m pytest
+# A worker of pytest-xdist for each processor; files stay together, since what their tests share is made once for a file.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+
+test: $(READY)  ## Run the test suite, some minutes on two cores.
+	$(PYTEST)
+
+test-all: $(READY)  ## Run all of it, also what the suite covers by pairs, and see that known mistakes are found.
+	$(PYTEST) -m ''
+	$(BIN)/python tools/mutants.py
 
 check: $(READY)  ## Lint, format, types, floors, exports, README.
 	$(BIN)/ruff check .
@@ -32,7 +39,7 @@ check: $(READY)  ## Lint, format, types, floors, exports, README.
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_structure.py tests/test_readme.py
 
-format: $(READY)  ## Format and mend what ruff can.
+format: $(READY)  ## Format, and fix what ruff can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

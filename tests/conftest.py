@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["DRAFTWING_CACHE"] = tempfile.mkdtemp(prefix="draftwing-test-")  # nothing of the user's is read or written
+# A cache of the tests' own: nothing of the user's is read or written. Processes that this one starts (the workers of
+# pytest-xdist, tools/mutants.py) inherit the variable: they share the cache, and the compiled kernel in it.
+os.environ["DRAFTWING_CACHE"] = os.environ.get("DRAFTWING_TEST_CACHE") or tempfile.mkdtemp(prefix="draftwing-test-")
 
 import pytest
 import tokenizers
@@ -20,10 +23,31 @@ import torch
 import transformers
 
 from draftwing.errors import DraftwingError
+from draftwing.run.kernel.build import get_kernel
 
+IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
+os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # several workers: compiled here, before each of them would
+        get_kernel()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not IS_SHARED:
+        shutil.rmtree(os.environ["DRAFTWING_TEST_CACHE"], ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For ``-n auto``: a worker for each processor that may be used, 8 at most, as each takes half a gigabyte."""
+    may_use = getattr(os, "sched_getaffinity", None)
+    return min(len(may_use(0)) if may_use else os.cpu_count() or 1, 8)
+
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,

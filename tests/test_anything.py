@@ -126,7 +126,7 @@ def test_whatever_plain_decoding_takes_drafting_takes(lms, options, prompt):
     found = []
     for lm in lms:
         try:
-            done = lm.generate([prompt, prompt], **{"max_tokens": 3, **options})
+            done = lm.generate([prompt, prompt], **{"max_tokens": 3, "seed": 3, **options})
             found.append([(each.token_ids, each.finish_reason) for each in done])
         except DraftwingError as error:
             found.append(str(error))

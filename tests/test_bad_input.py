@@ -244,6 +244,8 @@ def test_no_such_draft(folder):
         ({"engine": "warp"}, ("unknown engine 'warp'", "choose auto, lean or transformers")),
         ({"device": "nonsense"}, ("unknown device 'nonsense'", "use cpu or cuda")),
         ({"device": "meta"}, ("device 'meta'", "use cpu or cuda")),
+        ({"rule": []}, ("unknown acceptance rule []", "choose one of match, match-top, speculative")),
+        ({"rule": None}, ("unknown acceptance rule None", "choose one of match, match-top, speculative")),
         ({"rule": "none"}, ("unknown acceptance rule 'none'", "choose one of match, match-top, speculative")),
         ({"rule": "typical"}, ("'typical' changes what the target says", "pass lossless=False")),
         ({"rule": "block", "budget": Budget(3, 2)}, ("'block' takes chains, found width 2", "use width 1 or 'match'")),
@@ -534,7 +536,7 @@ def broken(folder_of):
 def poison(target, where):
     with torch.no_grad():
         if where == "norm":
-            target.norm.weight[3] = torch.nan
+            target.net.norm.weight[3] = torch.nan
         elif where == "embedding":
             target.embedding[5] = torch.nan
         else:

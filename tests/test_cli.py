@@ -362,7 +362,7 @@ def test_compare_fails_where_a_text_differs(target, prompts, monkeypatch):
     result = run(*args)
     assert result.exit_code == 1
     assert "no (0 of 1)" in result.stdout
-    assert json.loads(run(*args, "--json").stdout)["promised"] == "same text"
+    assert json.loads(run(*args, "--json").stdout)["methods"][1]["promise"] == "text"
     # The classic rules promise the law of the text, not the text.
     args += ["--rule", "speculative", "-T", 1]
     result = run(*args)
@@ -371,7 +371,7 @@ def test_compare_fails_where_a_text_differs(target, prompts, monkeypatch):
     assert "same law, other text" in result.stdout
     assert "no (0 of 1)" not in result.stdout
     assert "identical" not in result.stdout
-    assert json.loads(run(*args, "--json").stdout)["promised"] == "same law, other text"
+    assert json.loads(run(*args, "--json").stdout)["methods"][1]["promise"] == "law"
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from draftwing.model.lean import LeanTarget
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
-from draftwing.run.kernel.build import get_kernel, noise_of
+from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.noise import noise_of
 from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree

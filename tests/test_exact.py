@@ -1,7 +1,8 @@
 """The same text with any drafter: under the keyed rule, token ids equal plain decoding's.
 
-A drafter is under test when it stands in ``DRAFTERS``: every entry runs with every family and every sampling, alone,
-in a ragged batch, and in one whose rows join late and leave early.
+A drafter is under test when it stands in ``DRAFTERS``: every entry runs with every family, and with every sampling
+alone, in a ragged batch, and in one whose rows join late and leave early. The rest of the product, every entry with
+all of these at once, is marked ``full``: ``make test-all`` runs it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.objectives import OBJECTIVES
 from draftwing.noise import KeyedNoise
-from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.library import get_kernel
 from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats, Step
@@ -43,6 +44,7 @@ from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.batch import Truth, UnrolledLoss
 from draftwing.tree import PAD, DraftTree
+from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
@@ -353,27 +355,37 @@ def check_step(step: Step) -> None:
 # --- the keyed rule: equality ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("family", TARGETS)
-def test_text_is_plain_decodings(family, kind, drafter, lab):
+FACTORS = {"family": TARGETS, "kind": tuple(SAMPLINGS), "drafter": tuple(DRAFTERS), "batch": tuple(BATCHES)}
+TOGETHER = [*groups_of(FACTORS, 2), ("drafter", "kind", "batch"), ("family", "kind", "batch")]
+CHOSEN = cover(FACTORS, TOGETHER)
+
+
+def everything() -> list[object]:
+    """The product of all factors, family by family; what ``CHOSEN`` leaves out is marked."""
+    chosen = set(CHOSEN)
+    return [
+        pytest.param(*case, id="-".join(case), marks=() if case in chosen else pytest.mark.full)
+        for case in product(*FACTORS.values())
+    ]
+
+
+@pytest.mark.parametrize(tuple(FACTORS), everything())
+def test_text_is_plain_decodings(family, kind, drafter, batch, lab):
     """Alone, beside others of other lengths and seeds, joining late, and up to where a request is retired."""
     here, case = lab(family), DRAFTERS[drafter]
-    for name, batch in BATCHES.items():
-        rows, leaves = batch["rows"], batch.get("leaves", {})
-        requests = [here.request(kind, row) for row in rows]
-        joins = batch.get("joins", ())
-        texts, stats = run(here.target, requests, case.make(here, kind), case.budget, joins=joins, leaves=leaves)
-        for request, row in enumerate(rows):
-            wanted = here.plain(kind, row)
-            if request in leaves:
-                wanted = wanted[: len(texts[request])]
-                assert 0 < len(wanted) < MAX_TOKENS
-            assert texts[request] == wanted, name
-        assert stats.num_tokens == sum(map(len, texts.values()))
-        assert stats.num_forwards <= stats.num_tokens
-        assert stats.num_accepted <= stats.num_drafted
-        assert not here.is_lean or case.shows(stats)
+    rows, joins, leaves = (BATCHES[batch].get(name, {}) for name in ("rows", "joins", "leaves"))
+    requests = [here.request(kind, row) for row in rows]
+    texts, stats = run(here.target, requests, case.make(here, kind), case.budget, joins=joins, leaves=leaves)
+    for request, row in enumerate(rows):
+        wanted = here.plain(kind, row)
+        if request in leaves:
+            wanted = wanted[: len(texts[request])]
+            assert 0 < len(wanted) < MAX_TOKENS
+        assert texts[request] == wanted
+    assert stats.num_tokens == sum(map(len, texts.values()))
+    assert stats.num_forwards <= stats.num_tokens
+    assert stats.num_accepted <= stats.num_drafted
+    assert not here.is_lean or case.shows(stats)
 
 
 @pytest.mark.parametrize("drafter", ["lm-tree", "lm-dynamic", "eagle1-static", "eagle3-dynamic"])
@@ -395,6 +407,25 @@ def test_rows_of_different_sampling_share_a_batch(drafter, lab):
         made._futures = {PROMPTS[row]: here.plain(kind, row) for row, kind in enumerate(kinds)}
     texts, _ = run(here.target, [here.request(kind, row) for row, kind in enumerate(kinds)], made, case.budget)
     assert [texts[row] for row in range(3)] == [here.plain(kind, row) for row, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if "few-tokens" in name])
+@pytest.mark.parametrize("kind", ["greedy", "t1"])
+@pytest.mark.parametrize("family", ["llama", *FUSED])
+def test_what_is_drafted_are_the_targets_tokens(family, kind, drafter, lab):
+    """A head that drafts tokens 20 to 59 alone proposes them under the target's ids, and some come true."""
+    here, case = lab(family), DRAFTERS[drafter]
+    decoder = Decoder(here.target, case.make(here, kind), budget=case.budget)
+    for row in range(3):
+        decoder.admit(*here.request(kind, row))
+    drafted, accepted = set(), 0
+    while decoder.num_running:
+        step = decoder.step()
+        drafted |= set(step.tree.tokens[:, 1:].flatten().tolist())
+        accepted += sum(row.num_accepted for row in step.rows)
+    assert drafted <= {PAD, *range(20, 60)}
+    assert max(drafted) >= 40
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -477,6 +508,23 @@ def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
         assert alone[0] == together[row]
     assert stats.lossless
     assert drafter != "self-chain" or stats.alpha[0] == 1.0  # p and q are equal: the first draft is always taken
+
+
+@pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain"])
+def test_siblings_are_drawn_as_the_rule_asks(drafter, lab):
+    """Without replacement for ``multi-round``, independently for its sister: the laws of both hang on it."""
+    here = lab("llama")
+    for rule, distinct in (("multi-round", True), ("multi-round-replacement", False)):
+        decoder = Decoder(here.target, DRAFTERS[drafter].make(here, "t1"), rule, Budget(2, 3))
+        for row in range(3):
+            decoder.admit(*here.request("t1", row))
+        equal = 0
+        while decoder.num_running:
+            tree = decoder.step().tree
+            for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+                children = Counter((above, token) for above, token in zip(parents, tokens, strict=True) if above >= 0)
+                equal += sum(children.values()) - len(children)
+        assert (equal == 0) == distinct
 
 
 @pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain"])

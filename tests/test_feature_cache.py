@@ -360,7 +360,7 @@ def test_calls_that_cannot_be_meant(folder_of, target, corpus, tmp_path):
     with refused(ConfigError, "kept in bfloat16 or float32, found torch.float16"):
         write(tmp_path, target, corpus, dtype=torch.float16)
     broken = load(folder_of)
-    broken.norm.weight.data[0] = float("inf")
+    broken.net.norm.weight.data[0] = float("inf")
     with refused(NumericsError, "not finite in torch.float32", "float64"):
         write(tmp_path, broken, corpus)
     assert not contents(tmp_path)

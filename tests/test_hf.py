@@ -45,6 +45,7 @@ VOCAB, EOS, PAD, NEW = SMALL["vocab_size"], SMALL["eos_token_id"], SMALL["pad_to
 PROMPTS = ([4, *range(3, 15)], [9], [3, 8, 12, 5, 8, 12])
 FAMILIES = ("llama", "qwen3", "gpt2")
 DTYPES = (torch.float64, torch.float32)
+FIXED = Budget(4, 2)  # where a measured one is not the point: measuring takes longer than most tests
 
 
 def inputs(prompts=PROMPTS):
@@ -107,7 +108,7 @@ def assert_same(model, fast, given=ALONE, **settings):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_what_generate_writes(drafts, family, dtype, draft):
     model = build(family).to(dtype)
-    fast = draftwing.custom_generate(drafts(family)[draft])
+    fast = draftwing.custom_generate(drafts(family)[draft], budget=FIXED)
     assert_same(model, fast)
     assert fast.stats.num_drafted > 0 or draft == "lookup"
     assert_same(model, fast, inputs())
@@ -126,6 +127,12 @@ def test_any_budget(model, drafts, budget):
     fast = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=budget)
     assert_same(model, fast, inputs())
     assert fast.stats.num_drafted > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_budget_of_a_planner(drafts, family):
+    for draft in ("causal-lm", "eagle3"):
+        assert_same(build(family), draftwing.custom_generate(drafts(family)[draft]), inputs())
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "multi-round"])
@@ -239,13 +246,15 @@ def test_stop_strings(folder_of, tmp_path):
     piece = next(s for s in (tokenizer.decode(token) for token in plain[6:]) if s.isascii() and s.strip())
     settings = {"eos_token_id": EOS, "pad_token_id": PAD}
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [piece])])
-    by_criterion = assert_same(model, draftwing.custom_generate("lookup"), stopping_criteria=criteria, **settings)
+    by_criterion = assert_same(
+        model, draftwing.custom_generate("lookup", budget=FIXED), stopping_criteria=criteria, **settings
+    )
     assert by_criterion.shape[1] < ALONE["input_ids"].shape[1] + NEW
     for given in (tokenizer, tmp_path, str(tmp_path)):
-        fast = draftwing.custom_generate("lookup", tokenizer=given)
+        fast = draftwing.custom_generate("lookup", budget=FIXED, tokenizer=given)
         ours = model.generate(**ALONE, max_new_tokens=NEW, **settings, stop_strings=piece, custom_generate=fast)
         assert ours.tolist() == by_criterion.tolist()
-    fast = draftwing.custom_generate("lookup")
+    fast = draftwing.custom_generate("lookup", budget=FIXED)
     with pytest.raises(UnsupportedError, match=r"stop_strings.*tokenizer=tokenizer"):
         model.generate(**ALONE, stop_strings=[piece], tokenizer=tokenizer, custom_generate=fast)
 
@@ -407,10 +416,12 @@ def test_a_draft_with_another_tokenizer_is_refused(tokenized):
     model = build("llama", vocab_size=300)
     loaded = AutoTokenizer.from_pretrained(tokenized["model"])
     for tokenizer in (tokenized["model"], str(tokenized["model"]), loaded):
-        assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=tokenizer))
+        assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=tokenizer, budget=FIXED))
         with pytest.raises(TokenizerError, match="another tokenizer than the target"):
-            assert_same(model, draftwing.custom_generate(tokenized["other"], tokenizer=tokenizer))
-    assert_same(model, draftwing.custom_generate(tokenized["other"]))  # nothing known, nothing checked; still exact
+            assert_same(model, draftwing.custom_generate(tokenized["other"], tokenizer=tokenizer, budget=FIXED))
+    assert_same(
+        model, draftwing.custom_generate(tokenized["other"], budget=FIXED)
+    )  # nothing known, nothing checked; still exact
     with pytest.raises(TokenizerError, match=r"expected a fast tokenizer .* found object: give the model's folder"):
         assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=object()))
 
@@ -426,9 +437,9 @@ def test_a_head_for_another_tokenizer_is_refused(tokenized, tmp_path):
         config = EagleConfig.for_target(3, shape, target=known)
         write_head(tmp_path / name, EagleNet(config, target.embedding, target.head, None, torch.float32))
     for tokenizer in (tokenized["model"], loaded):
-        assert_same(model, draftwing.custom_generate(tmp_path / "right", tokenizer=tokenizer))
+        assert_same(model, draftwing.custom_generate(tmp_path / "right", tokenizer=tokenizer, budget=FIXED))
         with pytest.raises(CheckpointError, match="vocab_hash"):
-            assert_same(model, draftwing.custom_generate(tmp_path / "wrong", tokenizer=tokenizer))
+            assert_same(model, draftwing.custom_generate(tmp_path / "wrong", tokenizer=tokenizer, budget=FIXED))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import math
 import os
 import random
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -24,8 +22,8 @@ from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.noise import KeyedNoise
-from draftwing.run.kernel import build as kernel_module
-from draftwing.run.kernel.build import NativeNoise, get_kernel, kernel_problem
+from draftwing.run.kernel.library import get_kernel, kernel_problem
+from draftwing.run.kernel.noise import NativeNoise
 from draftwing.run.kernel.packed import Packed
 from draftwing.run.kernel.program import Program, Workspace
 from draftwing.sampling import Sampling, SamplingBatch
@@ -385,54 +383,3 @@ def test_a_head_that_is_laid_out_for_pytorch_keeps_its_net_there(folder_of):
     target = LeanTarget.from_folder(folder_of("mixtral", head_dim=32), torch.float32)
     config = EagleConfig.for_target(1, ModelConfig.from_hf(read_config(folder_of("mixtral", head_dim=32))))
     assert EagleNet(config, target.embedding, target.head).prepack(fast=True).runs.name == "torch"
-
-
-# --- where it comes from ---------------------------------------------------------------------------------------------
-
-
-def in_a_fresh_process(tmp_path, **environment):
-    code = "import draftwing.run.kernel.build as k; print(k.get_kernel() is not None, '|', k.kernel_problem())"
-    env = {**os.environ, "DRAFTWING_CACHE": str(tmp_path / "cache"), **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_without_a_compiler_there_is_a_reason_and_no_kernel(tmp_path):
-    nothing = str(tmp_path)
-    told = in_a_fresh_process(tmp_path, PATH=nothing, CXX="")
-    assert told.startswith(("False | no C++ compiler was found: install g++", "True"))  # ziglang may be installed
-    assert in_a_fresh_process(tmp_path, DRAFTWING_KERNEL="off") == "False | DRAFTWING_KERNEL is off"
-
-
-@needs_kernel
-def test_a_compiler_that_fails_is_named(tmp_path):
-    assert in_a_fresh_process(tmp_path, CXX="false").startswith("False | false could not compile the CPU kernel")
-    assert not list((tmp_path / "cache").iterdir())
-
-
-@needs_kernel
-def test_it_is_compiled_once_and_a_folder_that_cannot_be_written_does_no_harm(tmp_path):
-    assert in_a_fresh_process(tmp_path).startswith("True")
-    (made,) = (tmp_path / "cache").iterdir()
-    stamp = made.stat().st_mtime_ns
-    assert in_a_fresh_process(tmp_path, CXX="false").startswith("True")
-    assert made.stat().st_mtime_ns == stamp
-    (tmp_path / "file").write_text("")
-    assert in_a_fresh_process(tmp_path, DRAFTWING_CACHE=str(tmp_path / "file")).startswith("True")
-
-
-@needs_kernel
-def test_structures_of_another_layout_are_refused(monkeypatch):
-    class Shorter(kernel_module.Op):
-        _fields_ = (("more", kernel_module.ctypes.c_int32),)
-
-    monkeypatch.setattr(kernel_module, "Op", Shorter)
-    kernel_module._load.cache_clear()
-    try:
-        assert get_kernel() is None
-        assert "lays its structures out otherwise" in kernel_problem()
-    finally:
-        monkeypatch.undo()
-        kernel_module._load.cache_clear()
-    assert get_kernel() is not None

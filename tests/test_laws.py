@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -290,6 +291,77 @@ def test_a_batch_of_ragged_trees_is_its_rows_one_by_one(rule, monkeypatch):
             assert int(accepted.num[b]) == len(path) - 1
             assert int(accepted.bonus[b]) == bonus
     assert all(float(law.sum()) == pytest.approx(1.0, abs=1e-12) for law in Remembered.laws)
+
+
+def random_trees(seed: int, vocab: int) -> DraftTree:
+    """Three ragged trees of any shape over few tokens: many siblings are equal, and some nodes are unused."""
+    rng, rows = random.Random(seed), []
+    for _ in range(3):
+        tokens, parents, used = [0], [-1], [0]
+        for node in range(1, rng.randint(2, 14)):
+            skipped = rng.random() < 0.15
+            tokens.append(PAD if skipped else rng.randrange(vocab))
+            parents.append(-1 if skipped else rng.choice(used[-3:] if rng.random() < 0.7 else used))
+            used += [] if skipped else [node]
+        rows.append((tokens, parents))
+    return DraftTree.from_lists(*zip(*rows, strict=True))
+
+
+def descend(tree: DraftTree, row: int, keeps: Callable[[int], bool]) -> list[int]:
+    """The path to the deepest node whose every ancestor is kept too, by brute force: the first of several."""
+    paths = {0: [0]}
+    for node, parent in enumerate(tree.parents[row].tolist()):
+        if parent in paths and keeps(node):
+            paths[node] = [*paths[parent], node]
+    return max(paths.values(), key=len)  # of equally long ones the first, whose last node has the lowest index
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_match_keeps_the_first_of_the_deepest_paths(temperature):
+    """In its two forms, node by node and all at once: the tokens that the target draws where the path leads."""
+    vocab, num_ties = 3, 0
+    for seed in range(150):
+        tree = random_trees(seed, vocab)
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.randn(*tree.tokens.shape, vocab, dtype=torch.float64, generator=generator)
+        sampling = SamplingBatch([Sampling(temperature=temperature, seed=b) for b in range(3)], KeyedNoise(vocab))
+        starts = [seed, 5, 7]
+        drawn = sampling.draw(scores, tree.depths, starts, tree.max_depth)
+        for found in (accept.match(tree, scores, sampling, starts), accept._along(tree, drawn)):
+            for row in range(3):
+                tokens, parents, own = (x[row].tolist() for x in (tree.tokens, tree.parents, drawn))
+                path = descend(tree, row, lambda node: tokens[node] == own[parents[node]])  # noqa: B023
+                assert found.path[row][: len(path)].tolist() == path
+                assert set(found.path[row][len(path) :].tolist()) <= {PAD}
+                assert (int(found.num[row]), int(found.bonus[row])) == (len(path) - 1, own[path[-1]])
+                siblings = [tokens[node] for node in range(len(tokens)) if parents[node] == parents[path[-1]]]
+                num_ties += len(path) > 1 and siblings.count(tokens[path[-1]]) > 1
+    assert num_ties > 50
+
+
+def test_typical_keeps_what_is_likely_enough():
+    """p(x) above min(epsilon, delta * exp(-H)), at every node of the path; the bonus is the target's own draw."""
+    vocab, kept, left = 6, 0, 0
+    for seed in range(60):
+        tree = random_trees(seed, vocab)
+        generator = torch.Generator().manual_seed(seed)
+        scores = 2.5 * torch.randn(*tree.tokens.shape, vocab, dtype=torch.float64, generator=generator)
+        sampling = SamplingBatch([Sampling(temperature=1.0, seed=b) for b in range(3)], KeyedNoise(vocab))
+        found = RULES["typical"].apply(tree, scores, sampling, [3, 4, 5])
+        drawn = sampling.draw(scores, tree.depths, [3, 4, 5], tree.max_depth)
+        for row in range(3):
+            tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+
+            def keeps(node: int, own=scores[row], tokens=tokens, parents=parents) -> bool:
+                p = own[parents[node]].softmax(-1).tolist()
+                entropy = -sum(each * math.log(each) for each in p)
+                return p[tokens[node]] > min(0.09, 0.3 * math.exp(-entropy))
+
+            path = descend(tree, row, keeps)
+            assert found.path[row][: len(path)].tolist() == path
+            assert (int(found.num[row]), int(found.bonus[row])) == (len(path) - 1, int(drawn[row, path[-1]]))
+            kept, left = kept + len(path) - 1, left + sum(token != PAD for token in tokens) - len(path)
+    assert min(kept, left) > 100
 
 
 def test_keyed_draws_have_their_probabilities():

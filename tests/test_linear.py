@@ -1,12 +1,18 @@
 """Prepacked and quantised linears: right, and a row's bits are its own."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from conftest import refused
 from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.model import blocks
 from draftwing.model import linear as module
+from draftwing.model.blocks import BlockProduct
 from draftwing.model.linear import Linear, can_prepack, check_weights
 
 SHAPES = [(1792, 384), (384, 896), (96, 64), (61, 32)]
@@ -44,6 +50,155 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, dtype):
     for rows in (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 32, 33, 63):
         assert torch.equal(linear(x[:rows].clone()), alone[:rows])
         assert torch.equal(linear(x[:rows].clone(), residual[:rows].clone()), added[:rows])
+
+
+# --- 16 bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untried():
+    """Nothing has been found out about any product, nor is it afterwards."""
+    before = dict(blocks._verdicts)
+    blocks._verdicts.clear()
+    yield
+    blocks._verdicts.clear()
+    blocks._verdicts.update(before)
+
+
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 33, 63, 65)
+MOST = 270  # more than the largest block
+
+
+def check_rows(linear, weight):
+    """Each row has the bits that it has alone, at the end of any number of others."""
+    x, dtype = BlockProduct(linear, weight, "another").sample(), weight.dtype
+    x = torch.cat([x, torch.randn(33, weight.shape[1]).to(dtype)])
+    residual = torch.randn(len(x), len(weight)).to(dtype)
+    alone = torch.cat([linear(row[None]) for row in x])
+    added = torch.cat([linear(row[None], more[None]) for row, more in zip(x, residual, strict=True)])
+    for rows in COUNTS:
+        assert torch.equal(linear(x[-rows:]), alone[-rows:])
+        assert torch.equal(linear(x[-rows:], residual[-rows:]), added[-rows:])
+    many = torch.arange(MOST) % len(x)
+    assert torch.equal(linear(x[many]), alone[many])
+    assert torch.equal(linear(x.T.contiguous().T), alone)
+    assert linear(x[:0]).shape == (0, len(weight))
+    return x, alone
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_16_bits_give_each_row_its_own_bits(shape, dtype, bias):
+    torch.manual_seed(0)
+    weight, offset = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if bias else None
+    linear = Linear(weight.clone(), offset)
+    linear.prepack()
+    x, found = (part[32:] for part in check_rows(linear, weight))
+    exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    assert (found.double() - exact).norm() < 0.01 * exact.norm()
+    assert "rows or more" in linear.runs_as or "one row at a time" in linear.runs_as
+
+
+class Unruly:
+    """A product that sums its inputs in another order where ``is_odd`` says so, in float32 as oneDNN does."""
+
+    def __init__(self, num_out, num_in, is_odd):
+        torch.manual_seed(1)
+        self.weight, self.is_odd, self.calls = torch.randn(num_out, num_in).bfloat16(), is_odd, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        parts = zip(x.double().chunk(8, 1), self.weight.double().chunk(8, 1), strict=True)
+        sums = [(part @ weight.T).float() for part, weight in parts]
+        forwards, backwards = sums[0], sums[-1]
+        for up, down in zip(sums[1:], sums[-2::-1], strict=True):
+            forwards, backwards = forwards + up, backwards + down
+        odd = torch.tensor([self.is_odd(place, len(x)) for place in range(len(x))])
+        return torch.where(odd[:, None], backwards, forwards).bfloat16()
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(
+    ("is_odd", "smallest"),
+    [
+        (lambda place, rows: False, 4),
+        (lambda place, rows: rows < 16, 16),  # another kernel for few rows
+        (lambda place, rows: rows in (5, 6, 32), 4),
+        (lambda place, rows: rows == 16, 16),
+        (lambda place, rows: rows > 16, 4),
+        (lambda place, rows: place % 2 == 1 and rows > 4, 4),
+        (lambda place, rows: place == 3, 0),  # the last row of a block of four, and one of many
+        (lambda place, rows: place >= rows // 2, 0),
+    ],
+    ids=range(8),
+)
+@torch.inference_mode()
+def test_what_does_not_keep_rows_apart_is_found_and_not_used(is_odd, smallest):
+    unruly = Unruly(384, 896, is_odd)
+    product = BlockProduct(unruly, unruly.weight, "unruly")
+    assert product.smallest == smallest
+    x = torch.cat([product.sample()] * 3)
+    alone = torch.cat([product(row[None]) for row in x])
+    for rows in COUNTS:
+        assert torch.equal(product(x[-rows:]), alone[-rows:])
+    sizes = (4, 5, 16, 32)
+    is_tame = not any(is_odd(place, size) for size in sizes for place in range(size))
+    assert all(torch.equal(torch.cat([unruly(part) for part in x.split(size)]), alone) for size in sizes) == is_tame
+
+
+@pytest.mark.usefixtures("untried")
+@torch.inference_mode()
+def test_sizes_are_tried_once_for_a_shape_and_again_with_other_threads(monkeypatch):
+    threads = torch.get_num_threads()
+    unruly = Unruly(64, 64, lambda place, rows: torch.get_num_threads() != threads and rows == 4)
+    product, x = BlockProduct(unruly, unruly.weight, "unruly"), torch.randn(4, 64).bfloat16()
+    before = unruly.calls
+    product(x)
+    assert BlockProduct(unruly, unruly.weight, "unruly").smallest == 4
+    assert unruly.calls == before + 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert product.smallest == 16
+    monkeypatch.undo()
+    assert product.smallest == 4
+
+
+@pytest.mark.usefixtures("untried")
+@torch.inference_mode()
+def test_a_linear_on_a_machine_that_keeps_no_rows_apart(monkeypatch):
+    """It is slow there, right, and says so."""
+    unruly = Unruly(384, 896, lambda place, rows: place >= rows // 2)
+    monkeypatch.setattr(Linear, "_product", lambda self, x: unruly(x))
+    linear = Linear(unruly.weight.clone())
+    linear.prepack()
+    assert linear.runs_as.endswith("bfloat16, one row at a time")
+    check_rows(linear, unruly.weight)
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_on_other_processors_a_row_has_its_own_bits_too(isa):
+    """As far as oneDNN can be told that this is one."""
+    code = (
+        "import torch; torch.set_num_threads(2); from draftwing.model.linear import Linear; import test_linear as t\n"
+        "with torch.inference_mode():\n"
+        "    for dtype in (torch.bfloat16, torch.float16):\n"
+        "        for out, width in ((384, 896), (61, 32)):\n"
+        "            weight = torch.randn(out, width).to(dtype); linear = Linear(weight.clone()); linear.prepack()\n"
+        "            t.check_rows(linear, weight); print(linear.runs_as)"
+    )
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 4
+
+
+def test_what_computes_a_matrix_is_said():
+    plain = Linear(torch.ones(4, 4))
+    assert plain.runs_as == "PyTorch, float32, plain"
+    if can_prepack(plain.weight):
+        plain.prepack()
+        assert plain.runs_as == "oneDNN, float32"
 
 
 # --- int8 ------------------------------------------------------------------------------------------------------------

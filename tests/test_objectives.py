@@ -17,7 +17,7 @@ from draftwing.nets.objectives import OBJECTIVES, head_loss
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.options import METHODS, TrainOptions
-from draftwing.train.trainer import Trainer, _mixed
+from draftwing.train.trainer import Trainer, _mixed, _optimizers
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text
 
 LENGTH = 6
@@ -43,6 +43,11 @@ CASES = {
     "eagle3.1": Case(
         {"method": "eagle3", "unroll_steps": 3},
         {"target_ids": DRAFT_IDS, "norm_output": True, "fc_norm": True, "norm_before_residual": True},
+    ),
+    "eagle1-layers": Case({"method": "hass", "unroll_steps": 2}, {"num_layers": 2, "qkv_bias": True}),
+    "eagle3-layers": Case({"method": "eagle3", "unroll_steps": 3}, {"num_layers": 2, "qkv_bias": True}),
+    "eagle3-narrow": Case(
+        {"method": "eagle3", "unroll_steps": 2}, {"target_hidden_size": 20, "own_embedding": True, "fc_norm": True}
     ),
     "tv": Case({"method": "eagle3", "objective": "tv", "accumulation": 2}, {"target_ids": DRAFT_IDS}),
     "thin": Case({"method": "eagle3", "unroll_steps": 3, "later_share": 0.5}, {"target_ids": DRAFT_IDS}),
@@ -76,6 +81,18 @@ class Texts:
             last = features if self._net.config.version == 1 else torch.randn(3, LENGTH, HIDDEN, dtype=torch.float64)
             logits = torch.randn(3, LENGTH, VOCAB, dtype=torch.float64) * 2 if self._has_logits else None
         return FeatureBatch(Batch(ids, mask, torch.tensor([LENGTH, LENGTH - 1, LENGTH])), features, last, logits)
+
+
+def test_muon_takes_the_matrices_between_hidden_states():
+    net = random_net(3, own_embedding=True, num_layers=2)
+    muon, adamw = _optimizers(net, TrainOptions(iterations=1, optimizer="muon"))
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    found = {names[each] for each in muon.param_groups[0]["params"]}
+    rest = {names[each] for each in adamw.param_groups[0]["params"]}
+    assert found | rest == set(names.values())
+    assert not found & rest
+    assert {"head.weight", "embedding", "norm.weight"} <= rest
+    assert {"fc.weight", "layers.0.qkv.weight", "layers.1.mlp.down.weight"} <= found
 
 
 # --- the papers' formulas --------------------------------------------------------------------------------------------

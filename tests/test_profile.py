@@ -25,7 +25,7 @@ from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
-from draftwing.run.kernel.build import cache_folder
+from draftwing.run.storage import cache_folder
 from draftwing.sampling import Sampling
 
 VOCAB = 80  # more than the most nodes that are measured

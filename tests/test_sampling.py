@@ -47,7 +47,7 @@ def scores_of(rows: list[Sampling], logits: torch.Tensor, tree: DraftTree | None
         ("presence_penalty", (INF, -INF, NAN, 1e39), r"in \[-1e20, 1e20\] \(0 is none\)"),
         ("frequency_penalty", (INF, NAN, 10**400), r"in \[-1e20, 1e20\] \(0 is none\)"),
         ("max_tokens", (0, -1), "at least 1"),
-        ("seed", (-1, 2**63), r"in \[0, 2\*\*63\)"),
+        ("seed", (-1, 2**63), r"None \(drawn\) or in \[0, 2\*\*63\)"),
         ("logprobs", (-1, 65), r"None or in \[0, 64\]"),
         ("stop", ("", ("a", "")), "without empty strings"),
         (
@@ -163,6 +163,16 @@ def test_ties_at_the_cut_all_stay():
     assert kept(Sampling(temperature=1.0, top_k=1), [2.0, 2.0, 1.0]) == [0, 1]
 
 
+def test_a_nucleus_that_is_full_takes_no_more():
+    """Probabilities that are exact in binary: 0.5 reaches a top-p of 0.5, and 0.5 + 0.25 + 0.25 one of 0.75."""
+    logits = [0.0, -math.log(2), -math.log(2)]
+    assert torch.tensor(logits, dtype=torch.float64).softmax(0).tolist() == [0.5, 0.25, 0.25]
+    assert kept(Sampling(temperature=1.0, top_p=0.5), logits) == [0]
+    assert kept(Sampling(temperature=1.0, top_p=0.5), logits[::-1]) == [2]
+    assert kept(Sampling(temperature=1.0, top_p=math.nextafter(0.5, 1)), logits) == [0, 1, 2]
+    assert kept(Sampling(temperature=1.0, top_p=0.75), logits) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.62, 0.9, 0.99])
 def test_top_p_against_brute_force(top_p):
     rng = random.Random(5)
@@ -188,6 +198,15 @@ def test_logit_bias_and_banned_tokens():
     # A ban wins over a bias, and what is banned has no share in a nucleus.
     sampling = Sampling(temperature=1.0, top_p=0.5, logit_bias={0: 50.0}, banned_tokens=(0,))
     assert kept(sampling, [0.0, 5.0, 1.0]) == [1]
+
+
+def test_penalties_look_at_the_logits_before_any_bias():
+    """A bias that turns a negative logit positive does not turn its penalty round."""
+    sampling = Sampling(repetition_penalty=2.0, logit_bias={0: 3.0, 1: -3.0})
+    history = History(torch.tensor([[0, 1]]), torch.tensor([2]), torch.tensor([2]))
+    logits = torch.tensor([[[-1.0, 1.0, 5.0]]], dtype=torch.float64)
+    found = scores_of([sampling], logits, DraftTree.root(torch.tensor([2])), history)
+    assert found.flatten().tolist() == [-1.0 * 2 + 3, 1.0 / 2 - 3, 5.0 / 2]
 
 
 # --- penalties on trees ----------------------------------------------------------------------------------------------

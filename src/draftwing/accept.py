@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, shown
 from draftwing.noise import ACCEPT, hash_bits, uniform
 from draftwing.sampling import SamplingBatch, on_host
 from draftwing.tree import PAD, Accepted, DraftTree
@@ -322,8 +322,8 @@ def get_rule(name: str | Rule, *, lossless: bool = True) -> Rule:
         ConfigError: an unknown name, or a lossy rule while ``lossless`` is asked for.
     """
     rule = RULES.get(name) if isinstance(name, str) else name
-    if rule is None:
-        raise ConfigError(f"unknown acceptance rule {name!r}: choose one of {', '.join(RULES)}")
+    if not isinstance(rule, Rule):
+        raise ConfigError(f"unknown acceptance rule {shown(name)}: choose one of {', '.join(RULES)}")
     if lossless and not rule.lossless:
         raise ConfigError(
             f"rule {rule.name!r} changes what the target says: pass lossless=False to accept that; "

@@ -26,7 +26,8 @@ from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanContext
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
-from draftwing.run.kernel.build import cache_folder, get_kernel
+from draftwing.run.kernel.library import get_kernel
+from draftwing.run.storage import private_folder
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Timings
 from draftwing.tree import Accepted, DraftTree
@@ -219,18 +220,17 @@ def costs_of(target: Target, new_drafter: Callable[[], Drafter], *, again: bool 
         "drafter": new_drafter().name,
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    file = cache_folder() / f"costs-{name}.json"
+    file = f"costs-{name}.json"
     if not again:
         try:
-            return Costs.from_dict(json.loads(file.read_text(encoding="utf-8"))["costs"])
+            with private_folder() as folder:
+                return Costs.from_dict(json.loads(folder.read(file))["costs"])
         except (OSError, ValueError, KeyError, TypeError, ConfigError):
             pass  # nothing there, or nothing that can be read: measured anew
     costs = measure(target, new_drafter)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({"key": key, "costs": costs.to_dict()}), encoding="utf-8")
-        fresh.replace(file)
+        with private_folder() as folder:
+            folder.write(file, json.dumps({"key": key, "costs": costs.to_dict()}).encode())
     except OSError:
         pass  # a cache that cannot be written costs a few seconds the next time, and nothing else
     return costs

@@ -26,11 +26,9 @@ LAW_ALONE = "at a temperature above 0 this rule keeps the law of the text, not t
 _STATUS = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "dim"}
 
 
-def print_comparison(comparison: Comparison, *, law_alone: bool = False, texts: bool = False) -> None:
-    """One table, and under it what it was measured against and on; ``texts`` of the first prompt above it.
-
-    ``law_alone``: the rule promises the law of the text, and not the text itself.
-    """
+def print_comparison(comparison: Comparison, *, texts: bool = False) -> None:
+    """One table, and under it what it was measured against and on; ``texts`` of the first prompt above it."""
+    law_alone = any(method.promise == "law" for method in comparison.methods)
     console = new_console()
     if texts:
         rates = {method.name: f"{method.tokens_per_s:.0f} tokens/s" for method in comparison.methods}
@@ -50,7 +48,7 @@ def print_comparison(comparison: Comparison, *, law_alone: bool = False, texts: 
             f"{method.tau:.2f}",
             f"{method.efficiency:.2f}",
             format_alpha(method.alpha) or "-",
-            _identical(method, law_alone=law_alone) if index else "baseline",
+            _identical(method) if index else "baseline",
         )
     console.print(table)
     settings, machine = dict(comparison.settings), dict(comparison.machine)
@@ -64,9 +62,9 @@ def print_comparison(comparison: Comparison, *, law_alone: bool = False, texts: 
         put_line(console, f"text: {LAW_ALONE}, so that texts differ from plain decoding's as those of two seeds do")
 
 
-def _identical(method: MethodResult, *, law_alone: bool) -> Text:
+def _identical(method: MethodResult) -> Text:
     same = method.num_identical == method.num_prompts
-    if law_alone and method.lossless:
+    if method.promise == "law":
         return Text(f"same law, {'same' if same else 'other'} text", style="green")
     text = f"{'yes' if same else 'no'} ({method.num_identical} of {method.num_prompts})"
     return Text(text if method.lossless else f"{text}, LOSSY rule", style="green" if same else "red")

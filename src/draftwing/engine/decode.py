@@ -25,7 +25,7 @@ from draftwing.engine.request import Request
 from draftwing.engine.rows import cut_to, explain, logprobs_of, widest
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
 from draftwing.model.target import Context, Target, TargetOutput
-from draftwing.run.kernel.build import noise_of
+from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch, on_host
 from draftwing.stats import RowStep, Step, Timings
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftwing.api import LM
 from draftwing.engine.request import with_seed
 from draftwing.model.target import Context, Target
-from draftwing.run.kernel.build import noise_of
+from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.prompts import Prompt
 from draftwing.tree import Accepted, DraftTree

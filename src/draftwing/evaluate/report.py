@@ -15,7 +15,7 @@ from draftwing.model.config import read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Target
 from draftwing.model.weights import WeightFiles
-from draftwing.run.kernel.build import kernel_problem
+from draftwing.run.kernel.library import kernel_problem
 from draftwing.sampling import Sampling
 
 __all__ = ["describe_lm", "describe_run", "record"]

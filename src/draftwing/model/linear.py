@@ -2,7 +2,8 @@
 
 On a CPU ``F.linear`` is slow for 2 to 16 rows, and a row's last bits depend on how many rows are beside it. oneDNN
 with prepacked weights has neither fault: on a 64 MB float32 matrix 8 rows cost 1.1 times one row (``F.linear``: 2.5
-times), and for two rows or more each row's bits are its own. Both are what verification lives on.
+times), and for two rows or more each row's bits are its own. Both are what verification lives on. In 16 bits the
+second is not so everywhere: there ``blocks`` runs only what was tried out.
 
 The int8 form reads a quarter of the bytes. One scale for each output channel of the weight, and one for each row,
 found as it comes: a row's numbers depend on itself alone. Between the scales there are sums of integers, which are
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.run.kernel.build import get_kernel
+from draftwing.model.blocks import MIN_ROWS, BlockProduct
+from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantise_channels
 from draftwing.run.kernel.program import Program, Traced, Workspace
 
@@ -28,7 +30,6 @@ __all__ = ["MIN_ROWS", "WEIGHTS", "Layout", "Linear", "can_prepack", "check_weig
 
 _pack_int8, _product_int8 = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
 _product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
-MIN_ROWS = 4  # on AVX-512, 4 rows take a faster kernel than 1 or 2, and the same bits as any larger number
 
 WEIGHTS = ("int8",)
 _MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
@@ -99,6 +100,7 @@ class Linear(nn.Module):
         self.num_out, self.num_in = weight.shape
         self.dtype = weight.dtype
         self._packed: Tensor | None = None
+        self._blocks: BlockProduct | None = None
         self._int8: _Int8 | None = None
         self._fused: Packed | None = None
 
@@ -134,12 +136,33 @@ class Linear(nn.Module):
             self.prepack()
         return self
 
+    @property
+    def runs_as(self) -> str:
+        """What computes it; a row's bits are its own but for ``plain`` products."""
+        if self._fused is not None:
+            return f"CPU kernel, {'int8' if self._fused.bits == 8 else 'float32'}"
+        if self._int8 is not None:
+            return "oneDNN, int8"
+        name = str(self.dtype).removeprefix("torch.")
+        if self._blocks is not None:
+            how = f"blocks of {self._blocks.smallest} rows or more" if self._blocks.smallest else "one row at a time"
+            return f"{'PyTorch' if self._packed is None else 'oneDNN'}, {name}, {how}"
+        return f"PyTorch, {name}, plain" if self._packed is None else f"oneDNN, {name}"
+
     def prepack(self, *, keep: bool = False) -> None:
-        """Reorder the weight for oneDNN where that wins; the plain copy is dropped unless ``keep``."""
-        if self._packed is None and self._int8 is None and can_prepack(self.weight):
+        """Reorder the weight for oneDNN where that wins; the plain copy is dropped unless ``keep``.
+
+        In 16 bits on a CPU, with or without oneDNN, rows get bits of their own from here on (``BlockProduct``).
+        """
+        if self._packed is not None or self._int8 is not None or self._blocks is not None:
+            return
+        if can_prepack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-            if not keep:
-                self._drop()
+        if self.weight.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float16):
+            kind = f"{'plain' if self._packed is None else 'packed'}, {'bias' if self.bias is not None else 'bare'}"
+            self._blocks = BlockProduct(self._product, self.weight, kind)
+        if self._packed is not None and not keep:
+            self._drop()
 
     def pack(self, weights: str | None = None, *, gated: bool = False) -> None:
         """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``weights`` says so.
@@ -196,6 +219,9 @@ class Linear(nn.Module):
             return self._forward_fused(x, residual)
         if self._int8 is not None:
             return self._int8.forward(x, self.bias, residual)
+        if self._blocks is not None:
+            out = self._blocks(x)
+            return out if residual is None else residual + out
         packed = self._packed
         if packed is None:
             plain = F.linear(x, self.weight, self.bias)
@@ -204,10 +230,7 @@ class Linear(nn.Module):
         if rows < MIN_ROWS:
             x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
             residual = None if residual is None else F.pad(residual, (0, 0, 0, MIN_ROWS - rows))
-        if residual is None:
-            out: Tensor = _product(x, packed, self.bias, "none", [], "")
-        else:
-            out = _product_added(x, residual, packed, self.bias, "add")
+        out = self._product(x) if residual is None else _product_added(x, residual, packed, self.bias, "add")
         return out[:rows] if rows < MIN_ROWS else out
 
     def spread(self, x: Any, places: Tensor | None, width: int) -> Any:
@@ -218,6 +241,12 @@ class Linear(nn.Module):
             return x.linear(self.packed, spread=(places, width))
         out = self.forward(x)
         return out.new_full((*out.shape[:-1], width), float("-inf")).index_copy_(-1, places, out)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor = _product(x, self._packed, self.bias, "none", [], "")
+        return out
 
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Alone, outside of any net: where training or an evaluation reads a head that was laid out for the kernel."""

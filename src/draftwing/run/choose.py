@@ -10,7 +10,7 @@ from draftwing.model.linear import Layout
 from draftwing.run.eager import TorchRuntime
 from draftwing.run.forward import Runtime
 from draftwing.run.graphs import CudaRecorder, GraphRuntime, Record
-from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.program import ACTIVATIONS
 from draftwing.run.kernel.runner import KernelRuntime
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from draftwing.run.kernel.build import Batch, Draft
+from draftwing.run.kernel.built import Built
+from draftwing.run.kernel.layout import Batch, Draft
 from draftwing.run.request import Drafted, DraftRequest, Waiting
 from draftwing.tree import DraftTree
-
-if TYPE_CHECKING:
-    from draftwing.run.kernel.runner import Built
 
 __all__ = ["address", "grow_tree"]
 

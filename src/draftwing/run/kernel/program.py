@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftwing.run.kernel.build import NUM_BUFFERS, Batch, Kernel, Op
+from draftwing.run.kernel.layout import NUM_BUFFERS, Batch, Op
+from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.packed import Packed
 
 __all__ = ["ACTIVATIONS", "HeadsLike", "Program", "Traced", "TracedAttention", "TracedIds", "Workspace", "join"]

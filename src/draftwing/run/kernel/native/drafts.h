@@ -81,8 +81,8 @@ float sum_of_exp(const float* scores, int size, float highest) {
     return sum;
 }
 
-// Below which score the filters of a row mask all: `SamplingBatch._filter`, but for laws so flat that top-p is not
-// reached by the best NUM_FILTERED tokens, where it masks none.
+// Below which score the filters of a row mask all: `SamplingBatch._filter`, or less. A top-k above NUM_FILTERED masks
+// nothing here, nor does top-p where the best NUM_FILTERED tokens do not reach it.
 float cut_of(const Draft& draft, int row, const float* scores) {
     constexpr int NUM_FILTERED = 256;
     const int k = draft.top_k[row], vocab = draft.vocab_size;
@@ -98,6 +98,12 @@ float cut_of(const Draft& draft, int row, const float* scores) {
         float whole = 0.0f, mass = 0.0f;
         if (is_whole) whole = sum_of_exp(scores, vocab, values[0]);
         for (int i = 0; i < found && !is_whole; ++i) whole += std::exp(values[i] - values[0]);
+        if (!is_whole) {  // what ties with the k-th is not masked, and counts
+            int equals = 0;
+            for (int i = 0; i < vocab; ++i) equals += scores[i] == cut;
+            for (int i = 0; i < found; ++i) equals -= values[i] == cut;
+            whole += static_cast<float>(equals) * std::exp(cut - values[0]);
+        }
         for (int i = 0; i < found; ++i) {
             mass += std::exp(values[i] - values[0]) / whole;
             if (mass < p) continue;
@@ -150,6 +156,7 @@ thread_local Scratch draft_scores, draft_best, draft_trees, draft_nodes, draft_n
 void branch(const Draft& draft, int row, int level, const float* logits, Tree& tree, int above) {
     const int vocab = draft.vocab_size;
     const float temperature = draft.temperatures[row];
+    const auto held = draft.noise->hold();
     const float* noise = draft.seeds[row] < 0 ? nullptr : draft.noise->at(draft.seeds[row], draft.starts[row] + level);
     if (temperature > 0.0f) {
         float* scores = draft_scores.get<float>(vocab);

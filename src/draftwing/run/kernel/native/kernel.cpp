@@ -1,4 +1,4 @@
-// What Python calls: see kernel.py.
+// What Python calls: see library.py.
 
 #include "drafts.h"
 #include "noise.h"
@@ -15,13 +15,36 @@ int32_t draftwing_has_int8() {
 #endif
 }
 
+// Whether this processor has the instructions that this was compiled for: with -march=native it has.
+int32_t draftwing_runs_here() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#if defined(__AVX2__)
+    if (!__builtin_cpu_supports("avx2")) return 0;
+#endif
+#if defined(__FMA__)
+    if (!__builtin_cpu_supports("fma")) return 0;
+#endif
+#if defined(__AVX512F__)
+    if (!__builtin_cpu_supports("avx512f")) return 0;
+#endif
+#if defined(__AVX512BW__)
+    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl")) return 0;
+#endif
+#if defined(__AVX512VNNI__)
+    if (!__builtin_cpu_supports("avx512vnni")) return 0;
+#endif
+#endif
+    return 1;
+}
+
 NoiseStore* draftwing_noise_new(int64_t vocab, int64_t capacity) { return new NoiseStore(vocab, capacity); }
 
 void draftwing_noise_free(NoiseStore* store) { delete store; }
 
 // The noise of `count` positions from `position` on, (count, vocab).
 void draftwing_noise_copy(NoiseStore* store, int64_t seed, int64_t position, int64_t count, float* out) {
-    store->begin();
+    const auto turn = store->turn();
     for (int64_t i = 0; i < count; ++i)
         memcpy(out + i * store->vocab, store->at(seed, position + i), store->vocab * sizeof(float));
 }
@@ -34,7 +57,7 @@ void draftwing_noise_copy(NoiseStore* store, int64_t seed, int64_t position, int
 // the tokens that the row emits, -1 behind each.
 void draftwing_walk(NoiseStore* store, const float* scores, int32_t rows, int32_t nodes, const int64_t* tokens,
                     const int64_t* parents, const int64_t* seeds, const int64_t* starts, int64_t* found) {
-    store->begin();
+    const auto turn = store->turn();
     int32_t* own = walk_levels.get<int32_t>(3 * static_cast<size_t>(nodes));
     for (int32_t row = 0; row < rows; ++row) {
         const int64_t first = static_cast<int64_t>(row) * nodes;
@@ -73,7 +96,7 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
         trees[row].expanded[0] = draft.wanted[row] ? 0 : -1;
         parents[static_cast<size_t>(row) * most_drafted] = -1;
     }
-    draft.noise->begin();
+    draft.noise->turn();  // others may ask between two of this draft's nodes
     draft.effort = 1.0f;
     int entries = 1, drafted = 1;
     for (int level = 0;; ++level) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <list>
+#include <mutex>
 #include <unordered_map>
 
 #include "products.h"
@@ -82,14 +83,20 @@ struct KeyOf {
     size_t operator()(const Place& place) const { return key_of(place); }
 };
 
-// Noise over the whole vocabulary, made once while it is near; the least recently used goes first. For one caller at
-// a time: whoever is called from outside says `begin`, and what is asked for from then on stays until the next one
-// does, however much it is.
+// Noise over the whole vocabulary, made once while it is near; the least recently used goes first. Whoever is called
+// from outside asks for its `turn`; what is asked for while that lasts stays until it ends, however much it is.
 class NoiseStore {
   public:
     NoiseStore(int64_t vocab, int64_t capacity) : vocab(vocab), capacity_(capacity) {}
 
-    void begin() { ++call_; }
+    std::unique_lock<std::mutex> turn() {
+        auto lock = hold();
+        ++call_;
+        return lock;
+    }
+
+    // Within a turn that was given up on the way: nobody else asks meanwhile.
+    std::unique_lock<std::mutex> hold() { return std::unique_lock<std::mutex>(turn_); }
 
     // (vocab)
     const float* at(int64_t seed, int64_t position) {
@@ -131,6 +138,7 @@ class NoiseStore {
     }
 
     const int64_t capacity_;
+    std::mutex turn_;
     uint64_t call_ = 0;
     std::list<Entry> entries_;
     std::unordered_map<Place, std::list<Entry>::iterator, KeyOf> places_;

@@ -6,6 +6,11 @@
 
 #pragma once
 
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "flags like -ffast-math change the kernel's numbers: take them out of CXX"
+#endif
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -20,6 +25,7 @@ namespace {
 typedef float v16 __attribute__((vector_size(64)));
 typedef float v16u __attribute__((vector_size(64), aligned(4)));
 typedef int32_t i16 __attribute__((vector_size(64)));
+typedef int32_t i16u __attribute__((vector_size(64), aligned(4)));
 
 constexpr int TILE = 64;  // outputs computed together: 4 vectors
 constexpr int PARTS = TILE / 16;
@@ -343,7 +349,7 @@ void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PAR
         tile_sums<Bytes>(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
-            const i16 offset = *reinterpret_cast<const i16*>(op.sums + at);
+            const i16 offset = *reinterpret_cast<const i16u*>(op.sums + at);
             const v16 scale = load(op.scales + at);
             for (int r = 0; r < count; ++r) {
                 const v16 found = __builtin_convertvector(sums[r][c] - offset, v16) * rows.scales[r] * scale;

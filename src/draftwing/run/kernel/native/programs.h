@@ -10,7 +10,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
+
+#include <pthread.h>
 
 #include "products.h"
 
@@ -95,9 +98,9 @@ class Pool {
     }
 
     void walk_with_helpers(Run& run) {
-        while (num_started_ < run.num_helpers) {
-            std::thread(&Pool::help, this, num_started_).detach();
-            ++num_started_;
+        try {
+            for (; num_started_ < run.num_helpers; ++num_started_) std::thread(&Pool::help, this, num_started_).detach();
+        } catch (const std::system_error&) {  // as many as the system gives are enough
         }
         current_.store(&run);
         number_.fetch_add(1);
@@ -148,10 +151,18 @@ class Pool {
     int num_started_ = 0;
 };
 
-// Never destroyed: helpers may outlive everything else. After a fork it has none, and nobody misses them.
+// Never destroyed: helpers may outlive everything else. A forked child has none of its parent's, and may have been
+// forked while one of them held a lock: it begins with a pool of its own. No run is under way while a process forks.
+Pool* only_pool = nullptr;
+
 Pool& pool() {
-    static Pool* only = new Pool;
-    return *only;
+    static const bool is_made = [] {
+        only_pool = new Pool;
+        pthread_atfork([] { only_pool->turn.lock(); }, [] { only_pool->turn.unlock(); }, [] { only_pool = new Pool; });
+        return true;
+    }();
+    (void)is_made;
+    return *only_pool;
 }
 
 void run_program(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {

@@ -1,0 +1,66 @@
+"""The structures that Python and ``native`` share, field by field as the C++ lays them out.
+
+Shape suffixes: B rows, K heads, S slots, D head dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+__all__ = ["NUM_BUFFERS", "Batch", "Draft", "Op", "set_cache"]
+
+NUM_BUFFERS = 16
+
+
+class Op(ctypes.Structure):
+    """One operation, as ``native`` lays it out."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "source", "target", "column", "num_in", "num_out", "epilogue")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("bits", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first")
+        ),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *((name, ctypes.c_void_p) for name in ("norm", "weight", "scales", "sums", "bias", "places")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """What a program runs on: rows, slots and buffers."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rows", "nodes", "first_node", "tree_nodes")),
+        *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "rotation", "cache")),
+        *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "row_stride", "head_stride")),
+        ("buffers", ctypes.c_void_p * NUM_BUFFERS),
+        ("widths", ctypes.c_int32 * NUM_BUFFERS),
+    ]
+
+
+class Draft(ctypes.Structure):
+    """Trees to draft, and where they are written."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("depth", "width", "most", "vocab_size", "room")),
+        *((name, ctypes.c_int32) for name in ("num_catch_up", "num_hidden", "logits", "read", "states", "fed_back")),
+        *((name, ctypes.c_int32) for name in ("num_tables", "num_knots")),
+        *((name, ctypes.c_float) for name in ("sharpness", "kept", "worth", "share")),
+        *((name, ctypes.c_void_p) for name in ("counts", "wanted", "temperatures")),
+        *((name, ctypes.c_void_p) for name in ("top_k", "top_p", "min_p", "noise", "seeds", "starts")),
+        *((name, ctypes.c_void_p) for name in ("knots", "rates", "gains", "costs", "verify")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached")),
+        *((name, ctypes.c_int32) for name in ("levels", "is_chain", "deepest")),
+        ("effort", ctypes.c_float),
+    ]
+
+
+def set_cache(batch: Batch, data: Tensor, first_row: int) -> None:
+    """Point to the slots (L, 2, B, K, S, D) of the rows from ``first_row`` on."""
+    strides = data.stride()
+    batch.cache = data.data_ptr() + first_row * strides[2] * data.element_size()
+    batch.layer_stride, batch.value_stride, batch.row_stride, batch.head_stride = strides[:4]

@@ -1,0 +1,154 @@
+"""A whole forward in one call: the CPU kernel.
+
+Decoding a small model through PyTorch spends most of its time between the operators. Here the layers of a decoder
+are one *program*, a list of operations over buffers of rows, which is walked in one parallel region. It also
+gives every row the same bits whatever stands beside it, in any tree, so that speculative decoding in float32 is
+exact to the bit, and so is int8.
+
+The C++ in ``native`` is compiled where it is first used (``build``). Without a compiler everything runs through
+PyTorch, slower; ``DRAFTWING_KERNEL=off`` asks for that.
+
+``program`` says what runs. Shape suffixes: B rows, K heads, S slots, D head dimension or depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.run.kernel.build import KernelProblem, with_library
+from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
+from draftwing.run.kernel.selftest import fault_of
+
+__all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem"]
+
+
+class Kernel:
+    """The compiled library, with as many threads as PyTorch is told to take.
+
+    Attributes:
+        name: another one for other code: what was measured with that holds no more.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.name = name
+        self._run, self._commit = library.draftwing_run, library.draftwing_commit
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
+        self._run.restype = None
+        self._draft = library.draftwing_draft
+        self._draft.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_int32]
+        self._commit.argtypes = [
+            ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
+        ]  # fmt: skip
+        self._commit.restype = None
+        self.noise_new, self.noise_free = library.draftwing_noise_new, library.draftwing_noise_free
+        self.noise_new.argtypes, self.noise_new.restype = [ctypes.c_int64] * 2, ctypes.c_void_p
+        self.noise_free.argtypes, self.noise_free.restype = [ctypes.c_void_p], None
+        self.noise_copy, self.walk = library.draftwing_noise_copy, library.draftwing_walk
+        self.noise_copy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+        self.noise_copy.restype = None
+        self.walk.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5]
+        self.walk.restype = None
+        self.max_ops: int = library.draftwing_sizes(2)
+        self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
+
+    def run(self, ops: Any, num_ops: int, batch: Batch) -> None:
+        """Walk the first ``num_ops`` of a program."""
+        self._run(ops, num_ops, ctypes.byref(batch), torch.get_num_threads())
+
+    def draft(self, ops: Any, num_ops: int, batch: Batch, waiting: Batch, draft: Draft, roots: int) -> int:
+        """Grow trees with a program, level by level; how many nodes they have. ``roots``: address of (B,) int64."""
+        nodes: int = self._draft(
+            ops,
+            num_ops,
+            ctypes.byref(batch),
+            ctypes.byref(waiting),
+            ctypes.byref(draft),
+            roots,
+            torch.get_num_threads(),
+        )
+        return nodes
+
+    def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
+        """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).
+
+        ``data``: (L, 2, B, K, S, D) keys, transposed by 16 slots, and values.
+        """
+        batch = Batch(rows=path.shape[0])
+        layers, _, _, heads, _, dim = data.shape
+        set_cache(batch, data, 0)
+        lengths, path = lengths.contiguous(), path.contiguous()
+        batch.lengths = lengths.data_ptr()
+        self._commit(ctypes.byref(batch), layers, heads, dim, path.data_ptr(), path.shape[1])
+
+
+class _Found(NamedTuple):
+    kernel: Kernel | None
+    problem: str  # why there is none
+    not_kept: str  # why it is compiled again the next time
+
+
+def get_kernel() -> Kernel | None:
+    """The kernel, compiled if it is not yet; None where it cannot run here, for which see ``kernel_problem``."""
+    return None if _is_off() else _load().kernel
+
+
+def kernel_problem() -> str:
+    """Why ``get_kernel`` gives none, and what to do about it; empty where it gives one."""
+    return "DRAFTWING_KERNEL is off" if _is_off() else _load().problem
+
+
+def kernel_notice() -> str:
+    """What whoever decodes on this CPU should know: why it is slow, or slow to start. Empty where there is nothing.
+
+    Nor is there where the kernel was turned off, or where it does not run on the system at all.
+    """
+    if _is_off() or sys.platform != "linux":
+        return ""
+    found = _load()
+    if found.kernel is None:
+        return (
+            f"PyTorch runs what the CPU kernel would run faster: {found.problem} (DRAFTWING_KERNEL=off turns this "
+            f"warning off)"
+        )
+    return f"the CPU kernel is compiled anew by every process: {found.not_kept}" if found.not_kept else ""
+
+
+def _is_off() -> bool:
+    return os.environ.get("DRAFTWING_KERNEL") == "off"
+
+
+@cache
+def _load() -> _Found:
+    if sys.platform != "linux":
+        return _Found(None, f"the CPU kernel runs on Linux, this is {platform.system()}", "")
+    try:
+        kernel, not_kept = with_library(_open)
+    except KernelProblem as problem:
+        return _Found(None, str(problem), "")
+    return _Found(kernel, "", not_kept)
+
+
+def _open(path: str, name: str) -> Kernel:
+    """Load a library and see that it is right."""
+    try:
+        library = ctypes.CDLL(path)
+        if not library.draftwing_runs_here():
+            raise KernelProblem("DRAFTWING_KERNEL_ARCH names instructions that this processor lacks: unset it")
+        sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3))
+        if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft))):
+            raise KernelProblem(f"the compiled CPU kernel lays its structures out otherwise: {sizes}")
+        kernel = Kernel(library, name)
+    except (OSError, AttributeError) as error:
+        raise KernelProblem(f"the compiled CPU kernel cannot be loaded: {error}") from None
+    wrong = fault_of(library)
+    if wrong:
+        raise KernelProblem(f"the compiled CPU kernel gets {wrong} wrong on this machine: set CXX to another compiler")
+    return kernel

@@ -1,0 +1,146 @@
+"""Whether a compiled kernel computes what it should: a few numbers of each kind, against numpy, in a few milliseconds.
+
+It finds a compiler that breaks the rules (values changed by reassociation, NaN forgotten, approximate quotients) and a
+processor that does not do what the library expects of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+
+from draftwing.run.kernel.layout import Batch, Op
+
+__all__ = ["fault_of"]
+
+_NORM, _LINEAR = 1, 2
+_SILU = 2
+_TILE = 64
+_ROWS, _IN, _OUT = 7, 37, 64
+_EPS = 1e-5
+_ALL = 2**64 - 1
+
+
+def fault_of(library: ctypes.CDLL) -> str:
+    """What a library gets wrong; empty where nothing is. Its functions know their arguments' types already."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((_ROWS, _IN), dtype=np.float32)
+    weight = rng.standard_normal((2 * _OUT, _IN), dtype=np.float32)
+    for what, is_right in (
+        ("products", _products(library, x, weight[:_OUT])),
+        ("norms", _norms(library, x)),
+        ("activations", _activations(library, x, weight)),
+        ("8-bit products", _bytes(library, rng)),
+        ("noise", _noise(library)),
+        ("draws", _draws(library)),
+    ):
+        if not is_right:
+            return what
+    return ""
+
+
+def _run(library: ctypes.CDLL, x: np.ndarray, width: int, op: dict[str, Any]) -> np.ndarray:
+    """(R, width): one operation on rows x."""
+    out = np.zeros((len(x), width), np.float32)
+    batch = Batch(rows=len(x), nodes=1)
+    batch.buffers[0], batch.widths[0] = x.ctypes.data, x.shape[1]
+    batch.buffers[1], batch.widths[1] = out.ctypes.data, width
+    pointers = {name: value.ctypes.data if isinstance(value, np.ndarray) else value for name, value in op.items()}
+    ops = (Op * 1)(Op(source=0, target=1, num_in=x.shape[1], **pointers))
+    library.draftwing_run(ops, 1, ctypes.byref(batch), 1)
+    return out
+
+
+def _tiles(weight: np.ndarray) -> np.ndarray:
+    """(out, in) as the kernel reads float32: (tiles, in, 64)."""
+    return np.ascontiguousarray(weight.reshape(-1, _TILE, weight.shape[1]).transpose(0, 2, 1))
+
+
+def _near(found: np.ndarray, wanted: np.ndarray) -> bool:
+    return bool(np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max())
+
+
+def _products(library: ctypes.CDLL, x: np.ndarray, weight: np.ndarray) -> bool:
+    """Right, summed in the order of the inputs, and a row's own, whatever stands beside it."""
+    x, weight = x.copy(), weight.copy()
+    x[3], weight[5] = 0, 1
+    x[3, 7:11] = 1e8, 1, -1e8, 1  # 1 in this order alone: 1e8 + 1 is 1e8
+    op = {"kind": _LINEAR, "num_out": _OUT, "bits": 32, "weight": _tiles(weight)}
+    together = _run(library, x, _OUT, op)
+    alone = np.concatenate([_run(library, np.ascontiguousarray(row[None]), _OUT, op) for row in x])
+    others = np.arange(_ROWS) != 3
+    exact = x[others].astype(np.float64) @ weight.T.astype(np.float64)
+    return _near(together[others], exact) and np.array_equal(together, alone) and together[3, 5] == 1
+
+
+def _norms(library: ctypes.CDLL, x: np.ndarray) -> bool:
+    scale = np.linspace(0.5, 2, _IN, dtype=np.float32)
+    wide = x.astype(np.float64)
+    wanted = wide / np.sqrt((wide**2).mean(1, keepdims=True) + _EPS) * scale
+    return _near(_run(library, x, _IN, {"kind": _NORM, "eps": _EPS, "norm": scale}), wanted)
+
+
+def _activations(library: ctypes.CDLL, x: np.ndarray, weight: np.ndarray) -> bool:
+    """A gated product: its exponential and its quotient."""
+    op = {"kind": _LINEAR, "num_out": _OUT, "bits": 32, "epilogue": _SILU, "weight": _tiles(weight)}
+    gate, up = np.split(x.astype(np.float64) @ weight.T.astype(np.float64), 2, axis=1)
+    return _near(_run(library, x, _OUT, op), gate / (1 + np.exp(-gate)) * up)
+
+
+def _bytes(library: ctypes.CDLL, rng: np.random.Generator) -> bool:
+    """Of rows and weights that 8 bits hold exactly, exact to the bit."""
+    width = 40
+    x = rng.integers(-126, 127, (_ROWS, width)).astype(np.float32)
+    x[:, 3] = 127
+    weight = rng.integers(-127, 128, (_OUT, width)).astype(np.int8)
+    packed = np.ascontiguousarray(weight.reshape(1, _TILE, -1, 4).transpose(0, 2, 1, 3))
+    sums = 128 * weight.sum(1, dtype=np.int32)
+    op = {"kind": _LINEAR, "num_out": _OUT, "bits": 8, "weight": packed, "sums": sums}
+    found = _run(library, x, _OUT, {**op, "scales": np.ones(_OUT, np.float32)})
+    return np.array_equal(found, x @ weight.T.astype(np.float32))
+
+
+def _noise(library: ctypes.CDLL) -> bool:
+    """The bits that ``sampling.hash_bits`` and ``sampling.gumbel`` define."""
+    vocab, seed, position = 41, 2**40 + 7, 12
+    found = np.zeros(vocab, np.float32)
+    store = library.draftwing_noise_new(vocab, 2)
+    library.draftwing_noise_copy(store, seed, position, 1, found.ctypes.data)
+    library.draftwing_noise_free(store)
+    key = _mixed(seed + _GOLDEN)
+    for counter in (0, position):
+        key = _mixed((key + _GOLDEN & _ALL) ^ _mixed(counter * _MIX2 + _GOLDEN))
+    uniform = [((_mixed(key + (token + 1) * _GOLDEN) >> 12) + 0.5) * 2.0**-52 for token in range(vocab)]
+    return np.array_equal(found, np.array([-math.log(-math.log(u)) for u in uniform], np.float32))
+
+
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _mixed(x: int) -> int:
+    x &= _ALL
+    x = (x ^ x >> 30) * _MIX1 & _ALL
+    x = (x ^ x >> 27) * _MIX2 & _ALL
+    return x ^ x >> 31
+
+
+def _draws(library: ctypes.CDLL) -> bool:
+    """The first of equals, and NaN and infinity are seen."""
+    vocab, rows = 40, 4
+    scores = np.zeros((rows, vocab), np.float32)
+    scores[0, [5, 16, 37]] = 1
+    scores[1, 20], scores[2, 39] = np.nan, np.inf
+    scores[3] = -np.inf
+    whole = np.zeros(rows, np.int64)
+    greedy = whole - 1
+    found = np.zeros((rows, 7), np.int64)
+    store = library.draftwing_noise_new(vocab, 2)
+    library.draftwing_walk(
+        store, scores.ctypes.data, rows, 1, whole.ctypes.data, greedy.ctypes.data, greedy.ctypes.data,
+        whole.ctypes.data, found.ctypes.data,
+    )  # fmt: skip
+    library.draftwing_noise_free(store)
+    return bool(found[:, 1].tolist() == [5, 20, 39, 0] and found[:, 4].tolist() == [1, 0, 0, 0])

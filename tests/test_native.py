@@ -1,0 +1,148 @@
+"""The kernel's C++ by itself: threads at the same time, the filters of drafts, and draws that are easy to get wrong."""
+
+import ctypes
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftwing.run.kernel import build
+from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.noise import NativeNoise
+from draftwing.sampling import KeyedNoise, Sampling, SamplingBatch
+from draftwing.tree import DraftTree
+
+CAN_COMPILE = sys.platform == "linux" and build._find_compiler() is not None
+pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler here")
+
+HERE = Path(__file__).with_name("native")
+VOCAB, BEST = 400, 256  # tokens, and how many of them a draft looks at
+
+
+def compiled(name: str, made: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    compiler = build._find_compiler()
+    assert compiler is not None
+    # Not optimised: what the compiler may do to the kernel is not what is tested, and it takes far longer.
+    command = [*compiler, "-O1", "-std=c++17", "-march=native", "-pthread", f"-I{build.SOURCES}", *flags]
+    return subprocess.run([*command, "-o", str(made), str(HERE / name)], capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="session")
+def sanitizer(tmp_path_factory) -> list[str]:
+    """The flags that watch threads, where this compiler and this system can do so."""
+    folder, flags = tmp_path_factory.mktemp("sanitizer"), ["-g", "-fsanitize=thread"]
+    empty = folder / "empty.cpp"
+    empty.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }\n")
+    made = compiled(str(empty), folder / "empty", *flags)
+    works = made.returncode == 0 and subprocess.run([folder / "empty"], capture_output=True).returncode == 0
+    return flags if works else []
+
+
+def test_threads_at_the_same_time_find_what_each_finds_alone(sanitizer, tmp_path):
+    """They run, draft, walk and ask for noise, and children are forked meanwhile."""
+    done = compiled("stress.cpp", tmp_path / "stress", *sanitizer)
+    assert done.returncode == 0, done.stderr
+    ran = subprocess.run([tmp_path / "stress"], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    assert ran.stdout.endswith(" 0 wrong\n")
+
+
+# --- filters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """Below which score a row's filters mask everything."""
+    path = tmp_path_factory.mktemp("cut") / "cut.so"
+    done = compiled("cut.cpp", path, "-fPIC", "-shared")
+    assert done.returncode == 0, done.stderr
+    function = ctypes.CDLL(str(path)).cut
+    function.restype = ctypes.c_float
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_float, ctypes.c_float]
+    return lambda scores, k, p, least: function(scores.data_ptr(), len(scores), k, p, least)
+
+
+def kept_of(scores: torch.Tensor, **filters) -> torch.Tensor:
+    """Which tokens the sampling itself keeps."""
+    batch = SamplingBatch([Sampling(temperature=1.0, **filters)], KeyedNoise(len(scores)))
+    return batch._filter(scores[None, None])[0, 0] > -math.inf
+
+
+def law(seed: int, kind: str) -> torch.Tensor:
+    scores = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+    if kind == "peaked":
+        return scores * 5
+    return (scores * 2).round() / 2 if kind == "ties" else scores * 0.05 if kind == "flat" else scores
+
+
+@pytest.mark.parametrize("kind", ["usual", "peaked", "flat", "ties"])
+@pytest.mark.parametrize("k", [None, 1, 5, 100, BEST - 1, BEST, BEST + 1, 300, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1])
+@pytest.mark.parametrize(("p", "least"), [(1.0, 0.0), (0.4, 0.0), (0.97, 0.0), (1.0, 0.05), (0.8, 0.1)], ids=str)
+def test_a_draft_masks_what_the_sampling_masks_and_nothing_more(kind, k, p, least, cut):
+    """What the target might draw must not be masked; up to 256 tokens, nothing else is left either."""
+    for seed in range(10):
+        scores = law(seed, kind)
+        kept, wanted = scores >= cut(scores, k or 0, p, least), kept_of(scores, top_k=k, top_p=p, min_p=least)
+        assert not bool((wanted & ~kept).any())
+        few = int(wanted.sum()) <= BEST and (k is None or k <= BEST or k >= VOCAB)
+        if (few and kind != "ties") or (k is not None and k <= BEST and p == 1.0):
+            assert torch.equal(kept, wanted)
+
+
+def test_a_draft_masks_nothing_where_all_is_banned(cut):
+    assert cut(torch.full((VOCAB,), -math.inf), 5, 0.5, 0.1) == -math.inf
+    banned = torch.full((VOCAB,), -math.inf)
+    banned[[3, 9]] = torch.tensor([1.0, 2.0])
+    assert cut(banned, 5, 1.0, 0.0) == 1.0
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+
+def drawn(scores: torch.Tensor, seed: int = -1) -> tuple[int, bool]:
+    """The token that the kernel draws from (V,) scores, and whether they were a law."""
+    kernel = get_kernel()
+    assert kernel is not None
+    found = NativeNoise(kernel, len(scores)).walk(
+        DraftTree.root(torch.tensor([1])), scores[None, None].contiguous(), [seed], [0]
+    )
+    assert found is not None
+    assert found.on_host is not None
+    return int(found.bonus), found.on_host[0].finite
+
+
+@pytest.mark.parametrize(
+    "equals", [(5, 16), (16, 5), (0, 16), (15, 16), (5, 21, 40), (30, 33), (47, 48), (17, 2), (52, 60)], ids=str
+)
+def test_the_lowest_of_equal_scores_is_drawn(equals):
+    """Wherever they lie in the vectors that are compared side by side: 16 lanes, and what is left behind them."""
+    scores = torch.zeros(61)
+    scores[list(equals)] = 1.0
+    assert drawn(scores) == (min(equals), True)
+    assert int(scores.argmax()) == min(equals)
+
+
+@pytest.mark.parametrize("place", [0, 5, 16, 47, 48, 60])
+@pytest.mark.parametrize("seed", [-1, 3])
+def test_infinity_is_no_score_to_draw(place, seed):
+    """NaN is found by comparing a number with itself; infinity is not."""
+    for bad, found in ((math.inf, (place, False)), (math.nan, (place, False)), (1e30, (place, True))):
+        scores = torch.zeros(61)
+        scores[place] = bad
+        assert drawn(scores, seed) == found
+    assert drawn(torch.full((61,), -math.inf), seed)[1] is False
+
+
+@pytest.mark.parametrize("bit", [0, 15, 16, 17, 31, 32, 33, 47, 48, 62])
+def test_every_bit_of_a_seed_counts(bit):
+    kernel = get_kernel()
+    assert kernel is not None
+    for noise in (KeyedNoise(40), NativeNoise(kernel, 40)):
+        one, other = noise.at(5, 9), noise.at(5 ^ 1 << bit, 9)
+        assert not bool((one == other).any())
+        both = noise.block([5, 5 ^ 1 << bit], [9, 9], 1)
+        assert torch.equal(both[:, 0], torch.stack([one, other]))
+    assert torch.equal(KeyedNoise(40).at(5 ^ 1 << bit, 9), NativeNoise(kernel, 40).at(5 ^ 1 << bit, 9))

@@ -1,0 +1,157 @@
+"""Mistakes put into the code on purpose, one at a time: each must make the test fail that is named beside it.
+
+    python tools/mutants.py                 all of the tables in tools/mutants/
+    python tools/mutants.py --only accept   those whose file, texts or test hold "accept"
+    python tools/mutants.py --list
+
+The tests run on copies of the working tree in a temporary folder. First all named tests must pass on the code as it
+is. Exits with 1 where a mutant survives, or where its old text is not in its file exactly once.
+
+A mutant is an entry of a table under the name of its file in the package: the ``old`` text, the ``new`` one, and the
+``test``. The C++ kernel is compiled anew for its mutants, as it is kept by its source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLES = ROOT / "tools" / "mutants"
+PACKAGE = Path("src", "draftwing")
+NOT_COPIED = (".*", "__pycache__", "build", "dist", "*.egg-info", "results")
+TIMEOUT = 300  # seconds of one test; a mutant may well run for ever, and is found then
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` in ``file`` (of the package) becomes ``new``, and then ``test`` (a pytest node id) must fail."""
+
+    file: str
+    old: str
+    new: str
+    test: str
+
+    @property
+    def name(self) -> str:
+        """One line that tells it from others."""
+        pairs = zip_longest(self.old.splitlines(), self.new.splitlines(), fillvalue="")
+        return f"{self.file}: {next((new.strip() for old, new in pairs if old != new), 'nothing new')}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a mutant ended: ``killed``, or what is wrong with it."""
+
+    mutant: Mutant
+    status: str
+    seconds: float
+    output: str = ""
+
+
+def main() -> int:
+    """Run the mutants that the command line asks for; the exit status."""
+    parser = argparse.ArgumentParser(description="Put known mistakes into the code; tests must find each.")
+    parser.add_argument("--only", default="", metavar="TEXT", help="those whose file, texts or test hold TEXT")
+    parser.add_argument("--list", action="store_true", help="show them and run nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time (default: 2)")
+    arguments = parser.parse_args()
+    chosen = [mutant for mutant in read_tables() if any(arguments.only in part for part in vars(mutant).values())]
+    if arguments.list:
+        for mutant in chosen:
+            print(f"{mutant.name}\n    {mutant.test}")
+        return 0
+    if not chosen:
+        print(f"no mutant holds {arguments.only!r}: see --list", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="draftwing-mutants-") as folder:
+        return run(chosen, Path(folder), max(arguments.jobs, 1))
+
+
+def read_tables() -> list[Mutant]:
+    """All mutants, file by file of tools/mutants/."""
+    return [
+        Mutant(file, **entry)
+        for table in sorted(TABLES.glob("*.toml"))
+        for file, entries in tomllib.loads(table.read_text(encoding="utf-8")).items()
+        for entry in entries
+    ]
+
+
+def run(mutants: list[Mutant], folder: Path, jobs: int) -> int:
+    """Run ``mutants`` in copies of the tree below ``folder``, and show what became of each."""
+    os.environ["DRAFTWING_TEST_CACHE"] = str(folder / "cache")  # see tests/conftest.py
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant may be as long and as old as what it came from
+    (folder / "cache").mkdir()
+    trees: queue.Queue[Path] = queue.Queue()
+    for number in range(jobs):
+        shutil.copytree(ROOT, folder / str(number), ignore=shutil.ignore_patterns(*NOT_COPIED))
+        trees.put(folder / str(number))
+    tests = sorted({mutant.test for mutant in mutants})
+    print(f"{len(tests)} tests on the code as it is ...", flush=True)
+    found = pytest(trees.queue[0], *tests, *(("-n", str(jobs)) if jobs > 1 else ()))
+    if found.returncode:
+        print(found.stdout[-4000:], "\nThese tests must pass before they can tell of mutants.", file=sys.stderr)
+        return 1
+
+    def one(mutant: Mutant) -> Result:
+        tree = trees.get()
+        try:
+            return try_out(mutant, tree)
+        finally:
+            trees.put(tree)
+
+    width, bad = len(str(len(mutants))), []
+    with ThreadPoolExecutor(jobs) as pool:
+        for number, result in enumerate(pool.map(one, mutants), 1):
+            print(f"{number:{width}}/{len(mutants)}  {result.status:<15} {result.seconds:5.1f} s  {result.mutant.name}")
+            sys.stdout.flush()
+            if result.status != "killed":
+                bad.append(result)
+    for result in bad:
+        print(f"\n{result.status}: {result.mutant.name}\n    {result.mutant.test}\n{result.output[-1500:]}")
+    print(f"\n{len(mutants) - len(bad)} of {len(mutants)} mutants killed")
+    return 1 if bad else 0
+
+
+def try_out(mutant: Mutant, tree: Path) -> Result:
+    """Run its test on ``tree`` with the mutant in it, which is gone afterwards."""
+    file = tree / PACKAGE / mutant.file
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text.count(mutant.old) != 1 or mutant.old == mutant.new:
+        times = f"its old text is there {text.count(mutant.old)} times:\n{mutant.old}"
+        return Result(mutant, "does not apply", 0.0, times)
+    start = time.monotonic()
+    try:
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        found = pytest(tree, mutant.test, "-x")
+        # 1: tests failed; all else (no tests found, a file that cannot be read) proves nothing
+        status = {0: "survived", 1: "killed"}.get(found.returncode, f"pytest gave {found.returncode}")
+        return Result(mutant, status, time.monotonic() - start, found.stdout)
+    except subprocess.TimeoutExpired:
+        return Result(mutant, "killed", time.monotonic() - start)
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+def pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """pytest in ``tree``, whose own package goes before an installed one."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    limit = TIMEOUT if "-x" in arguments else None
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
