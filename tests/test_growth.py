@@ -78,7 +78,7 @@ def grow(law, budget: Budget, requests=None, prompts=PROMPTS, wanted=None, vocab
         ]
         growth.extend(torch.stack(logits))
         if growth.level == growth.depth:
-            return growth.finish(), growth
+            return growth.finish().tree, growth
         drafted, first = growth.drafted(), growth.first
         drafted.check(vocab)
         assert (drafted.parents[~drafted.valid] == -1).all()
@@ -375,7 +375,7 @@ def test_where_a_path_stands_among_the_drafters_own_slots(name, children):
             asked = torch.full((len(PROMPTS), longest), PAD)
             asked[row, : len(nodes)] = torch.tensor(nodes)
             wanted = [own.get(paths[node], PAD) for node in nodes] + [PAD] * (longest - len(nodes))
-            assert growth.slots_of(asked)[row].tolist() == wanted
+            assert growth.finish().slots_of(asked)[row].tolist() == wanted
 
 
 @pytest.mark.parametrize("children", ["keyed", "top", "sampled", "distinct"])
