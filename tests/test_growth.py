@@ -66,7 +66,7 @@ def grow(law, budget: Budget, requests=None, prompts=PROMPTS, wanted=None, vocab
     requests = requests or [GREEDY] * len(prompts)
     ctx = Context(torch.device("cpu"), [Row(list(prompt), len(prompt) - 1, len(prompt)) for prompt in prompts])
     sampling = SamplingBatch(requests, KeyedNoise(vocab))
-    growth = Growth(ctx, wanted or [True] * len(prompts), sampling, budget, CALIBRATION)
+    growth = Growth(ctx, wanted or [True] * len(prompts), sampling, budget, CALIBRATION, wants_places=True)
     drafted, first = DraftTree.root(ctx.pending()), 0
     unused = torch.linspace(50, -50, vocab, dtype=torch.float64)  # what is forwarded for no node must not matter
     while True:
