@@ -516,7 +516,7 @@ def spoils(wanted):
         ("noise", {"noise_copy": lambda store, seed, position, count, out: numbers(out, 41).__setitem__(40, 0.0)}),
         ("draws", {"walk": lambda *args: ctypes.cast(args[-1], ctypes.POINTER(ctypes.c_int64)).__setitem__(11, 1)}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
 def test_the_test_finds_what_is_wrong(fault, changes, compiled):
     assert fault_of(Broken(compiled, **changes)) == fault
