@@ -23,18 +23,12 @@ import torch
 import transformers
 
 from draftwing.errors import DraftwingError
-from draftwing.run.kernel.library import get_kernel
 
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None):  # several workers: compiled here, before each of them would
-        get_kernel()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

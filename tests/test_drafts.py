@@ -241,7 +241,7 @@ class Search:
                     sources[row, entry] = before[row].index(node["parent"])
             tokens, parents = (torch.tensor([[each[part] for each in row] for row in drafted]) for part in (0, 1))
             states = states.gather(1, sources[:, :, None].expand(-1, -1, states.shape[2]))
-            entries = Entries(DraftTree(tokens, parents), waiting.before_roots(), 0, first, None, states)
+            entries = Entries(DraftTree(tokens, parents), waiting.roots, 0, first, None, states)
             logits, states = runner.forward(entries)
         kept, tokens, parents = self.worth(), [], []
         for row in self.rows:

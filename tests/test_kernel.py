@@ -25,7 +25,8 @@ from draftwing.noise import KeyedNoise
 from draftwing.run.kernel.library import get_kernel, kernel_problem
 from draftwing.run.kernel.noise import NativeNoise
 from draftwing.run.kernel.packed import Packed
-from draftwing.run.kernel.program import Program, Workspace
+from draftwing.run.kernel.program import Program
+from draftwing.run.kernel.runner import Workspace
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 

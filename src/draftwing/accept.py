@@ -81,9 +81,11 @@ def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequ
         sampling: the rows' sampling.
         starts: for each row the absolute position of the token after the root.
     """
+    walked = sampling.noise.walk(tree, scores, sampling.drawing_seeds, starts)
+    if walked is not None:
+        return walked
     if on_host(scores):
-        walked = sampling.noise.walk(tree, scores, sampling.drawing_seeds, starts)
-        return _walk(tree, scores, sampling, starts) if walked is None else walked
+        return _walk(tree, scores, sampling, starts)
     drawn = sampling.draw(scores, tree.depths, starts, tree.max_depth)
     return _along(tree, drawn)
 

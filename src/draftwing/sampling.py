@@ -313,10 +313,11 @@ class SamplingBatch:
         return scores
 
     @cached_property
-    def top_ks(self) -> list[int]:
-        """Of how many tokens each row keeps the best, in 32 bits for the kernel: 0 for all of them."""
-        vocab = self.noise.vocab_size
-        return [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in self.rows]
+    def filters(self) -> tuple[list[float], list[int], list[float], list[float]]:
+        """Temperatures, top-k in 32 bits (0 for all tokens), top-p and min-p of the rows, as the kernel takes them."""
+        vocab, rows = self.noise.vocab_size, self.rows
+        top_ks = [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in rows]
+        return [row.temperature for row in rows], top_ks, [row.top_p for row in rows], [row.min_p for row in rows]
 
     def _ks(self, vocab: int) -> Tensor:
         """(B, 1, 1) int64: the same as a tensor, ``vocab`` for all of them."""

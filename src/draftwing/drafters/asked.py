@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth, request_for
+from draftwing.drafters.growth import Growth
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.run.forward import Over
@@ -77,8 +77,31 @@ class Asked:
         return len(self.budget.paths) if self.budget.paths else self.budget.width * self.budget.depth
 
     def request(self) -> DraftRequest | None:
-        """See ``run.forward.Asked``."""
-        return request_for(self.ctx, self.wanted, self.sampling, self.budget, self.depth, self.calibration)
+        """The very trees of ``growth``; None where one call cannot grow them."""
+        budget, sampling, rows = self.budget, self.sampling, self.ctx.rows
+        depth, rule, handle = budget.depth, budget.rule, sampling.noise.handle
+        most = depth if budget.width == 1 else budget.nodes
+        if most is not None and rule is not None:  # no further than its tables reach
+            depth, most = min(depth, len(rule.gains)), min(most, len(rule.verify) - 3)
+        if budget.paths or budget.children not in ("keyed", "top") or most is None or depth < 1:
+            return None
+        if sampling.penalises or sampling.biases or handle is None:
+            return None
+        seeds = sampling.drawing_seeds if budget.children == "keyed" else [-1] * len(rows)
+        return DraftRequest(
+            depth,
+            budget.width,
+            most,
+            [row.tokens[row.length] for row in rows],
+            self.wanted,
+            *sampling.filters,
+            handle,
+            seeds,
+            [row.length + 1 for row in rows],
+            self.calibration.sharpness,
+            self.calibration.miss,
+            rule,
+        )
 
     def growth(self) -> Growth:
         """See ``run.forward.Asked``."""

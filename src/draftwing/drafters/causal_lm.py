@@ -84,7 +84,7 @@ class CausalLMDrafter:
         # its pending token alone, and nothing comes of it.
         fed = [read if fits else row.length for row, read, fits in zip(ctx.rows, self._read, wanted, strict=True)]
         missing = [row.tokens[start : row.length + 1] for row, start in zip(ctx.rows, fed, strict=True)]
-        self._drafted = self._runner.draft(Waiting(missing, fed), asked)
+        self._drafted = self._runner.draft(Waiting(missing, fed, [row.length for row in ctx.rows]), asked)
         self._read = [
             row.length if fits else read for row, read, fits in zip(ctx.rows, self._read, wanted, strict=True)
         ]

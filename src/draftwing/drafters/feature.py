@@ -47,6 +47,7 @@ class EagleDrafter:
         self.features = FeatureSpec(config.taps)
         self.traits = Traits(reads_features=True, grows_by_rule=True, identity=identity or self.name)
         self.net, self._runner = net, net.runs.runner(net, self)
+        self._dtype, self._calibration, self._shift = net.dtype, config.calibration, int(net.shape.is_shifted)
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         # Features since the last draft, step by step, (B, at least a row's entries, F) each, with the rows' lengths
         # before: in a run of plain steps they are only put down here.
@@ -85,7 +86,7 @@ class EagleDrafter:
         wanted = [row.length > 0 for row in ctx.rows]  # a prompt of one token has no feature to start from
         if budget.depth == 0 or not any(wanted):
             return DraftTree.root(ctx.pending())
-        asked = Asked(ctx, wanted, sampling, budget, self.net.config.calibration)
+        asked = Asked(ctx, wanted, sampling, budget, self._calibration)
         return self._runner.draft(self._waiting(ctx), asked).tree
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
@@ -94,16 +95,17 @@ class EagleDrafter:
         fresh = _kept(output.features, accepted.path, as_view=tree.is_line and output.is_kept)
         if self._read is not None:
             self._fed, self._fresh, self._read = self._read, [], None
-        self._fresh.append((fresh.to(self.net.dtype), ctx.lengths))
+        self._fresh.append((fresh.to(self._dtype), [row.length for row in ctx.rows]))
 
     # --- what waits ------------------------------------------------------------------------------------------------
 
     def _waiting(self, ctx: Context) -> Waiting:
         """Each row's entries since the last draft."""
-        fed, shift = self._fed, 1 if self.net.shape.is_shifted else 0
+        fed, shift = self._fed, self._shift
         tokens = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
         self._read = [row.length for row in ctx.rows]
-        return Waiting(tokens, fed, self._joined(ctx))
+        roots = [max(length - 1, 0) for length in self._read]
+        return Waiting(tokens, fed, roots, self._joined(ctx))
 
     def _joined(self, ctx: Context) -> Tensor:
         """(B, W, F) what is waiting, W at least the most entries of a row."""

@@ -28,56 +28,13 @@ from draftwing.drafters.shapes import Level, Shape
 from draftwing.drafters.worth import Forest
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
-from draftwing.run.request import Drafted, DraftRequest
+from draftwing.run.request import Drafted
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["Growth", "request_for"]
+__all__ = ["Growth"]
 
 DEFAULT = Calibration()
-
-
-def request_for(
-    ctx: Context,
-    wanted: Sequence[bool],
-    sampling: SamplingBatch,
-    budget: Budget,
-    depth: int,
-    calibration: Calibration = DEFAULT,
-) -> DraftRequest | None:
-    """The trees of ``budget`` as one request, for a drafter that grows them in one call: the very ones of ``Growth``.
-
-    None where one call cannot grow them. ``depth``: levels at most, the drafter's own limit counted in; the other
-    arguments are those of ``Growth``.
-    """
-    most = depth if budget.is_chain else budget.nodes
-    if most is not None and budget.rule is not None:  # no further than its tables reach
-        depth, most = min(depth, budget.rule.depth), min(most, budget.rule.most)
-    if budget.paths or budget.children not in ("keyed", "top") or most is None or depth < 1:
-        return None
-    if sampling.penalises or sampling.biases:
-        return None
-    handle = sampling.noise.handle
-    if handle is None:
-        return None
-    keyed = budget.children == "keyed"
-    return DraftRequest(
-        depth,
-        budget.width,
-        most,
-        [row.tokens[row.length] for row in ctx.rows],
-        wanted,
-        [request.temperature for request in sampling.rows],
-        sampling.top_ks,
-        [request.top_p for request in sampling.rows],
-        [request.min_p for request in sampling.rows],
-        handle,
-        sampling.drawing_seeds if keyed else [-1] * len(sampling.rows),
-        [row.length + 1 for row in ctx.rows],
-        calibration.sharpness,
-        calibration.miss,
-        budget.rule,
-    )
 
 
 class Growth:
@@ -124,7 +81,7 @@ class Growth:
         self._forest: Forest | None = None
         if budget.rule is not None:
             assert self._shape is None
-            self.depth = min(self.depth, budget.rule.depth)
+            self.depth = min(self.depth, len(budget.rule.gains))
             most = self.depth if self.is_chain else budget.nodes
             self._forest = Forest(
                 budget.rule, self._tokens[:, 0].tolist(), (rows[:, 0] != 0).tolist(), budget.width, most

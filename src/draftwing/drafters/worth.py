@@ -70,7 +70,7 @@ class Forest:
     ) -> None:
         self._rule, self._width = rule, width
         self._rate = _Rates(rule)
-        self._most = rule.most if most is None else min(most, rule.most)
+        self._most = len(rule.verify) - 3 if most is None else min(most, len(rule.verify) - 3)
         self._trees = [
             _Tree([root], expanded=[0 if drafts else PAD]) for root, drafts in zip(roots, wanted, strict=True)
         ]
@@ -164,7 +164,7 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
                 reached[node] = reached[above] * rates(told[node], depths[above])
         trees.append(_Tree(tokens, parents, told, reached, depths))
     effort = tree.effort or float(max(max(each.depths) for each in trees))
-    kept = _kept(trees, rule, rule.most)
+    kept = _kept(trees, rule, len(rule.verify) - 3)
     if sum(map(len, kept)) < int(tree.valid.sum()):
         return _cut(trees, kept, effort, tree.tokens.device)
     return replace(

@@ -24,7 +24,8 @@ from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.blocks import MIN_ROWS, BlockProduct
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantise_channels
-from draftwing.run.kernel.program import Program, Traced, Workspace
+from draftwing.run.kernel.program import Program, Traced
+from draftwing.run.kernel.runner import Workspace
 
 __all__ = ["MIN_ROWS", "WEIGHTS", "Layout", "Linear", "can_prepack", "check_weights"]
 

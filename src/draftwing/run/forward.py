@@ -262,7 +262,7 @@ class Runner(ABC):
         last = on_device([max(len(ids), 1) - 1 for ids in waiting.tokens], device)[:, None, None]
         logits, states = self.forward(Entries(chain, waiting.lengths, states=states), last=last)
         assert logits is not None
-        lengths = waiting.before_roots()
+        lengths = waiting.roots
 
         def step(
             tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None

@@ -281,7 +281,7 @@ class RecordedRunner(EagerRunner):
         kind = asked.key()
         if kind is None:
             return super().draft(waiting, asked)
-        count, rows, lengths = waiting.num_entries, len(waiting.tokens), waiting.before_roots()
+        count, rows, lengths = waiting.num_entries, len(waiting.tokens), waiting.roots
         wide, depth = round_up_rows(rows), asked.depth
         # After a tree of this depth no row waits for more: one bucket for all that can come of it.
         entries = depth + 1 if count <= depth + 1 else 1 << (count - 1).bit_length()

@@ -39,16 +39,6 @@ class GrowthRule:
     worth: float
     share: float
 
-    @property
-    def depth(self) -> int:
-        """Levels that the tables reach."""
-        return len(self.gains)
-
-    @property
-    def most(self) -> int:
-        """Nodes that the tables reach, the root not counted."""
-        return len(self.verify) - 3
-
 
 @dataclass(frozen=True)
 class DraftRequest:
@@ -91,21 +81,19 @@ class Waiting:
     Attributes:
         tokens: of each row, as many as it has entries.
         lengths: entries of each row that lie in its slots already.
+        roots: slots of each row before that of its root.
         features: (B, at least W, F) of the same entries, W the most of them; None where tokens are all.
     """
 
     tokens: Sequence[Sequence[int]]
     lengths: Sequence[int]
+    roots: Sequence[int]
     features: Tensor | None = None
 
     @property
     def num_entries(self) -> int:
         """W."""
         return max(map(len, self.tokens))
-
-    def before_roots(self) -> list[int]:
-        """Slots of each row before that of its root."""
-        return [fed + max(len(ids), 1) - 1 for fed, ids in zip(self.lengths, self.tokens, strict=True)]
 
 
 @dataclass(frozen=True)

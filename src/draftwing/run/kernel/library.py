@@ -35,15 +35,17 @@ class Kernel:
 
     Attributes:
         name: another one for other code: what was measured with that holds no more.
+        run: walks so many operations: ops, their number, a ``Batch``, threads (``draftwing_run``).
+        draft: grows trees with a program (``draftwing_draft``); how many nodes they have.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
-        self._run, self._commit = library.draftwing_run, library.draftwing_commit
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
-        self._run.restype = None
-        self._draft = library.draftwing_draft
-        self._draft.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_int32]
+        self.run, self._commit = library.draftwing_run, library.draftwing_commit
+        self.run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
+        self.run.restype = None
+        self.draft = library.draftwing_draft
+        self.draft.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_int32]
         self._commit.argtypes = [
             ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
         ]  # fmt: skip
@@ -58,23 +60,6 @@ class Kernel:
         self.walk.restype = None
         self.max_ops: int = library.draftwing_sizes(2)
         self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
-
-    def run(self, ops: Any, num_ops: int, batch: Batch) -> None:
-        """Walk the first ``num_ops`` of a program."""
-        self._run(ops, num_ops, ctypes.byref(batch), torch.get_num_threads())
-
-    def draft(self, ops: Any, num_ops: int, batch: Batch, waiting: Batch, draft: Draft, roots: int) -> int:
-        """Grow trees with a program, level by level; how many nodes they have. ``roots``: address of (B,) int64."""
-        nodes: int = self._draft(
-            ops,
-            num_ops,
-            ctypes.byref(batch),
-            ctypes.byref(waiting),
-            ctypes.byref(draft),
-            roots,
-            torch.get_num_threads(),
-        )
-        return nodes
 
     def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
         """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).

@@ -8,19 +8,18 @@ Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from draftwing.run.kernel.layout import NUM_BUFFERS, Batch, Op
+from draftwing.run.kernel.layout import NUM_BUFFERS, Op
 from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.packed import Packed
 
-__all__ = ["ACTIVATIONS", "HeadsLike", "Program", "Traced", "TracedAttention", "TracedIds", "Workspace", "join"]
+__all__ = ["ACTIVATIONS", "HeadsLike", "Program", "Traced", "TracedAttention", "TracedIds", "join"]
 
 ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
 _EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
@@ -46,7 +45,7 @@ class HeadsLike(Protocol):
 
 
 class Program:
-    """Operations over buffers of rows. Written once, then read by any number of ``Workspace``.
+    """Operations over buffers of rows. Written once, then read by any number of runners (``run.kernel.runner``).
 
     While it is written, a buffer is a number that belongs to one value. ``finish`` lets values that are not needed at
     the same time share memory; ``place`` then says where each lies.
@@ -57,6 +56,7 @@ class Program:
         self.widths: list[int] = []  # of the memory that values lie in, after ``finish``
         self.is_given: list[bool] = []  # from outside, for every run
         self.ops: Any = None  # as the kernel reads them
+        self.num_ops = 0
         self._ops: list[Op] = []
         self._values: list[_Value] = []
         self._places: list[int] = []
@@ -121,7 +121,7 @@ class Program:
         self._places = [value.place for value in self._values]
         for op in self._ops:
             op.source, op.target = self._places[op.source], self._places[op.target]
-        self.ops = (Op * len(self._ops))(*self._ops)
+        self.ops, self.num_ops = (Op * len(self._ops))(*self._ops), len(self._ops)
         return self
 
     def _lay_out(self, value: _Value) -> int:
@@ -290,45 +290,3 @@ class TracedAttention:
             head_dim=heads.head_dim, **norms,
         )  # fmt: skip
         return out
-
-
-class Workspace:
-    """Memory for the values of a program. Of one decoder alone: a run writes over those of the last."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.batch = Batch()  # what is true of every run; the kernel copies what it is given
-        self._memory = torch.empty(0)
-        self._capacity = 0
-        for buffer, width in enumerate(program.widths):
-            self.batch.widths[buffer] = width
-
-    def reserve(self, num_rows: int) -> None:
-        """Room for R rows."""
-        if num_rows <= self._capacity:
-            return
-        self._capacity = max(num_rows, 2 * self._capacity)
-        program = self.program
-        own = [(place, width) for place, width in enumerate(program.widths) if not program.is_given[place]]
-        self._memory = torch.empty(self._capacity * sum(width for _, width in own))
-        at = self._memory.data_ptr()
-        for place, width in own:
-            self.batch.buffers[place] = at
-            at += 4 * width * self._capacity
-
-    def run(
-        self, rows: int, nodes: int, given: Mapping[int, Tensor], *, first_op: int = 0, num_ops: int | None = None
-    ) -> None:
-        """Walk the program, or its operations from ``first_op`` to before ``num_ops``.
-
-        Args:
-            rows, nodes: R = rows * nodes. What else a run reads (tokens, slots) is set in ``batch``.
-            given: float32 tensors of R rows by place, all that these operations use of the program's given values.
-        """
-        self.reserve(rows * nodes)
-        batch, program = self.batch, self.program
-        batch.rows, batch.nodes = rows, nodes
-        for place, tensor in given.items():
-            batch.buffers[place] = tensor.data_ptr()
-        last = len(program) if num_ops is None else num_ops
-        program.kernel.run(ctypes.byref(program.ops, first_op * ctypes.sizeof(Op)), last - first_op, batch)

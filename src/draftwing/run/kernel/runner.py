@@ -1,27 +1,77 @@
 """A net in the CPU kernel: traced once into a program, and run over the slots of one decoder.
 
+Whole drafts are one call (``native/drafts.h``): what is waiting, then a tree level by level.
+
 Shape suffixes: B rows, W entries, R = B * W, N nodes, F features, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftwing.run.forward import Asked, Entries, Net, Runner, pick
 from draftwing.run.kernel.built import Built
-from draftwing.run.kernel.draft import address, grow_tree
-from draftwing.run.kernel.layout import Batch, set_cache
+from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
 from draftwing.run.kernel.library import Kernel
-from draftwing.run.kernel.program import Workspace
-from draftwing.run.request import Drafted, Waiting
+from draftwing.run.kernel.program import Program
+from draftwing.run.request import Drafted, DraftRequest, Waiting
+from draftwing.tree import DraftTree
 
-__all__ = ["KernelRunner", "KernelRuntime"]
+__all__ = ["KernelRunner", "KernelRuntime", "Workspace"]
+
+
+class Workspace:
+    """Memory for the values of a program. Of one decoder alone: a run writes over those of the last."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.batch = Batch()  # what is true of every run; the kernel copies what it is given
+        self._memory = torch.empty(0)
+        self._capacity = 0
+        for buffer, width in enumerate(program.widths):
+            self.batch.widths[buffer] = width
+
+    def reserve(self, num_rows: int) -> None:
+        """Room for R rows."""
+        if num_rows <= self._capacity:
+            return
+        self._capacity = max(num_rows, 2 * self._capacity)
+        program = self.program
+        own = [(place, width) for place, width in enumerate(program.widths) if not program.is_given[place]]
+        self._memory = torch.empty(self._capacity * sum(width for _, width in own))
+        at = self._memory.data_ptr()
+        for place, width in own:
+            self.batch.buffers[place] = at
+            at += 4 * width * self._capacity
+
+    def run(
+        self, rows: int, nodes: int, given: Mapping[int, Tensor], *, first_op: int = 0, num_ops: int | None = None
+    ) -> None:
+        """Walk the program, or its operations from ``first_op`` to before ``num_ops``.
+
+        Args:
+            rows, nodes: R = rows * nodes. What else a run reads (tokens, slots) is set in ``batch``.
+            given: float32 tensors of R rows by place, all that these operations use of the program's given values.
+        """
+        if rows * nodes > self._capacity:
+            self.reserve(rows * nodes)
+        batch, program = self.batch, self.program
+        batch.rows, batch.nodes = rows, nodes
+        for place, tensor in given.items():
+            batch.buffers[place] = tensor.data_ptr()
+        last, first = program.num_ops if num_ops is None else num_ops, first_op * ctypes.sizeof(Op)
+        program.kernel.run(
+            ctypes.byref(program.ops, first), last - first_op, ctypes.byref(batch), torch.get_num_threads()
+        )
 
 
 class KernelRunner(Runner):
@@ -33,6 +83,7 @@ class KernelRunner(Runner):
         self._built, self._space = built, Workspace(built.program)
         self._room = (0, 0)  # rows and slots that are reserved
         self._slots = 0  # their address
+        self._grows = net.shape.is_shifted and net.rotary.config.position_only  # whole trees in one call
         self._rotation: Tensor | None = None  # by position; None where it depends on more
         # Of drafts, which nobody keeps; tokens that the net leaves out are never written: they hold -inf.
         self._logits = torch.empty(0, net.shape.vocab_size)
@@ -42,10 +93,10 @@ class KernelRunner(Runner):
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """See ``Runner.forward``."""
-        built, shape, tokens = self._built, self._shape, entries.tokens
+        built, shape, tokens = self._built, self._shape, entries.tree.tokens[:, entries.first_node :]
         rows, nodes = tokens.shape
         kept = self._place(entries)
-        tokens = tokens.contiguous()
+        tokens = (tokens if entries.ids is None else entries.ids).contiguous()
         self._space.batch.tokens = tokens.data_ptr()
         given = {}
         if entries.states is not None:
@@ -55,7 +106,10 @@ class KernelRunner(Runner):
         if built.out >= 0:
             out = given[built.out] = torch.empty(rows, nodes, shape.out_width)
         if want_logits:
-            given[built.logits] = self._new_logits(rows * nodes)
+            count = rows * nodes
+            given[built.logits] = (
+                self._new_logits(count) if shape.is_sparse else torch.empty(count, shape.vocab_size)
+            )
         num_ops = None if want_logits else built.num_hidden
         self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops)
         del kept
@@ -69,18 +123,21 @@ class KernelRunner(Runner):
 
     def _place(self, entries: Entries) -> tuple[object, ...]:
         """Say where the entries stand; what must be kept until they are run."""
-        tree, rotary, batch = entries.tree, self.net.rotary, self._space.batch
-        self.reserve(entries.first_row + tree.num_rows, entries.upto)
+        tree, batch, first_row = entries.tree, self._space.batch, entries.first_row
+        rows, nodes = tree.tokens.shape
+        upto = max(entries.lengths) + nodes
+        if first_row + rows > self._room[0] or upto > self._room[1]:
+            self.reserve(first_row + rows, upto)
         rotation = self._rotation
         if rotation is None:
             positions = torch.tensor(entries.lengths)[:, None] + tree.depths[:, entries.first_node :]
             prompts = None if entries.prompt_lengths is None else torch.tensor(entries.prompt_lengths)[:, None]
-            rotation = rotary.cis(positions, prompts).flatten(0, 1).contiguous()
+            rotation = self.net.rotary.cis(positions, prompts).flatten(0, 1).contiguous()
             batch.rotation, batch.rotary_half = rotation.data_ptr(), rotation.shape[-1]
         lengths, parents = array("q", entries.lengths), tree.parents.contiguous()
-        batch.cache = self._slots + entries.first_row * batch.row_stride * 4
-        batch.first_node, batch.tree_nodes, batch.parents = entries.first_node, tree.num_nodes, parents.data_ptr()
-        batch.lengths = address(lengths)
+        batch.cache = self._slots + first_row * batch.row_stride * 4
+        batch.first_node, batch.tree_nodes, batch.parents = entries.first_node, nodes, parents.data_ptr()
+        batch.lengths = _at(lengths)
         return lengths, parents, rotation
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
@@ -110,33 +167,93 @@ class KernelRunner(Runner):
 
     def draft(self, waiting: Waiting, asked: Asked) -> Drafted:
         """See ``Runner.draft``: in one call, where the tree can be asked for in numbers."""
-        request = asked.request() if self._shape.is_shifted and self.net.rotary.config.position_only else None
+        request = asked.request() if self._grows else None
         if request is None:
             return super().draft(waiting, asked)
-        built, rows, entries = self._built, len(waiting.tokens), waiting.num_entries
-        before = waiting.before_roots()
-        upto = max(max(before) + 1 + request.depth * request.width, max(waiting.lengths) + entries)
-        self.reserve(rows, upto)
+        rows, entries = len(waiting.tokens), max(map(len, waiting.tokens))
+        batch, caught, kept = self._batches(waiting, request, entries)
+        room = 1 + request.width + (request.depth - 1) * request.width * request.width  # of a row's nodes
+        numbers = np.empty((3, rows * room), dtype=np.int64)
+        chances = np.empty((2, rows * room), dtype=np.float32)
+        at, told = numbers.ctypes.data, chances.ctypes.data
+        draft = self._drafting(request, kept)
+        counts, roots = array("q", map(len, waiting.tokens)), array("q", request.roots)
+        draft.room, draft.counts, draft.told, draft.reached = room, _at(counts), told, told + 4 * rows * room
+        draft.tokens, draft.parents, draft.places = at, at + 8 * rows * room, at + 16 * rows * room
+        program = self._built.program
+        nodes = program.kernel.draft(
+            program.ops, program.num_ops, ctypes.byref(batch), ctypes.byref(caught), ctypes.byref(draft), _at(roots),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        kept.clear()
+        tokens, above, places, said, reached = (
+            torch.from_numpy(each[: rows * nodes].reshape(rows, nodes)) for each in (*numbers, *chances)
+        )
+        tree = DraftTree(
+            tokens, above, reached, told=said, effort=draft.effort, is_line=bool(draft.is_chain), depth=draft.deepest
+        )
+        return Drafted(tree, None if request.width == 1 else places, draft.levels - 1)
+
+    def _batches(self, waiting: Waiting, request: DraftRequest, entries: int) -> tuple[Batch, Batch, list[object]]:
+        """The batch of a level of every row, that of what is waiting, and what they point to."""
+        built, rows, batch = self._built, len(waiting.tokens), self._space.batch
+        upto = max(max(waiting.roots) + 1 + request.depth * request.width, max(waiting.lengths) + entries)
+        if rows > self._room[0] or upto > self._room[1]:
+            self.reserve(rows, upto)
         count = rows * max(entries, request.width)
-        self._space.reserve(count)
         if count > len(self._logits):
+            self._space.reserve(count)
             self._logits = self._new_logits(max(count, 16))
             self._states = torch.empty(2, max(count, 16), self._shape.state_width)
-        batch = self._space.batch
-        batch.cache = self._slots
+        batch.rows, batch.cache = rows, self._slots
         batch.buffers[built.logits] = self._logits.data_ptr()
-        features = waiting.features
+        features, roots = waiting.features, array("q", waiting.roots)
+        batch.lengths = _at(roots)
         if features is not None:
             features = features[:, :entries].contiguous()
             batch.buffers[built.states], batch.buffers[built.out] = (each.data_ptr() for each in self._states)
         caught = Batch.from_buffer_copy(batch)
         if features is not None:
             caught.buffers[built.features] = features.data_ptr()
-        return grow_tree(built, batch, caught, waiting, before, request)
+        flat, fed, above = array("q"), array("q", waiting.lengths), array("q", [*range(-1, entries - 1)] * rows)
+        for ids in waiting.tokens:
+            flat.extend(ids)
+            flat.extend([-1] * (entries - len(ids)))
+        caught.nodes = caught.tree_nodes = entries
+        caught.first_node = 0
+        caught.tokens, caught.lengths, caught.parents = _at(flat), _at(fed), _at(above)
+        return batch, caught, [roots, features, flat, fed, above]
+
+    def _drafting(self, request: DraftRequest, kept: list[object]) -> Draft:
+        """The request as the kernel reads it; what it points to goes into ``kept``."""
+        wanted, seeds, starts = (array("q", each) for each in (request.wanted, request.seeds, request.starts))
+        temperatures, top_p, min_p = (array("f", each) for each in (request.temperatures, request.top_p, request.min_p))
+        built, vocab, rule = self._built, self._shape.vocab_size, request.rule
+        top_k = array("i", [min(k, vocab) for k in request.top_k])
+        kept += [wanted, seeds, starts, temperatures, top_k, top_p, min_p, rule]
+        draft = Draft(
+            depth=request.depth, width=request.width, most=request.most, vocab_size=vocab,
+            num_catch_up=built.num_fuse, num_hidden=built.num_hidden, logits=built.logits, read=built.read,
+            states=built.states, fed_back=-1 if built.states < 0 else built.out,
+            sharpness=request.sharpness, kept=1 - request.miss,
+            wanted=_at(wanted), seeds=_at(seeds), starts=_at(starts), noise=request.noise,
+            temperatures=_at(temperatures), top_k=_at(top_k), top_p=_at(top_p), min_p=_at(min_p),
+        )  # fmt: skip
+        if rule is not None:
+            draft.num_tables, draft.num_knots = rule.knots.shape
+            draft.knots, draft.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
+            draft.gains, draft.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
+            draft.verify, draft.worth, draft.share = rule.verify.ctypes.data, rule.worth, rule.share
+        return draft
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
         """See ``Runner.commit``."""
         self._built.program.kernel.commit(self.cache.data, torch.tensor(lengths), path)
+
+
+def _at(numbers: array[Any]) -> int:
+    """Where they lie; they must outlive the call that reads them."""
+    return numbers.buffer_info()[0]
 
 
 class KernelRuntime:
