@@ -223,6 +223,7 @@ class SamplingBatch:
         self.scales = any(row.temperature not in (0.0, 1.0) for row in rows)
         self.penalises = any(row.penalises for row in rows)
         self.biases = any(row.logit_bias or row.banned_tokens for row in rows)
+        self.changes_scores = not self.all_greedy or self.penalises or self.biases  # from what float logits say
         self._columns: dict[str, Tensor] = {}
 
     def _column(self, name: str) -> Tensor:

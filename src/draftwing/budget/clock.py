@@ -105,7 +105,7 @@ class Clock:
             What the clock says, since trees and sampling take more than was measured beforehand; but a hiccup of the
             machine says nothing of drafts.
         """
-        line, share = self._lines[is_wide], self.costs.draft_share(rows)
+        line, share = self._lines[is_wide], 1 + (rows - 1) * self.costs.draft_per_row
         if levels:
             line.observe(levels, drafted_s / share)
         verify = self.verify(nodes, rows) / self.slow

@@ -207,9 +207,9 @@ class Planner:
     def budget(self, ctx: Context, children: str) -> Budget:
         """For the next step."""
         with self._lock:
-            gate, rows = self.gate, ctx.num_rows
+            gate, rows = self.gate, len(ctx.rows)
             was_open = gate.is_open
-            self._rows, self.clock.context = rows, sum(ctx.lengths) / max(rows, 1)
+            self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
             if not gate.decide():
                 return self._nothing.setdefault(children, Budget(0, children=children))
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
@@ -225,7 +225,7 @@ class Planner:
     ) -> None:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         with self._lock:
-            gate, clock, rows, nodes = self.gate, self.clock, tree.num_rows, tree.num_nodes
+            gate, clock, (rows, nodes) = self.gate, self.clock, tree.tokens.shape
             if nodes == 1 and gate.rests:
                 clock.run += 1
                 return

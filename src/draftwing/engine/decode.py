@@ -33,6 +33,8 @@ from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 __all__ = ["Decoder", "loop_of"]
 
+_SCORES = (torch.float32, torch.float64)  # logits that are scores as they stand
+
 
 class Decoder:
     """Decodes a changing set of requests, each with its own sampling.
@@ -211,7 +213,9 @@ class Decoder:
             output = self.target.forward(ctx, tree)
             tree = output.tree or tree
             _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
-            scores = sampling.scores(output.logits, tree, ctx.history() if sampling.penalises else None)
+            scores = output.logits
+            if sampling.changes_scores or scores.dtype not in _SCORES:
+                scores = sampling.scores(scores, tree, ctx.history() if sampling.penalises else None)
             accepted = self.rule.apply(tree, scores, sampling, starts)
             emitted = accepted.on_host or self._read(tree, accepted, scores)  # the one place that waits for the device
             clock.append(time.perf_counter())

@@ -237,9 +237,7 @@ class LeanTarget(Target):
         assert isinstance(ctx, LeanContext)
         runner = ctx.runner
         logits, features = runner.forward(
-            Entries(
-                tree, [row.length for row in ctx.rows], prompt_lengths=[row.prompt_length for row in ctx.rows]
-            )
+            Entries(tree, [row.length for row in ctx.rows], prompt_lengths=[row.prompt_length for row in ctx.rows])
         )
         assert logits is not None
         if runner.paths is not None and not tree.is_line:

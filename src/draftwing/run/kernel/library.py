@@ -18,9 +18,8 @@ import os
 import platform
 import sys
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from draftwing.run.kernel.build import KernelProblem, with_library

@@ -107,9 +107,7 @@ class KernelRunner(Runner):
             out = given[built.out] = torch.empty(rows, nodes, shape.out_width)
         if want_logits:
             count = rows * nodes
-            given[built.logits] = (
-                self._new_logits(count) if shape.is_sparse else torch.empty(count, shape.vocab_size)
-            )
+            given[built.logits] = self._new_logits(count) if shape.is_sparse else torch.empty(count, shape.vocab_size)
         num_ops = None if want_logits else built.num_hidden
         self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops)
         del kept
