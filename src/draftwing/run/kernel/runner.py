@@ -200,9 +200,9 @@ class KernelRunner(Runner):
             self.reserve(rows, upto)
         count = rows * max(entries, request.width)
         if count > len(self._logits):
+            count = max(count, 16)
             self._space.reserve(count)
-            self._logits = self._new_logits(max(count, 16))
-            self._states = torch.empty(2, max(count, 16), self._shape.state_width)
+            self._logits, self._states = self._new_logits(count), torch.empty(2, count, self._shape.state_width)
         batch.rows, batch.cache = rows, self._slots
         batch.buffers[built.logits] = self._logits.data_ptr()
         features, roots = waiting.features, array("q", waiting.roots)
