@@ -35,7 +35,7 @@ def convert(
 
     - `draftwing convert downloaded-eagle3 -o head --target path/or/hub-id`
     """
-    from draftwing.heads.convert import convert as run
+    from draftwing.drafters.kinds import convert as run
 
     run(head, out, to, target=_target_id(target), taps=taps_of(taps), depth=depth)
     screen.line(f"wrote {out} in the layout {to!r}")
@@ -56,8 +56,8 @@ def export(
 
     - `draftwing export my-head/head --to vllm --target path/or/hub-id -o my-head-vllm`
     """
+    from draftwing.drafters.kinds import convert as run
     from draftwing.heads.convert import SERVED_BY, serve_command
-    from draftwing.heads.convert import convert as run
     from draftwing.shipped import SHIPPED
 
     if to not in SERVED_BY:
@@ -85,8 +85,8 @@ def doctor(
     - `draftwing doctor downloaded-eagle3 --target path/or/hub-id --prompts prompts.jsonl`
     """
     from draftwing.api import load
+    from draftwing.drafters.kinds import diagnose
     from draftwing.evaluate.fit import measure_fit
-    from draftwing.heads.doctor.examine import diagnose
     from draftwing.model.weights import resolve
     from draftwing.shipped import SHIPPED
 

@@ -13,7 +13,8 @@ import typer
 
 from draftwing.cli import progress as shown
 from draftwing.cli import screen
-from draftwing.cli.options import Data, Json, Target, with_options
+from draftwing.cli.options import Data, Json, Target, or_of, with_options
+from draftwing.drafters.kinds import methods
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Run:
 @with_options
 def train(
     training: Training,
-    method: Annotated[str, typer.Argument(help="eagle1, eagle3 or hass.")],
+    method: Annotated[str, typer.Argument(help=f"{or_of(methods())}.")],
     data: Data,
     run: Run,
     as_json: Json = False,
