@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.drafters.kind import Kind, Method, NetKind, NewDrafter, NewNet, Source
-from draftwing.errors import ConfigError
+from draftwing.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,12 @@ def _read_plain(
 
     head = load_plain(folder, net.kind, config)
     head.check_target(target, str(folder))
+    wanted = (head.config.vocab_size, head.config.hidden_size)
+    if tuple(embedding.shape) != wanted:
+        raise CheckpointError(
+            f"{folder}: the head is made for a target with an embedding of {wanted}, this one's is "
+            f"{tuple(embedding.shape)}: load it with the target that it was trained for"
+        )
     ids = None if head.target_ids is None else head.target_ids.to(embedding.device)
     found: DraftNet = net(head.config, embedding, target_head, ids, dtype or torch.float32)
     found.load_tensors(head.tensors, str(folder))

@@ -164,7 +164,9 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
             what = f"has an unknown field {shown(odd)}" if odd is not None else f"lacks the field {lacks!r}"
             raise ConfigError(f"{where} {what}: take config.json and the code of its net from one place")
         return kind(**{name: _parse(hints[name], each, f"{where}: {name}") for name, each in value.items()})
-    if get_origin(kind) in (tuple, list) and isinstance(value, list):
+    if get_origin(kind) in (tuple, list):
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list, found {shown(value)}: correct it")
         return get_origin(kind)(_parse(get_args(kind)[0], each, where) for each in value)
     if kind is float and type(value) is int:
         return float(value)
