@@ -9,18 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from draftwing.cli import screen, tables
-from draftwing.cli.options import FewExamples, Json, Model, taps_of, with_options
+from draftwing.cli.options import FewExamples, Json, Model, or_of, taps_of, with_options
+from draftwing.drafters.kinds import KINDS
 from draftwing.errors import ConfigError
 
 __all__ = ["register"]
 
+_LAYOUTS = dict.fromkeys(name for kind in KINDS.values() if kind.net is not None for name in kind.net.layouts)
 Head = Annotated[Path, typer.Argument(help="Folder of a head, in any layout.")]
 
 
 def convert(
     head: Head,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
-    to: Annotated[str, typer.Option("--to", help="draftwing, eagle, speculators, vllm or sglang.")] = "draftwing",
+    to: Annotated[str, typer.Option("--to", help=f"{or_of(_LAYOUTS)}.")] = "draftwing",
     target: Annotated[str | None, typer.Option("--target", "-t", help="The head's target, if it does not say.")] = None,
     taps: Annotated[
         str | None, typer.Option("--taps", help="The hidden states that it reads, such as 2,16,29, if it does not say.")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
+    "DRAFTS",
     "Data",
     "Draft",
     "Drafting",
@@ -50,7 +51,12 @@ def or_of(names: Iterable[str]) -> str:
 
 
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
+_FOLDERS = [kind.help for kind in KINDS.values() if kind.recognises is not None]
 _SHIPPED = [kind.name for kind in KINDS.values() if kind.shipped is not None]
+DRAFTS = (
+    f"{', '.join(f'{name} ({KINDS[name].help})' for name in _NAMED)}, or a folder or hub id of {or_of(_FOLDERS)}; for "
+    f"the shipped target {or_of(_SHIPPED)} too."
+)
 _MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 Draft = Annotated[
@@ -58,8 +64,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        help=f"Folder or hub id of a head or a draft model, {or_of(_NAMED)}; for the shipped target "
-        f"{or_of(_SHIPPED)} too. [default: eagle3 for the shipped target, else lookup]",
+        help=f"{DRAFTS} [default: eagle3 for the shipped target, else lookup]",
     ),
 ]
 Prompts = Annotated[

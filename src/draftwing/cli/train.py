@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
+_STEPS = ", ".join(f"{name} {method.unroll_steps}" for name, (_, method) in methods().items())
+
+
 def _panel(panel: str, help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel)
 
@@ -39,7 +42,7 @@ class Training:
     accumulation: Annotated[int, _panel("Length", "Batches of one update.")] = 1
     data_share: Annotated[float, _panel("Length", "Train on this share of the data alone.")] = 1.0
     objective: Annotated[str | None, _panel("Net", "eagle1, hass, eagle3 or tv, instead of the method's own.")] = None
-    unroll_steps: Annotated[int | None, _panel("Net", "Of training-time test. [default: 1, hass 3, eagle3 5]")] = None
+    unroll_steps: Annotated[int | None, _panel("Net", f"Of training-time test. [default: {_STEPS}]")] = None
     later_share: Annotated[
         float, _panel("Net", "Share of the entries that go on after the first unrolled step; less is faster.")
     ] = 1.0

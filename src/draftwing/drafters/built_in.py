@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.drafters.kind import Kind, Method, NetKind, NewDrafter, NewNet, Source
-from draftwing.drafters.own import from_head
+from draftwing.drafters.own import feature_drafter, from_head
 from draftwing.errors import ConfigError, UnsupportedError, shown
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def _eagle(version: int, help: str, layouts: tuple[str, ...], settings: tuple[st
         layouts=layouts,
         convert=_convert_eagle,
         diagnose=_diagnose_eagle,
+        drafter=feature_drafter,
         start=_start_eagle,
         settings=settings,
     )
@@ -148,7 +149,7 @@ BUILT_IN = (
     Kind("causal-lm", "a smaller causal LM with the same tokenizer", _make_causal_lm, _is_causal_lm, "draft"),
     _eagle(
         1,
-        "an EAGLE-1 or EAGLE-2 head, which predicts the target's next feature",
+        "an EAGLE-1 or EAGLE-2 head",
         ("draftwing", "eagle", "vllm", "sglang"),
         ("inputs",),
         eagle1=Method("eagle1", 1, 0.2),
@@ -156,7 +157,7 @@ BUILT_IN = (
     ),
     _eagle(
         3,
-        "an EAGLE-3 head, which reads three layers of the target",
+        "an EAGLE-3 head",
         ("draftwing", "eagle", "vllm", "sglang", "speculators"),
         ("inputs", "draft_vocab_size", "fc_norm", "norm_output"),
         eagle3=Method("eagle3", 5),

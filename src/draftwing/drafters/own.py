@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from draftwing.drafters.base import Drafter
     from draftwing.heads.doctor.case import Finding
     from draftwing.model.linear import Linear
+    from draftwing.model.target import Target
     from draftwing.nets.base import DraftNet, Scored
     from draftwing.nets.eagle_config import TargetId
 
-__all__ = ["from_head", "net_kind"]
+__all__ = ["feature_drafter", "from_head", "net_kind"]
 
 
 def net_kind(
@@ -28,6 +30,7 @@ def net_kind(
     methods: Mapping[str, Method],
     help: str,
     *,
+    drafter: Callable[[Any, Target, str], Drafter] | None = None,
     taps: Callable[[int], tuple[int, ...]] = lambda num_layers: (num_layers,),
     start: Callable[[Any, Linear, Sequence[Scored]], None] | None = None,
     settings: tuple[str, ...] = (),
@@ -37,8 +40,8 @@ def net_kind(
     Args:
         net: its ``kind`` is the name. Called with config, embedding, target head, target ids and dtype.
         config: a ``nets.plain.PlainConfig``.
-        methods, taps, start, settings: see ``NetKind``; ``taps`` is the last hidden state unless given. A net with an
-            LM head of its own may name ``draft_vocab_size`` among the settings.
+        methods, drafter, taps, start, settings: see ``NetKind``; ``taps`` is the last hidden state unless given. A net
+            with an LM head of its own may name ``draft_vocab_size`` among the settings.
     """
     trained = NetKind(
         read=partial(_read_plain, net, config),
@@ -49,21 +52,28 @@ def net_kind(
         layouts=("draftwing",),
         convert=partial(_convert_plain, net.kind, config),
         diagnose=partial(_diagnose_plain, net.kind, config),
+        drafter=drafter or feature_drafter,
         start=start,
         settings=settings,
     )
     return Kind(net.kind, help, partial(from_head, trained), partial(_is_plain, net.kind), net=trained)
 
 
+def feature_drafter(net: DraftNet, target: Target, name: str = "") -> Drafter:
+    """Drafts with a net that reads the target's features."""
+    from draftwing.drafters.feature import EagleDrafter
+
+    return EagleDrafter(net, target, name)
+
+
 def from_head(kind: NetKind, source: Source) -> NewDrafter:
     """A maker of drafters from a head's folder."""
-    from draftwing.drafters.feature import EagleDrafter
     from draftwing.heads.identity import target_id
 
     target = source.target
     own = target_id(target, source.tokenizer)
     net = kind.read(source.folder, target.embedding, target.head, own, dtype=target.dtype)
-    return partial(EagleDrafter, net.prepack(target.weights, fast=True), target, source.folder.name)
+    return partial(kind.drafter, net.prepack(target.weights, fast=True), target, source.folder.name)
 
 
 def _is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:
