@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,3 +285,18 @@ def test_options_that_shape_other_nets(run):
         TrainOptions("two-linear", iterations=1, fc_norm=True)
     with refused(ConfigError, "inputs belongs to eagle1, hass, eagle3", "'two-linear'"):
         TrainOptions("two-linear", iterations=1, inputs="token")
+
+
+# --- docs/extending.md -----------------------------------------------------------------------------------------------
+
+
+def test_what_the_docs_show_runs(monkeypatch, capsys):
+    monkeypatch.setattr("draftwing.drafters.kinds.KINDS", kinds := dict(KINDS))
+    text = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "extending.md", "exec"), {"__name__": "extending"})
+    assert {"repeats", "guess"} <= set(kinds)
+    assert kinds["guess"].net.layouts == ("draftwing",)
+    assert capsys.readouterr().out.strip()
