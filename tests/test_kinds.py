@@ -274,11 +274,19 @@ def test_load_passes_options_on(tmp_path):
     assert load(draft="lookup", draft_options={"min_match": 4}).new_drafter()._min_match == 4
 
 
+def test_only_a_draft_model_asks_for_a_device(folder):
+    target = load_target(folder)
+    for draft in ("none", "lookup"):
+        load_drafter(draft, target, None, device="a place that is none")
+    with refused(ConfigError, "unknown device 'a place that is none'"):
+        load_drafter(folder, target, None, device="a place that is none")
+
+
 def test_a_kinds_name_is_a_folder_where_it_comes_with_none(folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     target = load_target(folder)
     with refused(CheckpointError, "two-linear"):
-        drafter_maker("two-linear", target, None, dtype=torch.float32, device=torch.device("cpu"))
+        drafter_maker("two-linear", target, None, device=lambda: torch.device("cpu"))
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

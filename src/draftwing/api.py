@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def load_drafter(
         CheckpointError: a head that was trained for another target, or is damaged.
         UnsupportedError: the draft model is not one of the lean decoder's families.
     """
-    return drafter_maker(draft, target, tokenizer, dtype=target.dtype, device=_device(device), options=options)
+    return drafter_maker(draft, target, tokenizer, device=partial(_device, device), options=options)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

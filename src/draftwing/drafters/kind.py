@@ -69,7 +69,7 @@ class Source:
     Attributes:
         target: for which it drafts; ``tokenizer`` is the target's, None where nothing is known of it.
         name: of the draft, as the user wrote it; ``folder`` where it has one.
-        dtype, device: of a draft model; a head is where the target is.
+        device: of a draft model, which alone asks where to go; a head is where the target is.
         options: those that the user gave, checked by ``Kind.options``.
     """
 
@@ -77,8 +77,7 @@ class Source:
     tokenizer: Tokenizer | None
     name: str
     folder: Path
-    dtype: torch.dtype
-    device: torch.device
+    device: Callable[[], torch.device]
     options: Mapping[str, Any]
 
 

@@ -7,7 +7,7 @@ and does not wait for PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -119,11 +119,13 @@ def drafter_maker(
     target: Target,
     tokenizer: Tokenizer | None,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    device: Callable[[], torch.device],
     options: Mapping[str, Any] | None = None,
 ) -> NewDrafter:
     """A maker of drafters with empty state: see ``api.load_drafter``.
+
+    Args:
+        device: see ``Source``.
 
     Raises:
         ConfigError: an option that this draft does not have, or a value that it does not take.
@@ -146,7 +148,7 @@ def drafter_maker(
             )
             raise ConfigError(f"draft_options: {draft} has no option {option!r}: {has}")
         checked[option] = kind.options[option](value)
-    return kind.make(Source(target, tokenizer, name, folder, dtype, device, checked))
+    return kind.make(Source(target, tokenizer, name, folder, device, checked))
 
 
 def convert(source: Path, destination: Path, to: str, **said: Any) -> None:
