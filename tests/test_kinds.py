@@ -39,7 +39,7 @@ from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import OBJECTIVES, Objective
 from draftwing.run.eager import TorchRuntime
 from draftwing.run.forward import Entries, Runner
-from draftwing.run.kernel.build import get_kernel
+from draftwing.run.kernel.library import get_kernel
 from draftwing.sampling import Sampling
 from draftwing.shipped import SHIPPED
 from draftwing.train.options import TrainOptions

@@ -28,7 +28,8 @@ from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, soft_cross_entropy
 from draftwing.nets.plain import PlainConfig
 from draftwing.run.graphs import GraphRuntime, Recorder
-from draftwing.run.kernel.build import get_kernel, noise_of
+from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.options import TrainOptions

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.drafters.base import Budget, Drafter
 from draftwing.drafters.kinds import drafter_maker
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.lm import LM, Generation, StreamStep
