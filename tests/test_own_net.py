@@ -27,14 +27,17 @@ from draftwing.model.layers import concat, embed
 from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, soft_cross_entropy
 from draftwing.nets.plain import PlainConfig
+from draftwing.run.eager import TorchRuntime
+from draftwing.run.forward import Entries
 from draftwing.run.graphs import GraphRuntime, Recorder
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.loss.batch import UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
-from draftwing.tree import PAD
+from draftwing.tree import PAD, DraftTree
 
 # --- what a user writes: the net, its objective, and how it is trained -----------------------------------------------
 
@@ -281,11 +284,65 @@ def test_a_net_that_nobody_registered(run, folder):
             run[1].trainer.net = own
 
 
+def test_a_head_with_a_bias_is_not_trained(run):
+    """The loss is computed from the head's matrix alone: a bias would stay what it was, and nobody would say so."""
+    net = TwoLinear(run[1].trainer.net.config, run[1].target.embedding, run[1].target.head)
+    net.head = net.new_matrix(300, 32, bias=True)
+    with refused(ConfigError, "two-linear", "LM head with a bias", "without one"):
+        UnrolledLoss(net, OBJECTIVE, 2)
+
+
 def test_options_that_shape_other_nets(run):
     with refused(ConfigError, "fc_norm belongs to eagle3", "'two-linear'"):
         TrainOptions("two-linear", iterations=1, fc_norm=True)
     with refused(ConfigError, "inputs belongs to eagle1, hass, eagle3", "'two-linear'"):
         TrainOptions("two-linear", iterations=1, inputs="token")
+
+
+# --- further on ------------------------------------------------------------------------------------------------------
+
+
+class OwnHead(TwoLinear):
+    """The same with an LM head of its own, over some tokens."""
+
+    kind = "own-head"
+
+    def __init__(self, config: PlainConfig, *parts, **options) -> None:
+        super().__init__(config, *parts, **options)
+        self.head = self.new_matrix(self.num_draft_tokens, config.hidden_size)
+
+
+def test_a_draft_vocabulary_of_its_own(run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftwing.drafters.kinds.KINDS", kinds := dict(KINDS))
+    own = {"own-head": Method("eagle3", 2)}
+    kind = register(net_kind(OwnHead, PlainConfig, own, "with a head", settings=("draft_vocab_size",)))
+    options = TrainOptions(
+        "own-head",
+        draft_vocab_size=80,
+        iterations=2,
+        max_length=32,
+        tokens_per_batch=256,
+        precision="no",
+        validation_share=0.2,
+        eval_prompts=0,
+    )
+    session = prepare(RunFiles(folder, [run[0] / "data.jsonl"]), options, tmp_path, dtype="float32", device="cpu")
+    session.run()
+    trained = session.trainer.net
+    assert "own-head" in kinds
+    assert "80 of 300 tokens" in session.describe()
+    target = load_target(folder)
+    net = kind.net.read(tmp_path / "head", target.embedding, target.head).prepack()
+    assert torch.equal(net.target_ids, trained.target_ids)
+    tokens, states = torch.arange(6)[:, None] + 3, torch.randn(6, 1, net.shape.state_width)
+    one, other = net.runs.runner(net, net), TorchRuntime().runner(trained.requires_grad_(False), trained)
+    for _ in range(2):  # memory that was used before holds nothing else
+        found, wanted = (
+            each.forward(Entries(DraftTree.chain(tokens), [0] * 6, states=states)) for each in (one, other)
+        )
+        assert found[0].isfinite().sum(2).tolist() == [[80]] * 6
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+        states = found[1]
 
 
 # --- docs/extending.md -----------------------------------------------------------------------------------------------

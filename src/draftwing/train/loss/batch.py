@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, feature_loss, head_loss
@@ -78,12 +79,20 @@ class UnrolledLoss(nn.Module):
         objective: see ``OBJECTIVES``.
         num_steps: of the unroll.
         noise, later_share: see ``unroll``; not in evaluation.
+
+    Raises:
+        ConfigError: a net whose own LM head has a bias.
     """
 
     def __init__(
         self, net: DraftNet, objective: Objective, num_steps: int, noise: float = 0.0, later_share: float = 1.0
     ) -> None:
         super().__init__()
+        if net.head is not None and net.head.bias is not None:
+            raise ConfigError(
+                f"a net of kind {net.kind!r} has an LM head with a bias, which training would leave as it is: make the "
+                f"head without one"
+            )
         self.net, self.objective, self.num_steps = net, objective, num_steps
         self.noise, self.later_share = noise, later_share
 
