@@ -16,13 +16,13 @@ from draftwing.heads.identity import target_id
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.eagle_initial import initialise
 from draftwing.train.data.batches import Batches
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features import cache_writer
 from draftwing.train.features.cache import CachedFeatures, FeatureCache
 from draftwing.train.features.cache_writer import CacheForm, estimate, write_cache
 from draftwing.train.features.source import OnlineFeatures
-from draftwing.train.initial import initialise
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
@@ -171,7 +171,7 @@ def train(method, target, source, out):
     options = TrainOptions(
         method=method, iterations=3, precision="no", max_length=LENGTH, unroll_steps=2, save_every=9, eval_every=9
     )
-    config = EagleConfig.for_target(options.recipe.version, target.config)
+    config = EagleConfig.for_target((3 if options.method == "eagle3" else 1), target.config)
     torch.manual_seed(0)
     net = EagleNet(config, target.embedding, target.head)
     initialise(net, target.head, [source.batch(0)])

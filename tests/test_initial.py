@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from draftwing.model.linear import Linear
-from draftwing.model.rope import RopeConfig, Rotary
+from draftwing.model.rope import RopeConfig
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.eagle_initial import initialise
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.initial import initialise
 from draftwing.train.loss.unroll import unroll
 
 VOCAB, HIDDEN, HALF = 97, 128, 40
@@ -62,8 +62,7 @@ def repeated(num, seed):
 @torch.no_grad()
 def guessed(net, found, ids):
     """(B, E) whether the token at i + 2 is guessed."""
-    rotary = Rotary(net.config.rope, torch.float32, torch.device("cpu"))
-    step = next(unroll(net, rotary, ids, found.features, 1))
+    step = next(unroll(net, ids, found.features, 1))
     guess = net.logits(step.read).argmax(-1).view(len(ids), -1)
     return guess == ids[:, 2:]
 

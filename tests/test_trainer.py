@@ -25,12 +25,12 @@ from draftwing.errors import CheckpointError, ConfigError, NumericsError
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.eagle_initial import initialise
 from draftwing.train import trainer as trainer_module
 from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
 from draftwing.train.data.batches import Batch, Batches
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features.source import FeatureBatch, OnlineFeatures
-from draftwing.train.initial import initialise
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Trainer
 
@@ -58,7 +58,7 @@ def make(
     )
     torch.manual_seed(options.seed)
     target = LeanTarget.from_folder(folder, dtype, prepack=False)
-    version = options.recipe.version
+    version = 3 if options.method == "eagle3" else 1
     shape = {"inputs": options.inputs, "fc_norm": options.fc_norm}
     config = EagleConfig.for_target(version, target.config, options.draft_vocab_size, **shape)
     ids = torch.arange(options.draft_vocab_size) + 3 if config.has_draft_vocab else None

@@ -15,7 +15,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
-from draftwing.model.rope import RopeConfig, Rotary
+from draftwing.model.rope import RopeConfig
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
@@ -195,9 +195,9 @@ class SlowNet:
 
 def run_unroll(net: EagleNet, ids, features, num_steps: int = STEPS, **options):
     """For each step the entries, and (B, C, H) what is fed back and what the head reads."""
-    rotary, rows = Rotary(net.config.rope, torch.float64), len(ids)
+    rows = len(ids)
     with torch.no_grad():
-        steps = list(unroll(net, rotary, ids, features, num_steps, **options))
+        steps = list(unroll(net, ids, features, num_steps, **options))
     assert [step.index for step in steps] == list(range(num_steps))
     return [
         (each.entries.tolist(), each.states.view(rows, -1, HIDDEN), each.read.view(rows, -1, HIDDEN)) for each in steps
@@ -341,11 +341,10 @@ def test_the_drafter_sees_the_numbers_of_the_unroll(head, folder_of):
     texts = {text for text, _ in drafter.runner.heard}
     assert len(texts) >= 8
     assert {len(path) for _, path in drafter.runner.heard} == set(range(budget.depth))
-    rotary = Rotary(config.rope, torch.float64)
     for (text, path), logits in drafter.runner.heard.items():
         whole = torch.tensor([[*text, *path, 0]])  # the last one is what the entry guesses
         features = target.score(whole, FeatureSpec(config.taps)).features
-        step = list(unroll(net, rotary, whole, features, len(path) + 1))[-1]
+        step = list(unroll(net, whole, features, len(path) + 1))[-1]
         own = net.draft_logits(step.read[len(text) - 2][None])[0]
         wanted = own if ids is None else torch.full((config.vocab_size,), float("-inf"), dtype=own.dtype)
         if ids is not None:

@@ -10,20 +10,16 @@ from typing import Any
 
 import torch
 
-from draftwing.drafters.base import Budget, Drafter, NoDrafter
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.lookup import LookupDrafter
+from draftwing.drafters.base import Budget, Drafter
+from draftwing.drafters.kinds import drafter_maker
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.heads.identity import target_id
-from draftwing.heads.read import is_head, read_head
 from draftwing.lm import LM, Generation, StreamStep
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import LEAN_MODEL_TYPES, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
-from draftwing.shipped import SHIPPED
+from draftwing.shipped import shipped_folder
 from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -44,7 +40,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 Dtype = str | torch.dtype
-SHIPPED_DRAFTS = {"eagle3": "eagle3", "eagle1": "eagle1", "causal-lm": "draft"}  # for the shipped target
 
 
 def load(
@@ -90,7 +85,7 @@ def load(
         _check_name("target", target)
     if draft is not None:
         _check_name("draft", draft)
-    folder = resolve(target, revision) if target is not None else _shipped("target")
+    folder = resolve(target, revision) if target is not None else shipped_folder("target")
     name = str(target or "draftwing/target")
     model = load_target(folder, dtype=dtype, quantize=quantize, device=device, engine=engine, name=name)
     tokenizer = Tokenizer(folder)
@@ -154,34 +149,7 @@ def load_drafter(
         CheckpointError: a head that was trained for another target, or is damaged.
         UnsupportedError: the draft model is not one of the lean decoder's families.
     """
-    known = {"min_match"} if str(draft) == "lookup" else set()
-    odd = next((name for name in options or () if name not in known), None)
-    if odd is not None:
-        raise ConfigError(
-            f"draft_options: {draft} has no option {odd!r}: "
-            + (f"it has {', '.join(sorted(known))}" if known else "it has none, leave draft_options out")
-        )
-    if str(draft) == "none":
-        return NoDrafter
-    if str(draft) == "lookup":
-        return partial(LookupDrafter, target.vocab_size, **_lookup_options(options or {}))
-    folder = _shipped(SHIPPED_DRAFTS[str(draft)]) if str(draft) in SHIPPED_DRAFTS else resolve(draft)
-    config = read_config(folder)
-    quantize = target.weights
-    if is_head(config, folder):
-        own = target_id(target, tokenizer)
-        net = read_head(folder, target.embedding, target.head, own, target.dtype).prepack(quantize, fast=True)
-        return partial(EagleDrafter, net, target, folder.name)
-    if tokenizer is not None:
-        tokenizer.check_same(Tokenizer(folder), str(draft))
-    if config.get("model_type") not in LEAN_MODEL_TYPES:
-        raise UnsupportedError(
-            f"draft model {draft} is of type {config.get('model_type')!r}: a draft model must be one of "
-            f"{', '.join(sorted(LEAN_MODEL_TYPES))}; or use draft='lookup'"
-        )
-    where = _device(device)
-    model = LeanTarget.from_folder(folder, target.dtype, where, name=folder.name, weights=quantize, fast=True)
-    return partial(CausalLMDrafter, model, target.vocab_size)
+    return drafter_maker(draft, target, tokenizer, device=partial(_device, device), options=options)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -190,13 +158,6 @@ def load_drafter(
 def _check_name(what: str, value: object) -> None:
     if not isinstance(value, str | Path) or not str(value):
         raise ConfigError(f"{what} must be a folder or a hub id, found {value!r:.60}: give a string or a Path")
-
-
-def _lookup_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    least = options.get("min_match", 1)
-    if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-        raise ConfigError(f"draft_options: min_match must be at least 1, found {least!r:.60}: give a whole number")
-    return dict(options)
 
 
 def _dtype(dtype: object, config: Mapping[str, Any]) -> torch.dtype:
@@ -228,13 +189,6 @@ def _device(device: str | torch.device | None) -> torch.device:
             f"use {'a lower number' if count else 'device=' + repr('cpu')}"
         )
     return found
-
-
-def _shipped(name: str) -> Path:
-    folder = SHIPPED / name
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"{folder}: the model shipped with Draftwing is not installed: reinstall the package")
-    return folder
 
 
 def _generation_eos(folder: Path) -> list[int]:

@@ -9,6 +9,7 @@ import typer
 from draftwing.cli import screen, tables
 from draftwing.cli.generate import namer
 from draftwing.cli.options import (
+    DRAFTS,
     Draft,
     Drafting,
     Examples,
@@ -35,8 +36,7 @@ def compare(
         typer.Option(
             "--draft",
             "-d",
-            help="Folder or hub id of a draft model, or lookup; repeatable. [default: lookup, and the shipped draft "
-            "model for the shipped target]",
+            help=f"{DRAFTS} Repeatable. [default: lookup, and for the shipped target all that come with it]",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decode every prompt so often.")] = 1,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import Data, Json, Model, Target, sampling_option, taps_of, with_options
+from draftwing.cli.options import Data, Json, Model, Target, or_of, sampling_option, taps_of, with_options
 from draftwing.cli.progress import progress
+from draftwing.drafters.kinds import method_named, methods
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Features:
 
     target: Target = None
     method: Annotated[
-        str, typer.Option("--method", help="eagle1, eagle3 or hass: what eagle3 reads serves the others too.")
+        str, typer.Option("--method", help=f"{or_of(methods())}: what eagle3 reads serves eagle1 and hass too.")
     ] = "eagle3"
     taps: Annotated[
         str | None, typer.Option("--taps", help="Other hidden states than the method's, such as 2,16,29.")
@@ -160,17 +161,16 @@ def cache(
     from draftwing.api import load_target
     from draftwing.heads.identity import target_id
     from draftwing.model.weights import resolve
-    from draftwing.nets.eagle_config import default_taps
     from draftwing.shipped import SHIPPED
     from draftwing.text.tokenizer import Tokenizer
     from draftwing.train.data.batches import Batches
     from draftwing.train.data.files import read_examples, split
     from draftwing.train.features.cache_writer import estimate, write_cache
-    from draftwing.train.options import METHODS
 
     method, length, share = features.method, features.max_length, features.validation_share
-    if method not in METHODS:
-        raise ConfigError(f"--method must be one of {', '.join(METHODS)}, found {method!r}")
+    if method not in methods():
+        raise ConfigError(f"--method must be one of {', '.join(methods())}, found {method!r}")
+    kind, _ = method_named(method)
     taps = taps_of(features.taps)
     folder = resolve(features.target) if features.target is not None else SHIPPED / "target"
     tokenizer = Tokenizer(folder)
@@ -181,7 +181,7 @@ def cache(
     name = str(features.target or "draftwing/target")
     model = load_target(folder, dtype=features.dtype, device=features.device, name=name, prepack=False)
     if taps is None:
-        taps = default_taps(model.num_layers) if METHODS[method].version == 3 else ()
+        taps = tuple(tap for tap in kind.taps(model.num_layers) if tap != model.num_layers)  # which is always kept
     screen.line(f"the cache will have {estimate(model, batches, taps)}")
     own = target_id(model, tokenizer)
     with progress("running the target") as on_progress:

@@ -9,18 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from draftwing.cli import screen, tables
-from draftwing.cli.options import FewExamples, Json, Model, taps_of, with_options
+from draftwing.cli.options import FewExamples, Json, Model, or_of, taps_of, with_options
+from draftwing.drafters.kinds import KINDS
 from draftwing.errors import ConfigError
 
 __all__ = ["register"]
 
+_LAYOUTS = dict.fromkeys(name for kind in KINDS.values() if kind.net is not None for name in kind.net.layouts)
 Head = Annotated[Path, typer.Argument(help="Folder of a head, in any layout.")]
 
 
 def convert(
     head: Head,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
-    to: Annotated[str, typer.Option("--to", help="draftwing, eagle, speculators, vllm or sglang.")] = "draftwing",
+    to: Annotated[str, typer.Option("--to", help=f"{or_of(_LAYOUTS)}.")] = "draftwing",
     target: Annotated[str | None, typer.Option("--target", "-t", help="The head's target, if it does not say.")] = None,
     taps: Annotated[
         str | None, typer.Option("--taps", help="The hidden states that it reads, such as 2,16,29, if it does not say.")
@@ -35,7 +37,7 @@ def convert(
 
     - `draftwing convert downloaded-eagle3 -o head --target path/or/hub-id`
     """
-    from draftwing.heads.convert import convert as run
+    from draftwing.drafters.kinds import convert as run
 
     run(head, out, to, target=_target_id(target), taps=taps_of(taps), depth=depth)
     screen.line(f"wrote {out} in the layout {to!r}")
@@ -56,8 +58,8 @@ def export(
 
     - `draftwing export my-head/head --to vllm --target path/or/hub-id -o my-head-vllm`
     """
+    from draftwing.drafters.kinds import convert as run
     from draftwing.heads.convert import SERVED_BY, serve_command
-    from draftwing.heads.convert import convert as run
     from draftwing.shipped import SHIPPED
 
     if to not in SERVED_BY:
@@ -85,8 +87,8 @@ def doctor(
     - `draftwing doctor downloaded-eagle3 --target path/or/hub-id --prompts prompts.jsonl`
     """
     from draftwing.api import load
+    from draftwing.drafters.kinds import diagnose
     from draftwing.evaluate.fit import measure_fit
-    from draftwing.heads.doctor.examine import diagnose
     from draftwing.model.weights import resolve
     from draftwing.shipped import SHIPPED
 

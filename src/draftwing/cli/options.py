@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from draftwing.drafters.kinds import KINDS
 from draftwing.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
+    "DRAFTS",
     "Data",
     "Draft",
     "Drafting",
@@ -35,11 +37,26 @@ __all__ = [
     "Prompts",
     "SamplingOptions",
     "Target",
+    "or_of",
     "sampling_option",
     "taps_of",
     "with_options",
 ]
 
+
+def or_of(names: Iterable[str]) -> str:
+    """``a, b or c``."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+_NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
+_FOLDERS = [kind.help for kind in KINDS.values() if kind.recognises is not None]
+_SHIPPED = [kind.name for kind in KINDS.values() if kind.shipped is not None]
+DRAFTS = (
+    f"{', '.join(f'{name} ({KINDS[name].help})' for name in _NAMED)}, or a folder or hub id of {or_of(_FOLDERS)}; for "
+    f"the shipped target {or_of(_SHIPPED)} too."
+)
 _MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 Draft = Annotated[
@@ -47,8 +64,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        help="Folder or hub id of an EAGLE head or a draft model, lookup, or none; for the shipped target eagle3, "
-        "eagle1 or causal-lm too. [default: eagle3 for the shipped target, else lookup]",
+        help=f"{DRAFTS} [default: eagle3 for the shipped target, else lookup]",
     ),
 ]
 Prompts = Annotated[
@@ -103,7 +119,7 @@ class Model:
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
-        wanted = list(drafts or ["lookup", *(["causal-lm", "eagle1", "eagle3"] if self.target is None else [])])
+        wanted = list(drafts or [*_NAMED, *(_SHIPPED if self.target is None else [])])
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again

@@ -13,7 +13,8 @@ import typer
 
 from draftwing.cli import progress as shown
 from draftwing.cli import screen
-from draftwing.cli.options import Data, Json, Target, with_options
+from draftwing.cli.options import Data, Json, Target, or_of, with_options
+from draftwing.drafters.kinds import methods
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from draftwing.train.trainer import Progress, Trainer
 
 __all__ = ["register"]
+
+
+_STEPS = ", ".join(f"{name} {method.unroll_steps}" for name, (_, method) in methods().items())
 
 
 def _panel(panel: str, help: str, *names: str) -> Any:
@@ -38,7 +42,7 @@ class Training:
     accumulation: Annotated[int, _panel("Length", "Batches of one update.")] = 1
     data_share: Annotated[float, _panel("Length", "Train on this share of the data alone.")] = 1.0
     objective: Annotated[str | None, _panel("Net", "eagle1, hass, eagle3 or tv, instead of the method's own.")] = None
-    unroll_steps: Annotated[int | None, _panel("Net", "Of training-time test. [default: 1, hass 3, eagle3 5]")] = None
+    unroll_steps: Annotated[int | None, _panel("Net", f"Of training-time test. [default: {_STEPS}]")] = None
     later_share: Annotated[
         float, _panel("Net", "Share of the entries that go on after the first unrolled step; less is faster.")
     ] = 1.0
@@ -93,7 +97,7 @@ class Run:
 @with_options
 def train(
     training: Training,
-    method: Annotated[str, typer.Argument(help="eagle1, eagle3 or hass.")],
+    method: Annotated[str, typer.Argument(help=f"{or_of(methods())}.")],
     data: Data,
     run: Run,
     as_json: Json = False,

@@ -17,7 +17,7 @@ from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
 from draftwing.errors import ConfigError
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
-from draftwing.nets.eagle import EagleNet
+from draftwing.nets.base import DraftNet
 from draftwing.run.request import Waiting
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
@@ -35,7 +35,7 @@ class EagleDrafter:
         ConfigError: the net reads features that the target does not have.
     """
 
-    def __init__(self, net: EagleNet, target: Target, name: str = "", identity: str = "") -> None:
+    def __init__(self, net: DraftNet, target: Target, name: str = "", identity: str = "") -> None:
         config = net.config
         if config.vocab_size != target.vocab_size or max(config.taps) > target.num_layers:
             raise ConfigError(
@@ -43,7 +43,7 @@ class EagleDrafter:
                 f"{target.name} has {target.num_layers} layers and {target.vocab_size} tokens: use a head trained "
                 f"for it"
             )
-        self.name = f"eagle{config.version}" + (f" ({name})" if name else "")
+        self.name = net.kind + (f" ({name})" if name else "")
         self.features = FeatureSpec(config.taps)
         self.traits = Traits(reads_features=True, grows_by_rule=True, identity=identity or self.name)
         self.net, self._runner = net, net.runs.runner(net, self)

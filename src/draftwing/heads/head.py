@@ -16,7 +16,7 @@ from draftwing.heads.names import EMBEDDING, UNKNOWN_TAP
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig, TargetId, default_taps
 
-__all__ = ["Head", "usual_taps"]
+__all__ = ["Head", "checked_training", "usual_taps"]
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,9 @@ class Head:
     @classmethod
     def from_net(cls, net: EagleNet, training: Mapping[str, Any] | None = None) -> Head:
         """The head of a net that has not been prepacked. Raises ConfigError if ``training`` is no JSON."""
-        try:
-            training = json.loads(json.dumps(dict(training or {}), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"what is said of a head's training must be JSON ({error}): give plain numbers, strings, lists and "
-                f"dictionaries"
-            ) from error
         name = net.config.target.name if net.config.target is not None else None
         ids = None if net.target_ids is None else net.target_ids.to("cpu", torch.int64)
-        return cls(net.config, net.tensors(), ids, training=training or {}, verifier=name)
+        return cls(net.config, net.tensors(), ids, training=checked_training(training), verifier=name)
 
     @property
     def knows_taps(self) -> bool:
@@ -115,6 +108,18 @@ class Head:
         if taps is not None or self.knows_taps:
             _check_taps(config.taps, known, where)
         return replace(self, config=config, verifier=self.verifier or (known.name if known else None))
+
+
+def checked_training(training: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is said of a head's training, as JSON gives it back. Raises ConfigError if it is none."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(training or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"what is said of a head's training must be JSON ({error}): give plain numbers, strings, lists and "
+            f"dictionaries"
+        ) from error
+    return found
 
 
 def usual_taps(version: int, num_layers: int) -> tuple[int, ...] | None:

@@ -25,7 +25,7 @@ from draftwing.heads.names import (
     sort_names,
     version_of_names,
 )
-from draftwing.heads.settings import Settings, eagle_config, is_head_config, read_settings
+from draftwing.heads.settings import Settings, claimed_version, eagle_config, is_head_config, read_settings
 from draftwing.heads.vocab import read_draft_vocab
 from draftwing.model.config import read_config
 from draftwing.model.linear import Linear
@@ -37,6 +37,7 @@ from draftwing.nets.eagle_tensors import tensor_shapes
 __all__ = [
     "PICKLED",
     "WEIGHTS",
+    "eagle_version",
     "find_config",
     "find_taps",
     "find_version",
@@ -63,16 +64,30 @@ def is_head(config: Mapping[str, Any], folder: Path | None = None) -> bool:
     sure = is_head_config(config)
     if sure is not None or folder is None:
         return bool(sure)
-    names: list[str] = []
+    return version_of_names(_names_in(folder)) is not None
+
+
+def eagle_version(config: Mapping[str, Any], folder: Path) -> int | None:
+    """1 or 3 where a folder looks like an EAGLE head's, by its config or else its tensors' names; None for others.
+
+    Nothing is checked: ``load_head`` says where config and tensors differ.
+    """
+    block = config.get("draftwing")
+    if (isinstance(block, dict) and "kind" in block) or not is_head(config, folder):
+        return None
+    said = block.get("version") if isinstance(block, dict) else claimed_version(config)
+    return said if said in (1, 3) else version_of_names(_names_in(folder)) or 3
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Of its tensors; none where they cannot be read, which is said by whoever loads them."""
     try:
         if weight_files(folder)[:1] == [PICKLED]:
-            names = list(read_tensors(folder))
-        else:
-            with WeightFiles(folder) as files:
-                names = files.keys()
+            return list(read_tensors(folder))
+        with WeightFiles(folder) as files:
+            return files.keys()
     except CheckpointError:
-        pass  # what is wrong with the weights is said by whoever loads them
-    return version_of_names(names) is not None
+        return []
 
 
 def read_head(

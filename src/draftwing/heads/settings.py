@@ -23,7 +23,16 @@ from draftwing.model.rope import ROPE_TYPES
 from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle_config import EagleConfig, Inputs, TargetId
 
-__all__ = ["FORMAT", "TAP_IDS", "Block", "Settings", "eagle_config", "is_head_config", "read_settings"]
+__all__ = [
+    "FORMAT",
+    "TAP_IDS",
+    "Block",
+    "Settings",
+    "claimed_version",
+    "eagle_config",
+    "is_head_config",
+    "read_settings",
+]
 
 FORMAT: Final = 1
 TAP_IDS: Final = "eagle_aux_hidden_state_layer_ids"
@@ -120,7 +129,7 @@ def is_head_config(config: Mapping[str, Any]) -> bool | None:
     """Whether a config is a head's; None where an EAGLE-1 head's would look like a small model's own."""
     if "draftwing" in config or "speculators_model_type" in config or "speculators_config" in config:
         return True
-    if _claimed_version(config) is not None or config.get("model_type") == "eagle" or config.get("eagle_config"):
+    if claimed_version(config) is not None or config.get("model_type") == "eagle" or config.get("eagle_config"):
         return True
     layers = config.get("num_hidden_layers")
     return None if isinstance(layers, int) and 1 <= layers <= _MOST_LAYERS else False
@@ -160,7 +169,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> Settings:
     return Settings(
         layout="draftwing" if block is not None and layout == "eagle" else layout,
         shape=shape,
-        version=block.version if block is not None else 3 if layout == "speculators" else _claimed_version(config),
+        version=block.version if block is not None else 3 if layout == "speculators" else claimed_version(config),
         draft_vocab_size=top.integer("draft_vocab_size"),
         bias=top.flag("bias"),
         norm_before_residual=top.flag("norm_before_residual"),
@@ -254,7 +263,8 @@ def _refuse_foreign(shape: Mapping[str, Any], config: Mapping[str, Any], nested:
             raise UnsupportedError(f"{where}: {what}: serve this head with the engine that it was made for")
 
 
-def _claimed_version(config: Mapping[str, Any]) -> int | None:
+def claimed_version(config: Mapping[str, Any]) -> int | None:
+    """1 or 3 by the name of the engine's class that a config gives; None where that tells nothing."""
     names = config.get("architectures")
     for name in names if isinstance(names, list) else []:
         if name in _VERSIONS:

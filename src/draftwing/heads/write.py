@@ -21,7 +21,7 @@ from draftwing.heads.read import WEIGHTS, is_head, weight_files
 from draftwing.model.config import read_config
 from draftwing.nets.eagle import EagleNet
 
-__all__ = ["check_destination", "save_head", "write_fix", "write_head"]
+__all__ = ["check_destination", "save_head", "write_fix", "write_folder", "write_head"]
 
 _FIXES = {
     errno.ENOSPC: "the disk is full: make room, or write elsewhere",
@@ -57,8 +57,7 @@ def save_head(folder: Path, head: Head, layout: str, *, depth: int = 5) -> None:
         CheckpointError: the folder cannot be written, or holds another model.
     """
     config, tensors = head_files(head, layout, depth)
-    check_destination(folder)
-    _write_folder(folder, config, tensors)
+    write_folder(folder, config, tensors)
 
 
 def check_destination(folder: Path) -> None:
@@ -71,16 +70,18 @@ def check_destination(folder: Path) -> None:
         )
 
 
-def _write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write ``config.json`` and ``model.safetensors``, whole or not at all.
 
     Both are written into a folder beside ``folder`` and moved when they are complete; other files that a folder
     already has stay.
 
     Raises:
-        CheckpointError: the folder cannot be written, or has weights that an engine would read instead.
+        CheckpointError: the folder cannot be written, holds another model, or has weights that an engine would read
+            instead.
     """
     folder = Path(folder)
+    check_destination(folder)
     others = [name for name in weight_files(folder) if name != WEIGHTS]
     if others:
         raise CheckpointError(

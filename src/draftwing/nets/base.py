@@ -24,7 +24,7 @@ from draftwing.run.choose import Needs, runtime_for
 from draftwing.run.eager import TorchRuntime
 from draftwing.run.forward import NetShape, Runtime
 
-__all__ = ["DraftNet", "NetConfig"]
+__all__ = ["DraftNet", "NetConfig", "Scored", "Text"]
 
 
 class NetConfig(Protocol):
@@ -50,6 +50,39 @@ class NetConfig(Protocol):
     def calibration(self) -> Calibration: ...  # noqa: D102
 
 
+class Text(Protocol):
+    """Tokens of a text: what a batch of the training data is."""
+
+    @property
+    def ids(self) -> Tensor:
+        """(B, T)."""
+        ...
+
+    @property
+    def real(self) -> Tensor:
+        """(B, T) bool: which are no padding."""
+        ...
+
+
+class Scored(Protocol):
+    """A text with what the target thinks of it: what a new net may be solved on before it is trained."""
+
+    @property
+    def batch(self) -> Text:
+        """The text."""
+        ...
+
+    @property
+    def features(self) -> Tensor:
+        """(B, T, F) the taps that the net reads."""
+        ...
+
+    @property
+    def last(self) -> Tensor:
+        """(B, T, H) what the target's LM head reads."""
+        ...
+
+
 class DraftNet(nn.Module, ABC):
     """A net that reads the target's features and drafts: a ``run.forward.Net``.
 
@@ -58,21 +91,29 @@ class DraftNet(nn.Module, ABC):
         embedding: (V, H) the target's, frozen and never saved with the net.
         target_head: the target's LM head, frozen, for nets that have none of their own (``head``).
         target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
+        dtype: of the matrices that ``new_matrix`` makes.
 
     Attributes:
-        head: its own LM head, or None.
+        kind: the name under which ``drafters.kinds`` knows such nets.
+        head: its own LM head, or None; a net with one sets it after ``super().__init__``.
         runs: what makes its runners; chosen by ``prepack``.
     """
 
+    kind: str = ""
     embedding: Tensor
     target_ids: Tensor | None
     head: Linear | None
 
     def __init__(
-        self, config: Any, embedding: Tensor, target_head: Linear | None = None, target_ids: Tensor | None = None
+        self,
+        config: Any,
+        embedding: Tensor,
+        target_head: Linear | None = None,
+        target_ids: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.head, self._new_dtype = config, None, dtype
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
         # Kept in a list, so that the target's head is no parameter of this module.
@@ -80,15 +121,37 @@ class DraftNet(nn.Module, ABC):
         self.runs = cast(Runtime, TorchRuntime())
         self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
 
+    def new_matrix(self, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+        """A new matrix of small random numbers, to be trained; a bias starts at zero."""
+        place: dict[str, Any] = {"dtype": self._new_dtype, "device": self.embedding.device}
+        weight = torch.empty(num_out, num_in, **place).normal_(0, num_in**-0.5)
+        zeros = torch.zeros(num_out, requires_grad=True, **place) if bias else None
+        return Linear(weight.requires_grad_(), zeros)
+
     # --- what it computes ------------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def shape(self) -> NetShape:
-        """See ``run.forward.Net``."""
+        """See ``run.forward.Net``: as it stands, that of a net without attention.
+
+        It reads its taps side by side, each as wide as its states. A net with attention says its layers and heads.
+        """
+        width = self.config.hidden_size
+        return NetShape(
+            num_layers=0,
+            num_heads=0,
+            num_kv_heads=0,
+            head_dim=0,
+            windows=(),
+            vocab_size=self.config.vocab_size,
+            feature_width=width * len(self.config.taps),
+            state_width=width,
+            out_width=width,
+            is_sparse=self.target_ids is not None,
+        )
 
     def fuse(self, features: Any) -> Any:
-        """The target's features (R, F) as the states (R, H) of entries."""
+        """The target's features (R, F) as the states (R, H) of entries: the same, where there is one tap."""
         return features
 
     @abstractmethod
@@ -98,7 +161,7 @@ class DraftNet(nn.Module, ABC):
         Args:
             ids: (R,) the token of each entry.
             states: (R, H) from ``fuse``, or what an earlier step fed back.
-            attend: mixes each entry with those that it sees.
+            attend: mixes each entry with those that it sees; called once for each layer that ``shape`` names.
 
         Returns:
             (R, H) what ``logits`` reads, and (R, H) the states to feed back.
@@ -119,6 +182,11 @@ class DraftNet(nn.Module, ABC):
     def read_head(self) -> Linear:
         """The LM head that ``logits`` uses: its own, or the target's."""
         return self._target_head[0] if self.head is None else self.head
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """V_draft."""
+        return self.config.vocab_size if self.target_ids is None else len(self.target_ids)
 
     @property
     def head_weight(self) -> Tensor:

@@ -88,7 +88,7 @@ class EagleNet(DraftNet):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         check_parts(config, embedding, target_head, target_ids)
-        super().__init__(config, embedding, None if config.version == 3 else target_head, target_ids)
+        super().__init__(config, embedding, None if config.version == 3 else target_head, target_ids, dtype)
         if config.own_embedding:
             del self.embedding
             self.embedding = nn.Parameter(embedding.detach().to(dtype).clone())
@@ -154,6 +154,11 @@ class EagleNet(DraftNet):
             return x, x
         read = self.norm.forward(x)
         return read, read if config.norm_output else x
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]  # of one class there are two kinds
+        """See ``DraftNet``."""
+        return f"eagle{self.config.version}"
 
     @property
     def layer(self) -> DecoderLayer:

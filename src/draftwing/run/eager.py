@@ -88,7 +88,8 @@ class EagerRunner(Runner):
         slots = TreeSlots(
             self.cache, tree, inputs.lengths_B, inputs.lengths, inputs.first_row, first_node, inputs.width
         )
-        attend = TreeAttention(cis, slots, net.shape.windows, net.shape.num_heads, real + padding)
+        shape = net.shape
+        attend = TreeAttention(cis, slots, shape.windows, shape.num_heads, real + padding) if shape.num_layers else None
         read, out = net.forward(ids, states, attend)
         return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
 

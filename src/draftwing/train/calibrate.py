@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from draftwing.model.linear import Linear
-from draftwing.model.rope import Rotary
+from draftwing.nets.base import DraftNet
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
-from draftwing.nets.eagle import EagleNet
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.batch import Truth
 from draftwing.train.loss.unroll import unroll
@@ -18,7 +17,7 @@ MAX_ROWS = 4096  # scores of so many positions and no more are drawn for one fit
 
 
 @torch.no_grad()
-def fit_calibration(net: EagleNet, head: Linear, batches: list[FeatureBatch], num_steps: int = 2) -> Calibration:
+def fit_calibration(net: DraftNet, head: Linear, batches: list[FeatureBatch], num_steps: int = 2) -> Calibration:
     """At temperature 1, over the first ``num_steps`` drafted tokens.
 
     Args:
@@ -27,12 +26,11 @@ def fit_calibration(net: EagleNet, head: Linear, batches: list[FeatureBatch], nu
         batches: held-out text with the target's features and logits.
     """
     generator = torch.Generator().manual_seed(0)
-    rotary = Rotary(net.config.rope, net.dtype, net.fc.weight.device)
     rivals, hits = [], []
     for found in batches:
         logits = found.logits_of(head)
         truth = Truth.of(found, head, net.target_ids, torch.float32)
-        steps = unroll(net, rotary, found.batch.ids, found.features.to(net.dtype), num_steps)
+        steps = unroll(net, found.batch.ids, found.features.to(net.dtype), num_steps)
         for step in steps:
             entries, where = truth.rows(step.index, step.entries)
             some = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (num_steps * len(batches))]

@@ -6,28 +6,23 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from draftwing.drafters.kinds import NetKind, method_named, methods
 from draftwing.errors import ConfigError
 from draftwing.nets.eagle_config import Inputs
-from draftwing.nets.objectives import OBJECTIVES
+from draftwing.nets.objectives import OBJECTIVES, Objective
 
-__all__ = ["METHODS", "Method", "TrainOptions"]
+__all__ = ["NET_SETTINGS", "Recipe", "TrainOptions"]
+
+NET_SETTINGS = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")  # which shape the nets of some kinds
 
 
 @dataclass(frozen=True)
-class Method:
-    """A recipe of the literature: which net, which objective, how many unrolled steps, how much noise."""
+class Recipe:
+    """How a net is trained: its method, with what the options override of it (see ``drafters.kind.Method``)."""
 
-    version: int
-    objective: str
+    objective: Objective
     unroll_steps: int
-    noise: float = 0.0
-
-
-METHODS = {
-    "eagle1": Method(1, "eagle1", 1, 0.2),
-    "hass": Method(1, "hass", 3),
-    "eagle3": Method(3, "eagle3", 5),
-}
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class TrainOptions:
     """How a head is trained.
 
     Attributes:
-        method: ``eagle1``, ``hass`` or ``eagle3``.
+        method: one of ``drafters.kinds.methods()``: ``eagle1``, ``hass``, ``eagle3``.
         objective: overrides the method's own (``tv``: acceptance-aligned).
         unroll_steps: of training-time test; None takes the method's own.
         later_share: share of the entries that the unroll goes on with after its first step; less is faster.
@@ -89,7 +84,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.method in METHODS, "method", f"one of {', '.join(METHODS)}"),
+            (self.method in methods(), "method", f"one of {', '.join(methods())}"),
             (self.objective is None or self.objective in OBJECTIVES, "objective", f"one of {', '.join(OBJECTIVES)}"),
             (self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon"),
             (self.precision in ("bf16", "no"), "precision", "bf16 or no"),
@@ -116,19 +111,33 @@ class TrainOptions:
                 raise ConfigError(f"training: {name} must be {wanted}, found {getattr(self, name)!r}")
         if (self.iterations is None) == (self.minutes is None):
             raise ConfigError("training: give either iterations or minutes")
-        if self.method != "eagle3" and (self.fc_norm or self.norm_output or self.draft_vocab_size):
-            raise ConfigError(
-                f"training: fc_norm, norm_output and draft_vocab_size belong to eagle3, found method {self.method!r}"
-            )
+        usual = {each.name: each.default for each in dataclasses.fields(self)}
+        for name in NET_SETTINGS:
+            if name not in self.kind.settings and getattr(self, name) != usual[name]:
+                others = [method for method, (kind, _) in methods().items() if kind.net and name in kind.net.settings]
+                raise ConfigError(
+                    f"training: {name} belongs to {', '.join(others)}, found method {self.method!r}: leave it out"
+                )
 
     @property
-    def recipe(self) -> Method:
+    def kind(self) -> NetKind:
+        """What is trained."""
+        return method_named(self.method)[0]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options that shape this kind's nets."""
+        return {name: getattr(self, name) for name in self.kind.settings}
+
+    @property
+    def recipe(self) -> Recipe:
         """The method with what was overridden."""
-        found = METHODS[self.method]
-        return dataclasses.replace(
-            found,
-            objective=self.objective or found.objective,
-            unroll_steps=self.unroll_steps or found.unroll_steps,
+        found = method_named(self.method)[1]
+        objective = self.objective or found.objective
+        return Recipe(
+            OBJECTIVES[objective] if isinstance(objective, str) else objective,
+            self.unroll_steps or found.unroll_steps,
+            found.noise,
         )
 
     @property

@@ -15,18 +15,16 @@ from accelerate import Accelerator
 
 from draftwing.api import load_target
 from draftwing.drafters.base import Budget
-from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.kinds import NewNet, kind_of_folder, net_kind_of
 from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.heads.identity import chat_template_hash, target_id
-from draftwing.heads.read import read_head
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.target import Target
 from draftwing.model.weights import resolve
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig, TargetId
-from draftwing.nets.objectives import OBJECTIVES
+from draftwing.nets.base import DraftNet
+from draftwing.nets.eagle_config import TargetId
 from draftwing.sampling import Sampling
 from draftwing.shipped import SHIPPED
 from draftwing.stats import Stats
@@ -39,7 +37,6 @@ from draftwing.train.data.files import read_examples
 from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
 from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCache
 from draftwing.train.features.source import FeatureSource, OnlineFeatures
-from draftwing.train.initial import ENTRIES, initialise
 from draftwing.train.loss.batch import Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
@@ -48,6 +45,7 @@ __all__ = ["RunFiles", "Session", "measure_tau", "new_net", "prepare", "validati
 
 PROMPT_LENGTH = 128  # tokens of a document from which tau is measured
 VALIDATION_BATCHES = 4
+ENTRIES = 16384  # tokens on which a new net is solved before it is trained
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Session:
         """One line: what is trained, on what."""
         net, options = self.trainer.net, self.trainer.options
         millions = sum(p.numel() for p in net.parameters()) / 1e6
-        vocabulary = f"{net.config.draft_vocab_size} of {net.config.vocab_size} tokens"
+        vocabulary = f"{net.num_draft_tokens} of {net.config.vocab_size} tokens"
         return (
             f"{options.method} head of {millions:.2f}M parameters for {self.target.name}, draft vocabulary "
             f"{vocabulary} ({self.coverage:.1%} of the data), {self.training.num_tokens:,} tokens to train on, "
@@ -148,13 +146,13 @@ def prepare(
         net = new_net(model, folder, options, vocabulary, own)
         coverage = vocabulary.coverage
     else:
-        net = read_head(files.initial, model.embedding.float(), model.head, own)
-        _check_initial(net, options, files.initial)
+        net = _initial_net(files.initial, model, options, own)
         coverage = coverage_of(training, net.target_ids, model.vocab_size)
     source = _source_of(model, training, options, net.config.taps, cached)
-    if files.initial is None:
+    start = net_kind_of(net).start
+    if files.initial is None and start is not None:
         num_batches = -(-ENTRIES // options.tokens_per_batch)
-        initialise(net, model.head, [source.batch(number) for number in range(num_batches)])
+        start(net, model.head, [source.batch(number) for number in range(num_batches)])
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
         "tokens_in_data": training.num_tokens,
@@ -201,21 +199,21 @@ def _source_of(
 
 def new_net(
     target: Target, folder: Path, options: TrainOptions, vocabulary: DraftVocabulary, own: TargetId
-) -> EagleNet:
+) -> DraftNet:
     """A net of the target's own shape, with random weights in float32."""
-    shape = _shape_of(target, folder)
+    kind, shape = options.kind, _shape_of(target, folder)
     whole = len(vocabulary.target_ids) == target.vocab_size
-    config = EagleConfig.for_target(
-        options.recipe.version,
-        shape,
-        None if whole else len(vocabulary.target_ids),
-        inputs=options.inputs,
-        fc_norm=options.fc_norm,
-        norm_output=options.norm_output,
-        target=own,
+    return kind.new(
+        NewNet(
+            like=shape,
+            taps=kind.taps(shape.num_layers),
+            target=own,
+            embedding=target.embedding.float(),
+            head=target.head,
+            target_ids=None if whole else vocabulary.target_ids.to(target.device),
+            settings=options.settings,
+        )
     )
-    ids = None if whole or config.version == 1 else vocabulary.target_ids.to(target.device)
-    return EagleNet(config, target.embedding.float(), target.head, ids)
 
 
 def _check_cached(info: CacheInfo, options: TrainOptions, where: Path) -> None:
@@ -234,19 +232,28 @@ def _check_cached(info: CacheInfo, options: TrainOptions, where: Path) -> None:
         )
 
 
-def _check_initial(net: EagleNet, options: TrainOptions, where: Path) -> None:
-    """The options that shape a net must be those of the head that the run starts from."""
-    config = net.config
-    wanted = {"version": options.recipe.version, "inputs": options.inputs}
-    found = {"version": config.version, "inputs": config.inputs}
+def _initial_net(where: Path, model: Target, options: TrainOptions, own: TargetId) -> DraftNet:
+    """The net of the head that the run starts from; the options that shape a net must be its own."""
+    kind = kind_of_folder(where)
+    if kind.net is not options.kind:
+        raise ConfigError(
+            f"{where} holds a draft of kind {kind.name!r}, and method {options.method!r} trains another: start from "
+            f"another head, from nothing, or choose another method"
+        )
+    net = options.kind.read(where, model.embedding.float(), model.head, own)
+    wanted: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    if "inputs" in options.settings:
+        wanted["inputs"], found["inputs"] = options.inputs, net.config.inputs
     if options.draft_vocab_size:
-        wanted["draft_vocab_size"], found["draft_vocab_size"] = options.draft_vocab_size, config.draft_vocab_size
+        wanted["draft_vocab_size"], found["draft_vocab_size"] = options.draft_vocab_size, net.num_draft_tokens
     for name, value in wanted.items():
         if found[name] != value:
             raise ConfigError(
                 f"{where} is a head with {name} {found[name]!r}, and this run asks for {value!r}: start from another "
                 f"head, from nothing, or drop the option"
             )
+    return net
 
 
 def _shape_of(target: Target, folder: Path) -> ModelConfig:
@@ -289,23 +296,23 @@ def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def measure_tau(target: Target, net: EagleNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
+def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
     """Decode greedily with the net as it stands, all prompts in one batch."""
-    engine = Engine(Decoder(target, EagleDrafter(net, target), budget=budget))
+    engine = Engine(Decoder(target, net_kind_of(net).drafter(net, target, ""), budget=budget))
     for prompt in prompts:
         engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
     return Stats.of(engine.steps())
 
 
-def _evaluate(target: Target, validation: Corpus, options: TrainOptions, net: EagleNet) -> dict[str, Any]:
+def _evaluate(target: Target, validation: Corpus, options: TrainOptions, net: DraftNet) -> dict[str, Any]:
     """Loss and agreement on held-out data, tau through the real decoder; the net's calibration is fitted too."""
     began = time.perf_counter()
     source = OnlineFeatures(
         target, Batches(validation, options.tokens_per_batch, options.max_length, options.seed), net.config.taps
     )
     recipe = options.recipe
-    scorer = UnrolledLoss(net, OBJECTIVES[recipe.objective], recipe.unroll_steps).eval()
-    wide = torch.promote_types(net.fc.weight.dtype, torch.float32)
+    scorer = UnrolledLoss(net, recipe.objective, recipe.unroll_steps).eval()
+    wide = torch.promote_types(net.dtype, torch.float32)
     loss = torch.zeros(recipe.unroll_steps)
     count, agreed = torch.zeros_like(loss), torch.zeros_like(loss)
     batches = [source.batch(number) for number in range(min(VALIDATION_BATCHES, source.num_batches_per_epoch))]

@@ -20,12 +20,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from draftwing.drafters.kinds import net_kind_of
 from draftwing.errors import CheckpointError, NumericsError
-from draftwing.heads.write import write_head
 from draftwing.model.linear import Linear
+from draftwing.nets.base import DraftNet
 from draftwing.nets.calibration import Calibration
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.objectives import OBJECTIVES
 from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features.source import FeatureSource
 from draftwing.train.lock import locked
@@ -73,13 +72,13 @@ class Trainer:
 
     def __init__(
         self,
-        net: EagleNet,
+        net: DraftNet,
         target_head: Linear,
         source: FeatureSource,
         options: TrainOptions,
         out: Path,
         *,
-        evaluate: Callable[[EagleNet], dict[str, Any]] | None = None,
+        evaluate: Callable[[DraftNet], dict[str, Any]] | None = None,
         accelerator: Accelerator | None = None,
         describe: dict[str, Any] | None = None,
     ) -> None:
@@ -89,15 +88,13 @@ class Trainer:
         self.on_progress: Callable[[Progress], None] | None = None
         self._describe = describe or {}
         recipe = options.recipe
-        self._loss = UnrolledLoss(
-            net, OBJECTIVES[recipe.objective], recipe.unroll_steps, recipe.noise, options.later_share
-        )
+        self._loss = UnrolledLoss(net, recipe.objective, recipe.unroll_steps, recipe.noise, options.later_share)
         self._optimizers = _optimizers(net, options)
         self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
         prepared = self.accelerator.prepare(self._loss, *self._optimizers)
         self._wrapped, self._prepared = prepared[0], list(prepared[1:])
         self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
-        self._wide = torch.promote_types(net.fc.weight.dtype, torch.float32)
+        self._wide = torch.promote_types(net.dtype, torch.float32)
         self.iteration, self.iterations = 0, options.iterations or 10**9
         self._seconds = 0.0  # of training in all sessions, for timed runs
         self._replanned = 0
@@ -164,7 +161,8 @@ class Trainer:
             },
         )
         with self._averaged():
-            write_head(self.out / "head", self.net, training={**self._describe, "iterations": self.iteration})
+            training = {**self._describe, "iterations": self.iteration}
+            net_kind_of(self.net).write(self.out / "head", self.net, training=training)
 
     def _resume(self) -> None:
         state = read_checkpoint(self.out)
@@ -178,7 +176,7 @@ class Trainer:
         self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        device = self.net.fc.weight.device
+        device = self.net.device
         self._average = {name: each.to(device) for name, each in state["average"].items()}
         self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
         self._seconds, self._replanned = state["seconds"], state["replanned"]
@@ -206,9 +204,7 @@ class Trainer:
             with nullcontext() if last else accelerator.no_sync(self._wrapped):
                 with accelerator.autocast():
                     sums = self._wrapped(found, truth, agreement=watched)
-                counts = self._everywhere(
-                    torch.tensor([float(s.count) for s in sums], device=self.net.fc.weight.device)
-                )
+                counts = self._everywhere(torch.tensor([float(s.count) for s in sums], device=self.net.device))
                 decay = self._loss.objective.decay
                 parts = [s.loss * (decay**i / max(float(counts[i]), 1.0)) for i, s in enumerate(sums)]
                 # Data-parallel wrappers average gradients over the processes; these are shares of one mean.
@@ -248,7 +244,7 @@ class Trainer:
     def _everyone_stops(self) -> bool:
         """Whether to stop here: as soon as one process was told to, since the others would wait for it forever."""
         if self.accelerator.num_processes > 1:
-            told = torch.tensor(float(self.stopping), device=self.net.fc.weight.device)
+            told = torch.tensor(float(self.stopping), device=self.net.device)
             self.stopping = bool(self._everywhere(told) > 0)
         return self.stopping
 
@@ -271,7 +267,7 @@ class Trainer:
         if minutes is None or self._replanned >= len(REPLAN) or self.iteration < 2 * WARM_UP_ITERATIONS:
             return
         if self.accelerator.num_processes > 1:  # whose clocks differ: they must come to the same decision
-            seconds = torch.tensor(self._seconds, dtype=torch.float64, device=self.net.fc.weight.device)
+            seconds = torch.tensor(self._seconds, dtype=torch.float64, device=self.net.device)
             self._seconds = float(self._everywhere(seconds)) / self.accelerator.num_processes
         if self._seconds < REPLAN[self._replanned] * minutes * 60:
             return
@@ -336,7 +332,7 @@ def _mixed(seed: int, number: int, rank: int) -> int:
     return (seed * 1_000_003 + number) * 1_009 + rank
 
 
-def _optimizers(net: EagleNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
+def _optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
     """AdamW for everything; or Muon (Jordan et al. 2024) for the matrices between hidden states, AdamW for the rest."""
     lr = options.peak_lr
     trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]

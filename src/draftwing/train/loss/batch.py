@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
-from draftwing.model.rope import Rotary
-from draftwing.nets.eagle import EagleNet
+from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.unroll import unroll
@@ -79,16 +79,22 @@ class UnrolledLoss(nn.Module):
         objective: see ``OBJECTIVES``.
         num_steps: of the unroll.
         noise, later_share: see ``unroll``; not in evaluation.
+
+    Raises:
+        ConfigError: a net whose own LM head has a bias.
     """
 
     def __init__(
-        self, net: EagleNet, objective: Objective, num_steps: int, noise: float = 0.0, later_share: float = 1.0
+        self, net: DraftNet, objective: Objective, num_steps: int, noise: float = 0.0, later_share: float = 1.0
     ) -> None:
         super().__init__()
+        if net.head is not None and net.head.bias is not None:
+            raise ConfigError(
+                f"a net of kind {net.kind!r} has an LM head with a bias, which training would leave as it is: make the "
+                f"head without one"
+            )
         self.net, self.objective, self.num_steps = net, objective, num_steps
         self.noise, self.later_share = noise, later_share
-        weight = net.fc.weight
-        self._rotary = Rotary(net.config.rope, weight.dtype, weight.device)
 
     def forward(self, found: FeatureBatch, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         """Sums for every step.
@@ -97,12 +103,12 @@ class UnrolledLoss(nn.Module):
             agreement: count too how often the net's best token is the target's.
         """
         device = found.features.device.type
-        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.fc.weight.dtype
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.dtype
         weight = self.net.head_weight
-        features = found.features.to(self.net.fc.weight.dtype)
+        features = found.features.to(self.net.dtype)
         noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
         sums = []
-        for step in unroll(self.net, self._rotary, found.batch.ids, features, self.num_steps, noise, share):
+        for step in unroll(self.net, found.batch.ids, features, self.num_steps, noise, share):
             entries, where = truth.rows(step.index, step.entries)
             read = step.read[entries]
             loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwing.model.attention import CausalAttention
-from draftwing.model.rope import Rotary
-from draftwing.nets.eagle import EagleNet
+from draftwing.nets.base import DraftNet
 
 __all__ = ["UnrollStep", "UnrolledAttention", "unroll"]
 
@@ -89,8 +88,7 @@ class UnrollStep:
 
 
 def unroll(
-    net: EagleNet,
-    rotary: Rotary,
+    net: DraftNet,
     ids: Tensor,
     features: Tensor,
     num_steps: int,
@@ -115,9 +113,10 @@ def unroll(
     if noise:
         read = read + (torch.rand_like(read) - 0.5) * noise
     states = net.fuse(read.reshape(rows * count, -1))
-    first = 0 if net.config.inputs == "feature-unshifted" else 1
+    shape, rotary = net.shape, net.rotary
+    first = 1 if shape.is_shifted else 0
     padded = torch.cat([ids, ids.new_zeros(rows, num_steps)], 1)
-    attend = UnrolledAttention(rows, count, net.config.num_layers, net.config.head_dim**-0.5)
+    attend = UnrolledAttention(rows, count, shape.num_layers, max(shape.head_dim, 1) ** -0.5)
     entries = torch.arange(count, device=ids.device)
     for step in range(num_steps):
         if step == 1 and later_share < 1:

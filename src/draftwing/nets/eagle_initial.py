@@ -18,12 +18,11 @@ from torch import Tensor
 from draftwing.model.layers import GatedMLP
 from draftwing.model.linear import Linear
 from draftwing.model.rope import inverse_frequencies
+from draftwing.nets.base import Scored
 from draftwing.nets.eagle import EagleNet
-from draftwing.train.features.source import FeatureBatch
 
-__all__ = ["ENTRIES", "initialise"]
+__all__ = ["initialise"]
 
-ENTRIES = 16384  # that are enough to solve on
 REACH = 100  # tokens over which a rotated channel must turn by less than one radian for a key to carry a code
 MATCH = 12.0  # score of the key that agrees with the query in both of its tokens
 COPY = 2.0  # size of what attention copies from there, against the state's that it is added to
@@ -48,7 +47,7 @@ class _Entries:
     goal: Tensor
 
     @classmethod
-    def of(cls, net: EagleNet, batches: Sequence[FeatureBatch]) -> _Entries:
+    def of(cls, net: EagleNet, batches: Sequence[Scored]) -> _Entries:
         weight = net.fc.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         parts = []
@@ -62,7 +61,7 @@ class _Entries:
 
 
 @torch.no_grad()
-def initialise(net: EagleNet, target_head: Linear, batches: Sequence[FeatureBatch]) -> None:
+def initialise(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) -> None:
     """Set a new net's weights.
 
     ``fc`` becomes the linear map from what it reads to what the target's LM head reads one token later, by ridge
@@ -76,7 +75,7 @@ def initialise(net: EagleNet, target_head: Linear, batches: Sequence[FeatureBatc
     Args:
         net: random, as ``EagleNet`` makes it.
         target_head: the target's LM head, plain.
-        batches: of about ``ENTRIES`` tokens.
+        batches: of about 16,000 tokens, which are enough to solve on.
     """
     entries = _Entries.of(net, batches)
     mlp = net.layer.mlp

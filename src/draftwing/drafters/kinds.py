@@ -1,0 +1,178 @@
+"""The table of the kinds of drafts: one entry each says how a kind is recognised, read, run, trained and written.
+
+Loading, training, converting, examining and the command line read it, and a kind of one's own joins it by ``register``
+(``docs/extending.md``). What an entry needs is imported when it is used: the command line reads names and help here,
+and does not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from draftwing.drafters.built_in import BUILT_IN
+from draftwing.drafters.kind import Kind, Method, NetKind, NewDrafter, NewNet, Source
+from draftwing.drafters.own import net_kind
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+    from draftwing.heads.doctor.case import Finding
+    from draftwing.model.target import Target
+    from draftwing.nets.base import DraftNet
+    from draftwing.text.tokenizer import Tokenizer
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Method",
+    "NetKind",
+    "NewNet",
+    "Source",
+    "convert",
+    "diagnose",
+    "drafter_maker",
+    "kind_of_folder",
+    "method_named",
+    "methods",
+    "net_kind",
+    "net_kind_of",
+    "register",
+]
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in BUILT_IN}
+
+
+def register(kind: Kind) -> Kind:
+    """Add a kind to the table. Its heads are then loaded, trained, converted and examined like the others.
+
+    Raises:
+        ConfigError: the name, or that of one of its methods, is taken.
+    """
+    if not kind.name or kind.name in KINDS:
+        raise ConfigError(f"a kind of draft called {kind.name!r} cannot be added: choose a name that is not taken")
+    taken = set(methods()) & set(kind.net.methods if kind.net is not None else ())
+    if taken:
+        raise ConfigError(f"a training method called {min(taken)!r} is there already: choose another name")
+    KINDS[kind.name] = kind
+    return kind
+
+
+# --- looking things up -----------------------------------------------------------------------------------------------
+
+
+def kind_of_folder(folder: Path) -> Kind:
+    """The kind of draft that a folder holds.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        ConfigError: a head of a kind that is not registered.
+    """
+    from draftwing.model.config import read_config
+
+    folder = Path(folder)
+    config = read_config(folder)
+    for kind in KINDS.values():
+        if kind.recognises is not None and kind.recognises(config, folder):
+            return kind
+    block = config.get("draftwing")
+    found = shown(block.get("kind")) if isinstance(block, dict) else "none"
+    raise ConfigError(
+        f"{folder}: holds a draft of kind {found}, which is not known here: import the module that registers it first "
+        f"(known: {', '.join(KINDS)})"
+    )
+
+
+def net_kind_of(net: DraftNet) -> NetKind:
+    """The entry of a net. Raises ConfigError where its kind is not registered."""
+    found = KINDS.get(net.kind)
+    if found is None or found.net is None:
+        raise ConfigError(
+            f"{type(net).__name__} is a net of kind {net.kind!r}, which is not registered: call kinds.register first"
+        )
+    return found.net
+
+
+def methods() -> dict[str, tuple[Kind, Method]]:
+    """Every way of training, by name."""
+    return {
+        name: (kind, method)
+        for kind in KINDS.values()
+        if kind.net is not None
+        for name, method in kind.net.methods.items()
+    }
+
+
+def method_named(name: str) -> tuple[NetKind, Method]:
+    """A way of training. Raises ConfigError where there is none of this name."""
+    known = methods()
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(f"unknown training method {shown(name)}: choose one of {', '.join(known)}")
+    kind, method = known[name]
+    return cast(NetKind, kind.net), method
+
+
+def drafter_maker(
+    draft: str | Path,
+    target: Target,
+    tokenizer: Tokenizer | None,
+    *,
+    device: Callable[[], torch.device],
+    options: Mapping[str, Any] | None = None,
+) -> NewDrafter:
+    """A maker of drafters with empty state: see ``api.load_drafter``.
+
+    Args:
+        device: see ``Source``.
+
+    Raises:
+        ConfigError: an option that this draft does not have, or a value that it does not take.
+    """
+    from draftwing.model.weights import resolve
+    from draftwing.shipped import shipped_folder
+
+    name, folder = str(draft), Path()
+    kind = KINDS.get(name)
+    if kind is None or (kind.recognises is not None and kind.shipped is None):
+        folder = resolve(draft)
+        kind = kind_of_folder(folder)
+    elif kind.shipped is not None:
+        folder = shipped_folder(kind.shipped)
+    checked = {}
+    for option, value in (options or {}).items():
+        if option not in kind.options:
+            has = (
+                f"it has {', '.join(sorted(kind.options))}" if kind.options else "it has none, leave draft_options out"
+            )
+            raise ConfigError(f"draft_options: {draft} has no option {option!r}: {has}")
+        checked[option] = kind.options[option](value)
+    return kind.make(Source(target, tokenizer, name, folder, device, checked))
+
+
+def convert(source: Path, destination: Path, to: str, **said: Any) -> None:
+    """Write a head in another layout, whatever its kind: see ``heads.convert.convert``, which has EAGLE's.
+
+    Raises:
+        UnsupportedError: a layout that this kind of head has not.
+    """
+    kind = _head_kind(source)
+    known = {layout for each in KINDS.values() if each.net is not None for layout in each.net.layouts}
+    if to in known and to not in kind.layouts:
+        raise UnsupportedError(f"{source}: such a head can only be written as {', '.join(kind.layouts)}, found {to!r}")
+    kind.convert(source, destination, to, **said)
+
+
+def diagnose(folder: Path, target: Path | None = None) -> list[Finding]:
+    """Look at a head, whatever its kind: see ``heads.doctor.examine.diagnose``, which has EAGLE's checks."""
+    return _head_kind(folder).diagnose(folder, target)
+
+
+def _head_kind(folder: Path) -> NetKind:
+    """Of a folder; EAGLE-3's where it is no head or cannot be read: what reads it then says why not."""
+    try:
+        found = kind_of_folder(Path(folder)).net
+    except CheckpointError:
+        found = None
+    return found or cast(NetKind, KINDS["eagle3"].net)

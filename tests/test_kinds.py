@@ -1,0 +1,317 @@
+"""The table of kinds: every net is traced and compared with PyTorch, and every entry with what the rest makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import test_own_net  # registers a net of its own
+from conftest import refused
+from draftwing.api import load, load_drafter, load_target
+from draftwing.drafters.base import Budget
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.kinds import (
+    KINDS,
+    NewNet,
+    convert,
+    drafter_maker,
+    kind_of_folder,
+    method_named,
+    methods,
+    net_kind_of,
+)
+from draftwing.engine.decode import Decoder
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.heads.convert import convert as convert_eagle
+from draftwing.heads.identity import target_id
+from draftwing.heads.layouts import LAYOUTS
+from draftwing.heads.read import PICKLED
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.lean import LeanTarget
+from draftwing.nets.base import DraftNet
+from draftwing.nets.objectives import OBJECTIVES, Objective
+from draftwing.run.eager import TorchRuntime
+from draftwing.run.forward import Entries, Runner
+from draftwing.run.kernel.library import get_kernel
+from draftwing.sampling import Sampling
+from draftwing.shipped import SHIPPED
+from draftwing.train.options import TrainOptions
+from draftwing.tree import DraftTree
+
+needs_kernel = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
+SHAPE = {"head_dim": 32, "num_hidden_layers": 4}
+NARROW = {"hidden_size": 48, "target_hidden_size": 32, "own_embedding": True}
+
+
+@dataclass(frozen=True)
+class Net:
+    """A net of a registered kind. ``num_draft``: tokens of its draft vocabulary."""
+
+    kind: str
+    settings: dict = field(default_factory=dict)
+    num_draft: int | None = None
+
+    def make(self, target: LeanTarget, like: ModelConfig) -> DraftNet:
+        """One with numbers of its own, the same at every call."""
+        entry = KINDS[self.kind].net
+        torch.manual_seed(3)
+        size = self.settings.get("hidden_size")
+        embedding = target.embedding if size is None else torch.randn(target.vocab_size, size)
+        ids = None if self.num_draft is None else torch.randperm(target.vocab_size)[: self.num_draft].sort().values
+        taps, own = entry.taps(like.num_layers), target_id(target)
+        net = entry.new(NewNet(like, taps, own, embedding, target.head, ids, self.settings))
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        return net.requires_grad_(False)
+
+
+NETS = {
+    "eagle1": Net("eagle1"),
+    "eagle1-fc-bias": Net("eagle1", {"fc_bias": True}),
+    "eagle1-layers": Net("eagle1", {"num_layers": 2, "qkv_bias": True}),
+    "eagle1-own-embedding": Net("eagle1", {"own_embedding": True}),
+    "eagle3": Net("eagle3"),
+    "eagle3-few-tokens": Net("eagle3", num_draft=40),
+    "eagle3-residual": Net("eagle3", {"norm_before_residual": True}),
+    "eagle3.1": Net("eagle3", {"fc_norm": True, "norm_output": True}),
+    "eagle3.1-before-fc": Net("eagle3", {"norm_before_fc": True, "norm_output": True}, num_draft=20),
+    "eagle3-layers": Net("eagle3", {"num_layers": 2}),
+    "eagle3-qkv-bias": Net("eagle3", {"qkv_bias": True, "num_layers": 3}),
+    "eagle3-own-embedding": Net("eagle3", {"own_embedding": True}),
+    "eagle3-another-width": Net("eagle3", NARROW),
+    "eagle3.1-another-width": Net("eagle3", {**NARROW, "fc_norm": True, "num_layers": 2}, num_draft=30),
+    "two-linear": Net("two-linear"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of) -> Path:
+    return folder_of("llama", **SHAPE)
+
+
+def both(name: str, folder: Path) -> list[tuple[DraftNet, LeanTarget]]:
+    """The same net by PyTorch and in the CPU kernel, with a target each."""
+    like, found = ModelConfig.from_hf(read_config(folder)), []
+    for prepack in (False, True):
+        plain = LeanTarget.from_folder(folder, prepack=False)
+        net = NETS[name].make(plain, like)
+        found.append((net.prepack() if prepack else net, LeanTarget.from_folder(folder, prepack=prepack)))
+    assert [net.runs.name for net, _ in found] == ["torch", "kernel"]
+    return found
+
+
+def test_every_kind_of_net_is_traced_here():
+    assert {net.kind for net in NETS.values()} == {name for name, kind in KINDS.items() if kind.net is not None}
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", NETS)
+def test_kernel_and_torch_agree_in_logits_and_states(name, folder):
+    """Two prompts of features, and a ragged tree below them."""
+    torch.manual_seed(7)
+    results = []
+    shape = both(name, folder)[0][0].shape
+    features, ids = torch.randn(2, 9, shape.feature_width), torch.randint(61, (2, 9))
+    tokens = torch.randint(61, (2, 5))
+    tree = DraftTree(tokens, torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 1]]))
+    states = torch.randn(2, 5, shape.state_width)
+    for net, _ in both(name, folder):
+        runner: Runner = net.runs.runner(net, object()) if net.runs.name == "kernel" else TorchRuntime().runner(net, 0)
+        fused = runner.fuse(features)
+        runner.prefill(0, ids[0].tolist(), features[:1])
+        runner.prefill(1, ids[1, :6].tolist(), features[1:, :6])
+        chain = runner.forward(Entries(DraftTree.chain(ids), [0, 0], states=fused))
+        results.append([fused, *chain, *runner.forward(Entries(tree, [9, 6], states=states))])
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found.isinf(), wanted.isinf())
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+    if NETS[name].num_draft:
+        assert int(results[0][1][0, 0].isfinite().sum()) == NETS[name].num_draft
+
+
+@needs_kernel
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 9)], ids=str)
+@pytest.mark.parametrize("name", NETS)
+def test_kernel_and_torch_draft_the_same_trees(name, budget, temperature, folder):
+    """Rows of several lengths, one of them alone for a step: every tree, and the text that comes of them."""
+    seen = []
+    for net, target in both(name, folder):
+        drafter = Watched(net, target)
+        decoder, texts = Decoder(target, drafter, budget=budget), {0: (), 1: ()}
+        for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
+            decoder.admit(prompt, Sampling(temperature=temperature, seed=row, max_tokens=9 - row, ignore_eos=True))
+            step = decoder.step()
+            for each in step.rows:
+                texts[each.request_id] += each.token_ids
+        while decoder.num_running:
+            for each in decoder.step().rows:
+                texts[each.request_id] += each.token_ids
+        seen.append((texts, drafter.trees))
+    assert seen[0][0] == seen[1][0]
+    assert len(seen[0][1]) == len(seen[1][1]) >= 3
+    for found, wanted in zip(seen[1][1], seen[0][1], strict=True):
+        assert found == wanted
+
+
+class Watched(EagleDrafter):
+    """Keeps the nodes of its trees, each by the tokens on its path."""
+
+    def __init__(self, net, target) -> None:
+        super().__init__(net, target)
+        self.trees: list[list[set]] = []
+
+    def propose(self, ctx, sampling, budget):
+        tree = super().propose(ctx, sampling, budget)
+        self.trees.append([set(test_own_net.paths(tree, row)) for row in range(tree.num_rows)])
+        return tree
+
+
+# --- entries ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_says_its_kind(folder, tmp_path):
+    assert kind_of_folder(SHIPPED / "eagle1").name == "eagle1"
+    assert kind_of_folder(SHIPPED / "eagle3").name == "eagle3"
+    assert kind_of_folder(SHIPPED / "draft").name == kind_of_folder(folder).name == "causal-lm"
+    with refused(CheckpointError, str(tmp_path / "nothing")):
+        kind_of_folder(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in ("eagle1", "eagle3") for layout in KINDS[name].net.layouts if layout != "eagle"],
+)
+def test_a_head_is_known_in_every_layout_of_its_kind(name, layout, tmp_path):
+    convert_eagle(SHIPPED / name, tmp_path / "head", layout)
+    assert kind_of_folder(tmp_path / "head") is KINDS[name]
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    del config["draftwing"]  # as others write it: its tensors tell an EAGLE-1 head
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    assert kind_of_folder(tmp_path / "head") is KINDS[name]
+
+
+def test_a_pickled_head_is_known(tmp_path):
+    convert_eagle(SHIPPED / "eagle1", tmp_path, "draftwing")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["draftwing"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"fc.weight": torch.zeros(2, 4)}, tmp_path / PICKLED)
+    assert kind_of_folder(tmp_path).name == "eagle1"
+
+
+def test_layouts_and_objectives_are_there():
+    assert {layout for kind in KINDS.values() if kind.net for layout in kind.net.layouts} == set(LAYOUTS)
+    assert list(methods())[:3] == ["eagle1", "hass", "eagle3"]
+    for _, method in methods().values():
+        assert isinstance(method.objective, Objective) or method.objective in OBJECTIVES
+    with refused(ConfigError, "unknown training method 'medusa'", "eagle1, hass, eagle3"):
+        method_named("medusa")
+    with refused(ConfigError, "method must be one of eagle1, hass, eagle3", "'medusa'"):
+        TrainOptions("medusa", iterations=1)
+
+
+def test_speculators_has_no_eagle1(tmp_path):
+    with refused(UnsupportedError, "can only be written as draftwing, eagle, vllm, sglang", "'speculators'"):
+        convert(SHIPPED / "eagle1", tmp_path / "head", "speculators")
+    convert(SHIPPED / "eagle3", tmp_path / "head", "speculators")
+    assert kind_of_folder(tmp_path / "head").name == "eagle3"
+
+
+def test_every_net_has_an_entry(folder):
+    target, like = LeanTarget.from_folder(folder, prepack=False), ModelConfig.from_hf(read_config(folder))
+    for net in NETS.values():
+        made = net.make(target, like)
+        assert net_kind_of(made) is KINDS[net.kind].net
+        assert made.kind == net.kind
+
+
+# --- options of a draft ----------------------------------------------------------------------------------------------
+
+
+def test_options_reach_the_drafter(folder):
+    target = load_target(folder)
+    make = load_drafter("lookup", target, None, options={"min_match": 3})
+    assert make()._min_match == 3
+    assert load_drafter("lookup", target, None)()._min_match == 2
+    # The same word twice is drafted from where one word is enough, and not where three are asked for.
+    prompt, found = [5, 9, 5, 9], {}
+    for least in (1, 3):
+        drafter = load_drafter("lookup", target, None, options={"min_match": least})()
+        decoder = Decoder(target, drafter, budget=Budget(3))
+        decoder.admit(prompt, Sampling(max_tokens=1, ignore_eos=True))
+        found[least] = drafter.propose(decoder.ctx, None, Budget(3)).num_nodes
+    assert found[1] > 1 == found[3]
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "parts"),
+    [
+        ("lookup", {"max_match": 3}, ["lookup has no option 'max_match'", "it has min_match"]),
+        ("lookup", {"min_match": 0}, ["min_match must be at least 1, found 0"]),
+        ("lookup", {"min_match": True}, ["min_match must be at least 1, found True"]),
+        ("lookup", {"min_match": "3"}, ["min_match must be at least 1, found '3'"]),
+        ("none", {"min_match": 3}, ["none has no option 'min_match'", "leave draft_options out"]),
+        (SHIPPED / "eagle3", {"min_match": 3}, ["eagle3 has no option 'min_match'", "it has none"]),
+    ],
+)
+def test_options_that_a_draft_has_not(draft, options, parts, folder):
+    target = load_target(folder)
+    with refused(ConfigError, "draft_options", *parts):
+        load_drafter(draft, target, None, options=options)
+
+
+def test_load_passes_options_on(tmp_path):
+    assert load(draft="lookup", draft_options={"min_match": 4}).new_drafter()._min_match == 4
+
+
+def test_only_a_draft_model_asks_for_a_device(folder):
+    target = load_target(folder)
+    for draft in ("none", "lookup"):
+        load_drafter(draft, target, None, device="a place that is none")
+    with refused(ConfigError, "unknown device 'a place that is none'"):
+        load_drafter(folder, target, None, device="a place that is none")
+
+
+def test_a_kinds_name_is_a_folder_where_it_comes_with_none(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    target = load_target(folder)
+    with refused(CheckpointError, "two-linear"):
+        drafter_maker("two-linear", target, None, device=lambda: torch.device("cpu"))
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_help_names_what_is_in_the_table():
+    code = "import sys; from draftwing.cli import main; main.main()"
+    for command, words in (
+        ("train", ["eagle1", "hass", "eagle3", "hass 3, eagle3 5"]),
+        ("convert", list(LAYOUTS)),
+        ("generate", [name for name in KINDS if name != "two-linear"]),
+        ("compare", [name for name in KINDS if name != "two-linear"]),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, command, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        assert done.returncode == 0, done.stderr
+        for word in words:
+            assert word in " ".join(done.stdout.replace("│", " ").split()), (command, word)
+
+
+def test_the_table_does_not_wait_for_torch():
+    code = "import sys; import draftwing.drafters.kinds; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,360 @@
+"""A net of one's own, written as a user would: two matrices. All the rest it gets for nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from conftest import TEXTS, add_tokenizer, build, refused
+from draftwing.api import LM, load, load_drafter, load_target
+from draftwing.cli import main as cli
+from draftwing.drafters.base import Budget
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.kinds import KINDS, Method, convert, diagnose, kind_of_folder, net_kind, register
+from draftwing.engine.decode import Decoder
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.evaluate.compare import compare
+from draftwing.heads.identity import target_id
+from draftwing.model.layers import concat, embed
+from draftwing.nets.base import DraftNet
+from draftwing.nets.objectives import Objective, soft_cross_entropy
+from draftwing.nets.plain import PlainConfig
+from draftwing.run.eager import TorchRuntime
+from draftwing.run.forward import Entries
+from draftwing.run.graphs import GraphRuntime, Recorder
+from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.noise import noise_of
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.loss.batch import UnrolledLoss
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, prepare
+from draftwing.tree import PAD, DraftTree
+
+# --- what a user writes: the net, its objective, and how it is trained -----------------------------------------------
+
+
+class TwoLinear(DraftNet):
+    """Guesses the target's next hidden state from the last one and the token after it."""
+
+    kind = "two-linear"
+
+    def __init__(self, config: PlainConfig, *parts, **options) -> None:
+        super().__init__(config, *parts, **options)
+        width = config.hidden_size
+        self.first = self.new_matrix(2 * width, 2 * width)
+        self.second = self.new_matrix(width, 2 * width)
+
+    def forward(self, ids, states, attend):
+        both = concat([embed(ids, self.embedding), states])
+        guess = self.second.forward(self.first.forward(both), states)
+        return guess, guess
+
+
+def squares(logits: Tensor, probs: Tensor) -> Tensor:
+    """The squared distance of the two laws."""
+    return (logits.softmax(-1) - probs).square().sum(-1)
+
+
+OBJECTIVE = Objective(((0.5, soft_cross_entropy), (1.0, squares)), feature_weight=0.5, decay=0.8)
+METHODS = {"two-linear": Method(OBJECTIVE, unroll_steps=3, noise=0.1)}
+KIND = register(net_kind(TwoLinear, PlainConfig, METHODS, "two matrices on the last hidden state"))
+
+# --- what it gets for that -------------------------------------------------------------------------------------------
+
+PROMPTS = ["def add(", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
+BUDGETS = [Budget(4), Budget(3, 3, 8), None]
+needs_kernel = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target whose sampled and greedy texts can be guessed a little."""
+    place = tmp_path_factory.mktemp("target")
+    build("llama", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(place)
+    return add_tokenizer(place)
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    """A short training, through the ordinary session: where it is, and the losses."""
+    place = tmp_path_factory.mktemp("run")
+    data = place / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
+    options = TrainOptions(
+        "two-linear",
+        iterations=12,
+        lr=3e-3,
+        max_length=32,
+        tokens_per_batch=256,
+        precision="no",
+        validation_share=0.2,
+        eval_prompts=1,
+        eval_tokens=4,
+    )
+    session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
+    session.run()
+    metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return place, session, metrics
+
+
+def test_it_trains(run):
+    _, session, metrics = run
+    losses = [line["loss"] for line in metrics]
+    assert max(losses[-3:]) < 0.9 * losses[0]
+    assert len(metrics[0]["agreement"]) == 3
+    assert metrics[-1]["tau"] >= 1
+    assert "two-linear head of" in session.describe()
+
+
+def test_it_is_saved_and_loaded(run, folder):
+    place, session, _ = run
+    head, target = place / "head", load_target(folder)
+    assert kind_of_folder(head) is KIND
+    net = KIND.net.read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
+    assert net.config == session.trainer.net.config
+    assert net.config.calibration != type(net.config.calibration)()  # fitted, and kept
+    for name, tensor in session.trainer.net.tensors().items():
+        assert torch.equal(net.tensors()[name], tensor), name
+    drafter = load_drafter(head, target, Tokenizer(folder))()
+    assert drafter.name == "two-linear (head)"
+    assert drafter.net.runs.name == ("kernel" if get_kernel() else "torch")
+
+
+def drafters(run, folder):
+    """The same net in the CPU kernel, in PyTorch, and recorded, each with a target of its own."""
+    for name in ("kernel", "torch", "recorded"):
+        target = load_target(folder, prepack=name == "kernel")
+        net = KIND.net.read(run[0] / "head", target.embedding, target.head)
+        net = net.prepack() if name == "kernel" else net.requires_grad_(False)
+        if name == "recorded":
+            net.runs = GraphRuntime(Recorder())
+        assert net.runs.name == ("kernel" if name == "kernel" else "torch")
+        yield EagleDrafter(net, target), target
+
+
+@needs_kernel
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("budget", BUDGETS[:2], ids=str)
+def test_it_drafts_the_same_trees_in_the_kernel_and_in_torch(run, folder, budget, temperature):
+    found = []
+    for drafter, target in drafters(run, folder):
+        decoder = Decoder(target, drafter, budget=budget)
+        requests = [Sampling(temperature=temperature, seed=row, max_tokens=40, ignore_eos=True) for row in range(3)]
+        for prompt, sampling in zip(PROMPTS, requests, strict=True):
+            decoder.admit(Tokenizer(folder).encode(prompt), sampling)
+        for _ in range(3):
+            decoder.step()
+        sampling = SamplingBatch(requests, noise_of(target.vocab_size, target.device))
+        found.append(drafter.propose(decoder.ctx, sampling, budget))
+    for tree in found[1:]:
+        for row in range(3):
+            assert paths(tree, row).keys() == paths(found[0], row).keys()
+            for path, chance in paths(tree, row).items():
+                assert chance == pytest.approx(paths(found[0], row)[path], rel=1e-3, abs=1e-6)
+
+
+def paths(tree, row):
+    """The reached chance of every node, by the tokens on its path; a chain's nodes have none."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    chances = [1.0] * len(tokens) if tree.confidence is None or tree.is_line else tree.confidence[row].tolist()
+    found = {0: (tokens[0],)}
+    for node in range(1, len(tokens)):
+        if tokens[node] != PAD:
+            found[node] = (*found[parents[node]], tokens[node])
+    return {path: chances[node] for node, path in found.items()}
+
+
+@pytest.mark.parametrize("engine", ["lean", "transformers"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_the_targets(run, folder, engine, temperature):
+    options = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    plain = load(folder, "none", engine=engine).generate(PROMPTS, **options)
+    for budget in BUDGETS:
+        found = load(folder, run[0] / "head", engine=engine, budget=budget).generate(PROMPTS, **options)
+        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+        if budget is not None:
+            assert all(each.stats.num_drafted for each in found)
+
+
+def test_it_can_be_compared(run, folder):
+    target, tokenizer = load_target(folder), Tokenizer(folder)
+    lms = [LM(target, tokenizer)]
+    lms += [LM(target, tokenizer, load_drafter(run[0] / "head", target, tokenizer), "match", b) for b in BUDGETS[:2]]
+    found = compare(lms, PROMPTS[:2], Sampling(max_tokens=12, ignore_eos=True))
+    assert found.all_identical
+    assert [each.name for each in found.methods][1] == "two-linear (head)"
+
+
+def test_the_command_line_knows_it(run, folder):
+    head = str(run[0] / "head")
+    shown = CliRunner().invoke(cli.app, ["doctor", head, "-t", str(folder), "--json", "--no-measure"])
+    assert shown.exit_code == 0, shown.output
+    assert {each["name"]: each["status"] for each in json.loads(shown.stdout)["findings"]} == {
+        "head": "ok",
+        "target": "ok",
+    }
+    written = CliRunner().invoke(cli.app, ["generate", "def add(", "-t", str(folder), "-d", head, "-n", "8"])
+    assert written.exit_code == 0, written.output
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_another_targets_head_is_refused(run, folder_of):
+    head = run[0] / "head"
+    other = load_target(folder_of("llama", head_dim=32))
+    with refused(CheckpointError, "made for", "vocab_size 300 and 61"):
+        load_drafter(head, other, None)
+    found = {each.name: each.status for each in diagnose(head, folder_of("llama", head_dim=32))}
+    assert found == {"head": "ok", "target": "fail"}
+
+
+def test_layouts_that_it_has_not(run, tmp_path):
+    convert(run[0] / "head", tmp_path / "copy", "draftwing")
+    assert (tmp_path / "copy" / "config.json").read_text() == (run[0] / "head" / "config.json").read_text()
+    with refused(UnsupportedError, "can only be written as draftwing", "'vllm'"):
+        convert(run[0] / "head", tmp_path / "no", "vllm")
+    with refused(ConfigError, "unknown head layout 'gguf'"):
+        convert(run[0] / "head", tmp_path / "no", "gguf")
+
+
+def changed(head, tmp_path, change):
+    """A copy of the head whose config's ``draftwing`` part was changed."""
+    convert(head, tmp_path / "odd", "draftwing")
+    file = tmp_path / "odd" / "config.json"
+    config = json.loads(file.read_text())
+    change(config["draftwing"])
+    file.write_text(json.dumps(config))
+    return tmp_path / "odd"
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda block: block.update(kind="three-linear"), ["kind 'three-linear'", "import the module"]),
+        (lambda block: block["config"].update(vocab_size="300"), ["config: vocab_size", "type int", "'300'"]),
+        (lambda block: block["config"].pop("taps"), ["lacks the field 'taps'"]),
+        (lambda block: block["config"].update(depth=3), ["unknown field 'depth'"]),
+        (lambda block: block["config"].update(rope=[]), ["config: rope must be an object"]),
+        (lambda block: block["config"].update(taps=[]), ["taps must name at least 1"]),
+        (lambda block: block["config"].update(taps=3), ["config: taps must be a list", "found 3"]),
+    ],
+)
+def test_configs_that_cannot_be_meant(run, folder, tmp_path, change, parts):
+    odd = changed(run[0] / "head", tmp_path, change)
+    with refused(ConfigError, *parts):
+        load_drafter(odd, load_target(folder), None)
+
+
+def test_a_folder_of_another_format_or_net(run, folder, tmp_path):
+    target = load_target(folder)
+    odd = changed(run[0] / "head", tmp_path, lambda block: block.update(format=9))
+    with refused(CheckpointError, "expected format 1, found 9"):
+        load_drafter(odd, target, None)
+    odd = changed(run[0] / "head", tmp_path, lambda block: block["config"].update(hidden_size=16))
+    with refused(CheckpointError, "(300, 16)", "(300, 32)"):
+        load_drafter(odd, target, None)
+
+
+def test_names_that_are_taken():
+    with refused(ConfigError, "'two-linear' cannot be added", "not taken"):
+        register(KIND)
+    with refused(ConfigError, "training method called 'two-linear' is there already"):
+        register(replace(KIND, name="other"))
+    assert "other" not in KINDS
+
+
+def test_a_net_that_nobody_registered(run, folder):
+    net = partial(TwoLinear, run[1].trainer.net.config, run[1].target.embedding, run[1].target.head)()
+    net.kind = "stranger"
+    with refused(ConfigError, "TwoLinear is a net of kind 'stranger'", "kinds.register"):
+        run[1].trainer.net, own = net, run[1].trainer.net
+        try:
+            run[1].trainer.save()
+        finally:
+            run[1].trainer.net = own
+
+
+def test_a_head_with_a_bias_is_not_trained(run):
+    """The loss is computed from the head's matrix alone: a bias would stay what it was, and nobody would say so."""
+    net = TwoLinear(run[1].trainer.net.config, run[1].target.embedding, run[1].target.head)
+    net.head = net.new_matrix(300, 32, bias=True)
+    with refused(ConfigError, "two-linear", "LM head with a bias", "without one"):
+        UnrolledLoss(net, OBJECTIVE, 2)
+
+
+def test_options_that_shape_other_nets(run):
+    with refused(ConfigError, "fc_norm belongs to eagle3", "'two-linear'"):
+        TrainOptions("two-linear", iterations=1, fc_norm=True)
+    with refused(ConfigError, "inputs belongs to eagle1, hass, eagle3", "'two-linear'"):
+        TrainOptions("two-linear", iterations=1, inputs="token")
+
+
+# --- further on ------------------------------------------------------------------------------------------------------
+
+
+class OwnHead(TwoLinear):
+    """The same with an LM head of its own, over some tokens."""
+
+    kind = "own-head"
+
+    def __init__(self, config: PlainConfig, *parts, **options) -> None:
+        super().__init__(config, *parts, **options)
+        self.head = self.new_matrix(self.num_draft_tokens, config.hidden_size)
+
+
+def test_a_draft_vocabulary_of_its_own(run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftwing.drafters.kinds.KINDS", kinds := dict(KINDS))
+    own = {"own-head": Method("eagle3", 2)}
+    kind = register(net_kind(OwnHead, PlainConfig, own, "with a head", settings=("draft_vocab_size",)))
+    options = TrainOptions(
+        "own-head",
+        draft_vocab_size=80,
+        iterations=2,
+        max_length=32,
+        tokens_per_batch=256,
+        precision="no",
+        validation_share=0.2,
+        eval_prompts=0,
+    )
+    session = prepare(RunFiles(folder, [run[0] / "data.jsonl"]), options, tmp_path, dtype="float32", device="cpu")
+    session.run()
+    trained = session.trainer.net
+    assert "own-head" in kinds
+    assert "80 of 300 tokens" in session.describe()
+    target = load_target(folder)
+    net = kind.net.read(tmp_path / "head", target.embedding, target.head).prepack()
+    assert torch.equal(net.target_ids, trained.target_ids)
+    tokens, states = torch.arange(6)[:, None] + 3, torch.randn(6, 1, net.shape.state_width)
+    one, other = net.runs.runner(net, net), TorchRuntime().runner(trained.requires_grad_(False), trained)
+    for _ in range(2):  # memory that was used before holds nothing else
+        found, wanted = (
+            each.forward(Entries(DraftTree.chain(tokens), [0] * 6, states=states)) for each in (one, other)
+        )
+        assert found[0].isfinite().sum(2).tolist() == [[80]] * 6
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5)
+        states = found[1]
+
+
+# --- docs/extending.md -----------------------------------------------------------------------------------------------
+
+
+def test_what_the_docs_show_runs(monkeypatch, capsys):
+    monkeypatch.setattr("draftwing.drafters.kinds.KINDS", kinds := dict(KINDS))
+    text = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "extending.md", "exec"), {"__name__": "extending"})
+    assert {"repeats", "guess"} <= set(kinds)
+    assert kinds["guess"].net.layouts == ("draftwing",)
+    assert capsys.readouterr().out.strip()
