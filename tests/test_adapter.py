@@ -173,11 +173,13 @@ def test_logits_and_features(name, dtype):
         row.length += len(nodes)
     target.remove(ctx, 0)
     second = target.forward(ctx, DraftTree.chain(torch.tensor([[13, 4, 6], [13, 6, -1]])))
-    assert second.features is None
     for row, drafted in enumerate([[4, 6], [6]]):
         state = ctx.rows[row]
         expected = reference(model, [*state.tokens[: state.length], 13, *drafted]).logits[0, -len(drafted) - 1 :]
         assert torch.allclose(second.logits[row, : len(drafted) + 1], expected, **close)
+        hidden = reference(model, [*state.tokens[: state.length], 13, *drafted]).hidden_states
+        wanted = torch.cat([hidden[i][0, -len(drafted) - 1 :] for i in taps.taps], -1)
+        assert torch.allclose(second.features[row, : len(drafted) + 1], wanted, **close)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "cohere2"])

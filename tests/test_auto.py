@@ -677,7 +677,8 @@ def test_after_plain_steps_a_draft_is_what_it_would_have_been(kind, maker, lab, 
     num_shared = 0
     for chains in others:
         shared = everywhere.keys() & chains.keys()
-        assert {text: chains[text] for text in shared} == {text: everywhere[text] for text in shared}
+        for text in shared:  # near the end of the longest text of a batch all are cut
+            assert all(one == other for one, other in zip(chains[text], everywhere[text], strict=False))
         assert any(PAD not in chains[text] for text in shared)
         num_shared += len(shared)
     assert num_shared >= 8

@@ -123,7 +123,7 @@ def test_lines_as_the_field_publishes_them(tmp_path):
     assert read({"question_id": 3, "turns": ["first", "second"]}) == [[{"role": "user", "content": "first"}]]
     assert read({"prompt": "asked", "question": "not asked"}) == ["asked"]
     with refused(PromptError, "line 2", "expected an object"):
-        read({"prompt": "asked"}, {"question": "alone here"})
+        read({"prompt": "asked"}, ["alone here"])
 
 
 @pytest.fixture(scope="module")

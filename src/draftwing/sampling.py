@@ -89,7 +89,7 @@ class Sampling:
             ("presence_penalty", abs(self.presence_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
             ("frequency_penalty", abs(self.frequency_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63)"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("stop", all(self.stop), "without empty strings"),
         ]

@@ -203,7 +203,7 @@ class Decoder:
             elif planner is not None:
                 budget = planner.budget(ctx, self.rule.children)
             if budget.depth >= max(rooms):
-                budget = cut_to(budget, max(rooms) - 1, ctx.device)
+                budget = cut_to(budget, max(rooms) - 1)
             tree = self.drafter.propose(ctx, sampling, budget)
             if budget.rule is not None and not self.drafter.traits.grows_by_rule:
                 tree = worth_keeping(tree, budget.rule)

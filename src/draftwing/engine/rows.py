@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
@@ -16,16 +15,15 @@ from draftwing.tree import PAD
 
 __all__ = ["cut_to", "explain", "logprobs_of", "widest"]
 
-_LEAST = 8  # depth that drafts are not cut below where they are recorded: each depth is a recording of its own
+_LEAST = 8  # depth that drafts are not cut below
 
 
-def cut_to(budget: Budget, depth: int, device: torch.device) -> Budget:
-    """A budget that drafts no deeper than ``depth``, what can still be emitted.
+def cut_to(budget: Budget, depth: int) -> Budget:
+    """A budget that drafts not much deeper than ``depth``, what can still be emitted.
 
-    Where drafts may be recorded, the depth is rounded up to a power of two, so that there are few of them.
+    The depth is rounded up to a power of two: where drafts are recorded, each depth is a recording of its own.
     """
-    if device.type != "cpu":
-        depth = max(_LEAST, 1 << (depth - 1).bit_length()) if depth > 0 else 0
+    depth = max(_LEAST, 1 << (depth - 1).bit_length()) if depth > 0 else 0
     if budget.depth <= depth:
         return budget
     if budget.paths is None or depth == 0:
