@@ -1,0 +1,97 @@
+"""What 8-bit drafts of a float32 target buy, and what they cost in tokens for each forward.
+
+    python benchmarks/draft_precision.py --out benchmarks/results/NAME.json
+
+The shipped heads and draft model, once in 8 bits (as they are loaded where the processor multiplies bytes) and once in
+float32, in turn over the shipped prompts with a fixed chain and with the automatic budget. The text is the target's
+either way.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import draftwing as dw
+from draftwing.api import load_target
+from draftwing.drafters.base import Drafter
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.evaluate.machine import describe_machine
+from draftwing.heads.read import read_head
+from draftwing.model.lean import LeanTarget
+from draftwing.shipped import SHIPPED
+from draftwing.text.prompts import shipped_prompts
+from draftwing.text.tokenizer import Tokenizer
+
+
+def makers(target: dw.Target) -> dict[str, dict[str, Callable[[], Drafter]]]:
+    """Drafters by name and precision."""
+    found: dict[str, dict[str, Callable[[], Drafter]]] = {}
+    for precision, is_fast in (("float32", False), ("int8", True)):
+        for name in ("eagle3", "eagle1"):
+            net = read_head(SHIPPED / name, target.embedding, target.head).prepack(fast=is_fast)
+            found.setdefault(name, {})[precision] = partial(EagleDrafter, net, target, f"{name} {precision}")
+        model = LeanTarget.from_folder(SHIPPED / "draft", name=f"draft {precision}", fast=is_fast)
+        found.setdefault("causal-lm", {})[precision] = partial(CausalLMDrafter, model, target.vocab_size)
+    return found
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 6,
+    max_tokens: Annotated[int, typer.Option(min=8)] = 128,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
+) -> None:
+    """Compare 8-bit drafts with float32 ones."""
+    target, tokenizer = load_target(SHIPPED / "target"), Tokenizer(SHIPPED / "target")
+    prompts = shipped_prompts(num_prompts)
+    models = {
+        (name, str(budget or "auto"), precision): dw.LM(target, tokenizer, new_drafter, budget=budget)
+        for name, both in makers(target).items()
+        for budget in (dw.Budget(5), None)
+        for precision, new_drafter in both.items()
+    }
+    rates: dict[tuple[str, ...], list[float]] = {}
+    taus: dict[tuple[str, ...], float] = {}
+    for turn in range(rounds + 1):
+        for temperature in (0.0, 1.0):
+            for key, lm in models.items():
+                began, tokens, forwards = time.perf_counter(), 0, 0
+                for prompt in prompts:
+                    options: dict[str, Any] = {"temperature": temperature, "seed": 3, "ignore_eos": True}
+                    (done,) = lm.generate([prompt], max_tokens=max_tokens, **options)
+                    tokens, forwards = tokens + len(done.token_ids), forwards + done.stats.num_forwards
+                name = (*key, f"T={temperature:g}")
+                taus[name] = tokens / forwards
+                if turn:
+                    rates.setdefault(name, []).append(tokens / (time.perf_counter() - began))
+    rows: list[dict[str, Any]] = []
+    table = Table("drafter", "budget", "sampling", "speed, int8 / float32", "tau int8", "tau float32")
+    for drafter, budget, precision, sampling in rates:
+        if precision == "int8":
+            continue
+        wide, narrow = (drafter, budget, "float32", sampling), (drafter, budget, "int8", sampling)
+        ratio = statistics.median(a / b for a, b in zip(rates[narrow], rates[wide], strict=True))
+        row = {"drafter": drafter, "budget": budget, "sampling": sampling, "ratio": ratio}
+        rows.append({**row, "tau_int8": taus[narrow], "tau_float32": taus[wide]})
+        table.add_row(drafter, budget, sampling, f"{ratio:.3f}", f"{taus[narrow]:.3f}", f"{taus[wide]:.3f}")
+    Console().print(table)
+    if out is not None:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        result = {"date": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(), "machine": describe_machine()}
+        out.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,120 @@
+"""Two revisions of Draftwing against each other on this machine: is anything slower than it was?
+
+    git worktree add ../before v0.1.0
+    python benchmarks/revisions.py ../before . --out benchmarks/results/today.json
+
+Each revision runs in processes of its own, in turn, since a machine's speed changes by the minute: the shipped pair by
+every drafter with the automatic budget, greedy and at T=1. Figures are tokens/s, medians over a process's turns, and
+of those the ratio of each pair of neighbours; texts must be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+DRAFTS = ("none", "eagle3", "eagle1", "causal-lm", "lookup")
+SEED = 3
+
+
+def measure(num_prompts: int, max_tokens: int, turns: int) -> dict[str, Any]:
+    """What one process finds: tokens/s and a hash of the texts, by drafter and temperature."""
+    import draftwing as dw
+
+    shipped = Path(dw.__file__).parent / "shipped" / "prompts.jsonl"
+    lines = shipped.read_text(encoding="utf-8").split("\n")[:num_prompts]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    models = {draft: dw.load(draft=draft) for draft in DRAFTS}
+    rates: dict[str, list[float]] = {}
+    texts: dict[str, str] = {}
+    for turn in range(turns + 1):
+        for temperature in (0.0, 1.0):
+            for draft, lm in models.items():
+                began, tokens = time.perf_counter(), []
+                for prompt in prompts:
+                    options = {"temperature": temperature, "seed": SEED, "max_tokens": max_tokens, "ignore_eos": True}
+                    tokens += lm.generate([prompt], **options)[0].token_ids
+                name = f"{draft}, T={temperature:g}"
+                texts[name] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+                if turn:  # the first warms everything up
+                    rates.setdefault(name, []).append(len(tokens) / (time.perf_counter() - began))
+    return {"rates": {name: statistics.median(found) for name, found in rates.items()}, "texts": texts}
+
+
+def run(tree: Path, cache: Path, arguments: list[str]) -> dict[str, Any]:
+    """``measure`` in a process that imports Draftwing from ``tree``, with costs of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "DRAFTWING_CACHE": str(cache)}
+    command = [sys.executable, __file__, "--worker", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise typer.BadParameter(f"{tree}: {done.stderr.strip()[-400:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().split("\n")[-1])
+    return found
+
+
+def main(
+    before: Annotated[Path, typer.Argument(help="A checkout of the old revision.")],
+    after: Annotated[Path, typer.Argument(help="A checkout of the new one.")] = Path(),
+    rounds: Annotated[int, typer.Option(min=1, help="Processes of each revision.")] = 3,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each process.")] = 5,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 6,
+    max_tokens: Annotated[int, typer.Option(min=8)] = 128,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
+) -> None:
+    """Compare two revisions."""
+    from draftwing.evaluate.machine import describe_machine
+
+    arguments = [str(num_prompts), str(max_tokens), str(turns)]
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        caches = Path(folder, "before"), Path(folder, "after")
+        for cache in caches:
+            cache.mkdir(mode=0o700)
+        for _ in track(range(rounds), "measuring", console=Console(stderr=True)):
+            one, other = (run(tree, cache, arguments) for tree, cache in zip((before, after), caches, strict=True))
+            found.append((one, other))
+    names = list(found[0][0]["rates"])
+    rows = {
+        name: {
+            "before": statistics.median(one["rates"][name] for one, _ in found),
+            "after": statistics.median(other["rates"][name] for _, other in found),
+            "ratio": statistics.median(other["rates"][name] / one["rates"][name] for one, other in found),
+            "same_text": all(one["texts"][name] == other["texts"][name] for one, other in found),
+        }
+        for name in names
+    }
+    table = Table("drafter", "before", "after", "ratio", "same text")
+    for name, row in rows.items():
+        same = "yes" if row["same_text"] else "no"
+        table.add_row(name, f"{row['before']:.1f}", f"{row['after']:.1f}", f"{row['ratio']:.3f}", same)
+    Console().print(table)
+    if out is not None:
+        settings = {"rounds": rounds, "turns": turns, "num_prompts": num_prompts, "max_tokens": max_tokens}
+        commits = {name: _commit(tree) for name, tree in (("before", before), ("after", after))}
+        result = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "commits": commits}
+        out.write_text(json.dumps({**result, "settings": settings, "tokens_per_s": rows}, indent=1) + "\n")
+
+
+def _commit(tree: Path) -> str:
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        print(json.dumps(measure(*map(int, sys.argv[2:5]))))
+    else:
+        typer.run(main)
