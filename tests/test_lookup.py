@@ -50,7 +50,7 @@ def test_a_row_that_leaves_takes_nothing_along(leaving):
     ctx.rows[leaving] = ctx.rows[-1]
     ctx.rows.pop()
     for row in ctx.rows:
-        row.tokens += row.tokens[:3]
+        row.tokens += row.tokens[:3] * 3
     ctx.rows.append(Row([7, 7, 2, 7, 7], 4, 1))
     drafter.admit(ctx, None)
     wanted = fresh([row.tokens for row in ctx.rows], Budget(3, 2))
