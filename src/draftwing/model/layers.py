@@ -28,7 +28,7 @@ from draftwing.run.kernel.program import Traced, TracedIds, join
 _split = torch.split_with_sizes
 _vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
-__all__ = ["DecoderLayer", "Experts", "GatedMLP", "RMSNorm", "Taps", "columns", "concat", "embed"]
+__all__ = ["DecoderLayer", "Experts", "GatedMLP", "RMSNorm", "Taps", "columns", "concat", "embed", "settled"]
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -41,6 +41,11 @@ ACTIVATIONS: dict[str, Activation] = {
 def embed(ids: Any, table: Tensor) -> Any:
     """The rows of ``table`` (V, H) that ``ids`` (R,) name."""
     return Traced.embedding(ids, table) if isinstance(ids, TracedIds) else F.embedding(ids, table)
+
+
+def settled(x: Any) -> Any:
+    """The same, to be read more than once: what is traced is then computed here, and not by each who reads it."""
+    return x.settled() if isinstance(x, Traced) else x
 
 
 def concat(parts: Sequence[Any]) -> Any:

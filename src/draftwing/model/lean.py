@@ -22,7 +22,7 @@ from draftwing.model.attention import Attend
 from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.families import Reader, read_layer
-from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, embed
+from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, embed, settled
 from draftwing.model.linear import Linear, check_weights
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
@@ -78,7 +78,7 @@ class TappedNet:
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """(R,) -> (R, H) after the final norm, and the taps (R, F) or None."""
-        x, taps = embed(ids, self.table), Taps(self.taps)
+        x, taps = settled(embed(ids, self.table)), Taps(self.taps)
         for index, layer in enumerate(self.layers):
             taps.see(index, x)
             x = layer.forward(x, attend, index)
