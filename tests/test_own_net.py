@@ -29,9 +29,10 @@ from draftwing.nets.objectives import Objective, soft_cross_entropy
 from draftwing.nets.plain import PlainConfig
 from draftwing.run.eager import TorchRuntime
 from draftwing.run.forward import Entries
-from draftwing.run.graphs import GraphRuntime, Recorder
+from draftwing.run.graphs import GraphRuntime
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.noise import noise_of
+from draftwing.run.recording import Recorder
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.loss.batch import UnrolledLoss

@@ -90,5 +90,22 @@ def test_every_module_states_its_exports():
         assert exported, f"{name} has no __all__"
 
 
+def test_files_and_functions_stay_small():
+    wrong = []
+    for name, path in modules():
+        text = path.read_text()
+        if text.count("\n") > 400:
+            wrong.append(f"{name} has {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                count = sum(each.arg not in ("self", "cls") for each in given)
+                if count > 8 or node.end_lineno - node.lineno >= 60:
+                    wrong.append(
+                        f"{name}.{node.name} has {count} parameters and lines from {node.lineno} to {node.end_lineno}"
+                    )
+    assert not wrong
+
+
 def test_the_version_is_one():
     assert f'version = "{draftwing.__version__}"' in (ROOT / "pyproject.toml").read_text()

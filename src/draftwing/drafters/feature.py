@@ -64,7 +64,10 @@ class EagleDrafter:
     @torch.inference_mode()
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Feed the prompt's entries but the last, which waits to be the first tree's root."""
-        assert features is not None
+        if features is None:
+            raise ConfigError(
+                f"{self.name} reads hidden states, and the target gave none for the prompt: see FeatureSpec"
+            )
         tokens, row, count = ctx.rows[-1].tokens, len(self._fed), features.shape[1]
         features, fed = features.to(self.net.dtype), max(count - 1, 0)
         first = 1 if self.net.shape.is_shifted else 0

@@ -30,7 +30,7 @@ from draftwing.model.weights import WeightFiles
 from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
 from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
-from draftwing.run.graphs import Record
+from draftwing.run.recording import Record
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["LeanContext", "LeanTarget", "TappedNet"]

@@ -115,7 +115,8 @@ class Linear(nn.Module):
     @property
     def packed(self) -> Packed:
         """The matrix as the CPU kernel reads it; only after ``pack``."""
-        assert self._fused is not None
+        if self._fused is None:
+            raise ConfigError("a matrix was not packed for the CPU kernel: make it an attribute of the net")
         return self._fused
 
     @property

@@ -18,7 +18,8 @@ from draftwing.errors import CheckpointError
 from draftwing.model.attention import Attend
 from draftwing.model.layers import GatedMLP
 from draftwing.model.linear import Layout, Linear
-from draftwing.model.rope import RopeConfig, Rotary
+from draftwing.model.rope import Rotary
+from draftwing.model.rope_config import RopeConfig
 from draftwing.nets.calibration import Calibration
 from draftwing.run.choose import Needs, runtime_for
 from draftwing.run.eager import TorchRuntime

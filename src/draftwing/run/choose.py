@@ -9,10 +9,11 @@ import torch
 from draftwing.model.linear import Layout
 from draftwing.run.eager import TorchRuntime
 from draftwing.run.forward import Runtime
-from draftwing.run.graphs import CudaRecorder, GraphRuntime, Record
+from draftwing.run.graphs import GraphRuntime
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.program import ACTIVATIONS
 from draftwing.run.kernel.runner import KernelRuntime
+from draftwing.run.recording import CudaRecorder, Record
 
 __all__ = ["Needs", "record_with", "runtime_for"]
 
