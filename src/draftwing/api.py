@@ -134,7 +134,7 @@ def load_target(
     lean = config.get("model_type") in LEAN_MODEL_TYPES
     model: Target
     if engine == "lean" or (engine == "auto" and lean):
-        model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, weights=quantize)
+        model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, quantize=quantize)
     elif quantize is not None:
         raise UnsupportedError(
             f"quantize={quantize!r} needs the lean decoder, and {folder} would run on transformers: "
