@@ -68,6 +68,7 @@ def test_public_names():
         "DraftwingError",
         "Engine",
         "Generation",
+        "Kind",
         "LM",
         "Request",
         "Sampling",
@@ -76,9 +77,11 @@ def test_public_names():
         "StreamStep",
         "Target",
         "TextStream",
+        "Traits",
         "custom_generate",
         "errors",
         "load",
+        "register",
     ]
     assert all(hasattr(draftwing, name) for name in draftwing.__all__)
 
