@@ -44,7 +44,7 @@ def measure(num_out: int, num_in: int, rounds: int) -> dict[str, dict[int, float
         linear.prepack()
     quantised = [Linear(weight.clone()) for weight in plain]
     for linear in quantised:
-        linear.quantise("int8")
+        linear.quantize("int8")
     kinds: dict[str, Callable[[torch.Tensor], object]] = {
         "prepacked": lambda x: [linear.forward(x) for linear in packed],
         "int8": lambda x: [linear.forward(x) for linear in quantised],

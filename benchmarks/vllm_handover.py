@@ -63,7 +63,7 @@ def told_by(*command: str) -> str:
 
 
 def set_up(env: Path) -> None:
-    """Create the environment, or mend one that was left unfinished."""
+    """Create the environment, or repair one that was left unfinished."""
     python = str(env_python(env))
     pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
     if not env_python(env).exists():

@@ -1,4 +1,4 @@
-"""What is wrong, and the mend: every kind of bad input, the class of its error and what its message says."""
+"""What is wrong, and the fix: every kind of bad input, the class of its error and what its message says."""
 
 import json
 import shutil

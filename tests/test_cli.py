@@ -431,10 +431,16 @@ def test_info(target):
     assert found["target"]["parameters"] == weights.num_weight_bytes // 4 + embedding + norms(weights)
     assert found["tokenizer"] == {"vocabulary": 300, "chat_template": False}
     assert found["drafter"]["name"].startswith("causal-lm")
+    assert found["target"]["matrices"] == weights.runs_as == weights.head.runs_as
+    assert found["target"]["exactness"].startswith("to the bit")
+    drafts = dw.load(target, draft=target)
+    assert found["drafter"]["matrices"].startswith(drafts.traits.runs_as)
+    assert ("stays the target's" in found["drafter"]["matrices"]) is ("int8" in drafts.traits.runs_as)
+    assert found["drafter"]["mb_per_token"] == drafts.traits.num_bytes / 1e6
     assert found["bandwidth"]["plain_decoding_limit_tokens_per_s"] > 0
     table = run("info", "-t", target, "-d", "lookup")
     assert table.exit_code == 0
-    for word in ("target", "tokenizer", "drafter", "machine", "lookup", "mb per token"):
+    for word in ("target", "tokenizer", "drafter", "machine", "lookup", "mb per token", "matrices", "exactness"):
         assert word in table.stdout
 
 

@@ -216,7 +216,7 @@ class Lab:
         if self.is_fused:
             ours, changes = "mistral-window", KERNEL
         self.dtype = torch.float32 if self.is_fused else torch.float64
-        load = {"dtype": self.dtype, "weights": "int8" if family == "kernel-int8" else None}
+        load = {"dtype": self.dtype, "quantize": "int8" if family == "kernel-int8" else None}
         own = folder_of(ours, **changes)
         self.itself = LeanTarget.from_folder(own, **load)
         assert self.itself.runtime == ("kernel" if self.is_fused else "torch")
@@ -258,7 +258,7 @@ class Lab:
         if self.is_fused:  # the same net again, with the fused head of the target where it reads that
             decoding = EagleNet(config, self.target.embedding, self.target.head, ids, self.dtype)
             decoding.load_state_dict(net.state_dict())
-            return decoding.prepack(self.target.weights)
+            return decoding.prepack(self.target.quantized)
         return net.requires_grad_(False)
 
     def _plain(self, kind: str, row: int) -> tuple[int, ...]:

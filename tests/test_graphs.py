@@ -31,7 +31,8 @@ from draftwing.engine.decode import Decoder
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec
 from draftwing.run import graphs
-from draftwing.run.graphs import CudaRecorder, Pool, RecordedRunner, Recorder, round_up_nodes
+from draftwing.run.graphs import RecordedRunner, round_up_nodes
+from draftwing.run.recording import CudaRecorder, Pool, Recorder
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftwing.model.linear import Linear
-from draftwing.model.rope import RopeConfig
+from draftwing.model.rope_config import RopeConfig
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.eagle_initial import initialise

@@ -70,20 +70,20 @@ def both(folder_of, monkeypatch, name, **options):
 @needs_kernel
 @pytest.mark.parametrize("shape", [(64, 32), (100, 130), (1, 7), (321, 64)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("weights", [None, "int8"])
-def test_a_matrix_gives_each_row_its_own_bits(shape, bias, weights):
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_matrix_gives_each_row_its_own_bits(shape, bias, quantize):
     torch.manual_seed(0)
     weight, offset = torch.randn(shape), torch.randn(shape[0]) if bias else None
     linear = Linear(weight.clone(), offset)
-    linear.pack(weights)
+    linear.pack(quantize)
     x = torch.randn(40, shape[1])
     whole = linear.forward(x)
     wanted = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
-    assert (whole - wanted).abs().max() < (1e-4 if weights is None else 0.06 * shape[1] ** 0.5)
+    assert (whole - wanted).abs().max() < (1e-4 if quantize is None else 0.06 * shape[1] ** 0.5)
     for count in range(1, 20):
         assert torch.equal(linear.forward(x[20 : 20 + count]), whole[20 : 20 + count])
     assert torch.equal(linear.forward(x[:3], torch.ones(3, shape[0])), whole[:3] + 1)
-    assert linear.num_bytes >= weight.numel() * (4 if weights is None else 1)
+    assert linear.num_bytes >= weight.numel() * (4 if quantize is None else 1)
 
 
 @needs_kernel
@@ -273,11 +273,11 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
 
 
 @needs_kernel
-@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("name", ["llama", "window", "qwen3"])
-def test_a_nodes_bits_do_not_depend_on_its_tree(name, weights, folder_of, monkeypatch):
+def test_a_nodes_bits_do_not_depend_on_its_tree(name, quantize, folder_of, monkeypatch):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""
-    target, _ = both(folder_of, monkeypatch, name, weights=weights)
+    target, _ = both(folder_of, monkeypatch, name, quantize=quantize)
     prompt, tokens = [3, 8, 12, 5, *range(20, 42)], [7, 5, 9, 11, 9, 3, 7, 8, -1]
     ctx = target.new_context()
     for each in ([4, 4, 9], prompt):

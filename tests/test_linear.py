@@ -13,7 +13,7 @@ from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model import blocks
 from draftwing.model import linear as module
 from draftwing.model.blocks import BlockProduct
-from draftwing.model.linear import Linear, can_prepack, check_weights
+from draftwing.model.linear import Linear, can_prepack, check_quantize
 
 SHAPES = [(1792, 384), (384, 896), (96, 64), (61, 32)]
 
@@ -217,9 +217,9 @@ def quantised(num_out, num_in, dtype=torch.float32, bias=False):
     torch.manual_seed(num_out)
     weight, offset = torch.randn(num_out, num_in, dtype=dtype), torch.randn(num_out, dtype=dtype) if bias else None
     linear = Linear(weight.clone(), offset)
-    linear.quantise("int8")
+    linear.quantize("int8")
     assert linear.weight.numel() == 0  # the float weight is gone
-    assert (linear.quantised, linear.dtype, linear.num_bytes) == ("int8", dtype, num_out * (num_in + 4))
+    assert (linear.quantized, linear.dtype, linear.num_bytes) == ("int8", dtype, num_out * (num_in + 4))
     return linear, weight, offset
 
 
@@ -290,7 +290,7 @@ def test_an_int8_row_of_zeros_is_zero():
     x[2:5] = 0
     assert torch.equal(linear(x)[2:5], offset.expand(3, -1))
     bare = Linear(torch.zeros(7, 33))  # channels of zeros, too
-    bare.quantise()
+    bare.quantize()
     assert torch.equal(bare(x), torch.zeros(6, 7))
     assert torch.equal(bare(x, torch.ones(6, 7)), torch.ones(6, 7))
 
@@ -305,21 +305,21 @@ def test_int8_hides_no_number_that_is_none():
 
 def test_what_cannot_be_quantised_is_refused(monkeypatch):
     cpu = torch.device("cpu")
-    check_weights(None, torch.float16, torch.device("cuda"))
-    with refused(ConfigError, "unknown weights 'int3'", "choose int8"):
-        check_weights("int3", torch.float32, cpu)
-    with refused(UnsupportedError, "weights='int8'", "cuda", "device='cpu'"):
-        check_weights("int8", torch.float32, torch.device("cuda"))
-    with refused(UnsupportedError, "weights='int8'", "found float64", "leave weights out"):
-        Linear(torch.ones(2, 2, dtype=torch.float64)).quantise("int8")
+    check_quantize(None, torch.float16, torch.device("cuda"))
+    with refused(ConfigError, "quantize must be one of int8", "found 'int3'"):
+        check_quantize("int3", torch.float32, cpu)
+    with refused(UnsupportedError, "quantize='int8'", "cuda", "device='cpu'"):
+        check_quantize("int8", torch.float32, torch.device("cuda"))
+    with refused(UnsupportedError, "quantize='int8'", "found float64", "leave quantize out"):
+        Linear(torch.ones(2, 2, dtype=torch.float64)).quantize("int8")
     monkeypatch.setattr(module, "_has_exact_int8", lambda: True)
     with refused(UnsupportedError, "at most", "found 70000"):
-        Linear(torch.ones(1, 70000)).quantise("int8")
+        Linear(torch.ones(1, 70000)).quantize("int8")
     linear = Linear(torch.ones(2, 2))
     linear.prepack()
     if linear.weight.numel() == 0:
         with refused(ConfigError, "prepacked", "instead of prepacking"):
-            linear.quantise("int8")
+            linear.quantize("int8")
     monkeypatch.setattr(module, "_has_exact_int8", lambda: False)
-    with refused(UnsupportedError, "weights='int8'", "VNNI", "leave weights out"):
-        Linear(torch.ones(2, 2)).quantise("int8")
+    with refused(UnsupportedError, "quantize='int8'", "VNNI", "leave quantize out"):
+        Linear(torch.ones(2, 2)).quantize("int8")

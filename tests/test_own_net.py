@@ -22,16 +22,17 @@ from draftwing.drafters.kinds import KINDS, Method, convert, diagnose, kind_of_f
 from draftwing.engine.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.evaluate.compare import compare
-from draftwing.heads.identity import target_id
+from draftwing.heads.identity import head_id, target_id
 from draftwing.model.layers import concat, embed
 from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, soft_cross_entropy
 from draftwing.nets.plain import PlainConfig
 from draftwing.run.eager import TorchRuntime
 from draftwing.run.forward import Entries
-from draftwing.run.graphs import GraphRuntime, Recorder
+from draftwing.run.graphs import GraphRuntime
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.noise import noise_of
+from draftwing.run.recording import Recorder
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.loss.batch import UnrolledLoss
@@ -126,6 +127,8 @@ def test_it_is_saved_and_loaded(run, folder):
         assert torch.equal(net.tensors()[name], tensor), name
     drafter = load_drafter(head, target, Tokenizer(folder))()
     assert drafter.name == "two-linear (head)"
+    assert head_id(head) in drafter.traits.identity  # two heads of one shape share no measurements
+    assert drafter.traits.num_bytes >= target.head.num_bytes
     assert drafter.net.runs.name == ("kernel" if get_kernel() else "torch")
 
 

@@ -44,11 +44,11 @@ def decode(target, kind, rows, drafter=None, budget=None):
     return list(texts.values()), stats
 
 
-def eagle(folder, target, version, weights="int8"):
+def eagle(folder, target, version, quantize="int8"):
     torch.manual_seed(2)
     config = EagleConfig.for_target(version, ModelConfig.from_hf(read_config(folder)))
     net = EagleNet(config, target.embedding, target.head, None, target.dtype)
-    return net.prepack(weights)
+    return net.prepack(quantize)
 
 
 DRAFTERS = {
@@ -66,7 +66,7 @@ DRAFTERS = {
 def test_text_is_plain_decodings(family, kind, dtype, folder_of):
     """Alone and in a ragged batch, by every kind of drafter."""
     folder = folder_of(family)
-    target = LeanTarget.from_folder(folder, dtype, weights="int8")
+    target = LeanTarget.from_folder(folder, dtype, quantize="int8")
     plain = [decode(target, kind, [row])[0][0] for row in range(3)]
     assert decode(target, kind, range(3))[0] == plain
     for name, (make, budget) in DRAFTERS.items():
@@ -80,13 +80,13 @@ def test_text_is_plain_decodings(family, kind, dtype, folder_of):
 @torch.inference_mode()
 def test_what_is_quantised(folder_of):
     folder = folder_of("mixtral")
-    target, floats = LeanTarget.from_folder(folder, weights="int8"), LeanTarget.from_folder(folder)
-    assert (target.weights, floats.weights) == ("int8", None)
+    target, floats = LeanTarget.from_folder(folder, quantize="int8"), LeanTarget.from_folder(folder)
+    assert (target.quantized, floats.quantized) == ("int8", None)
     assert torch.equal(target.embedding, floats.embedding)
     for layer in target.layers:
-        quantised = {name: m.quantised for name, m in layer.named_modules() if isinstance(m, Linear)}
+        quantised = {name: m.quantized for name, m in layer.named_modules() if isinstance(m, Linear)}
         assert {name for name, how in quantised.items() if how is None} == {"mlp.router"}
-    assert target.head.quantised == "int8"
+    assert target.head.quantized == "int8"
     logits = []
     for model in (target, floats):
         ctx = model.new_context()
@@ -103,7 +103,7 @@ def test_the_bytes_read_are_those_of_the_small_weights(family, folder_of):
     qkv = hidden + 2 * SMALL["num_key_value_heads"] * head_dim
     mlp = router + experts * (2 * wide * (hidden + 4) + hidden * (wide + 4))
     wanted = layers * (qkv * (hidden + 4) + hidden * (hidden + 4) + mlp) + VOCAB * (hidden + 4)
-    assert LeanTarget.from_folder(folder_of(family), weights="int8").num_weight_bytes == wanted
+    assert LeanTarget.from_folder(folder_of(family), quantize="int8").num_weight_bytes == wanted
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -116,7 +116,7 @@ def test_a_head_is_quantised_like_its_target(version, folder_of, tmp_path):
         drafter = load_drafter(tmp_path / "head", model, None)()
         assert isinstance(drafter, EagleDrafter)
         net = drafter.net
-        assert {m.quantised for m in net.modules() if isinstance(m, Linear)} == {wanted}
+        assert {m.quantized for m in net.modules() if isinstance(m, Linear)} == {wanted}
         assert net.dtype == torch.float32
 
 
@@ -131,9 +131,9 @@ def test_the_shipped_model(kind):
 
 def test_refusals(folder_of, tmp_path):
     llama = folder_of("llama")
-    with refused(ConfigError, "unknown weights 'int3'", "int8"):
+    with refused(ConfigError, "quantize must be one of int8", "found 'int3'"):
         load_target(llama, quantize="int3")
-    with refused(UnsupportedError, "weights='int8'", "found float64", "leave weights out"):
+    with refused(UnsupportedError, "quantize='int8'", "found float64", "leave quantize out"):
         load_target(llama, quantize="int8", dtype="float64")
     with refused(UnsupportedError, "quantize='int8'", "transformers", "engine='lean'"):
         load_target(llama, quantize="int8", engine="transformers")

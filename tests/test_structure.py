@@ -68,6 +68,7 @@ def test_public_names():
         "DraftwingError",
         "Engine",
         "Generation",
+        "Kind",
         "LM",
         "Request",
         "Sampling",
@@ -76,9 +77,11 @@ def test_public_names():
         "StreamStep",
         "Target",
         "TextStream",
+        "Traits",
         "custom_generate",
         "errors",
         "load",
+        "register",
     ]
     assert all(hasattr(draftwing, name) for name in draftwing.__all__)
 
@@ -88,6 +91,23 @@ def test_every_module_states_its_exports():
         names = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
         exported = [n for n in names if any(isinstance(t, ast.Name) and t.id == "__all__" for t in n.targets)]
         assert exported, f"{name} has no __all__"
+
+
+def test_files_and_functions_stay_small():
+    wrong = []
+    for name, path in modules():
+        text = path.read_text()
+        if text.count("\n") > 400:
+            wrong.append(f"{name} has {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                count = sum(each.arg not in ("self", "cls") for each in given)
+                if count > 8 or node.end_lineno - node.lineno >= 60:
+                    wrong.append(
+                        f"{name}.{node.name} has {count} parameters and lines from {node.lineno} to {node.end_lineno}"
+                    )
+    assert not wrong
 
 
 def test_the_version_is_one():

@@ -15,7 +15,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
-from draftwing.model.rope import RopeConfig
+from draftwing.model.rope_config import RopeConfig
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftwing import errors
     from draftwing.api import LM, Generation, StreamStep, load
-    from draftwing.drafters.base import Budget, Drafter
+    from draftwing.drafters.base import Budget, Drafter, Traits
+    from draftwing.drafters.kinds import Kind, register
     from draftwing.engine.decode import Decoder
     from draftwing.engine.engine import Engine
     from draftwing.engine.request import Request
@@ -37,6 +38,7 @@ __all__ = [
     "DraftwingError",
     "Engine",
     "Generation",
+    "Kind",
     "Request",
     "Sampling",
     "Stats",
@@ -44,9 +46,11 @@ __all__ = [
     "StreamStep",
     "Target",
     "TextStream",
+    "Traits",
     "custom_generate",
     "errors",
     "load",
+    "register",
 ]
 __version__ = "0.1.0"
 
@@ -61,6 +65,7 @@ _HOMES = {
     "DraftwingError": "errors",
     "Engine": "engine.engine",
     "Generation": "api",
+    "Kind": "drafters.kinds",
     "Request": "engine.request",
     "Sampling": "sampling",
     "Stats": "stats",
@@ -68,8 +73,10 @@ _HOMES = {
     "StreamStep": "api",
     "Target": "model.target",
     "TextStream": "text.stream",
+    "Traits": "drafters.base",
     "custom_generate": "hf.generate",
     "load": "api",
+    "register": "drafters.kinds",
 }
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -27,6 +27,7 @@ __all__ = [
     "LM",
     "Dtype",
     "Generation",
+    "ModelOptions",
     "StreamStep",
     "load",
     "load_drafter",
@@ -42,19 +43,36 @@ DTYPES = {
 Dtype = str | torch.dtype
 
 
+class ModelOptions(TypedDict, total=False):
+    """How ``load`` loads a target.
+
+    Attributes:
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``, as a name or a ``torch.dtype``, or ``"auto"``: the
+            checkpoint's own. The default is float32 whatever the checkpoint holds: there every text has one
+            well-defined wording on every machine.
+        quantize: ``int8`` quantises the matrices of the target and of what drafts for it: on a CPU up to three times as
+            fast. The text is then the quantised model's, drafted or not, to the token. None: as ``dtype`` says.
+        device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
+        engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean where it can.
+        revision: of a hub id.
+    """
+
+    dtype: Dtype
+    quantize: str | None
+    device: str | torch.device | None
+    engine: str
+    revision: str | None
+
+
 def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
     *,
-    dtype: Dtype = "float32",
-    quantize: str | None = None,
-    device: str | torch.device | None = None,
-    engine: str = "auto",
     rule: str = "match",
     budget: Budget | None = None,
     lossless: bool = True,
-    revision: str | None = None,
     draft_options: Mapping[str, Any] | None = None,
+    **model: Unpack[ModelOptions],
 ) -> LM:
     """Load a target and a drafter.
 
@@ -64,17 +82,10 @@ def load(
             ``"lookup"`` or ``"none"``. None takes the shipped EAGLE-3 head for the shipped
             target, ``"lookup"`` for any other, and ``"none"`` for one with recurrent layers, which cannot take drafted
             tokens back.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``, as a name or a ``torch.dtype``, or ``"auto"``: the
-            checkpoint's own. The default is float32 whatever the checkpoint holds: there every text has one
-            well-defined wording on every machine.
-        quantize: ``int8`` quantises the matrices of the target and of what drafts for it: on a CPU up to thrice as
-            fast. The text is then the quantised model's, drafted or not, to the token. None: as ``dtype`` says.
-        device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
-        engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean where it can.
         rule, lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides it step by step.
-        revision: of a hub id.
         draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from.
+        model: ``dtype``, ``quantize``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: what is wrong, and how to fix it.
@@ -85,14 +96,24 @@ def load(
         _check_name("target", target)
     if draft is not None:
         _check_name("draft", draft)
-    folder = resolve(target, revision) if target is not None else shipped_folder("target")
-    name = str(target or "draftwing/target")
-    model = load_target(folder, dtype=dtype, quantize=quantize, device=device, engine=engine, name=name)
+    unknown = sorted(model.keys() - ModelOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"load() got an unexpected keyword argument {unknown[0]!r}")
+    device = model.get("device")
+    folder = resolve(target, model.get("revision")) if target is not None else shipped_folder("target")
+    loaded = load_target(
+        folder,
+        dtype=model.get("dtype", "float32"),
+        quantize=model.get("quantize"),
+        device=device,
+        engine=model.get("engine", "auto"),
+        name=str(target or "draftwing/target"),
+    )
     tokenizer = Tokenizer(folder)
     if draft is None:
-        draft = "eagle3" if target is None else "lookup" if model.supports_trees else "none"
-    new_drafter = load_drafter(draft, model, tokenizer, device=device, options=draft_options)
-    return LM(model, tokenizer, new_drafter, rule, budget, lossless=lossless)
+        draft = "eagle3" if target is None else "lookup" if loaded.supports_trees else "none"
+    new_drafter = load_drafter(draft, loaded, tokenizer, device=device, options=draft_options)
+    return LM(loaded, tokenizer, new_drafter, rule, budget, lossless=lossless)
 
 
 def load_target(
@@ -113,7 +134,7 @@ def load_target(
     lean = config.get("model_type") in LEAN_MODEL_TYPES
     model: Target
     if engine == "lean" or (engine == "auto" and lean):
-        model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, weights=quantize)
+        model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, quantize=quantize)
     elif quantize is not None:
         raise UnsupportedError(
             f"quantize={quantize!r} needs the lean decoder, and {folder} would run on transformers: "

@@ -12,7 +12,7 @@
     ├── NumericsError      NaN or infinity where a probability should be
     └── DraftwingWarning   (a warning) it goes on, but slower or differently than one would think
 
-Each message names the thing, says what was expected and what was found, and ends with the mend. All are
+Each message names the thing, says what was expected and what was found, and ends with the fix. All are
 ``ValueError`` too where a Python user would expect one.
 """
 

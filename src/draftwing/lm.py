@@ -129,6 +129,9 @@ class LM:
         rule, lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides it step by step from measured costs (``budget.planner``).
 
+    Attributes:
+        drafter_name, traits: what its drafters are called and what they are like.
+
     Raises:
         ConfigError, UnsupportedError: see ``Decoder``.
     """
@@ -153,16 +156,16 @@ class LM:
         self._turn = threading.RLock()  # what the planner learns is shared, so steps that ask it take turns
         # A rule or budget that cannot work is refused here, not at the first prompt.
         decoder = Decoder(target, self.new_drafter, rule, budget, lossless=lossless)
-        self.drafter_name = decoder.drafter.name
+        self.drafter_name, self.traits = decoder.drafter.name, decoder.drafter.traits
 
     @property
     def is_auto(self) -> bool:
         """Whether what to draft is decided step by step."""
-        return self.budget is None and self.drafter_name != NoDrafter.name
+        return self.budget is None and self.traits.drafts
 
     def describe_budget(self) -> str:
         """Such as ``auto``, ``chain:5``, ``dynamic:60,8,10`` or ``static`` with its number of nodes."""
-        return "none" if self.drafter_name == NoDrafter.name else "auto" if self.budget is None else str(self.budget)
+        return "none" if not self.traits.drafts else "auto" if self.budget is None else str(self.budget)
 
     def costs(self, *, again: bool = False) -> Costs:
         """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""

@@ -1,10 +1,9 @@
 """From logits to a token: the sampling parameters, the processed scores, and one noise per position.
 
-A token is drawn as argmax(scores + g) with Gumbel noise g (the Gumbel-max trick), and g is a hash of (seed,
-absolute position, token id): no generator, no state. The text is therefore a function of target, prompt and
-seed alone, whatever the drafter, the tree or the batch, and a drafter that adds *the same* g to its own scores
-agrees with the target more often (Daliri et al. 2024, "Coupling without communication and drafter-invariant
-speculative decoding").
+A token is drawn as argmax(scores + g) with Gumbel noise g (the Gumbel-max trick), and g is a hash of (seed, absolute
+position, token id): no generator, no state. The text is therefore a function of target, prompt and seed alone, whatever
+the drafter, the tree or the batch, and a drafter that adds *the same* g to its own scores agrees with the target more
+often (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative decoding").
 
 Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
 """
@@ -27,7 +26,6 @@ from draftwing.noise import KeyedNoise
 from draftwing.tree import DraftTree
 
 __all__ = ["History", "Sampling", "SamplingBatch", "best_of", "on_host"]
-
 _PENALTIES = ("repetition", "presence", "frequency")
 # What a setting may multiply a score by, or add to it: all of them together stay far inside float32, so that scores
 # that are not finite are never a setting's fault.
@@ -253,7 +251,8 @@ class SamplingBatch:
         """(B, N, V) scores of the token after each node. ``history`` may be None where nothing penalises."""
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.penalises:
-            assert history is not None
+            if history is None:
+                raise SamplingError("penalties need the tokens so far: pass ctx.history()")
             scores = self._penalise(scores, tree, history)
         if self.biases:
             scores = self._bias(scores)

@@ -109,7 +109,7 @@ def _show(
         if done.logprobs is not None:
             shown.logprobs(done.logprobs, namer(lm))
         shown.closing(record(done, plain, sampling), profile=profile)
-    if lm.drafter_name != "none":
+    if lm.traits.drafts:
         shown.legend()
 
 

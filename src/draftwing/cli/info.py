@@ -37,7 +37,7 @@ def info(
 
     lm = model.load(draft, Drafting())
     sections = {**describe_lm(lm), "machine": describe_machine()}
-    if measure or lm.drafter_name != "none":
+    if measure or lm.traits.drafts:
         sections["costs"] = describe_costs(lm.costs(again=measure))
     if bandwidth:
         if lm.target.device.type != "cpu":

@@ -32,8 +32,8 @@ def print_comparison(comparison: Comparison, *, texts: bool = False) -> None:
     console = new_console()
     if texts:
         rates = {method.name: f"{method.tokens_per_s:.0f} tokens/s" for method in comparison.methods}
-        for name, text in comparison.texts.items():
-            title = Text(f"{'plain decoding' if name == 'none' else printable(name)}: {rates[name]}")
+        for index, (name, text) in enumerate(comparison.texts.items()):
+            title = Text(f"{printable(name) if index else 'plain decoding'}: {rates[name]}")
             console.print(Panel(Text(printable(text.strip("\n"))), title=title, title_align="left", expand=False))
     table = Table("drafter")
     for name in ("tokens/s", "speedup", "tau", "efficiency"):

@@ -34,6 +34,8 @@ class Traits:
         costs_forwards: whether a draft takes passes of a net, which are then measured and weighed.
         grows_by_rule: whether it follows ``Budget.rule`` itself; the loop cuts the trees of others by it.
         identity: tells apart, beside ``Drafter.name``, what caches must not mix up: two heads of one name.
+        num_bytes: of weights that one pass of its net reads, the LM head's too.
+        runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a net.
     """
 
     drafts: bool = True
@@ -41,6 +43,8 @@ class Traits:
     costs_forwards: bool = True
     grows_by_rule: bool = False
     identity: str = ""
+    num_bytes: int = 0
+    runs_as: str = ""
 
 
 @dataclass(frozen=True)

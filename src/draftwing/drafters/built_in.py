@@ -59,7 +59,7 @@ def _make_causal_lm(source: Source) -> NewDrafter:
             f"{', '.join(sorted(LEAN_MODEL_TYPES))}; or use draft='lookup'"
         )
     model = LeanTarget.from_folder(
-        folder, target.dtype, source.device(), name=folder.name, weights=target.weights, fast=True
+        folder, target.dtype, source.device(), name=folder.name, quantize=target.quantized, fast=True
     )
     return partial(CausalLMDrafter, model, target.vocab_size)
 

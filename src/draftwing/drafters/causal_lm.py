@@ -43,7 +43,9 @@ class CausalLMDrafter:
             )
         self.model = model
         self.name = f"causal-lm ({model.name})"
-        self.traits = Traits(grows_by_rule=True, identity=f"{self.name}, {model.num_weight_bytes}")
+        size = model.num_weight_bytes
+        identity = f"{self.name}, {size}"
+        self.traits = Traits(grows_by_rule=True, identity=identity, num_bytes=size, runs_as=model.runs_as)
         self._runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
 from draftwing.errors import ConfigError
-from draftwing.model.linear import Linear
+from draftwing.model.linear import Linear, runs_as
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.nets.base import DraftNet
 from draftwing.run.request import Waiting
@@ -47,9 +47,14 @@ class EagleDrafter:
         self.name = net.kind + (f" ({name})" if name else "")
         self.features = FeatureSpec(config.taps)
         # What a draft takes depends on the net's shape and on how its matrices are read.
-        num_bytes = sum(part.num_bytes for part in net.modules() if isinstance(part, Linear))
+        matrices = [part for part in net.modules() if isinstance(part, Linear)]
+        num_bytes = sum(matrix.num_bytes for matrix in matrices)
         self.traits = Traits(
-            reads_features=True, grows_by_rule=True, identity=f"{identity} {config} {net.dtype} {num_bytes}"
+            reads_features=True,
+            grows_by_rule=True,
+            identity=f"{identity} {config} {net.dtype} {num_bytes}",
+            num_bytes=num_bytes + (target.head.num_bytes if net.head is None else 0),
+            runs_as=runs_as(matrices),
         )
         self.net, self._runner = net, net.runs.runner(net, self)
         self._dtype, self._calibration, self._shift = net.dtype, config.calibration, int(net.shape.is_shifted)
@@ -64,7 +69,10 @@ class EagleDrafter:
     @torch.inference_mode()
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Feed the prompt's entries but the last, which waits to be the first tree's root."""
-        assert features is not None
+        if features is None:
+            raise ConfigError(
+                f"{self.name} reads hidden states, and the target gave none for the prompt: see FeatureSpec"
+            )
         tokens, row, count = ctx.rows[-1].tokens, len(self._fed), features.shape[1]
         features, fed = features.to(self.net.dtype), max(count - 1, 0)
         first = 1 if self.net.shape.is_shifted else 0

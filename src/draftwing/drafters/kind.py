@@ -95,7 +95,8 @@ class NetKind:
         layouts: that its heads can be written in.
         convert: source, destination and layout; see ``heads.convert.convert`` for what else may be said.
         diagnose: a head's folder, and its target's or None.
-        drafter: of a net, its target and a name to tell it from others; as an EAGLE head drafts unless given.
+        drafter: of a net, its target, the head's name and its identity (``heads.identity.head_id``); as an EAGLE head
+            drafts unless given.
         start: sets a new net's weights from the target's LM head and texts that it scored; None leaves them random.
         settings: names of the training options that shape its nets (``train.options.NET_SETTINGS``).
     """
@@ -108,7 +109,7 @@ class NetKind:
     layouts: tuple[str, ...]
     convert: Callable[..., None]
     diagnose: Callable[[Path, Path | None], list[Finding]]
-    drafter: Callable[[Any, Target, str], Drafter]
+    drafter: Callable[[Any, Target, str, str], Drafter]
     start: Callable[[Any, Linear, Sequence[Scored]], None] | None = None
     settings: tuple[str, ...] = ()
 

@@ -30,7 +30,7 @@ def net_kind(
     methods: Mapping[str, Method],
     help: str,
     *,
-    drafter: Callable[[Any, Target, str], Drafter] | None = None,
+    drafter: Callable[[Any, Target, str, str], Drafter] | None = None,
     taps: Callable[[int], tuple[int, ...]] = lambda num_layers: (num_layers,),
     start: Callable[[Any, Linear, Sequence[Scored]], None] | None = None,
     settings: tuple[str, ...] = (),
@@ -59,21 +59,22 @@ def net_kind(
     return Kind(net.kind, help, partial(from_head, trained), partial(_is_plain, net.kind), net=trained)
 
 
-def feature_drafter(net: DraftNet, target: Target, name: str = "") -> Drafter:
+def feature_drafter(net: DraftNet, target: Target, name: str = "", identity: str = "") -> Drafter:
     """Drafts with a net that reads the target's features."""
     from draftwing.drafters.feature import EagleDrafter
 
-    return EagleDrafter(net, target, name)
+    return EagleDrafter(net, target, name, identity)
 
 
 def from_head(kind: NetKind, source: Source) -> NewDrafter:
     """A maker of drafters from a head's folder."""
-    from draftwing.heads.identity import target_id
+    from draftwing.heads.identity import head_id, target_id
 
     target = source.target
     own = target_id(target, source.tokenizer)
     net = kind.read(source.folder, target.embedding, target.head, own, dtype=target.dtype)
-    return partial(kind.drafter, net.prepack(target.weights, fast=True), target, source.folder.name)
+    net = net.prepack(target.quantized, fast=True)
+    return partial(kind.drafter, net, target, source.folder.name, head_id(source.folder))
 
 
 def _is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:

@@ -77,7 +77,7 @@ class Decoder:
         self.drafter: Drafter = drafter() if callable(drafter) else drafter or NoDrafter()
         self.rule = get_rule(rule, lossless=lossless)
         self.budget = self.checked(budget or Budget())
-        if not isinstance(self.drafter, NoDrafter) and not target.supports_trees:
+        if self.drafter.traits.drafts and not target.supports_trees:
             raise UnsupportedError(
                 f"{target.name} keeps a state that cannot be rolled back (recurrent layers), so drafted tokens could "
                 f"not be taken back: decode it plainly with draft='none'"

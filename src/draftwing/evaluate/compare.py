@@ -92,7 +92,7 @@ def compare(
     Raises:
         ConfigError: no plain decoding in front, or no prompt.
     """
-    if not lms or lms[0].drafter_name != "none":
+    if not lms or lms[0].traits.drafts:
         raise ConfigError("compare needs plain decoding first: pass LM(target, tokenizer) as the first of lms")
     if not prompts:
         raise ConfigError("compare needs at least one prompt")
@@ -113,7 +113,7 @@ def compare(
     settings = {
         "target": target.name,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "quantize": target.weights,
+        "quantize": target.quantized,
         "device": str(target.device),
         "num_prompts": len(prompts),
         "rounds": rounds,

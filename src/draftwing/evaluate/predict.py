@@ -18,8 +18,6 @@ from draftwing.budget.formulas import (
 from draftwing.drafters.base import Budget
 from draftwing.errors import ConfigError
 from draftwing.evaluate.compare import compare
-from draftwing.model.linear import Linear
-from draftwing.model.target import Target
 from draftwing.sampling import Sampling
 from draftwing.text.prompts import Prompt
 
@@ -89,7 +87,7 @@ def predict(
     Raises:
         ConfigError: there is no drafter.
     """
-    if lm.drafter_name == "none":
+    if not lm.traits.drafts:
         raise ConfigError("there is nothing to predict without a drafter: give one with --draft")
 
     def with_budget(budget: Budget | None) -> LM:
@@ -102,7 +100,8 @@ def predict(
     base, *chains, auto = found.methods
     longest = chains[-1]
     alpha = min(_pooled(longest.alpha), 1.0)
-    c, ratio = costs.c, _operations_ratio(lm)
+    # Weights that a draft step multiplies with, of those that a target forward does; 0 for lookup.
+    c, ratio = costs.c, lm.traits.num_bytes / lm.target.num_weight_bytes
     return Predictions(
         drafter=lm.drafter_name,
         alpha=alpha,
@@ -140,21 +139,6 @@ def describe_costs(costs: Costs) -> dict[str, Any]:
         values["draft_step_of_plain"] = round(costs.c, 3)
     values["us_per_token_of_context"] = round(1e6 * costs.per_token, 2)
     return values
-
-
-def _operations_ratio(lm: LM) -> float:
-    """Weights that a draft step multiplies with, of those that a target forward does; 0 for lookup."""
-    drafter = lm.new_drafter()
-    model = getattr(drafter, "model", None)
-    if isinstance(model, Target):
-        return model.num_weight_bytes / lm.target.num_weight_bytes
-    net = getattr(drafter, "net", None)
-    if net is None:
-        return 0.0
-    own = sum(part.num_bytes for part in net.modules() if isinstance(part, Linear))
-    if net.head is None:  # it reads the target's
-        own += lm.target.head.num_bytes
-    return own / lm.target.num_weight_bytes
 
 
 def _pooled(alpha: Sequence[float]) -> float:

@@ -59,7 +59,7 @@ def describe_run(lm: LM, sampling: Sampling) -> dict[str, Any]:
         "rule": lm.rule,
         "budget": lm.describe_budget(),
         "dtype": str(lm.target.dtype).removeprefix("torch."),
-        "quantize": lm.target.weights,
+        "quantize": lm.target.quantized,
         "device": str(lm.target.device),
         "sampling": asdict(sampling),
     }
@@ -67,7 +67,7 @@ def describe_run(lm: LM, sampling: Sampling) -> dict[str, Any]:
 
 def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
     """Target, tokenizer and drafter."""
-    drafter = getattr(lm.new_drafter(), "model", None)
+    traits = lm.traits
     return {
         "target": _describe_target(lm.target, lm.tokenizer.folder),
         "tokenizer": {
@@ -77,7 +77,7 @@ def describe_lm(lm: LM) -> dict[str, dict[str, Any]]:
         "drafter": {
             "name": lm.drafter_name,
             "budget": lm.describe_budget(),
-            **({"layers": drafter.num_layers, "mb_per_token": drafter.num_weight_bytes / 1e6} if drafter else {}),
+            **({"matrices": _of_drafts(lm), "mb_per_token": traits.num_bytes / 1e6} if traits.runs_as else {}),
         },
     }
 
@@ -93,9 +93,11 @@ def _describe_target(target: Target, folder: Path) -> dict[str, Any]:
         "vocabulary": target.vocab_size,
         "context": target.max_length,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "quantize": target.weights or "none",
+        "quantize": target.quantized or "none",
         "device": str(target.device),
         "runtime": _runtime(target),
+        "matrices": target.runs_as,
+        "exactness": _promise(target),
         "mb_per_token": target.num_weight_bytes / 1e6,
     }
 
@@ -107,6 +109,19 @@ def _runtime(target: Target) -> str:
     could = isinstance(target, LeanTarget) and target.device.type == "cpu" and target.dtype == torch.float32
     problem = kernel_problem() if could else ""
     return f"PyTorch ({problem})" if problem else "PyTorch"
+
+
+def _promise(target: Target) -> str:
+    """How close the logits of drafted tokens come to plain decoding's: see ``Linear.runs_as``."""
+    if isinstance(target, LeanTarget) and target.device.type == "cpu" and "plain" not in target.runs_as:
+        return "to the bit: a drafted token's logits are those of plain decoding"
+    return "up to rounding: several tokens in one forward may round otherwise than each alone"
+
+
+def _of_drafts(lm: LM) -> str:
+    """What computes the drafter's matrices, and whether these are smaller than the target's."""
+    is_small = "int8" in lm.traits.runs_as and lm.target.quantized is None
+    return lm.traits.runs_as + (" (for guesses alone: the text stays the target's)" if is_small else "")
 
 
 def _num_parameters(target: Target, folder: Path) -> int:

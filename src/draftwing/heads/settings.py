@@ -19,7 +19,7 @@ from typing import Any, Final, get_args
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.heads.names import UNKNOWN_TAP, Names
 from draftwing.model.config import ModelConfig
-from draftwing.model.rope import ROPE_TYPES
+from draftwing.model.rope_config import ROPE_TYPES
 from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle_config import EagleConfig, Inputs, TargetId
 

@@ -21,7 +21,7 @@ from draftwing.accept import get_rule
 from draftwing.api import load_drafter
 from draftwing.budget.measure import planner_for
 from draftwing.budget.planner import Planner
-from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.drafters.base import Budget, Drafter
 from draftwing.engine.decode import Decoder, loop_of
 from draftwing.engine.engine import Engine
 from draftwing.engine.request import with_seed
@@ -164,7 +164,7 @@ class CustomGenerate:
     def _decoder(self, kept: _Kept) -> Decoder:
         """A decode loop with nothing in it."""
         drafter = kept.new_drafter()
-        drafts = not isinstance(drafter, NoDrafter)
+        drafts = drafter.traits.drafts
         if drafts and not kept.target.supports_trees:
             raise UnsupportedError(
                 f"{kept.target.name}: {kept.target.reason}, so nothing can be drafted for it: load it with "

@@ -8,14 +8,13 @@ means "none": windows and special tokens). Both spellings of RoPE are read: ``ro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.model.rope import RopeConfig
+from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.model.config_reader import ConfigReader, read_config
+from draftwing.model.rope_config import RopeConfig
 
 __all__ = ["LEAN_MODEL_TYPES", "Activation", "ModelConfig", "MoeConfig", "read_config"]
 
@@ -28,7 +27,6 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
 }
 _ADAPTER = 'Use engine="transformers", which runs it through the adapter.'
-_REQUIRED: Final = object()
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class ModelConfig:
             UnsupportedError: an architecture, activation, RoPE type or quantisation that the lean decoder lacks.
         """
         model_type = _model_type(config, where)
-        family, read = _FAMILIES[model_type], _Reader(config, where)
+        family, read = _FAMILIES[model_type], ConfigReader(config, where)
         if config.get("quantization_config"):
             raise UnsupportedError(f"{where}: `quantization_config` is set: the weights are quantised. {_ADAPTER}")
         layers, heads, kv_heads, head_dim = _heads(read, family)
@@ -185,108 +183,9 @@ class ModelConfig:
         )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The dict in a model folder's ``config.json``.
-
-    Raises:
-        CheckpointError: no such folder, or no readable ``config.json`` in it.
-        ConfigError: it is not a JSON object.
-    """
-    folder = Path(folder)
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a model folder, found none. Check the path.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}: expected config.json in the model folder, found none. Point to a folder that "
-            "save_pretrained wrote, or download the model again."
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}). Check the file and its permissions.") from error
-    except ValueError as error:  # broken JSON, or not UTF-8
-        raise ConfigError(f"{path}: expected JSON, found something else ({error}). Download it again.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {_kind(config)}. Download it again.")
-    return config
-
-
-def _kind(value: object) -> str:
-    shown = "of hundreds of digits" if isinstance(value, int) and abs(value) > 10**300 else repr(value)
-    return f"{type(value).__name__} {shown}"[:80]
-
-
-class _Reader:
-    """Typed look-ups in a config; every failure is a ConfigError that names the key and the value."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self.where = where
-
-    def wrong(self, key: str, expected: str) -> ConfigError:
-        return ConfigError(
-            f"{self.where}: `{key}` must be {expected}, found {_kind(self.config.get(key))}. "
-            "Correct the value, or download the model's config.json again."
-        )
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.config.get(key)
-        if value is None:
-            value = default
-        if value is _REQUIRED:
-            raise ConfigError(
-                f"{self.where}: required key `{key}` is missing. Add it, or download the model's config.json again."
-            )
-        return value
-
-    def integer(self, key: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        value = self._get(key, default)
-        # JSON's true is Python's int 1; it is not a size.
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.wrong(key, f"an integer of at least {minimum}")
-        if value > maximum:
-            raise self.wrong(key, f"an integer of at most {maximum}")
-        return value
-
-    def number(self, key: str, default: Any = _REQUIRED) -> float:
-        value = self._get(key, default)
-        # The bound also keeps out NaN, infinity and integers that no float can hold.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e300:
-            raise self.wrong(key, "a finite number of at least 0")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
-        return value
-
-    def items(self, key: str, kind: type) -> list[Any]:
-        """A list of ``kind``; empty where the key is missing."""
-        value = self._get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise self.wrong(key, f"a list of {kind.__name__}")
-        return value
-
-    def ids(self, key: str, default: int | None, several: bool = False) -> tuple[int, ...]:
-        """Token ids; null and, as some configs on the Hub have it, a negative id mean none."""
-        value = self.config.get(key, default)
-        ids = value if several and isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-            raise self.wrong(key, "a token id, a list of them or null" if several else "a token id or null")
-        return tuple(item for item in ids if item >= 0)
-
-
 def _model_type(config: Mapping[str, Any], where: str) -> str:
     """The family, by ``architectures[0]`` and ``model_type``, which must agree where both are there."""
-    read = _Reader(config, where)
+    read = ConfigReader(config, where)
     architecture = next(iter(read.items("architectures", str)), "")
     model_type = read.text("model_type", "")
     if not architecture and not model_type:
@@ -308,7 +207,7 @@ def _model_type(config: Mapping[str, Any], where: str) -> str:
     return named
 
 
-def _heads(read: _Reader, family: _Family) -> tuple[int, int, int, int]:
+def _heads(read: ConfigReader, family: _Family) -> tuple[int, int, int, int]:
     """(layers, query heads, key-value heads, head width), checked against each other."""
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     # Written as null, the count is the query heads'; left out, it is the config class's own default.
@@ -334,7 +233,7 @@ def _heads(read: _Reader, family: _Family) -> tuple[int, int, int, int]:
     return read.integer("num_hidden_layers", maximum=10000), heads, kv_heads, head_dim
 
 
-def _windows(read: _Reader, family: _Family, layers: int) -> tuple[int | None, ...]:
+def _windows(read: ConfigReader, family: _Family, layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window in tokens, or None."""
     window = None
     switched = family.windows not in ("switch", "layer") or read.flag("use_sliding_window", False)
@@ -376,7 +275,7 @@ def _windows(read: _Reader, family: _Family, layers: int) -> tuple[int | None, .
     return tuple(usual)
 
 
-def _moe(read: _Reader, model_type: str, layers: int) -> MoeConfig | None:
+def _moe(read: ConfigReader, model_type: str, layers: int) -> MoeConfig | None:
     """The experts of mixtral and qwen3_moe, or None where no layer has any."""
     if model_type not in ("mixtral", "qwen3_moe"):
         return None

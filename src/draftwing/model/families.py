@@ -81,11 +81,8 @@ def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
         out=reader.linear([f"{attention}o_proj"], [hidden], query_dim, config.o_bias),
         post_norm=norm("post_attention_layernorm", hidden),
         mlp=_read_mlp(reader, config, index, base),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=dim,
-        q_norm=norm("self_attn.q_norm", dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", dim) if config.qk_norm else None,
+        heads=(config.num_heads, config.num_kv_heads, dim),
+        norms=(norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)) if config.qk_norm else None,
     )
 
 

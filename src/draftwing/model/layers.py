@@ -161,10 +161,11 @@ class DecoderLayer(nn.Module):
 
     Args:
         input_norm: of the stream before attention; None where there is none (EAGLE-1).
-        qkv: (H_in, (num_heads + 2 * num_kv_heads) * head_dim), queries first.
+        qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
         out: attention output.
         mlp: a ``GatedMLP`` or ``Experts``.
-        q_norm, k_norm: per-head norms (Qwen3), or None.
+        heads: the number of query heads and of KV heads, and the width of each.
+        norms: of each head's queries and keys (Qwen3), or None.
     """
 
     def __init__(
@@ -174,17 +175,15 @@ class DecoderLayer(nn.Module):
         out: Linear,
         post_norm: RMSNorm,
         mlp: GatedMLP | Experts,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        heads: tuple[int, int, int],
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
         super().__init__()
         self.input_norm, self.post_norm = input_norm, post_norm
         self.qkv, self.out, self.mlp = qkv, out, mlp
-        self.q_norm, self.k_norm = q_norm, k_norm
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.q_norm: RMSNorm | None = norms[0] if norms else None
+        self.k_norm: RMSNorm | None = norms[1] if norms else None
+        self.num_heads, self.num_kv_heads, self.head_dim = heads
 
     def forward(self, x: Any, attend: Attend, layer: int) -> Any:
         """(R, H) -> (R, H). ``layer`` is passed on to ``attend``."""

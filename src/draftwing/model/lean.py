@@ -23,14 +23,14 @@ from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.families import Reader, read_layer
 from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, embed, settled
-from draftwing.model.linear import Linear, check_weights
+from draftwing.model.linear import Linear, check_quantize, runs_as
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.model.weights import WeightFiles
 from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
 from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
-from draftwing.run.graphs import Record
+from draftwing.run.recording import Record
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["LeanContext", "LeanTarget", "TappedNet"]
@@ -127,22 +127,22 @@ class LeanTarget(Target):
         *,
         prepack: bool = True,
         name: str | None = None,
-        weights: str | None = None,
+        quantize: str | None = None,
         fast: bool = False,
     ) -> LeanTarget:
-        """Load a Hugging Face folder; ``weights`` quantises its matrices, all but the routers of experts.
+        """Load a Hugging Face folder; ``quantize`` says how its matrices are quantised, all but the routers of experts.
 
         ``fast`` quantises them too where the CPU kernel is faster so: for a model that drafts, whose law nobody keeps.
 
         Raises:
-            ConfigError, UnsupportedError: the config cannot be run here, or not with these ``weights``.
+            ConfigError, UnsupportedError: the config cannot be run here, or not quantised so.
             CheckpointError: weights missing, truncated, of other shapes, unknown or not finite.
         """
         device = torch.device(device)
-        check_weights(weights, dtype, device)
+        check_quantize(quantize, dtype, device)
         config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
-        runtime, layout = runtime_for(needs, prepack=prepack, weights=weights, fast=fast)
+        runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
         reader = Reader(WeightFiles(folder), dtype, device, layout)
         table = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [read_layer(reader, config, index) for index in range(config.num_layers)]
@@ -162,9 +162,15 @@ class LeanTarget(Target):
         return cls(TappedNet(config, table, layers, norm, head, rotary), runtime, name or folder.name)
 
     @property
-    def weights(self) -> str | None:
+    def quantized(self) -> str | None:
         """How the matrices are quantised; None where they are as ``dtype`` says."""
-        return self._net.head.quantised
+        return self._net.head.quantized
+
+    @property
+    def runs_as(self) -> str:
+        """See ``Target``."""
+        parts = [part for layer in self._net.layers for part in layer.modules()]
+        return runs_as([*(part for part in parts if isinstance(part, Linear)), self._net.head])
 
     @property
     def layers(self) -> Sequence[DecoderLayer]:

@@ -12,6 +12,7 @@ exact in any order, so that a row's bits are its own here too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -23,16 +24,16 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.blocks import MIN_ROWS, BlockProduct
 from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantise_channels
+from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantize_channels
 from draftwing.run.kernel.program import Program, Traced
 from draftwing.run.kernel.runner import Workspace
 
-__all__ = ["MIN_ROWS", "WEIGHTS", "Layout", "Linear", "can_prepack", "check_weights"]
+__all__ = ["MIN_ROWS", "QUANTIZATIONS", "Layout", "Linear", "can_prepack", "check_quantize", "runs_as"]
 
 _pack_int8, _product_int8 = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
 _product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
-WEIGHTS = ("int8",)
+QUANTIZATIONS = ("int8",)
 _MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
 
 
@@ -45,27 +46,32 @@ def can_prepack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def check_weights(weights: str | None, dtype: torch.dtype, device: torch.device) -> None:
+def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError or UnsupportedError where matrices cannot be quantised so; None is always right."""
-    if weights is None:
+    if quantize is None:
         return
-    if weights not in WEIGHTS:
-        raise ConfigError(f"unknown weights {weights!r}: choose {', '.join(WEIGHTS)}, or None for those of dtype")
+    if quantize not in QUANTIZATIONS:
+        raise ConfigError(f"quantize must be one of {', '.join(QUANTIZATIONS)} or None, found {quantize!r:.60}")
     if device.type != "cpu":
         raise UnsupportedError(
-            f"weights={weights!r} run on a CPU alone, found device {str(device)!r}: choose device='cpu', or leave "
-            f"weights out"
+            f"quantize={quantize!r} runs on a CPU alone, found device {str(device)!r}: choose device='cpu', or leave "
+            f"quantize out"
         )
     if dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(
-            f"weights={weights!r} go with dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: choose "
-            f"one of these, or leave weights out"
+            f"quantize={quantize!r} goes with dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: "
+            f"choose one of these, or leave quantize out"
         )
     if not _has_exact_int8():
         raise UnsupportedError(
-            f"weights={weights!r} need a CPU that multiplies 8-bit integers exactly (AVX-512 VNNI, AMX, AVX-VNNI), and "
-            f"this one, or this build of PyTorch, does not: leave weights out"
+            f"quantize={quantize!r} needs a CPU that multiplies 8-bit integers exactly (AVX-512 VNNI, AMX, AVX-VNNI), "
+            f"and this one, or this build of PyTorch, does not: leave quantize out"
         )
+
+
+def runs_as(matrices: Iterable[Linear]) -> str:
+    """What computes them, each way once: see ``Linear.runs_as``."""
+    return "; ".join(dict.fromkeys(matrix.runs_as for matrix in matrices))
 
 
 @dataclass(frozen=True)
@@ -74,16 +80,16 @@ class Layout:
 
     Attributes:
         runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked where that wins, ``plain`` as they are.
-        weights: how they are quantised, one of ``WEIGHTS``, or None.
+        quantize: how, one of ``QUANTIZATIONS``, or None.
     """
 
     runs: str = "plain"
-    weights: str | None = None
+    quantize: str | None = None
 
     @property
     def as_exact(self) -> Layout:
         """The same for a matrix that is never quantised."""
-        return replace(self, weights=None)
+        return replace(self, quantize=None)
 
 
 class Linear(nn.Module):
@@ -106,8 +112,8 @@ class Linear(nn.Module):
         self._fused: Packed | None = None
 
     @property
-    def quantised(self) -> str | None:
-        """How: one of ``WEIGHTS``; None where it is not."""
+    def quantized(self) -> str | None:
+        """How: one of ``QUANTIZATIONS``; None where it is not."""
         if self._fused is not None:
             return "int8" if self._fused.bits == 8 else None
         return None if self._int8 is None else "int8"
@@ -115,7 +121,8 @@ class Linear(nn.Module):
     @property
     def packed(self) -> Packed:
         """The matrix as the CPU kernel reads it; only after ``pack``."""
-        assert self._fused is not None
+        if self._fused is None:
+            raise ConfigError("a matrix was not packed for the CPU kernel: make it an attribute of the net")
         return self._fused
 
     @property
@@ -130,9 +137,9 @@ class Linear(nn.Module):
     def lay_out(self, layout: Layout, *, gated: bool = False) -> Linear:
         """Lay it out, once. ``gated``: see ``pack``."""
         if layout.runs == "kernel":
-            self.pack(layout.weights, gated=gated)
-        elif layout.weights is not None:
-            self.quantise(layout.weights)
+            self.pack(layout.quantize, gated=gated)
+        elif layout.quantize is not None:
+            self.quantize(layout.quantize)
         elif layout.runs == "torch":
             self.prepack()
         return self
@@ -165,46 +172,46 @@ class Linear(nn.Module):
         if self._packed is not None and not keep:
             self._drop()
 
-    def pack(self, weights: str | None = None, *, gated: bool = False) -> None:
-        """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``weights`` says so.
+    def pack(self, quantize: str | None = None, *, gated: bool = False) -> None:
+        """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``quantize`` says so.
 
         Args:
             gated: its first half are gates of its second. It then runs in programs alone, not by ``forward``.
         """
         if self._fused is None:
             bias = None if self.bias is None else self.bias.detach()
-            self._fused = Packed.of(self.weight.detach(), bias, bits=32 if weights is None else 8, gated=gated)
+            self._fused = Packed.of(self.weight.detach(), bias, bits=32 if quantize is None else 8, gated=gated)
             self._drop()
 
-    def for_drafts(self, weights: str | None) -> Linear | None:
-        """This matrix fused, with ``weights`` in place of float32 ones: itself, or a copy; None where it cannot be.
+    def for_drafts(self, quantize: str | None) -> Linear | None:
+        """This matrix fused, with ``quantize`` in place of float32 ones: itself, or a copy; None where it cannot be.
 
         For a net that reads a matrix of the target, which may run in PyTorch.
         """
-        if self._fused is not None and (weights is None or self._fused.bits == 8):
+        if self._fused is not None and (quantize is None or self._fused.bits == 8):
             return self
         plain = self.weight.detach() if self._fused is None else self._fused.plain()
         if plain.numel() == 0 or plain.dtype != torch.float32 or plain.device.type != "cpu":
             return None
         copy = Linear(plain, None if self.bias is None else self.bias.detach())
-        copy.pack(weights)
+        copy.pack(quantize)
         return copy
 
-    def quantise(self, weights: str = "int8") -> None:
+    def quantize(self, how: str = "int8") -> None:
         """Keep the weight in 8 bits alone: another matrix, within about a percent. Not for a prepacked one.
 
         Raises:
-            ConfigError, UnsupportedError: see ``check_weights``; or the matrix is too wide.
+            ConfigError, UnsupportedError: see ``check_quantize``; or the matrix is too wide.
         """
         if self._int8 is not None:
             return
         if self._packed is not None:
             raise ConfigError("a prepacked matrix cannot be quantised: quantise it instead of prepacking it")
-        check_weights(weights, self.weight.dtype, self.weight.device)
+        check_quantize(how, self.weight.dtype, self.weight.device)
         if self.num_in > _MAX_INPUTS:
             raise UnsupportedError(
-                f"weights={weights!r} take matrices of at most {_MAX_INPUTS} inputs, found {self.num_in}: leave "
-                f"weights out"
+                f"quantize={how!r} takes matrices of at most {_MAX_INPUTS} inputs, found {self.num_in}: leave "
+                f"quantize out"
             )
         self._int8 = _Int8(self.weight.detach())
         self._drop()
@@ -272,7 +279,7 @@ class _Int8:
 
     def __init__(self, weight: Tensor) -> None:
         num_out, num_in = weight.shape
-        quantised, scales = quantise_channels(weight)
+        quantised, scales = quantize_channels(weight)
         self.packed: Tensor = _pack_int8(quantised, None)
         self.scales = scales / MAX_LEVEL  # of a row whose largest number is 1
         self._zeros = torch.zeros(num_out, dtype=torch.int32)

@@ -125,7 +125,7 @@ class Target(ABC):
     supports_trees: bool = True
 
     @property
-    def weights(self) -> str | None:
+    def quantized(self) -> str | None:
         """How its matrices are quantised; None: not at all."""
         return None
 
@@ -133,6 +133,11 @@ class Target(ABC):
     def runtime(self) -> str:
         """What runs its layers: ``torch``, or the CPU ``kernel`` (``run.kernel.build``)."""
         return "torch"
+
+    @property
+    def runs_as(self) -> str:
+        """What computes its matrices: see ``Linear.runs_as``."""
+        return "transformers"
 
     @property
     @abstractmethod

@@ -18,7 +18,8 @@ from draftwing.errors import CheckpointError
 from draftwing.model.attention import Attend
 from draftwing.model.layers import GatedMLP
 from draftwing.model.linear import Layout, Linear
-from draftwing.model.rope import RopeConfig, Rotary
+from draftwing.model.rope import Rotary
+from draftwing.model.rope_config import RopeConfig
 from draftwing.nets.calibration import Calibration
 from draftwing.run.choose import Needs, runtime_for
 from draftwing.run.eager import TorchRuntime
@@ -224,8 +225,8 @@ class DraftNet(nn.Module, ABC):
             self.runs = runtime
         return self
 
-    def prepack(self, weights: str | None = None, *, fast: bool = False) -> Any:
-        """Choose what runs it and lay the matrices out for that, quantised where ``weights`` says so (see ``Linear``).
+    def prepack(self, quantize: str | None = None, *, fast: bool = False) -> Any:
+        """Choose what runs it and lay the matrices out for that, quantised where ``quantize`` says so (see ``Linear``).
 
         ``fast`` takes 8 bits too where the CPU kernel makes drafting faster by them: it changes what is guessed a
         little, and the target's text not at all.
@@ -236,11 +237,11 @@ class DraftNet(nn.Module, ABC):
         mlps = [module for module in self.modules() if isinstance(module, GatedMLP)]
         activation, head_dim = mlps[0].activation_name if mlps else "silu", self.shape.head_dim
         needs = Needs(self.dtype, self.device, head_dim, activation, self.is_traceable)
-        runtime, layout = runtime_for(needs, weights=weights, fast=fast)
+        runtime, layout = runtime_for(needs, quantize=quantize, fast=fast)
         if runtime.name == "kernel" and self._target_head:
-            head = self._target_head[0].for_drafts(layout.weights)
+            head = self._target_head[0].for_drafts(layout.quantize)
             if head is None:  # it was laid out for PyTorch: then this net runs there too
-                runtime, layout = TorchRuntime(), Layout("torch", self._target_head[0].quantised)
+                runtime, layout = TorchRuntime(), Layout("torch", self._target_head[0].quantized)
             else:
                 self._target_head = [head]
         gates = [mlp.gate_up for mlp in mlps]

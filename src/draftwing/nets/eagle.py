@@ -56,9 +56,7 @@ class _Maker:
             out=self.matrix(hidden, query),
             post_norm=self.norm(hidden),
             mlp=GatedMLP(self.matrix(2 * wide, hidden), self.matrix(hidden, wide), config.activation),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            heads=(config.num_heads, config.num_kv_heads, config.head_dim),
         )
 
 

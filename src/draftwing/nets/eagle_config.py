@@ -10,7 +10,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.model.config import Activation, ModelConfig
 from draftwing.model.linear import Linear
-from draftwing.model.rope import RopeConfig
+from draftwing.model.rope_config import RopeConfig
 from draftwing.nets.calibration import Calibration
 
 __all__ = ["EagleConfig", "Inputs", "TargetId", "check_parts", "default_taps"]

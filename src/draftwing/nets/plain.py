@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from draftwing.errors import ConfigError
 from draftwing.model.config import ModelConfig
-from draftwing.model.rope import RopeConfig
+from draftwing.model.rope_config import RopeConfig
 from draftwing.nets.calibration import Calibration
 from draftwing.nets.eagle_config import TargetId
 

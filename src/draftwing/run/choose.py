@@ -9,10 +9,11 @@ import torch
 from draftwing.model.linear import Layout
 from draftwing.run.eager import TorchRuntime
 from draftwing.run.forward import Runtime
-from draftwing.run.graphs import CudaRecorder, GraphRuntime, Record
+from draftwing.run.graphs import GraphRuntime
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.program import ACTIVATIONS
 from draftwing.run.kernel.runner import KernelRuntime
+from draftwing.run.recording import CudaRecorder, Record
 
 __all__ = ["Needs", "record_with", "runtime_for"]
 
@@ -37,21 +38,21 @@ class Needs:
 
 
 def runtime_for(
-    needs: Needs, *, prepack: bool = True, weights: str | None = None, fast: bool = False
+    needs: Needs, *, prepack: bool = True, quantize: str | None = None, fast: bool = False
 ) -> tuple[Runtime, Layout]:
     """What runs such a net here, and how its matrices are to lie.
 
     Args:
         prepack: False keeps plain weights, for training.
-        weights: how matrices are quantised.
+        quantize: how matrices are quantised.
         fast: take 8 bits too where the CPU kernel is faster by them: for what drafts, whose law nobody keeps.
     """
     kernel = get_kernel() if prepack and needs.suits_kernel else None
     if kernel is not None:
-        return KernelRuntime(kernel), Layout("kernel", "int8" if fast and kernel.has_int8 else weights)
+        return KernelRuntime(kernel), Layout("kernel", "int8" if fast and kernel.has_int8 else quantize)
     if needs.device.type == "cuda" and needs.is_dense:
-        return GraphRuntime(CudaRecorder(needs.device)), Layout("torch" if prepack else "plain", weights)
-    return TorchRuntime(), Layout("torch" if prepack else "plain", weights)
+        return GraphRuntime(CudaRecorder(needs.device)), Layout("torch" if prepack else "plain", quantize)
+    return TorchRuntime(), Layout("torch" if prepack else "plain", quantize)
 
 
 def record_with(runtime: Runtime, record: Record | None, *, is_dense: bool) -> Runtime:

@@ -298,7 +298,7 @@ def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
 @torch.inference_mode()
 def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
     """Decode greedily with the net as it stands, all prompts in one batch."""
-    engine = Engine(Decoder(target, net_kind_of(net).drafter(net, target, ""), budget=budget))
+    engine = Engine(Decoder(target, net_kind_of(net).drafter(net, target, "", ""), budget=budget))
     for prompt in prompts:
         engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
     return Stats.of(engine.steps())

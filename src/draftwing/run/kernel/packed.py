@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["MAX_LEVEL", "TILE", "Packed", "quantise_channels"]
+__all__ = ["MAX_LEVEL", "TILE", "Packed", "quantize_channels"]
 
 TILE = 64  # outputs that the kernel computes together
 MAX_LEVEL = 127  # of each sign
@@ -52,7 +52,7 @@ class Packed:
         if bits == 32:
             laid_out = weight.view(tiles, TILE, num_in).transpose(1, 2).contiguous()
             return cls(num_in, num_out, bits, laid_out, None, None, bias, gated)
-        levels, scales = quantise_channels(weight)
+        levels, scales = quantize_channels(weight)
         levels = F.pad(levels, (0, -num_in % 4))
         sums = 128 * levels.sum(1, dtype=torch.int32)
         laid_out = levels.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
@@ -70,7 +70,7 @@ class Packed:
         return sum(part.nbytes for part in (self.weight, self.scales) if part is not None)
 
 
-def quantise_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix (out, in) as levels (out, in) int8, symmetric, and what one level of each output is worth, (out,)."""
     scales, levels = torch.empty(weight.shape[0]), torch.empty(weight.shape, dtype=torch.int8)
     for start in range(0, weight.shape[0], _CHUNK):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.run.kernel.layout import NUM_BUFFERS, Op
 from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.packed import Packed
@@ -88,7 +89,11 @@ class Program:
 
     def add(self, target: int, source: int = _READS_TARGET, **fields: Any) -> None:
         """One operation; tensors among its fields are kept alive."""
-        assert len(self._ops) < self.kernel.max_ops
+        if len(self._ops) >= self.kernel.max_ops:
+            raise UnsupportedError(
+                f"a net of more than {self.kernel.max_ops} operations does not fit the CPU kernel: say is_traceable = "
+                f"False in a net of your own, or load a model this deep with DRAFTWING_KERNEL=off in the environment"
+            )
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 kept = value.detach()
@@ -125,7 +130,11 @@ class Program:
         return self
 
     def _lay_out(self, value: _Value) -> int:
-        assert len(self.widths) < NUM_BUFFERS
+        if len(self.widths) >= NUM_BUFFERS:
+            raise UnsupportedError(
+                f"a net that needs more than {NUM_BUFFERS} values at a time does not fit the CPU kernel: use values up "
+                f"sooner, or say is_traceable = False"
+            )
         self.widths.append(value.width)
         self.is_given.append(value.is_given)
         return len(self.widths) - 1
@@ -179,7 +188,11 @@ class Traced:
         return cls(ids.program, -1, table.shape[1], table=table)
 
     def _check(self) -> None:
-        assert self.buffer < 0 or self.program._values[self.buffer].version == self.version, "a value that is gone"
+        if self.buffer >= 0 and self.program._values[self.buffer].version != self.version:
+            raise ConfigError(
+                "a net read a value after it was the residual of a matrix, which writes its sum over it: read the "
+                "matrix's result instead, or say is_traceable = False"
+            )
 
     def write(self, target: int, column: int = 0) -> None:
         """Compute it into the columns of another buffer."""
@@ -209,7 +222,6 @@ class Traced:
 
     def columns(self, start: int, stop: int) -> Traced:
         """(R, stop - start) of its columns."""
-        assert self.norm is None
         return replace(self.settled(), column=start, width=stop - start)
 
     def to(self, dtype: torch.dtype) -> Traced:
@@ -228,7 +240,8 @@ class Traced:
 
         ``spread``: (num_out,) int64 which column of (R, width) each output goes to, and the width; other columns stay.
         """
-        assert packed.gated == (activation is not None)
+        if packed.gated != (activation is not None):
+            raise ConfigError("the gate_up of a GatedMLP is laid out for it alone: call the GatedMLP, not its matrix")
         source = self.settled() if self.table is not None or self.column else self
         source._check()
         program, width = self.program, packed.num_out if spread is None else spread[1]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.run.forward import Asked, Entries, Net, Runner, pick
 from draftwing.run.kernel.built import Built
 from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
@@ -101,7 +102,10 @@ class KernelRunner(Runner):
         given = {}
         if entries.states is not None:
             states = given[built.states] = entries.states.contiguous()
-            assert states.shape == (rows, nodes, shape.state_width)
+            if states.shape != (rows, nodes, shape.state_width):
+                raise ConfigError(
+                    f"a net's states must be {shape.state_width} wide, as its shape says, found {tuple(states.shape)}"
+                )
         out = None
         if built.out >= 0:
             out = given[built.out] = torch.empty(rows, nodes, shape.out_width)
