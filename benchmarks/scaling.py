@@ -1,7 +1,7 @@
 """How does a step's time grow with context, rows and nodes, and a row's memory with its context?
 
     python benchmarks/scaling.py --json OUT.json --png OUT.png
-    python benchmarks/scaling.py --target FOLDER --weights int8 --contexts 128,256,512,1024 --rows 1,2,4 --json OUT.json
+    python benchmarks/scaling.py --target FOLDER --quantize int8 --contexts 128,256,512,1024 --rows 1,2,4 --json OUT.json
 
 One of the three doubles while the other two stay. A step is one forward of the target over a chain, or over a bushy
 tree (four children each), of so many nodes in every row, without what follows it; a draft level is what a level more
@@ -281,14 +281,14 @@ def plan_of(contexts: list[int], rows: list[int], nodes: list[int], fixed: Point
 
 
 def run(
-    target: Path, weights: str | None, plan: dict[str, list[Point]], fixed: Point, rounds: int, scratch: Path
+    target: Path, quantize: str | None, plan: dict[str, list[Point]], fixed: Point, rounds: int, scratch: Path
 ) -> Result:
     """Everything that is measured: panels, memory and settings."""
     room = max(context for points in plan.values() for context, _, _ in points) + MARGIN
-    model = load_target(target, quantize=weights)
+    model = load_target(target, quantize=quantize)
     is_random = model.max_length < room
     if is_random:
-        model = load_target(lengthened(target, scratch / "target", room), quantize=weights)
+        model = load_target(lengthened(target, scratch / "target", room), quantize=quantize)
     assert isinstance(model, LeanTarget)
     maker = load_drafter(random_head(model, scratch / "head"), model, None)
     ids = torch.randint(0, model.vocab_size, (room,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -305,7 +305,7 @@ def run(
         "target": short(str(target)),
         "random_weights": is_random,
         "max_length": model.max_length,
-        "weights": weights,
+        "weights": quantize,
         "runtime": getattr(model, "runtime", "torch"),
         "head": "random EAGLE-3 of the target's shape",
         "rounds": rounds,
@@ -315,7 +315,7 @@ def run(
 
 def main(
     target: Annotated[Path, typer.Option(help="A folder of a lean family.")] = SHIPPED / "target",
-    weights: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
     contexts: Annotated[str, typer.Option(help="Tokens, doubling.")] = "128,256,512,1024,2048,4096,8192",
     rows: Annotated[str, typer.Option(help="Of the batch, doubling.")] = "1,2,4,8,16",
     nodes: Annotated[str, typer.Option(help="Of each row's tree, doubling.")] = "1,2,4,8,16,32,64",
@@ -330,7 +330,7 @@ def main(
 
     - `scaling.py --json OUT.json --png OUT.png`
 
-    - `scaling.py --target FOLDER --weights int8 --contexts 128,256,512,1024 --rows 1,2,4 --json OUT.json`
+    - `scaling.py --target FOLDER --quantize int8 --contexts 128,256,512,1024 --rows 1,2,4 --json OUT.json`
     """
     try:
         context, num_rows, num_nodes = map(int, at.split(","))
@@ -339,12 +339,12 @@ def main(
     fixed = context, num_rows, num_nodes
     axes = (doubling(contexts, "contexts"), doubling(rows, "rows"), doubling(nodes, "nodes"))
     with tempfile.TemporaryDirectory() as scratch:
-        result = run(target, weights, plan_of(*axes, fixed), fixed, rounds, Path(scratch))
+        result = run(target, quantize, plan_of(*axes, fixed), fixed, rounds, Path(scratch))
     console, settings = Console(), result["settings"]
     for name, found in result["panels"].items():
         console.print(table(name, found))
     console.print(memory_table(result["memory"]))
-    title = f"{settings['target']}{' (random weights)' if settings['random_weights'] else ''}, {weights or 'float32'}"
+    title = f"{settings['target']}{' (random weights)' if settings['random_weights'] else ''}, {quantize or 'float32'}"
     console.print(f"[dim]{title}; draft levels of a {settings['head']}[/dim]")
     if png is not None:
         draw(result["panels"], title, png)

@@ -2,7 +2,7 @@
 
     python benchmarks/sweep.py --prompts chat=mt_bench.jsonl --json OUT.json --png OUT.png
     python benchmarks/sweep.py --draft lookup --chains 1,2,4,8,16 --json OUT.json --resume
-    python benchmarks/sweep.py --target FOLDER --draft HEAD --weights int8 --num-prompts 4 --tokens 64 --json OUT.json
+    python benchmarks/sweep.py --target FOLDER --draft HEAD --quantize int8 --num-prompts 4 --tokens 64 --json OUT.json
 
 Plain decoding, the automatic budget and every fixed tree decode each prompt in turn, in an order that moves on by one
 from prompt to prompt, on one target in memory. Only decoding counts, not the prompt's prefill. A rate is all tokens of
@@ -327,7 +327,7 @@ def run(
 def main(
     target: Annotated[str | None, typer.Option(help="Folder or hub id. [default: the shipped one]")] = None,
     draft: Annotated[str, typer.Option(help="A head, a draft model, or lookup.")] = "eagle3",
-    weights: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(help="NAME=FILE.jsonl: one more set; repeatable.")] = None,
     code: Annotated[bool, typer.Option(help="The set of shipped held-out Python prompts.")] = True,
     random: Annotated[bool, typer.Option(help="The set of random token ids.")] = True,
@@ -352,12 +352,12 @@ def main(
 
     - `sweep.py --draft lookup --chains 1,2,4,8,16 --no-random --temperatures 0 --json OUT.json --resume`
 
-    - `sweep.py --target FOLDER --draft HEAD --weights int8 --num-prompts 4 --tokens 64 --json OUT.json`
+    - `sweep.py --target FOLDER --draft HEAD --quantize int8 --num-prompts 4 --tokens 64 --json OUT.json`
     """
     files, budgets = split_names(prompts or []), fixed_budgets(chains, trees)
     names = ["code"] * code + [*files] + ["random"] * random
     candidates = (PLAIN, *budgets, AUTO)
-    settings = Settings(short(target), short(draft), weights, num_prompts, tokens, rounds, seed, candidates)
+    settings = Settings(short(target), short(draft), quantize, num_prompts, tokens, rounds, seed, candidates)
     if output is not None and output.exists() and not go_on:
         raise typer.BadParameter(f"{output} is there already: add --resume to go on with it, or delete it")
     entries = resume(output, settings) if output is not None else []
@@ -372,7 +372,7 @@ def main(
         errors.print("  ".join(row(entry)))
 
     if todo:
-        plain = dw.load(target, "none", quantize=weights)
+        plain = dw.load(target, "none", quantize=quantize)
         maker = load_drafter(draft, plain.target, plain.tokenizer)
         ids = {name: prompts_of(name, files, plain, settings) for name, _ in todo}
         try:

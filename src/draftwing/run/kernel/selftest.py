@@ -104,7 +104,7 @@ def _bytes(library: ctypes.CDLL, rng: np.random.Generator) -> bool:
 
 
 def _noise(library: ctypes.CDLL) -> bool:
-    """The bits that ``sampling.hash_bits`` and ``sampling.gumbel`` define."""
+    """The bits that ``noise.hash_bits`` and ``noise.gumbel`` define."""
     vocab, seed, position = 41, 2**40 + 7, 12
     found = np.zeros(vocab, np.float32)
     store = library.draftwing_noise_new(vocab, 2)
