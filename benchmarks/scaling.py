@@ -1,7 +1,7 @@
 """How does a step's time grow with context, rows and nodes, and a row's memory with its context?
 
     python benchmarks/scaling.py --json OUT.json --png OUT.png
-    python benchmarks/scaling.py --target FOLDER --quantize int8 --contexts 128,256,512,1024 --rows 1,2,4 --json OUT.json
+    python benchmarks/scaling.py --target FOLDER --quantize int8 --contexts 128,256,512 --rows 1,2,4 --json OUT.json
 
 One of the three doubles while the other two stay. A step is one forward of the target over a chain, or over a bushy
 tree (four children each), of so many nodes in every row, without what follows it; a draft level is what a level more

@@ -90,7 +90,8 @@ def net_kind_of(net: DraftNet) -> NetKind:
     found = KINDS.get(net.kind)
     if found is None or found.net is None:
         raise ConfigError(
-            f"{type(net).__name__} is a net of kind {net.kind!r}, which is not registered: call draftwing.register first"
+            f"{type(net).__name__} is a net of kind {net.kind!r}, which is not registered: call draftwing.register "
+            f"first"
         )
     return found.net
 
