@@ -1,4 +1,4 @@
-"""A drafter as a user would write it: a table of what followed each token. All the rest comes for nothing."""
+"""A drafter as a user would write it: a table of what followed each token. All the rest comes with Draftwing."""
 
 from __future__ import annotations
 

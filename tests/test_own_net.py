@@ -1,4 +1,4 @@
-"""A net of one's own, written as a user would: two matrices. All the rest it gets for nothing."""
+"""A net of one's own, written as a user would: two matrices. All the rest comes with Draftwing."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"unknown device {device!r:.60}: use cpu or cuda") from error
     if found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {str(device)!r} is none that Draftwing runs on: use cpu or cuda")
+        raise ConfigError(f"device {str(device)!r} is not supported: use cpu or cuda")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ConfigError(

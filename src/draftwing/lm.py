@@ -223,7 +223,7 @@ class LM:
 
         Raises:
             PromptError, SamplingError, ConfigError: refused at once, before any work is done.
-            NumericsError: the target's logits are no numbers.
+            NumericsError: the target's logits are not finite.
         """
         engine = self.engine()
         request = engine.submit(self.encode(prompt), _sampling(sampling, options), speculation=speculation)
@@ -294,7 +294,7 @@ class LM:
         Raises:
             ConfigError: ``max_batch`` or ``n`` below 1, or not one ``Sampling`` for each prompt.
             PromptError, SamplingError: refused at once, before any work is done.
-            NumericsError: the logits of the only text are no numbers.
+            NumericsError: the logits of the only text are not finite.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n must be at least 1, found {n!r}: give a whole number")

@@ -99,8 +99,8 @@ class Model:
     quantize: Annotated[
         str | None,
         _model(
-            "int8: matrices of a quarter of the size, up to thrice as fast on a CPU; the text is then the quantised "
-            "model's, drafted or not, to the token."
+            "int8: matrices of a quarter of the size, up to three times as fast on a CPU; the text is then the "
+            "quantised model's, drafted or not, to the token."
         ),
     ] = None
     device: Annotated[str | None, _model("cpu or cuda. [default: cuda where there is one]")] = None

@@ -63,7 +63,7 @@ class Budget:
             children drawn from q there must be none.
 
     Raises:
-        ConfigError: a number that is none or outside its range, or paths that are no tree. At most 1,024 levels, 256
+        ConfigError: not a number or outside its range, or paths that are not a tree. At most 1,024 levels, 256
             nodes a level and 4,096 nodes may be asked for: far beyond what pays, and within any machine's memory.
     """
 

@@ -182,7 +182,7 @@ class Decoder:
     def step(self) -> Step:
         """Advance every running request by at least one token; finished ones leave the batch.
 
-        A row whose logits are no numbers ends with the finish reason ``error``; the others go on.
+        A row whose logits are not finite ends with the finish reason ``error``; the others go on.
         """
         with self._turn:
             if self._changing:

@@ -65,7 +65,7 @@ def logprobs_of(tokens: Sequence[int], logits_NV: Tensor, path: Tensor, num_top:
 
 
 def explain(target: str, request: Request, position: int, logits_NV: Tensor, path: Tensor) -> NumericsError:
-    """Why a token was drawn from scores that are no numbers: the target's logits, or what the settings made of them."""
+    """Why a token was drawn from scores that are not finite: the target's logits, or what the settings made of them."""
     kept = logits_NV[path[path != PAD]]
     where = f"{target}: the logits of request {request.id} at position {position}"
     if bool((kept.isnan() | kept.isposinf()).any()):

@@ -1,6 +1,6 @@
 """Draftwing inside transformers: ``model.generate(..., custom_generate=draftwing.custom_generate("path/to/head"))``.
 
-``generate`` prepares everything as ever (settings, padding, processors, stopping criteria) and hands the decoding loop
+``generate`` prepares everything as usual (settings, padding, processors, stopping criteria) and hands the decoding loop
 to us. It does not hand over everything: what it keeps to itself is named at ``custom_generate``.
 """
 

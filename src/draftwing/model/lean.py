@@ -210,7 +210,7 @@ class LeanTarget(Target):
     def use_graphs(self, record: Record | None) -> None:
         """Record the forwards of contexts made from now on (``run.graphs``), or None: run them eagerly.
 
-        Experts ask the device as they go, and the CPU kernel needs no graphs: these run as ever.
+        Experts ask the device as they go, and the CPU kernel needs no graphs: these run as before.
         """
         self._runtime = record_with(self._runtime, record, is_dense=self.config.moe is None)
 
