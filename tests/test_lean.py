@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from conftest import LEAN, build, float64_norms
+from conftest import LEAN, build, float64_norms, refused
 from draftwing.engine.decode import Decoder
+from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanTarget
-from draftwing.model.target import FeatureSpec
+from draftwing.model.target import Context, FeatureSpec
 from draftwing.sampling import Sampling
 from draftwing.tree import Accepted, DraftTree
 
@@ -119,3 +120,15 @@ def test_half_precision_follows_float64(dtype, folder_of):
     scale = logits[0].abs().max()
     assert (logits[1] - logits[0]).abs().max() < 0.05 * scale
     assert (logits[1] - logits[0]).abs().max() > 0
+
+
+def test_a_context_of_another_target_is_refused(folder_of):
+    target = LeanTarget.from_folder(folder_of("llama"))
+    foreign = Context(target.device)
+    for call in (
+        lambda: target.prefill(foreign, [1, 2]),
+        lambda: target.forward(foreign, DraftTree.root(torch.tensor([1]))),
+        lambda: target.remove(foreign, 0),
+    ):
+        with refused(ConfigError, "another kind of target", "new_context()"):
+            call()

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
 from draftwing.model.linear import Linear
-from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
+from draftwing.model.target import FOREIGN, NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.model.weights import check_finite
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -134,7 +134,8 @@ class AdapterTarget(Target):
     @torch.inference_mode()
     def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
         """See ``Target.prefill``: the model's own causal forward."""
-        assert isinstance(ctx, AdapterContext)
+        if not isinstance(ctx, AdapterContext):
+            raise ConfigError(FOREIGN)
         self.check_prompt(prompt_ids)
         ids, cache, taps, features = list(prompt_ids), self._empty_cache(), None, ctx.features
         if len(ids) > 1:
@@ -153,7 +154,8 @@ class AdapterTarget(Target):
     @torch.inference_mode()
     def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
         """See ``Target.forward``. Rows are run one by one."""
-        assert isinstance(ctx, AdapterContext)
+        if not isinstance(ctx, AdapterContext):
+            raise ConfigError(FOREIGN)
         logits, taps, features = [], [], ctx.features
         for row, length in enumerate(ctx.lengths):
             tokens = tree.tokens[row : row + 1].clamp(min=0)
@@ -198,7 +200,8 @@ class AdapterTarget(Target):
     @torch.inference_mode()
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. Each cache holds the whole tree at its end: keep the path."""
-        assert isinstance(ctx, AdapterContext)
+        if not isinstance(ctx, AdapterContext):
+            raise ConfigError(FOREIGN)
         if tree.num_nodes == 1:
             return
         for row, (length, path) in enumerate(zip(ctx.lengths, accepted.path.tolist(), strict=True)):
@@ -211,7 +214,8 @@ class AdapterTarget(Target):
 
     def remove(self, ctx: Context, row: int) -> None:
         """See ``Target.remove``."""
-        assert isinstance(ctx, AdapterContext)
+        if not isinstance(ctx, AdapterContext):
+            raise ConfigError(FOREIGN)
         ctx.rows[row], ctx.caches[row], ctx.read[row] = ctx.rows[-1], ctx.caches[-1], ctx.read[-1]
         for column in (ctx.rows, ctx.caches, ctx.read):
             column.pop()

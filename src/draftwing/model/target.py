@@ -18,7 +18,7 @@ from draftwing.run.forward import on_device
 from draftwing.sampling import History
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput"]
+__all__ = ["FOREIGN", "NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class FeatureSpec:
 
 
 NO_FEATURES = FeatureSpec()
+FOREIGN = "this context is of another kind of target: take the one that this target's new_context() made"
 
 
 @dataclass(frozen=True)
