@@ -70,6 +70,7 @@ def shop(tmp_path, compiled, monkeypatch) -> Shop:
     made = Shop(tmp_path, compiled)
     monkeypatch.setenv("DRAFTWING_CACHE", str(made.cache))
     monkeypatch.setenv("CXX", str(made.script))
+    monkeypatch.delenv("DRAFTWING_KERNEL_ARCH", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(made.temp))
     yield made
     assert not list(made.temp.iterdir())  # nothing is left behind, whatever happened

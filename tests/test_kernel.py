@@ -17,7 +17,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
+from draftwing.model.linear import Linear, _has_exact_int8
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
@@ -273,7 +273,15 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
 
 
 @needs_kernel
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        None,
+        pytest.param(
+            "int8", marks=pytest.mark.skipif(not _has_exact_int8(), reason="this CPU multiplies no 8-bit integers")
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", ["llama", "window", "qwen3"])
 def test_a_nodes_bits_do_not_depend_on_its_tree(name, quantize, folder_of, monkeypatch):
     """Every node of a tree, in a batch, has the very logits that it has when its path is decoded token by token."""

@@ -189,7 +189,8 @@ def _run(command: list[str], place: str) -> None:
         told = done.stderr.strip()
         if os.strerror(errno.ENOSPC) in told:
             raise OSError(errno.ENOSPC, "the disk is full", str(Path(place).parent))
-        raise KernelProblem(f"{command[0]} could not compile the CPU kernel: {told[-300:]}")
+        errors = "\n".join(line for line in told.split("\n") if "error" in line)  # without warnings and notes
+        raise KernelProblem(f"{command[0]} could not compile the CPU kernel: {(errors or told)[-300:]}")
 
 
 def _find_compiler() -> tuple[str, ...] | None:
