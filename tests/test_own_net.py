@@ -279,7 +279,7 @@ def test_names_that_are_taken():
 def test_a_net_that_nobody_registered(run, folder):
     net = partial(TwoLinear, run[1].trainer.net.config, run[1].target.embedding, run[1].target.head)()
     net.kind = "stranger"
-    with refused(ConfigError, "TwoLinear is a net of kind 'stranger'", "call draftwing.register first"):
+    with refused(ConfigError, "TwoLinear is a net of kind 'stranger'", "draftwing.register"):
         run[1].trainer.net, own = net, run[1].trainer.net
         try:
             run[1].trainer.save()

@@ -96,8 +96,7 @@ class Program:
             )
         for name, value in fields.items():
             if isinstance(value, Tensor):
-                kept = value.detach()
-                assert kept.is_contiguous()
+                kept = value.detach().contiguous()
                 self._kept.append(kept)
                 fields[name] = kept.data_ptr()
         for number in (target, source):
