@@ -9,6 +9,7 @@ from draftwing.model.layers import GatedMLP, RMSNorm
 from draftwing.model.linear import Linear
 from draftwing.run.kernel.layout import NUM_BUFFERS
 from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.packed import Packed
 from draftwing.run.kernel.program import Program, Traced, join
 from draftwing.run.kernel.runner import Workspace
 
@@ -68,3 +69,16 @@ def test_columns_of_a_norm(given):
     out = torch.empty(2, 16)
     Workspace(program).run(2, 1, {program.place(given.buffer): x, program.place(end): out})
     assert torch.allclose(out, norm.forward(x)[:, 8:24], atol=1e-6)
+
+
+def test_values_that_are_needed_together_share_no_memory():
+    torch.manual_seed(0)
+    kernel, x, matrices = get_kernel(), torch.randn(5, 32), torch.randn(3, 32, 32)
+    program = Program(kernel)
+    given = program.given(32)
+    one, two, three = (given.linear(Packed.of(matrix, None)) for matrix in matrices)
+    joined = program.output(join([one, two, three]))
+    program.finish()
+    out = torch.empty(5, 96)
+    Workspace(program).run(5, 1, {program.place(given.buffer): x, program.place(joined): out})
+    assert torch.allclose(out, torch.cat([x @ matrix.T for matrix in matrices], -1), atol=1e-4)
