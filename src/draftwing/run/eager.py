@@ -110,7 +110,6 @@ class TorchRuntime:
     """See ``Runtime``."""
 
     name = "torch"
-    grows = False
 
     def runner(self, net: Net, holder: object) -> EagerRunner:
         """See ``Runtime.runner``."""

@@ -309,11 +309,9 @@ class Runtime(Protocol):
 
     Attributes:
         name: ``torch``, or the CPU ``kernel``.
-        grows: whether its runners grow whole trees in one call, by a rule.
     """
 
     name: str
-    grows: bool
 
     def runner(self, net: Net, holder: object) -> Runner:
         """One for as long as ``holder`` lives."""

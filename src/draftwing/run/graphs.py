@@ -181,7 +181,6 @@ class GraphRuntime:
     """See ``Runtime``. A runner that nobody holds any more is lent to the next, with all that it has recorded."""
 
     name = "torch"
-    grows = False
 
     def __init__(self, record: Record) -> None:
         self.record = record

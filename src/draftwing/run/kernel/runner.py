@@ -262,7 +262,6 @@ class KernelRuntime:
     """See ``Runtime``."""
 
     name = "kernel"
-    grows = True
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
