@@ -23,7 +23,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.evaluate.compare import compare
 from draftwing.heads.identity import head_id, target_id
-from draftwing.model.layers import concat, embed
+from draftwing.model.layers import concat
 from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, soft_cross_entropy
 from draftwing.nets.plain import PlainConfig
@@ -55,7 +55,7 @@ class TwoLinear(DraftNet):
         self.second = self.new_matrix(width, 2 * width)
 
     def forward(self, ids, states, attend):
-        both = concat([embed(ids, self.embedding), states])
+        both = concat([self.embedding(ids), states])
         guess = self.second.forward(self.first.forward(both), states)
         return guess, guess
 

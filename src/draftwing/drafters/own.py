@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from draftwing.drafters.base import Drafter
     from draftwing.heads.doctor.case import Finding
+    from draftwing.model.embedding import Embedding
     from draftwing.model.linear import Linear
     from draftwing.model.target import Target
     from draftwing.nets.base import DraftNet, Scored
@@ -86,7 +87,7 @@ def _read_plain(
     net: type[DraftNet],
     config: type[Any],
     folder: Path,
-    embedding: Tensor,
+    embedding: Tensor | Embedding,
     target_head: Linear | None = None,
     target: TargetId | None = None,
     dtype: torch.dtype | None = None,

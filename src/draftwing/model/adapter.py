@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
 from draftwing.model.target import FOREIGN, NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.model.weights import check_finite
@@ -186,10 +187,9 @@ class AdapterTarget(Target):
         return TargetOutput(output.logits, self._taps(output, features))
 
     @property
-    def embedding(self) -> Tensor:
+    def embedding(self) -> Embedding:
         """See ``Target``."""
-        weight: Tensor = self.model.get_input_embeddings().weight
-        return weight.detach()
+        return Embedding(self.model.get_input_embeddings().weight.detach())
 
     @property
     def head(self) -> Linear:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from draftwing.model.config import ModelConfig
+from draftwing.model.embedding import Embedding
 from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import Layout, Linear
-from draftwing.model.weights import WeightFiles, check_finite
+from draftwing.model.stored import Stored
+from draftwing.model.weights import Weights, check_finite
 
 __all__ = ["Reader", "read_layer"]
 
@@ -28,7 +30,7 @@ class Reader:
         layout: see ``Linear.lay_out``.
     """
 
-    files: WeightFiles
+    files: Weights
     dtype: torch.dtype
     device: torch.device
     layout: Layout
@@ -52,12 +54,35 @@ class Reader:
         gated: bool = False,
     ) -> Linear:
         """Several matrices of one input, stacked; an ``exact`` one is never quantised."""
-        weights = [self.tensor(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
         biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)] if bias else None
+        bias_of_all = None if biases is None else torch.cat(biases)
+        layout = self.layout.as_exact if exact else self.layout
+        if layout.runs == "kernel":
+            parts = [self.stored(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
+            found = Linear.of_stored(parts, bias_of_all, layout.quantize, gated=gated)
+            for part in parts:
+                self.files.drop(part)
+            return found
+        weights = [self.tensor(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
         del weights  # else the float matrices lie there twice while one is quantised
-        bias_of_all = None if biases is None else torch.cat(biases)
-        return Linear(stacked, bias_of_all).lay_out(self.layout.as_exact if exact else self.layout, gated=gated)
+        return Linear(stacked, bias_of_all).lay_out(layout, gated=gated)
+
+    def stored(self, name: str, num_out: int, num_in: int) -> Stored:
+        """A matrix of this shape as the file holds it, all of it finite."""
+        self.used.add(name)
+        found = self.files.stored(name, (num_out, num_in))
+        check_finite(name, found.data)
+        return found
+
+    def embedding(self, name: str, num_tokens: int, width: int) -> Embedding:
+        """The rows of the input tokens."""
+        if self.layout.runs != "kernel":
+            return Embedding(self.tensor(name, num_tokens, width))
+        found = self.stored(name, num_tokens, width)
+        embedding = Embedding.of_stored(found)
+        self.files.drop(found)
+        return embedding
 
 
 def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:

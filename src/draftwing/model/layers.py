@@ -4,7 +4,7 @@ A layer knows its matrices and nothing of caches, masks or batches: it hands que
 ``Attend`` and gets the mixture back. Decoding passes one that writes KV slots and sees a tree; training passes
 a causal one; tracing passes one that writes down what is to be done.
 
-What is written here in terms of ``embed``, ``concat``, ``columns``, ``RMSNorm``, ``Linear``, ``GatedMLP`` and an
+What is written here in terms of ``Embedding``, ``concat``, ``columns``, ``RMSNorm``, ``Linear``, ``GatedMLP`` and an
 ``Attend`` runs on tensors as it stands, and on ``Traced`` values leaves a program for the CPU kernel behind.
 
 Shape suffixes: R rows (batch and tokens flattened), H hidden.
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from draftwing.model.attention import Attend
 from draftwing.model.linear import Linear
-from draftwing.run.kernel.program import Traced, TracedIds, join
+from draftwing.run.kernel.program import Traced, join
 
 # The operators themselves: their Python wrappers cost more than the work on a handful of rows.
 _split = torch.split_with_sizes
 _vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
-__all__ = ["DecoderLayer", "Experts", "GatedMLP", "RMSNorm", "Taps", "columns", "concat", "embed", "settled"]
+__all__ = ["DecoderLayer", "Experts", "GatedMLP", "RMSNorm", "Taps", "columns", "concat", "settled"]
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -36,11 +36,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-def embed(ids: Any, table: Tensor) -> Any:
-    """The rows of ``table`` (V, H) that ``ids`` (R,) name."""
-    return Traced.embedding(ids, table) if isinstance(ids, TracedIds) else F.embedding(ids, table)
 
 
 def settled(x: Any) -> Any:

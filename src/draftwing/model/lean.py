@@ -21,8 +21,9 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.attention import Attend
 from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.embedding import Embedding
 from draftwing.model.families import Reader, read_layer
-from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, embed, settled
+from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
 from draftwing.model.linear import Linear, check_quantize, runs_as
 from draftwing.model.rope import Rotary
 from draftwing.model.target import FOREIGN, NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
@@ -41,7 +42,7 @@ class TappedNet:
     """A lean model as what can be run (``run.forward.Net``): it gives out its logits and some hidden states."""
 
     config: ModelConfig
-    table: Tensor
+    embedding: Embedding
     layers: Sequence[DecoderLayer]
     norm: RMSNorm
     head: Linear
@@ -65,12 +66,12 @@ class TappedNet:
     @property
     def dtype(self) -> torch.dtype:
         """See ``Net``."""
-        return self.table.dtype
+        return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
         """See ``Net``."""
-        return self.table.device
+        return self.embedding.device
 
     def fuse(self, features: Any) -> Any:
         """Tokens are all it reads."""
@@ -78,7 +79,7 @@ class TappedNet:
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """(R,) -> (R, H) after the final norm, and the taps (R, F) or None."""
-        x, taps = settled(embed(ids, self.table)), Taps(self.taps)
+        x, taps = settled(self.embedding.forward(ids)), Taps(self.taps)
         for index, layer in enumerate(self.layers):
             taps.see(index, x)
             x = layer.forward(x, attend, index)
@@ -144,22 +145,17 @@ class LeanTarget(Target):
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
         reader = Reader(WeightFiles(folder), dtype, device, layout)
-        table = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [read_layer(reader, config, index) for index in range(config.num_layers)]
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
-            head = Linear(table).lay_out(layout)
-        else:
-            head = Linear(reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)).lay_out(layout)
+        embedding, head = _read_ends(reader, config)
         unused = [key for key in reader.files.unused(reader.used) if not key.endswith("rotary_emb.inv_freq")]
         if unused:
             raise CheckpointError(
                 f"{folder}: {len(unused)} weights have no place in a {config.model_type} model, first {unused[0]!r}: "
                 f"is config.json that of another model?"
             )
-        rotary = Rotary(config.rope, table.dtype, table.device)
-        return cls(TappedNet(config, table, layers, norm, head, rotary), runtime, name or folder.name)
+        rotary = Rotary(config.rope, dtype, device)
+        return cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name)
 
     @property
     def quantized(self) -> str | None:
@@ -193,9 +189,9 @@ class LeanTarget(Target):
         return self._num_weight_bytes
 
     @property
-    def embedding(self) -> Tensor:
+    def embedding(self) -> Embedding:
         """See ``Target``."""
-        return self._net.table
+        return self._net.embedding
 
     @property
     def head(self) -> Linear:
@@ -297,4 +293,14 @@ def _active_bytes(layer: DecoderLayer, num_experts: int) -> int:
     return layer.qkv.num_bytes + layer.out.num_bytes + mlp
 
 
-# --- reading a folder ------------------------------------------------------------------------------------------------
+def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
+    """The rows of the input tokens and the LM head. Where these are one matrix, the CPU kernel keeps it once."""
+    size, name, own = (config.vocab_size, config.hidden_size), "model.embed_tokens.weight", "lm_head.weight"
+    if not config.tie_word_embeddings:
+        return reader.embedding(name, *size), reader.linear(["lm_head"], [size[0]], size[1])
+    reader.used.add(own)  # some folders save the shared matrix twice
+    if reader.layout.runs == "kernel" and reader.layout.quantize is None:
+        head = reader.linear([name.removesuffix(".weight")], [size[0]], size[1])
+        return Embedding.shared_with(head), head
+    embedding = reader.embedding(name, *size)
+    return embedding, Linear(embedding.plain()).lay_out(reader.layout)

@@ -12,7 +12,7 @@ exact in any order, so that a row's bits are its own here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.blocks import MIN_ROWS, BlockProduct
-from draftwing.run.kernel.library import get_kernel
+from draftwing.model.stored import Stored, stack
+from draftwing.run.kernel.library import Kernel, get_kernel
 from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantize_channels
 from draftwing.run.kernel.program import Program, Traced
 from draftwing.run.kernel.runner import Workspace
@@ -109,27 +110,51 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
         self._blocks: BlockProduct | None = None
         self._int8: _Int8 | None = None
-        self._fused: Packed | None = None
+        self._fused: tuple[Packed, ...] = ()
+
+    @classmethod
+    def of_stored(
+        cls, parts: Sequence[Stored], bias: Tensor | None, quantize: str | None = None, *, gated: bool = False
+    ) -> Linear:
+        """Matrices of one input on top of each other, packed for the CPU kernel as a file holds them; see ``pack``."""
+        found = cls(torch.empty(0, parts[0].num_in), bias)
+        found.num_out = sum(part.num_out for part in parts)
+        differ = len({part.format for part in parts}) > 1
+        if quantize is not None or (gated and differ):
+            plain = [part.expand() for part in parts]
+            weight = plain[0] if len(plain) == 1 else torch.cat(plain)
+            found._fused = (Packed.of(weight, bias, quantize=quantize, gated=gated),)
+            return found
+        some = [[part] for part in stack(parts)] if differ else [parts]
+        sizes = [sum(part.num_out for part in each) for each in some]
+        biases = [None] * len(some) if bias is None else torch.split(bias, sizes)
+        found._fused = tuple(Packed.of_stored(each, own, gated=gated) for each, own in zip(some, biases, strict=True))
+        return found
 
     @property
     def quantized(self) -> str | None:
         """How: one of ``QUANTIZATIONS``; None where it is not."""
-        if self._fused is not None:
-            return "int8" if self._fused.bits == 8 else None
-        return None if self._int8 is None else "int8"
+        return "int8" if self._int8 is not None or "int8" in self.formats else None
 
     @property
-    def packed(self) -> Packed:
-        """The matrix as the CPU kernel reads it; only after ``pack``."""
-        if self._fused is None:
+    def formats(self) -> tuple[str, ...]:
+        """How its numbers are stored, from the first output to the last: see ``run.kernel.formats``."""
+        if self._fused:
+            return tuple(part.format.name for part in self._fused)
+        return ("int8",) if self._int8 is not None else (str(self.dtype).removeprefix("torch."),)
+
+    @property
+    def packed(self) -> tuple[Packed, ...]:
+        """The matrix as the CPU kernel reads it, in parts that lie one below the other; only after ``pack``."""
+        if not self._fused:
             raise ConfigError("a matrix was not packed for the CPU kernel: make it an attribute of the net")
         return self._fused
 
     @property
     def num_bytes(self) -> int:
         """Bytes read for one forward."""
-        if self._fused is not None:
-            return self._fused.num_bytes
+        if self._fused:
+            return sum(part.num_bytes for part in self._fused)
         if self._int8 is not None:
             return self.num_out * (self.num_in + self._int8.scales.element_size())
         return self.num_out * self.num_in * self.weight.element_size()
@@ -147,8 +172,9 @@ class Linear(nn.Module):
     @property
     def runs_as(self) -> str:
         """What computes it; a row's bits are its own but for ``plain`` products."""
-        if self._fused is not None:
-            return f"CPU kernel, {'int8' if self._fused.bits == 8 else 'float32'}"
+        if self._fused:
+            names = ", ".join(dict.fromkeys(self.formats))
+            return f"CPU kernel, {names}{'' if names in ('int8', 'float32') else ' weights in float32 arithmetic'}"
         if self._int8 is not None:
             return "oneDNN, int8"
         name = str(self.dtype).removeprefix("torch.")
@@ -175,12 +201,14 @@ class Linear(nn.Module):
     def pack(self, quantize: str | None = None, *, gated: bool = False) -> None:
         """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``quantize`` says so.
 
+        Numbers that are exact in 16 bits take no more.
+
         Args:
             gated: its first half are gates of its second. It then runs in programs alone, not by ``forward``.
         """
-        if self._fused is None:
+        if not self._fused:
             bias = None if self.bias is None else self.bias.detach()
-            self._fused = Packed.of(self.weight.detach(), bias, bits=32 if quantize is None else 8, gated=gated)
+            self._fused = (Packed.of(self.weight.detach(), bias, quantize=quantize, gated=gated),)
             self._drop()
 
     def for_drafts(self, quantize: str | None) -> Linear | None:
@@ -188,9 +216,9 @@ class Linear(nn.Module):
 
         For a net that reads a matrix of the target, which may run in PyTorch.
         """
-        if self._fused is not None and (quantize is None or self._fused.bits == 8):
+        if self._fused and (quantize is None or self.quantized is not None):
             return self
-        plain = self.weight.detach() if self._fused is None else self._fused.plain()
+        plain = self.plain() if self._fused else self.weight.detach()
         if plain.numel() == 0 or plain.dtype != torch.float32 or plain.device.type != "cpu":
             return None
         copy = Linear(plain, None if self.bias is None else self.bias.detach())
@@ -216,6 +244,12 @@ class Linear(nn.Module):
         self._int8 = _Int8(self.weight.detach())
         self._drop()
 
+    def plain(self) -> Tensor:
+        """(out, in): its weight, or where that was laid out for the CPU kernel, what it stands for in float32."""
+        if not self._fused:
+            return self.weight.detach()
+        return torch.cat([_kernel().rows(part, torch.arange(part.num_out)) for part in self._fused])
+
     def _drop(self) -> None:
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
@@ -223,7 +257,7 @@ class Linear(nn.Module):
         """(R, in) -> (R, out); ``residual`` (R, out) is added in the same kernel where there is one."""
         if isinstance(x, Traced):
             return x.linear(self.packed, residual)
-        if self._fused is not None:
+        if self._fused:
             return self._forward_fused(x, residual)
         if self._int8 is not None:
             return self._int8.forward(x, self.bias, residual)
@@ -258,17 +292,22 @@ class Linear(nn.Module):
 
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Alone, outside of any net: where training or an evaluation reads a head that was laid out for the kernel."""
-        packed, kernel = self.packed, get_kernel()
-        assert not packed.gated
-        assert kernel is not None
-        program = Program(kernel)
+        program = Program(_kernel())
         given = program.given(self.num_in)
-        result = program.output(given.linear(packed))
+        result = program.output(given.linear(self.packed))
         program.finish()
         out = torch.empty(x.shape[0], self.num_out)
         places = {program.place(given.buffer): x.float().contiguous(), program.place(result): out}
         Workspace(program).run(x.shape[0], 1, places)
         return out if residual is None else residual + out
+
+
+def _kernel() -> Kernel:
+    """What a packed matrix was packed for."""
+    found = get_kernel()
+    if found is None:
+        raise ConfigError("DRAFTWING_KERNEL was turned off after a model was loaded: load the model again")
+    return found
 
 
 class _Int8:

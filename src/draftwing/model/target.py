@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import PromptError
+from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
 from draftwing.run.forward import on_device
 from draftwing.sampling import History
@@ -147,8 +148,8 @@ class Target(ABC):
 
     @property
     @abstractmethod
-    def embedding(self) -> Tensor:
-        """(V, H) of the input tokens: nets read it too."""
+    def embedding(self) -> Embedding:
+        """(V, H) rows of the input tokens: nets read them too."""
 
     @property
     @abstractmethod

@@ -8,15 +8,17 @@ import os
 import re
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
+from draftwing.model.stored import Stored
+from draftwing.run.kernel.formats import format_of
 
-__all__ = ["WeightFiles", "check_finite", "resolve"]
+__all__ = ["WeightFiles", "Weights", "check_finite", "resolve"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -38,6 +40,27 @@ _UNREACHABLE = {
     "RequestException",
     "TimeoutError",
 }
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from: ``WeightFiles``, or a GGUF file."""
+
+    def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor on the CPU: see ``WeightFiles.get``."""
+        ...
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
+        """A matrix (out, in) as it lies in the file."""
+        ...
+
+    def drop(self, stored: Stored) -> None:
+        """Its pages need not stay in memory: it was read."""
+        ...
+
+    def unused(self, used: set[str]) -> list[str]:
+        """The tensors that are not in ``used``, sorted."""
+        ...
+
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -125,6 +148,16 @@ class WeightFiles:
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{where}: {name} cannot be read ({error}). Download the file again.") from error
         return tensor if dtype is None else tensor.to(dtype)
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
+        """A matrix (out, in) as it lies in the file, and its memory is the mapped file; see ``get``."""
+        dtype = _DTYPES.get(self._slice(name).get_dtype())
+        kind = None if dtype is None else format_of(dtype)
+        found = self.get(name, torch.float32 if kind is None else None, shape)
+        return Stored("float32" if kind is None else kind.name, found.shape[-1], found)
+
+    def drop(self, stored: Stored) -> None:
+        """Its pages need not stay in memory: it was read."""
 
     def unused(self, used: set[str]) -> list[str]:
         """The tensors that are not in ``used``, sorted: a strict loader wants none left."""

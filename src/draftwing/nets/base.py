@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.model.attention import Attend
+from draftwing.model.embedding import Embedding
 from draftwing.model.layers import GatedMLP
 from draftwing.model.linear import Layout, Linear
 from draftwing.model.rope import Rotary
@@ -89,7 +90,7 @@ class DraftNet(nn.Module, ABC):
 
     Args:
         config: what it is.
-        embedding: (V, H) the target's, frozen and never saved with the net.
+        embedding: (V, H) the target's rows, or a table of them, frozen and never saved with the net.
         target_head: the target's LM head, frozen, for nets that have none of their own (``head``).
         target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
         dtype: of the matrices that ``new_matrix`` makes.
@@ -101,21 +102,21 @@ class DraftNet(nn.Module, ABC):
     """
 
     kind: str = ""
-    embedding: Tensor
+    embedding: Embedding
     target_ids: Tensor | None
     head: Linear | None
 
     def __init__(
         self,
         config: Any,
-        embedding: Tensor,
+        embedding: Tensor | Embedding,
         target_head: Linear | None = None,
         target_ids: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.config, self.head, self._new_dtype = config, None, dtype
-        self.register_buffer("embedding", embedding, persistent=False)
+        self.embedding = embedding.view() if isinstance(embedding, Embedding) else Embedding(embedding)
         self.register_buffer("target_ids", target_ids, persistent=False)
         # Kept in a list, so that the target's head is no parameter of this module.
         self._target_head = [] if target_head is None else [target_head]
@@ -245,6 +246,7 @@ class DraftNet(nn.Module, ABC):
             else:
                 self._target_head = [head]
         gates = [mlp.gate_up for mlp in mlps]
+        self.embedding.lay_out(layout)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.lay_out(layout, gated=any(module is gate for gate in gates))

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.model.attention import Attend
-from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm, columns, concat, embed
+from draftwing.model.embedding import Embedding
+from draftwing.model.layers import DecoderLayer, GatedMLP, RMSNorm, columns, concat
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.eagle_config import EagleConfig, check_parts
@@ -80,7 +81,7 @@ class EagleNet(DraftNet):
     def __init__(
         self,
         config: EagleConfig,
-        embedding: Tensor,
+        embedding: Tensor | Embedding,
         target_head: Linear | None = None,
         target_ids: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
@@ -88,8 +89,8 @@ class EagleNet(DraftNet):
         check_parts(config, embedding, target_head, target_ids)
         super().__init__(config, embedding, None if config.version == 3 else target_head, target_ids, dtype)
         if config.own_embedding:
-            del self.embedding
-            self.embedding = nn.Parameter(embedding.detach().to(dtype).clone())
+            table = embedding.plain() if isinstance(embedding, Embedding) else embedding
+            self.embedding = Embedding(nn.Parameter(table.detach().to(dtype).clone()))
         hidden, make = config.hidden_size, _Maker(dtype, embedding.device, config.rms_norm_eps)
         is_third = config.version == 3
         taps_width = config.feature_size * len(config.taps)
@@ -134,7 +135,7 @@ class EagleNet(DraftNet):
             (R, H) what ``logits`` reads, and (R, H) the states to feed back.
         """
         config = self.config
-        tokens = embed(ids, self.embedding)
+        tokens = self.embedding.forward(ids)
         if config.inputs == "token":
             states = torch.zeros_like(states)
         elif config.inputs == "feature":

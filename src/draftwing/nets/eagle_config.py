@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.model.config import Activation, ModelConfig
+from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
 from draftwing.model.rope_config import RopeConfig
 from draftwing.nets.calibration import Calibration
@@ -163,7 +164,9 @@ class EagleConfig:
         return self.draft_vocab_size < self.vocab_size
 
 
-def check_parts(config: EagleConfig, embedding: Tensor, target_head: Linear | None, target_ids: Tensor | None) -> None:
+def check_parts(
+    config: EagleConfig, embedding: Tensor | Embedding, target_head: Linear | None, target_ids: Tensor | None
+) -> None:
     """Raise ConfigError where what a net is given does not fit its config (shapes as in ``EagleNet``)."""
     wanted = (config.vocab_size, config.hidden_size)
     if tuple(embedding.shape) != wanted:

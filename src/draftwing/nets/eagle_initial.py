@@ -90,14 +90,14 @@ def initialise(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) ->
 
 def _solve_first(net: EagleNet, entries: _Entries) -> None:
     """EAGLE-1: fc(embedding, feature) guesses the next feature."""
-    tokens = F.embedding(entries.following, net.embedding).to(entries.goal.dtype)
+    tokens = net.embedding(entries.following).to(entries.goal.dtype)
     features = entries.features
     if net.config.inputs == "feature":
         tokens = torch.zeros_like(tokens)
     elif net.config.inputs == "token":
         features = torch.zeros_like(features)
     elif net.config.inputs == "feature-unshifted":
-        tokens = F.embedding(entries.present, net.embedding).to(entries.goal.dtype)
+        tokens = net.embedding(entries.present).to(entries.goal.dtype)
     read, size = _in_own_size(torch.cat([tokens, features], -1))
     solved = _regress(read, entries.goal).T
     net.fc.weight.copy_((solved + NOISE * _rms(entries.goal) * net.fc.weight) / size)
@@ -193,7 +193,7 @@ def _copy_tokens(net: EagleNet, head: Tensor, entries: _Entries) -> None:
 def _normed_tokens(net: EagleNet, ids: Tensor) -> Tensor:
     """(N,) -> (N, H) embeddings as EAGLE-3's attention reads them."""
     assert net.token_norm is not None
-    tokens = F.embedding(ids, net.embedding).to(net.fc.weight.dtype)
+    tokens = net.embedding(ids).to(net.fc.weight.dtype)
     normed: Tensor = net.token_norm.forward(tokens).to(torch.promote_types(tokens.dtype, torch.float32))
     return normed
 

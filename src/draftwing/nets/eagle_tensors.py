@@ -96,7 +96,7 @@ def _places(config: EagleConfig) -> dict[str, _Place]:
         for index in range(len(config.taps)):
             found[f"fc_norm.{index}.weight"] = _Place(f"tap_norms.{index}.weight", (config.feature_size,))
     if config.own_embedding:
-        found["embed_tokens.weight"] = _Place("embedding", (config.vocab_size, hidden))
+        found["embed_tokens.weight"] = _Place("embedding.table", (config.vocab_size, hidden))
     return found
 
 

@@ -208,7 +208,7 @@ def new_net(
             like=shape,
             taps=kind.taps(shape.num_layers),
             target=own,
-            embedding=target.embedding.float(),
+            embedding=target.embedding.plain().float(),
             head=target.head,
             target_ids=None if whole else vocabulary.target_ids.to(target.device),
             settings=options.settings,
@@ -240,7 +240,7 @@ def _initial_net(where: Path, model: Target, options: TrainOptions, own: TargetI
             f"{where} holds a draft of kind {kind.name!r}, and method {options.method!r} trains another: start from "
             f"another head, from nothing, or choose another method"
         )
-    net = options.kind.read(where, model.embedding.float(), model.head, own)
+    net = options.kind.read(where, model.embedding.plain().float(), model.head, own)
     wanted: dict[str, Any] = {}
     found: dict[str, Any] = {}
     if "inputs" in options.settings:

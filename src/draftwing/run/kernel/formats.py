@@ -31,7 +31,7 @@ class WeightFormat:
         needs: the processor that it is fast on.
         dtype: of plain numbers; None for blocks and levels.
         halves: where in a block its 16-bit numbers begin.
-        words: where in a block its 32-bit words begin and end: pieces, in the order in which the kernel has them.
+        words: where in a block its 32-bit words begin and end.
     """
 
     name: str
@@ -42,7 +42,7 @@ class WeightFormat:
     needs: str = "any x86-64 (AVX-512, AVX2)"
     dtype: torch.dtype | None = None
     halves: tuple[int, ...] = ()
-    words: tuple[tuple[int, int], ...] = ()
+    words: tuple[int, int] = (0, 0)
 
     @property
     def bytes_per_weight(self) -> float:
@@ -57,24 +57,21 @@ class WeightFormat:
     @property
     def is_blocks(self) -> bool:
         """Whether it is one of GGUF's block formats."""
-        return bool(self.words)
+        return self.words != (0, 0)
 
 
-def _blocks(name: str, code: int, inputs: int, num_bytes: int, halves: tuple[int, ...], *words: tuple[int, int]) -> WeightFormat:
-    return WeightFormat(name, code, inputs, num_bytes, "its float32 expansion", halves=halves, words=words)
-
-
+_EXPANSION = "its float32 expansion"
 _ALL = (
     WeightFormat("float32", 0, 1, 4, "the checkpoint", dtype=torch.float32),
     WeightFormat("bfloat16", 1, 1, 2, "the checkpoint in float32", dtype=torch.bfloat16),
     WeightFormat("float16", 2, 1, 2, "the checkpoint in float32", dtype=torch.float16),
     WeightFormat("int8", 3, 1, 1, "the same model in int8", needs="AVX-512 VNNI, AVX-VNNI"),
-    _blocks("Q8_0", 4, 32, 34, (0,), (2, 34)),
-    _blocks("Q4_0", 5, 32, 18, (0,), (2, 18)),
-    _blocks("Q4_1", 6, 32, 20, (0, 2), (4, 20)),
-    _blocks("Q4_K", 7, 256, 144, (0, 2), (4, 144)),
-    _blocks("Q5_K", 8, 256, 176, (0, 2), (4, 176)),
-    _blocks("Q6_K", 9, 256, 210, (208,), (0, 208)),
+    WeightFormat("Q8_0", 4, 32, 34, _EXPANSION, halves=(0,), words=(2, 34)),
+    WeightFormat("Q4_0", 5, 32, 18, _EXPANSION, halves=(0,), words=(2, 18)),
+    WeightFormat("Q4_1", 6, 32, 20, _EXPANSION, halves=(0, 2), words=(4, 20)),
+    WeightFormat("Q4_K", 7, 256, 144, _EXPANSION, halves=(0, 2), words=(4, 144)),
+    WeightFormat("Q5_K", 8, 256, 176, _EXPANSION, halves=(0, 2), words=(4, 176)),
+    WeightFormat("Q6_K", 9, 256, 210, _EXPANSION, halves=(208,), words=(0, 208)),
 )
 
 FORMATS = {each.name: each for each in _ALL}

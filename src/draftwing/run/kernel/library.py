@@ -20,10 +20,13 @@ import sys
 from functools import cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.run.kernel.build import KernelProblem, with_library
 from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
+from draftwing.run.kernel.packed import Packed
 from draftwing.run.kernel.selftest import fault_of
 
 __all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem"]
@@ -57,8 +60,25 @@ class Kernel:
         self.noise_copy.restype = None
         self.walk.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5]
         self.walk.restype = None
+        self._rows = library.draftwing_rows
+        self._rows.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64]
+        self._rows.restype = None
         self.max_ops: int = library.draftwing_sizes(2)
         self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
+
+    def rows(self, packed: Packed, outputs: Tensor) -> Tensor:
+        """(R, in) float32: some outputs' weights, (R,) int64; of a matrix that is not gated, nor in int8."""
+        if packed.gated or not packed.format.is_exact:
+            raise ConfigError("of gated and int8 matrices there are no single rows")
+        outputs = outputs.contiguous()
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < packed.num_out:
+            raise ConfigError(f"outputs must be from 0 to {packed.num_out - 1}, found {outputs.tolist()!r:.60}")
+        found = torch.empty(len(outputs), packed.num_in)
+        self._rows(
+            packed.format.code, packed.weight.data_ptr(), packed.num_in, outputs.data_ptr(), found.data_ptr(),
+            len(outputs),
+        )  # fmt: skip
+        return found
 
     def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
         """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).

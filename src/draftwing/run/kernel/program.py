@@ -169,7 +169,7 @@ class Traced:
     Attributes:
         buffer, column: where it lies, and from which column on.
         norm: weight and eps of an RMSNorm still to be taken.
-        table: (V, width) whose rows are still to be read.
+        table: packed (V, width), whose rows are still to be read.
         version: a sum is written over its residual: handles from before it are of no more use.
     """
 
@@ -178,13 +178,13 @@ class Traced:
     width: int
     column: int = 0
     norm: tuple[Tensor, float] | None = None
-    table: Tensor | None = None
+    table: Packed | None = None
     version: int = 0
 
     @classmethod
-    def embedding(cls, ids: TracedIds, table: Tensor) -> Traced:
+    def embedding(cls, ids: TracedIds, table: Packed) -> Traced:
         """The rows of ``table`` (V, H) that the tokens name."""
-        return cls(ids.program, -1, table.shape[1], table=table)
+        return cls(ids.program, -1, table.num_in, table=table)
 
     def _check(self) -> None:
         if self.buffer >= 0 and self.program._values[self.buffer].version != self.version:
@@ -197,8 +197,10 @@ class Traced:
         """Compute it into the columns of another buffer."""
         self._check()
         if self.table is not None:
-            table = self.table.contiguous()
-            self.program.add(target, kind=_EMBED, column=column, num_out=self.width, weight=table)
+            code = self.table.format.code
+            self.program.add(
+                target, kind=_EMBED, column=column, num_out=self.width, weight=self.table.weight, format=code
+            )
             return
         read: dict[str, Any] = {"column": column, "first": self.column, "num_in": self.width}
         if self.norm is None:
@@ -229,7 +231,7 @@ class Traced:
 
     def linear(
         self,
-        packed: Packed,
+        packed: Packed | Sequence[Packed],
         residual: Traced | None = None,
         *,
         activation: str | None = None,
@@ -237,21 +239,28 @@ class Traced:
     ) -> Traced:
         """A matrix times it, added to ``residual``; with ``activation`` a gated one.
 
-        ``spread``: (num_out,) int64 which column of (R, width) each output goes to, and the width; other columns stay.
+        Args:
+            packed: the matrix, or matrices whose outputs stand side by side.
+            spread: (num_out,) int64 which column of (R, width) each output goes to, and the width; other columns stay.
         """
-        if packed.gated != (activation is not None):
+        parts = (packed,) if isinstance(packed, Packed) else packed
+        if any(part.gated != (activation is not None) for part in parts):
             raise ConfigError("the gate_up of a GatedMLP is laid out for it alone: call the GatedMLP, not its matrix")
         source = self.settled() if self.table is not None or self.column else self
         source._check()
-        program, width = self.program, packed.num_out if spread is None else spread[1]
+        program, width = self.program, sum(part.num_out for part in parts) if spread is None else spread[1]
         epilogue = ACTIVATIONS[activation] if activation is not None else _STORE if residual is None else _ADD
         out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
         norm, eps = source.norm or (None, 0.0)
-        program.add(
-            out.buffer, source.buffer, kind=_LINEAR, num_in=packed.num_in, num_out=packed.num_out, epilogue=epilogue,
-            bits=packed.bits, eps=eps, norm=norm, weight=packed.weight, scales=packed.scales, sums=packed.sums,
-            bias=packed.bias, places=None if spread is None else spread[0],
-        )  # fmt: skip
+        column = 0
+        for part in parts:
+            places = None if spread is None else spread[0][column : column + part.num_out]
+            program.add(
+                out.buffer, source.buffer, kind=_LINEAR, num_in=part.num_in, num_out=part.num_out, epilogue=epilogue,
+                format=part.format.code, eps=eps, norm=norm, weight=part.weight, scales=part.scales, sums=part.sums,
+                bias=part.bias, places=places, column=0 if places is not None else column,
+            )  # fmt: skip
+            column += part.num_out
         return out
 
     def _overwritten(self) -> Traced:

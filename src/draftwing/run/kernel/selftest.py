@@ -68,7 +68,7 @@ def _products(library: ctypes.CDLL, x: np.ndarray, weight: np.ndarray) -> bool:
     x, weight = x.copy(), weight.copy()
     x[3], weight[5] = 0, 1
     x[3, 7:11] = 1e8, 1, -1e8, 1  # 1 in this order alone: 1e8 + 1 is 1e8
-    op = {"kind": _LINEAR, "num_out": _OUT, "bits": 32, "weight": _tiles(weight)}
+    op = {"kind": _LINEAR, "num_out": _OUT, "format": 0, "weight": _tiles(weight)}
     together = _run(library, x, _OUT, op)
     alone = np.concatenate([_run(library, np.ascontiguousarray(row[None]), _OUT, op) for row in x])
     others = np.arange(_ROWS) != 3
@@ -85,7 +85,7 @@ def _norms(library: ctypes.CDLL, x: np.ndarray) -> bool:
 
 def _activations(library: ctypes.CDLL, x: np.ndarray, weight: np.ndarray) -> bool:
     """A gated product: its exponential and its quotient."""
-    op = {"kind": _LINEAR, "num_out": _OUT, "bits": 32, "epilogue": _SILU, "weight": _tiles(weight)}
+    op = {"kind": _LINEAR, "num_out": _OUT, "format": 0, "epilogue": _SILU, "weight": _tiles(weight)}
     gate, up = np.split(x.astype(np.float64) @ weight.T.astype(np.float64), 2, axis=1)
     return _near(_run(library, x, _OUT, op), gate / (1 + np.exp(-gate)) * up)
 
@@ -98,7 +98,7 @@ def _bytes(library: ctypes.CDLL, rng: np.random.Generator) -> bool:
     weight = rng.integers(-127, 128, (_OUT, width)).astype(np.int8)
     packed = np.ascontiguousarray(weight.reshape(1, _TILE, -1, 4).transpose(0, 2, 1, 3))
     sums = 128 * weight.sum(1, dtype=np.int32)
-    op = {"kind": _LINEAR, "num_out": _OUT, "bits": 8, "weight": packed, "sums": sums}
+    op = {"kind": _LINEAR, "num_out": _OUT, "format": 3, "weight": packed, "sums": sums}
     found = _run(library, x, _OUT, {**op, "scales": np.ones(_OUT, np.float32)})
     return np.array_equal(found, x @ weight.T.astype(np.float32))
 

@@ -22,6 +22,9 @@ int32_t draftwing_runs_here() {
 #if defined(__AVX2__)
     if (!__builtin_cpu_supports("avx2")) return 0;
 #endif
+#if defined(__F16C__)
+    if (!__builtin_cpu_supports("f16c")) return 0;
+#endif
 #if defined(__FMA__)
     if (!__builtin_cpu_supports("fma")) return 0;
 #endif
@@ -69,6 +72,11 @@ void draftwing_walk(NoiseStore* store, const float* scores, int32_t rows, int32_
 // What Python must agree on.
 int32_t draftwing_sizes(int32_t which) {
     return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : which == 2 ? MAX_OPS : sizeof(Draft);
+}
+
+// The weights of some outputs of a matrix: (count, num_in).
+void draftwing_rows(int32_t format, const void* weight, int32_t num_in, const int64_t* outputs, float* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) output_row(format, weight, outputs[i], num_in, out + i * num_in);
 }
 
 // Runs a program.

@@ -6,83 +6,15 @@
 
 #pragma once
 
-#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
-    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
-#error "flags like -ffast-math change the kernel's numbers: take them out of CXX"
-#endif
-
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#include <immintrin.h>
-#endif
+#include "weights.h"
 
 namespace {
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef float v16u __attribute__((vector_size(64), aligned(4)));
-typedef int32_t i16 __attribute__((vector_size(64)));
-typedef int32_t i16u __attribute__((vector_size(64), aligned(4)));
-
-constexpr int TILE = 64;  // outputs computed together: 4 vectors
-constexpr int PARTS = TILE / 16;
-#if defined(__AVX512F__)
-constexpr int MAX_ROWS = 6;  // rows of one pass over a tile: 24 of 32 registers hold sums
-#else
-constexpr int MAX_ROWS = 2;
-#endif
 constexpr int KEYS = 16;  // slots whose keys lie transposed side by side
 constexpr int MAX_OPS = 1024;
 constexpr int NUM_BUFFERS = 16;
 
 enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4 };
-enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4 };
-
-inline v16 load(const float* from) { return *reinterpret_cast<const v16u*>(from); }
-inline void store(float* to, v16 value) { *reinterpret_cast<v16u*>(to) = value; }
-inline v16 spread(float value) { return v16{} + value; }
-
-inline float sum_of(v16 lanes) {
-    float half[8], sum[4];
-    for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
-    for (int i = 0; i < 4; ++i) sum[i] = half[i] + half[i + 4];
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
-
-// e^x to about one unit in the last place; below -87 zero.
-inline v16 exp_of(v16 x) {
-    const v16 lowest = spread(-87.0f), highest = spread(88.0f);
-    const i16 vanishes = x < lowest;
-    v16 t = x < lowest ? lowest : x;
-    t = t > highest ? highest : t;
-    const v16 magic = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const v16 n = (t * 1.44269504088896341f + magic) - magic;
-    const v16 r = (t - n * 0.693359375f) - n * -2.12194440e-4f;
-    v16 p = spread(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    const i16 power = (__builtin_convertvector(n, i16) + 127) << 23;
-    p *= (v16)power;  // the bits, not the numbers
-    return vanishes ? v16{} : p;
-}
-
-inline v16 activate(int32_t kind, v16 x) {
-    if (kind == SILU) return x / (1.0f + exp_of(-x));
-    if (kind == GELU_TANH) {
-        const v16 inner = 1.5957691216057308f * (x + 0.044715f * x * x * x);
-        return x / (1.0f + exp_of(-inner));
-    }
-    v16 out;
-    for (int i = 0; i < 16; ++i) out[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
-    return out;
-}
 
 }  // namespace
 
@@ -90,13 +22,13 @@ extern "C" {
 
 struct Op {
     int32_t kind, source, target, column;  // column: where in the target's rows the result begins
-    int32_t num_in, num_out, epilogue, bits;  // bits of the weight: 32 or 8
+    int32_t num_in, num_out, epilogue, format;  // format: of the weight
     int32_t num_heads, num_kv_heads, head_dim, layer;
     int32_t window;  // 0: none
     int32_t first;  // of NORM and COPY: where in the source's rows they begin to read
     float eps, scale;
     const float* norm;  // (num_in): the source is normed on its way in
-    const void* weight;  // packed; of EMBED (V, num_out)
+    const void* weight;  // packed
     const float* scales;  // (padded num_out), of int8
     const int32_t* sums;  // (padded num_out), of int8: what the rows' offset of 128 adds
     const float* bias;  // (padded num_out)
@@ -120,24 +52,6 @@ struct Batch {
 }
 
 namespace {
-
-// --- memory of a thread ----------------------------------------------------------------------------------------------
-
-struct Scratch {
-    void* data = nullptr;
-    size_t size = 0;
-    ~Scratch() { free(data); }
-    template <typename T> T* get(size_t count) {
-        const size_t wanted = (count * sizeof(T) + 127) / 64 * 64;
-        if (wanted > size) {
-            free(data);
-            data = aligned_alloc(64, wanted);
-            if (data == nullptr) abort();
-            size = wanted;
-        }
-        return static_cast<T*>(data);
-    }
-};
 
 thread_local Scratch prepared_rows, row_scales, attention_queries, attention_scores, attention_path;
 
@@ -183,144 +97,23 @@ float quantise_row(const float* x, int width, int padded, uint8_t* out) {
     return largest / 127.0f + unusual;
 }
 
-// Sums of four products of unsigned and signed bytes, added to 32 bits: exact in any order.
-inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
-#if defined(__AVX512VNNI__)
-    return (i16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
-#elif defined(__AVXVNNI__)
-    const __m256i value = _mm256_set1_epi32(four);
-    __m256i halves[2];
-    memcpy(halves, &acc, 64);
-    for (int h = 0; h < 2; ++h) {
-        const __m256i part = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * h));
-        halves[h] = _mm256_dpbusd_avx_epi32(halves[h], value, part);
-    }
-    memcpy(&acc, halves, 64);
-    return acc;
-#else
-    const uint8_t* x = reinterpret_cast<const uint8_t*>(&four);
-    for (int i = 0; i < 16; ++i)
-        for (int j = 0; j < 4; ++j) acc[i] += static_cast<int32_t>(x[j]) * static_cast<int32_t>(w[4 * i + j]);
-    return acc;
-#endif
-}
-
-struct Floats {
-    typedef v16 Lanes;
-    typedef float Row;
-    typedef float Weight;
-    static constexpr int STEP = 1;  // inputs of one multiplication
-    static constexpr int BLOCK = 32, OF_MANY = 64;  // of a part of a tile that stays in the nearest cache, see tile_sums
-    static inline Row value_of(const float* x) { return *x; }
-    static inline v16 add(v16 sum, float value, const float* w) { return sum + spread(value) * load(w); }
-};
-
-struct Bytes {
-    typedef i16 Lanes;
-    typedef uint8_t Row;
-    typedef int8_t Weight;
-    static constexpr int STEP = 4;
-    static constexpr int BLOCK = 128, OF_MANY = 128;
-    static inline int32_t value_of(const uint8_t* x) {
-        int32_t four;
-        memcpy(&four, x, 4);
-        return four;
-    }
-    static inline i16 add(i16 sum, int32_t value, const int8_t* w) { return dot4(sum, value, w); }
-};
-
-// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched, LINES lines for each step.
-template <typename T, int R, int LINES>
-inline void tile_product(const typename T::Row* x, size_t stride, const typename T::Weight* w, int count, const char* ahead,
-                         typename T::Lanes (*sum)[PARTS]) {
-    typename T::Lanes acc[R][PARTS];
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < PARTS; ++c) acc[r][c] = sum[r][c];
-    constexpr int WIDE = 16 * T::STEP;
-    for (int k = 0; k < count; k += T::STEP, w += TILE * T::STEP) {
-        for (int line = 0; line < LINES; ++line, ahead += 64) __builtin_prefetch(ahead);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const auto value = T::value_of(x + r * stride + k);
-#pragma GCC unroll 4
-            for (int c = 0; c < PARTS; ++c) acc[r][c] = T::add(acc[r][c], value, w + c * WIDE);
-        }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
-}
-
-template <typename T, int LINES>
-inline void any_rows(int num, const typename T::Row* x, size_t stride, const typename T::Weight* w, int count,
-                     const char* ahead, typename T::Lanes (*sum)[PARTS]) {
-    switch (num) {
-        case 1: return tile_product<T, 1, LINES>(x, stride, w, count, ahead, sum);
-        case 2: return tile_product<T, 2, LINES>(x, stride, w, count, ahead, sum);
-#if defined(__AVX512F__)
-        case 3: return tile_product<T, 3, LINES>(x, stride, w, count, ahead, sum);
-        case 4: return tile_product<T, 4, LINES>(x, stride, w, count, ahead, sum);
-        case 5: return tile_product<T, 5, LINES>(x, stride, w, count, ahead, sum);
-        case 6: return tile_product<T, 6, LINES>(x, stride, w, count, ahead, sum);
-#endif
-    }
-}
-
-// One tile of a matrix times all rows. Where the rows take several passes, they share a part of the tile that fits in
-// the nearest cache with the next one, which all of them fetch: memory and arithmetic go on at the same time. (From a
-// cache further away each line read would take one of the few places in which lines from memory are waited for.)
-template <typename T>
-void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight* w, int num_in, int count,
-               typename T::Lanes (*sums)[PARTS]) {
-    memset(sums, 0, sizeof(sums[0]) * count);
-    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
-    if (passes == 1) {
-        const char* ahead = reinterpret_cast<const char*>(w + 24 * T::STEP * TILE);
-        return any_rows<T, 4>(count, x, stride, w, num_in, ahead, sums);
-    }
-    const int block = passes < 3 ? T::BLOCK : T::OF_MANY;
-    for (int from = 0; from < num_in; from += block) {
-        const int inputs = num_in - from < block ? num_in - from : block;
-        const char* next = reinterpret_cast<const char*>(w + static_cast<size_t>(from + inputs) * TILE);
-        const size_t step_lines = static_cast<size_t>(inputs) / T::STEP * 64;
-        size_t fetched = 0;
-        for (int pass = 0; pass < passes; ++pass) {
-            const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
-            const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
-            const auto* part = x + first * stride + from;
-            const auto* weight = w + static_cast<size_t>(from) * TILE;
-            // Four lines for each step in all, as even as may be: 2 2, 2 1 1, or 1 1 1 1.
-            if (passes == 2 || (passes == 3 && pass == 0)) {
-                any_rows<T, 2>(num, part, stride, weight, inputs, next + fetched, sums + first);
-                fetched += 2 * step_lines;
-            } else if (pass < 4) {
-                any_rows<T, 1>(num, part, stride, weight, inputs, next + fetched, sums + first);
-                fetched += step_lines;
-            } else {
-                any_rows<T, 0>(num, part, stride, weight, inputs, next, sums + first);
-            }
-        }
-    }
-}
-
 struct Rows {  // of a product, as its weight wants them
     const void* data;
     size_t stride;
     const float* scales;
 };
 
-inline int padded_inputs(const Op& op) { return (op.num_in + 3) / 4 * 4; }
-
 Rows prepare(const Op& op, const Batch& batch) {
     const int count = batch.rows * batch.nodes, width = op.num_in;
     const float* x = batch.buffers[op.source];
     const size_t stride = batch.widths[op.source];
-    if (op.bits == 32) {
+    if (op.format != INT8) {
         if (op.norm == nullptr) return {x, stride, nullptr};
         float* out = prepared_rows.get<float>(static_cast<size_t>(count) * width);
         for (int r = 0; r < count; ++r) norm_row(x + r * stride, op.norm, width, op.eps, out + static_cast<size_t>(r) * width);
         return {out, static_cast<size_t>(width), nullptr};
     }
-    const int padded = padded_inputs(op);
+    const int padded = padded_inputs(width);
     float* scales = row_scales.get<float>(count + width + 16);
     float* normed = scales + (count + 15) / 16 * 16;
     uint8_t* out = prepared_rows.get<uint8_t>(static_cast<size_t>(count) * padded);
@@ -339,11 +132,10 @@ thread_local Scratch sums_of_rows;
 
 // One tile of a product: (count, 64) at `out`, the bias added.
 void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
-    if (op.bits == 32) {
-        const float* w = static_cast<const float*>(op.weight) + static_cast<size_t>(tile) * op.num_in * TILE;
-        tile_sums<Floats>(static_cast<const float*>(rows.data), rows.stride, w, op.num_in, count, out);
+    if (op.format != INT8) {
+        float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
     } else {
-        const int padded = padded_inputs(op);
+        const int padded = padded_inputs(op.num_in);
         const int8_t* w = static_cast<const int8_t*>(op.weight) + static_cast<size_t>(tile) * padded * TILE;
         i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
         tile_sums<Bytes>(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, sums);

@@ -58,11 +58,8 @@ void piece(const Op& op, const Batch& batch, int which, int each, Rows& rows, bo
             memcpy(batch.buffers[op.target] + r * to + op.column, batch.buffers[op.source] + r * from + op.first,
                    op.num_in * sizeof(float));
     } else {
-        const float* table = static_cast<const float*>(op.weight);
-        for (int r = 0; r < count; ++r) {
-            const int64_t token = batch.tokens[r] < 0 ? 0 : batch.tokens[r];
-            memcpy(batch.buffers[op.target] + r * to + op.column, table + token * op.num_out, op.num_out * sizeof(float));
-        }
+        const int64_t token = batch.tokens[which] < 0 ? 0 : batch.tokens[which];
+        output_row(op.format, op.weight, token, op.num_out, batch.buffers[op.target] + which * to + op.column);
     }
 }
 
@@ -182,7 +179,7 @@ void run_program(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num
             pieces = (tiles + each - 1) / each;
         } else if (op.kind == ATTEND) {
             pieces = batch->rows * op.num_kv_heads;
-        } else if (op.kind == NORM) {
+        } else if (op.kind == NORM || op.kind == EMBED) {
             pieces = batch->rows * batch->nodes;
         }
         run.progress[i].pieces = pieces;

@@ -1,0 +1,97 @@
+// Sixteen numbers at a time, and what is computed of them.
+
+#pragma once
+
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "flags like -ffast-math change the kernel's numbers: take them out of CXX"
+#endif
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef float v16u __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef int32_t i16u __attribute__((vector_size(64), aligned(4)));
+
+constexpr int TILE = 64;  // outputs computed together: 4 vectors
+constexpr int PARTS = TILE / 16;
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 6;  // rows of one pass over a tile: 24 of 32 registers hold sums
+#else
+constexpr int MAX_ROWS = 2;
+#endif
+
+// Memory of a thread.
+struct Scratch {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Scratch() { free(data); }
+    template <typename T> T* get(size_t count) {
+        const size_t wanted = (count * sizeof(T) + 127) / 64 * 64;
+        if (wanted > size) {
+            free(data);
+            data = aligned_alloc(64, wanted);
+            if (data == nullptr) abort();
+            size = wanted;
+        }
+        return static_cast<T*>(data);
+    }
+};
+
+inline v16 load(const float* from) { return *reinterpret_cast<const v16u*>(from); }
+inline void store(float* to, v16 value) { *reinterpret_cast<v16u*>(to) = value; }
+inline v16 spread(float value) { return v16{} + value; }
+
+inline float sum_of(v16 lanes) {
+    float half[8], sum[4];
+    for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
+    for (int i = 0; i < 4; ++i) sum[i] = half[i] + half[i + 4];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// e^x to about one unit in the last place; below -87 zero.
+inline v16 exp_of(v16 x) {
+    const v16 lowest = spread(-87.0f), highest = spread(88.0f);
+    const i16 vanishes = x < lowest;
+    v16 t = x < lowest ? lowest : x;
+    t = t > highest ? highest : t;
+    const v16 magic = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const v16 n = (t * 1.44269504088896341f + magic) - magic;
+    const v16 r = (t - n * 0.693359375f) - n * -2.12194440e-4f;
+    v16 p = spread(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const i16 power = (__builtin_convertvector(n, i16) + 127) << 23;
+    p *= (v16)power;  // the bits, not the numbers
+    return vanishes ? v16{} : p;
+}
+
+enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4 };
+
+inline v16 activate(int32_t kind, v16 x) {
+    if (kind == SILU) return x / (1.0f + exp_of(-x));
+    if (kind == GELU_TANH) {
+        const v16 inner = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+        return x / (1.0f + exp_of(-inner));
+    }
+    v16 out;
+    for (int i = 0; i < 16; ++i) out[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
+    return out;
+}
+
+}  // namespace
+

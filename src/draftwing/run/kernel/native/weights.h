@@ -1,0 +1,502 @@
+// The formats of weights, and a tile of a matrix times rows.
+//
+// A matrix lies in tiles of 64 outputs, which stand side by side for each input or block of inputs. Whatever the format,
+// a weight is widened to float32, exactly, and each output is summed along its inputs, one product after the other: so
+// the bits are those of the float32 matrix. (8-bit rows times 8-bit weights are sums of integers.)
+
+#pragma once
+
+#include "lanes.h"
+
+namespace {
+
+enum Format : int32_t {  // see formats.py
+    FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q4_K = 7, Q5_K = 8, Q6_K = 9
+};
+
+// --- numbers of fewer bits -------------------------------------------------------------------------------------------
+
+typedef uint32_t w16 __attribute__((vector_size(64)));
+typedef uint32_t w16u __attribute__((vector_size(64), aligned(4)));
+
+inline w16 words(const char* from) { return *reinterpret_cast<const w16u*>(from); }
+
+// 16 numbers in half precision; none of them is infinite.
+inline v16 halves(const char* from) {
+#if defined(__AVX512F__)
+    return (v16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+    v16 found;
+    for (int h = 0; h < 2; ++h) {
+        const __m256 part = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * h)));
+        memcpy(reinterpret_cast<char*>(&found) + 32 * h, &part, 32);
+    }
+    return found;
+#else
+    typedef uint16_t short16 __attribute__((vector_size(32), aligned(2)));
+    const w16 bits = __builtin_convertvector(*reinterpret_cast<const short16*>(from), w16);
+    return (v16)(((w16)((v16)((bits & 0x7fff) << 13) * 0x1p112f)) | (bits & 0x8000) << 16);
+#endif
+}
+
+// The four bits of each word from `shift` on, as numbers.
+inline v16 nibbles(w16 word, int shift) {
+#if defined(__AVX512F__)
+    const v16 table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};  // looked up by four bits, the others ignored
+    return (v16)_mm512_permutexvar_ps((__m512i)(word >> shift), (__m512)table);
+#else
+    return __builtin_convertvector((i16)((word >> shift) & 15), v16);
+#endif
+}
+
+inline v16 signed_bytes(w16 word, int which) { return __builtin_convertvector((i16)(word << (24 - 8 * which)) >> 24, v16); }
+
+// --- plain numbers ---------------------------------------------------------------------------------------------------
+// Of each format: GROUP inputs whose weights are read together, GROUP_BYTES of a tile for them, LINES of cache to fetch
+// meanwhile, and `weight`, of input `i` of a group and outputs 16 * part to 16 * part + 15.
+
+struct Float16 {
+    static constexpr bool IS_BLOCKS = false;
+    static constexpr int GROUP = 1, GROUP_BYTES = 2 * TILE;
+    typedef v16 Bits;
+    static inline Bits bits(const char* group, int part) { return halves(group + 32 * part); }
+    static inline v16 weight(Bits bits, int) { return bits; }
+};
+
+struct BFloat16 {  // two inputs side by side in a word
+    static constexpr bool IS_BLOCKS = false;
+    static constexpr int GROUP = 2, GROUP_BYTES = 4 * TILE;
+    typedef w16 Bits;
+    static inline Bits bits(const char* group, int part) { return words(group + 64 * part); }
+    static inline v16 weight(Bits bits, int i) { return (v16)(i ? bits & 0xffff0000u : bits << 16); }
+};
+
+// --- blocks ----------------------------------------------------------------------------------------------------------
+// Of each format: a block of INPUTS, in which UNIT inputs share a scale and an offset; WORDS of 32 bits and HALVES of 16
+// of each block, in a tile those of 64 outputs side by side. `bits` are what holds the levels of four inputs.
+
+struct Scale {
+    v16 factor, offset;
+};
+
+template <int I, int U, int W, int H> struct Blocks {
+    static constexpr bool IS_BLOCKS = true;
+    static constexpr int INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H);
+    static inline w16 word(const char* block, int which, int part) { return words(block + 4 * (TILE * which + 16 * part)); }
+    static inline v16 half(const char* block, int which, int part) {
+        return halves(block + 4 * TILE * W + 2 * (TILE * which + 16 * part));
+    }
+};
+
+struct Q8_0Blocks : Blocks<32, 32, 8, 1> {
+    typedef w16 Bits;
+    static inline Scale scale(const char* block, int, int part) { return {half(block, 0, part), v16{}}; }
+    static inline Bits bits(const char* block, int, int four, int part) { return word(block, four, part); }
+    static inline v16 weight(Bits bits, int i, const Scale& own) { return signed_bytes(bits, i) * own.factor; }
+};
+
+struct Nibbles {  // the first half of a block in the low bits, the second in the high ones
+    typedef w16 Bits;
+    static inline v16 weight(Bits bits, int i, const Scale& own) { return nibbles(bits, 8 * i) * own.factor + own.offset; }
+};
+
+struct Q4_0Blocks : Blocks<32, 32, 4, 1>, Nibbles {
+    static inline Scale scale(const char* block, int, int part) {
+        const v16 factor = half(block, 0, part);
+        return {factor, factor * -8.0f};
+    }
+    static inline Bits bits(const char* block, int, int four, int part) { return word(block, four & 3, part) >> (four & 4); }
+};
+
+struct Q4_1Blocks : Blocks<32, 32, 4, 2>, Nibbles {
+    static inline Scale scale(const char* block, int, int part) { return {half(block, 0, part), half(block, 1, part)}; }
+    static inline Bits bits(const char* block, int, int four, int part) { return word(block, four & 3, part) >> (four & 4); }
+};
+
+// Q4_K and Q5_K: a scale and an offset of 6 bits each for every 32 inputs, packed in three words, times one factor each.
+template <int W> struct Packed6 : Blocks<256, 32, W, 2> {
+    typedef Blocks<256, 32, W, 2> Base;
+    static inline Scale scale(const char* block, int unit, int part) {
+        const int shift = 8 * (unit & 3);
+        const w16 low = Base::word(block, 0, part) >> shift, high = Base::word(block, 1, part) >> shift;
+        w16 factor, offset;
+        if (unit < 4) {
+            factor = low & 63, offset = high & 63;
+        } else {
+            const w16 both = Base::word(block, 2, part) >> shift;
+            factor = (both & 15) | (low & 0xc0) >> 2;
+            offset = (both >> 4 & 15) | (high & 0xc0) >> 2;
+        }
+        return {__builtin_convertvector((i16)factor, v16) * Base::half(block, 0, part),
+                __builtin_convertvector((i16)offset, v16) * -Base::half(block, 1, part)};
+    }
+};
+
+struct Q4_KBlocks : Packed6<35>, Nibbles {
+    static inline Bits bits(const char* block, int unit, int four, int part) {
+        return word(block, 3 + 8 * (unit / 2) + four, part) >> (4 * (unit & 1));
+    }
+};
+
+struct Q5_KBlocks : Packed6<43> {
+    struct Bits {
+        w16 low, high;
+    };
+    static inline Bits bits(const char* block, int unit, int four, int part) {
+        const w16 low = word(block, 11 + 8 * (unit / 2) + four, part) >> (4 * (unit & 1));
+        return {low & 0x0f0f0f0fu, (word(block, 3 + four, part) >> unit & 0x01010101u) << 4};
+    }
+    static inline v16 weight(const Bits& bits, int i, const Scale& own) {
+        return __builtin_convertvector((i16)((bits.low | bits.high) >> (8 * i) & 255), v16) * own.factor + own.offset;
+    }
+};
+
+struct Q6_KBlocks : Blocks<256, 16, 52, 1> {
+    typedef w16 Bits;
+    static inline Scale scale(const char* block, int unit, int part) {
+        const v16 factor = half(block, 0, part) * signed_bytes(word(block, 48 + unit / 4, part), unit & 3);
+        return {factor, factor * -32.0f};
+    }
+    static inline Bits bits(const char* block, int unit, int four, int part) {
+        const int half = unit / 8, group = unit % 8 / 2, place = unit % 2 * 4 + four;
+        const w16 low = word(block, 16 * half + 8 * (group & 1) + place, part) >> (4 * (group >> 1));
+        const w16 high = word(block, 32 + 8 * half + place, part) >> (2 * group);
+        return (low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4;
+    }
+    static inline v16 weight(Bits bits, int i, const Scale& own) {
+        return __builtin_convertvector((i16)(bits >> (8 * i) & 255), v16) * own.factor + own.offset;
+    }
+};
+
+// --- a tile times few rows -------------------------------------------------------------------------------------------
+
+// Sums of four products of unsigned and signed bytes, added to 32 bits: exact in any order.
+inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
+#if defined(__AVX512VNNI__)
+    return (i16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
+#elif defined(__AVXVNNI__)
+    const __m256i value = _mm256_set1_epi32(four);
+    __m256i halves[2];
+    memcpy(halves, &acc, 64);
+    for (int h = 0; h < 2; ++h) {
+        const __m256i part = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * h));
+        halves[h] = _mm256_dpbusd_avx_epi32(halves[h], value, part);
+    }
+    memcpy(&acc, halves, 64);
+    return acc;
+#else
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(&four);
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < 4; ++j) acc[i] += static_cast<int32_t>(x[j]) * static_cast<int32_t>(w[4 * i + j]);
+    return acc;
+#endif
+}
+
+struct Floats {
+    typedef v16 Lanes;
+    typedef float Row;
+    typedef float Weight;
+    static constexpr int STEP = 1;  // inputs of one multiplication
+    static constexpr int BLOCK = 32, OF_MANY = 64;  // of a part of a tile that stays in the nearest cache, see tile_sums
+    static inline Row value_of(const float* x) { return *x; }
+    static inline v16 add(v16 sum, float value, const float* w) { return sum + spread(value) * load(w); }
+};
+
+struct Bytes {
+    typedef i16 Lanes;
+    typedef uint8_t Row;
+    typedef int8_t Weight;
+    static constexpr int STEP = 4;
+    static constexpr int BLOCK = 128, OF_MANY = 128;
+    static inline int32_t value_of(const uint8_t* x) {
+        int32_t four;
+        memcpy(&four, x, 4);
+        return four;
+    }
+    static inline i16 add(i16 sum, int32_t value, const int8_t* w) { return dot4(sum, value, w); }
+};
+
+// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched, LINES lines for each step.
+template <typename T, int R, int LINES>
+inline void tile_product(const typename T::Row* x, size_t stride, const typename T::Weight* w, int count, const char* ahead,
+                         typename T::Lanes (*sum)[PARTS]) {
+    typename T::Lanes acc[R][PARTS];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < PARTS; ++c) acc[r][c] = sum[r][c];
+    constexpr int WIDE = 16 * T::STEP;
+    for (int k = 0; k < count; k += T::STEP, w += TILE * T::STEP) {
+        for (int line = 0; line < LINES; ++line, ahead += 64) __builtin_prefetch(ahead);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const auto value = T::value_of(x + r * stride + k);
+#pragma GCC unroll 4
+            for (int c = 0; c < PARTS; ++c) acc[r][c] = T::add(acc[r][c], value, w + c * WIDE);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
+}
+
+template <typename T, int LINES>
+inline void any_rows(int num, const typename T::Row* x, size_t stride, const typename T::Weight* w, int count,
+                     const char* ahead, typename T::Lanes (*sum)[PARTS]) {
+    switch (num) {
+        case 1: return tile_product<T, 1, LINES>(x, stride, w, count, ahead, sum);
+        case 2: return tile_product<T, 2, LINES>(x, stride, w, count, ahead, sum);
+#if defined(__AVX512F__)
+        case 3: return tile_product<T, 3, LINES>(x, stride, w, count, ahead, sum);
+        case 4: return tile_product<T, 4, LINES>(x, stride, w, count, ahead, sum);
+        case 5: return tile_product<T, 5, LINES>(x, stride, w, count, ahead, sum);
+        case 6: return tile_product<T, 6, LINES>(x, stride, w, count, ahead, sum);
+#endif
+    }
+}
+
+// One tile of a matrix times all rows. Where the rows take several passes, they share a part of the tile that fits in
+// the nearest cache with the next one, which all of them fetch: memory and arithmetic go on at the same time. (From a
+// cache further away each line read would take one of the few places in which lines from memory are waited for.)
+template <typename T>
+void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight* w, int num_in, int count,
+               typename T::Lanes (*sums)[PARTS]) {
+    memset(sums, 0, sizeof(sums[0]) * count);
+    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
+    if (passes == 1) {
+        const char* ahead = reinterpret_cast<const char*>(w + 24 * T::STEP * TILE);
+        return any_rows<T, 4>(count, x, stride, w, num_in, ahead, sums);
+    }
+    const int block = passes < 3 ? T::BLOCK : T::OF_MANY;
+    for (int from = 0; from < num_in; from += block) {
+        const int inputs = num_in - from < block ? num_in - from : block;
+        const char* next = reinterpret_cast<const char*>(w + static_cast<size_t>(from + inputs) * TILE);
+        const size_t step_lines = static_cast<size_t>(inputs) / T::STEP * 64;
+        size_t fetched = 0;
+        for (int pass = 0; pass < passes; ++pass) {
+            const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
+            const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
+            const auto* part = x + first * stride + from;
+            const auto* weight = w + static_cast<size_t>(from) * TILE;
+            // Four lines for each step in all, as even as may be: 2 2, 2 1 1, or 1 1 1 1.
+            if (passes == 2 || (passes == 3 && pass == 0)) {
+                any_rows<T, 2>(num, part, stride, weight, inputs, next + fetched, sums + first);
+                fetched += 2 * step_lines;
+            } else if (pass < 4) {
+                any_rows<T, 1>(num, part, stride, weight, inputs, next + fetched, sums + first);
+                fetched += step_lines;
+            } else {
+                any_rows<T, 0>(num, part, stride, weight, inputs, next, sums + first);
+            }
+        }
+    }
+}
+
+// --- a tile in another format than float32 ---------------------------------------------------------------------------
+
+constexpr int AHEAD = 6144;  // bytes: what is fetched is needed that much later
+constexpr int CHUNK = 64;  // inputs widened together: 16 KB that stay in the nearest cache
+
+// Parts of a tile that are summed at a time: their sums, scales and offsets stay in registers.
+#if defined(__AVX512F__)
+template <int R> constexpr int parts_at_once() { return R <= 3 ? 4 : 2; }
+#else
+template <int R> constexpr int parts_at_once() { return R == 1 ? 2 : 1; }
+#endif
+
+template <int BYTES> inline void fetch(const char* from) {
+#pragma GCC unroll 32
+    for (int at = 0; at < BYTES; at += 64) __builtin_prefetch(from + at);
+}
+
+template <typename T, int R>
+void plain_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
+    v16 acc[R][PARTS];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < PARTS; ++c) acc[r][c] = sum[r][c];
+    const auto group = [&](int k, int count) __attribute__((always_inline)) {
+        typename T::Bits bits[PARTS];
+        for (int c = 0; c < PARTS; ++c) bits[c] = T::bits(w, c);
+#pragma GCC unroll 2
+        for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const v16 value = spread(x[r * stride + k + i]);
+#pragma GCC unroll 4
+                for (int c = 0; c < PARTS; ++c) acc[r][c] += value * T::weight(bits[c], i);
+            }
+        }
+    };
+    int k = 0;
+    for (; k + T::GROUP <= num_in; k += T::GROUP, w += T::GROUP_BYTES) {
+        fetch<T::GROUP_BYTES>(w + AHEAD);
+        group(k, T::GROUP);
+    }
+    if (k < num_in) group(k, num_in - k);
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
+}
+
+template <typename T, int R>
+void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
+    constexpr int P = parts_at_once<R>(), SHARE = (T::BYTES / T::UNITS + 63) / 64 * 64;
+    for (int k = 0; k < num_in; k += T::INPUTS, w += T::BYTES) {
+        for (int unit = 0; unit < T::UNITS; ++unit) {
+            fetch<SHARE>(w + AHEAD + unit * (T::BYTES / T::UNITS));
+            const float* own = x + k + unit * T::UNIT;
+            for (int part = 0; part < PARTS; part += P) {
+                v16 acc[R][P];
+                Scale scale[P];
+                for (int c = 0; c < P; ++c) {
+                    scale[c] = T::scale(w, unit, part + c);
+                    for (int r = 0; r < R; ++r) acc[r][c] = sum[r][part + c];
+                }
+                for (int four = 0; four < T::UNIT / 4; ++four) {
+                    typename T::Bits bits[P];
+                    for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 4
+                        for (int c = 0; c < P; ++c) {
+                            const v16 weight = T::weight(bits[c], i, scale[c]);
+#pragma GCC unroll 8
+                            for (int r = 0; r < R; ++r) acc[r][c] += spread(own[r * stride + 4 * four + i]) * weight;
+                        }
+                    }
+                }
+                for (int c = 0; c < P; ++c)
+                    for (int r = 0; r < R; ++r) sum[r][part + c] = acc[r][c];
+            }
+        }
+    }
+}
+
+// Inputs from `from` on of a tile, in float32: (count, 64).
+template <typename T> void widen(const char* w, int from, int count, float* out) {
+    if constexpr (T::IS_BLOCKS) {
+        for (int k = from; k < from + count; k += T::UNIT, out += T::UNIT * TILE) {
+            const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
+            const int unit = k % T::INPUTS / T::UNIT;
+            for (int part = 0; part < PARTS; ++part) {
+                const Scale scale = T::scale(block, unit, part);
+                for (int four = 0; four < T::UNIT / 4; ++four) {
+                    const auto bits = T::bits(block, unit, four, part);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; ++i) store(out + (4 * four + i) * TILE + 16 * part, T::weight(bits, i, scale));
+                }
+            }
+        }
+    } else {
+        for (int k = from; k < from + count; k += T::GROUP) {
+            const char* group = w + static_cast<size_t>(k / T::GROUP) * T::GROUP_BYTES;
+            for (int part = 0; part < PARTS; ++part) {
+                const auto bits = T::bits(group, part);
+                for (int i = 0; i < T::GROUP && k + i < from + count; ++i)
+                    store(out + (k - from + i) * TILE + 16 * part, T::weight(bits, i));
+            }
+        }
+    }
+}
+
+// Of a tile of so many inputs.
+template <typename T> constexpr size_t tile_bytes(int num_in) {
+    if constexpr (T::IS_BLOCKS) return static_cast<size_t>(num_in) * T::BYTES / T::INPUTS;
+    else return (static_cast<size_t>(num_in) + T::GROUP - 1) / T::GROUP * T::GROUP_BYTES;
+}
+
+thread_local Scratch widened_weights;
+
+template <typename T, int R>
+inline void rows_of(const float* x, size_t stride, const char* w, int num_in, v16 (*sums)[PARTS]) {
+    if constexpr (T::IS_BLOCKS) block_rows<T, R>(x, stride, w, num_in, sums);
+    else plain_rows<T, R>(x, stride, w, num_in, sums);
+}
+
+// A tile times all rows: few in registers; for more, which take several passes, some inputs at a time are widened once.
+template <typename T>
+void widening_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
+    memset(sums, 0, sizeof(sums[0]) * count);
+    switch (count) {
+        case 1: return rows_of<T, 1>(x, stride, w, num_in, sums);
+        case 2: return rows_of<T, 2>(x, stride, w, num_in, sums);
+#if defined(__AVX512F__)
+        case 3: return rows_of<T, 3>(x, stride, w, num_in, sums);
+        case 4: return rows_of<T, 4>(x, stride, w, num_in, sums);
+        case 5: return rows_of<T, 5>(x, stride, w, num_in, sums);
+        case 6: return rows_of<T, 6>(x, stride, w, num_in, sums);
+#endif
+    }
+    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
+    float* wide = widened_weights.get<float>(CHUNK * TILE);
+    for (int from = 0; from < num_in; from += CHUNK) {
+        const int inputs = num_in - from < CHUNK ? num_in - from : CHUNK;
+        widen<T>(w, from, inputs, wide);
+        const char* next = w + tile_bytes<T>(from + inputs);
+        for (int pass = 0; pass < passes; ++pass) {
+            const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
+            const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
+            if (static_cast<size_t>(pass) * 64 * inputs < tile_bytes<T>(inputs))
+                any_rows<Floats, 1>(num, x + first * stride + from, stride, wide, inputs, next + pass * 64 * inputs, sums + first);
+            else
+                any_rows<Floats, 0>(num, x + first * stride + from, stride, wide, inputs, nullptr, sums + first);
+        }
+    }
+}
+
+inline int padded_inputs(int num_in) { return (num_in + 3) / 4 * 4; }
+
+// Calls `with` a value of the type that stands for a format; not for float32 and int8.
+template <typename F> inline void with_format(int32_t format, F with) {
+    switch (format) {
+        case BFLOAT16: return with(BFloat16{});
+        case FLOAT16: return with(Float16{});
+        case Q8_0: return with(Q8_0Blocks{});
+        case Q4_0: return with(Q4_0Blocks{});
+        case Q4_1: return with(Q4_1Blocks{});
+        case Q4_K: return with(Q4_KBlocks{});
+        case Q5_K: return with(Q5_KBlocks{});
+        case Q6_K: return with(Q6_KBlocks{});
+    }
+}
+
+// One tile of a matrix times rows of float32: (count, 64).
+void float_tile(int32_t format, const void* weight, int tile, int num_in, const float* x, size_t stride, int count,
+                v16 (*out)[PARTS]) {
+    const size_t before = static_cast<size_t>(tile);
+    if (format == FLOAT32)
+        return tile_sums<Floats>(x, stride, static_cast<const float*>(weight) + before * num_in * TILE, num_in, count, out);
+    with_format(format, [&](auto kind) {
+        typedef decltype(kind) T;
+        const char* w = static_cast<const char*>(weight) + before * tile_bytes<T>(num_in);
+        widening_sums<T>(x, stride, w, num_in, count, out);
+    });
+}
+
+// One output of a matrix, as a row: (num_in).
+void output_row(int32_t format, const void* weight, int64_t output, int num_in, float* row) {
+    const size_t tile = static_cast<size_t>(output / TILE);
+    const int lane = static_cast<int>(output % TILE);
+    if (format == FLOAT32) {
+        const float* w = static_cast<const float*>(weight) + tile * num_in * TILE + lane;
+        for (int k = 0; k < num_in; ++k) row[k] = w[static_cast<size_t>(k) * TILE];
+        return;
+    }
+    with_format(format, [&](auto kind) {
+        typedef decltype(kind) T;
+        const char* w = static_cast<const char*>(weight) + tile * tile_bytes<T>(num_in);
+        const int part = lane / 16, own = lane % 16;
+        if constexpr (T::IS_BLOCKS) {
+            for (int k = 0; k < num_in; k += T::UNIT) {
+                const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
+                const int unit = k % T::INPUTS / T::UNIT;
+                const Scale scale = T::scale(block, unit, part);
+                for (int i = 0; i < T::UNIT; ++i)
+                    row[k + i] = T::weight(T::bits(block, unit, i / 4, part), i % 4, scale)[own];
+            }
+        } else {
+            for (int k = 0; k < num_in; ++k) {
+                const auto bits = T::bits(w + static_cast<size_t>(k / T::GROUP) * T::GROUP_BYTES, part);
+                row[k] = T::weight(bits, k % T::GROUP)[own];
+            }
+        }
+    });
+}
+
+}  // namespace
