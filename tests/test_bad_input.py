@@ -538,7 +538,7 @@ def poison(target, where):
         if where == "norm":
             target.net.norm.weight[3] = torch.nan
         elif where == "embedding":
-            target.embedding[5] = torch.nan
+            target.embedding.table[5] = torch.nan
         else:
             target.head.weight[17] = torch.nan
 

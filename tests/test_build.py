@@ -21,6 +21,7 @@ from draftwing.run import storage
 from draftwing.run.kernel import build, layout, library
 from draftwing.run.kernel import noise as noise_module
 from draftwing.run.kernel.build import KernelProblem, with_library
+from draftwing.run.kernel.formats import BLOCKS, FORMATS
 from draftwing.run.kernel.library import get_kernel, kernel_notice, kernel_problem
 from draftwing.run.kernel.noise import NativeNoise, noise_of
 from draftwing.run.kernel.selftest import fault_of
@@ -498,11 +499,24 @@ def spoils(wanted):
 
     def change(ops, num_ops, batch, threads):
         op, outcome = ops[0], ctypes.cast(batch, ctypes.POINTER(layout.Batch))[0]
-        if (op.kind, op.epilogue, op.bits) == wanted:
+        if (op.kind, op.epilogue, op.format) == wanted:
             found = numbers(outcome.buffers[1], outcome.rows * outcome.widths[1])
             found[np.abs(found).argmax()] *= 1.0001
 
     return change
+
+
+def spoils_rows(wanted):
+    """The same of single rows."""
+
+    def change(format, weight, num_in, outputs, out, count):
+        if format == wanted:
+            numbers(out, num_in)[5] += 1
+
+    return change
+
+
+WIDENED = ("bfloat16", "float16", *BLOCKS)
 
 
 @needs_kernel
@@ -510,10 +524,15 @@ def spoils(wanted):
     ("fault", "changes"),
     [
         ("", {}),
-        ("products", {"run": spoils((2, 0, 32))}),
+        ("products", {"run": spoils((2, 0, 0))}),
         ("norms", {"run": spoils((1, 0, 0))}),
-        ("activations", {"run": spoils((2, 2, 32))}),
-        ("8-bit products", {"run": spoils((2, 0, 8))}),
+        ("activations", {"run": spoils((2, 2, 0))}),
+        ("8-bit products", {"run": spoils((2, 0, 3))}),
+        *(
+            (f"{name} weights", {"run": spoils((2, 0, FORMATS[name].code))})
+            for name in ("bfloat16", "float16", *BLOCKS)
+        ),
+        ("Q4_K weights", {"rows": spoils_rows(FORMATS["Q4_K"].code)}),
         ("noise", {"noise_copy": lambda store, seed, position, count, out: numbers(out, 41).__setitem__(40, 0.0)}),
         ("draws", {"walk": lambda *args: ctypes.cast(args[-1], ctypes.POINTER(ctypes.c_int64)).__setitem__(11, 1)}),
     ],
@@ -527,7 +546,7 @@ def test_the_test_finds_what_is_wrong(fault, changes, compiled):
 def test_a_rows_bits_that_depend_on_its_company_are_found(compiled):
     def change(ops, num_ops, batch, threads):
         outcome = ctypes.cast(batch, ctypes.POINTER(layout.Batch))[0]
-        if ops[0].bits == 32 and not ops[0].epilogue and outcome.rows == 1:
+        if ops[0].format == 0 and not ops[0].epilogue and outcome.rows == 1:
             found = numbers(outcome.buffers[1], 1)
             found[:] = np.nextafter(found, np.float32(9))
 

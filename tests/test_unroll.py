@@ -101,7 +101,7 @@ class SlowNet:
 
     def __init__(self, net: EagleNet, weights: dict[str, torch.Tensor] | None = None) -> None:
         self.config, self.weights = net.config, net.tensors() if weights is None else weights
-        self.embedding = self.weights.get("embed_tokens.weight", net.embedding)
+        self.embedding = self.weights.get("embed_tokens.weight", net.embedding.plain())
 
     def draft(self, ids: list[int], features: torch.Tensor, start: int, num_steps: int):
         """A chain of these very tokens drafted after position ``start``: (fed back, read by the head) of each step."""

@@ -120,10 +120,10 @@ def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Its bytes as wider numbers; what a file holds may lie at any address."""
-    rows = rows.contiguous()
-    if rows.data_ptr() % dtype.itemsize or rows.storage_offset() * rows.element_size() % dtype.itemsize:
-        rows = rows.clone()
-    return rows.view(dtype)
+    flat = rows.reshape(-1)
+    if flat.data_ptr() % dtype.itemsize or flat.storage_offset() * flat.element_size() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(*rows.shape[:-1], -1)
 
 
 def _places(parts: Sequence[Tensor], tiles: Tensor, *, interleave: bool) -> list[Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from draftwing.run.kernel.formats import FORMATS, WeightFormat
 from draftwing.run.kernel.layout import Batch, Op
 
 __all__ = ["fault_of"]
@@ -22,6 +23,7 @@ _TILE = 64
 _ROWS, _IN, _OUT = 7, 37, 64
 _EPS = 1e-5
 _ALL = 2**64 - 1
+_WIDENED = [kind for kind in FORMATS.values() if kind.is_exact and kind.name != "float32"]
 
 
 def fault_of(library: ctypes.CDLL) -> str:
@@ -34,6 +36,7 @@ def fault_of(library: ctypes.CDLL) -> str:
         ("norms", _norms(library, x)),
         ("activations", _activations(library, x, weight)),
         ("8-bit products", _bytes(library, rng)),
+        *((f"{kind.name} weights", _widens(library, rng, kind)) for kind in _WIDENED),
         ("noise", _noise(library)),
         ("draws", _draws(library)),
     ):
@@ -101,6 +104,37 @@ def _bytes(library: ctypes.CDLL, rng: np.random.Generator) -> bool:
     op = {"kind": _LINEAR, "num_out": _OUT, "format": 3, "weight": packed, "sums": sums}
     found = _run(library, x, _OUT, {**op, "scales": np.ones(_OUT, np.float32)})
     return np.array_equal(found, x @ weight.T.astype(np.float32))
+
+
+def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) -> bool:
+    """Weights of fewer bits, multiplied as the float32 numbers that they stand for: in any company, to the bit."""
+    width = 3 * kind.inputs if kind.inputs < _IN else kind.inputs
+    if kind.is_blocks:
+        tile = rng.integers(0, 256, (width // kind.inputs, _TILE * kind.num_bytes), np.uint8)
+        scales = rng.uniform(-0.1, 0.1, (len(tile), _TILE * len(kind.halves))).astype(np.float16)
+        tile[:, -2 * scales.shape[1] :] = scales.view(np.uint8)
+    else:
+        width = _IN
+        wanted = rng.standard_normal((_TILE, width + width % 2), np.float32)
+        wanted[:, width:] = 0
+        if kind.name == "float16":
+            tile = np.ascontiguousarray(wanted.T[:width].astype(np.float16))
+            wanted = wanted.astype(np.float16).astype(np.float32)
+        else:  # two inputs in a word
+            wanted = (wanted.view(np.uint32) & 0xFFFF0000).view(np.float32)
+            tile = (wanted.view(np.uint32) >> 16).astype(np.uint16).reshape(_TILE, -1, 2).transpose(1, 0, 2).copy()
+    outputs, wide = np.arange(_TILE), np.zeros((_TILE, width), np.float32)
+    library.draftwing_rows(kind.code, tile.ctypes.data, width, outputs.ctypes.data, wide.ctypes.data, _TILE)
+    if not kind.is_blocks and not np.array_equal(wide, wanted[:, :width]):
+        return False
+    x = rng.standard_normal((_ROWS, width), np.float32)
+    op = {"kind": _LINEAR, "num_out": _TILE}
+    plain = _run(library, x, _TILE, {**op, "format": 0, "weight": _tiles(wide)})
+    for rows in (x, x[:1], x[:5]):
+        found = _run(library, np.ascontiguousarray(rows), _TILE, {**op, "format": kind.code, "weight": tile})
+        if not np.array_equal(found, plain[: len(rows)]):
+            return False
+    return True
 
 
 def _noise(library: ctypes.CDLL) -> bool:

@@ -50,7 +50,7 @@ struct Scratch {
 
 inline v16 load(const float* from) { return *reinterpret_cast<const v16u*>(from); }
 inline void store(float* to, v16 value) { *reinterpret_cast<v16u*>(to) = value; }
-inline v16 spread(float value) { return v16{} + value; }
+inline v16 spread(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 inline float sum_of(v16 lanes) {
     float half[8], sum[4];

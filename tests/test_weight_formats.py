@@ -1,0 +1,175 @@
+"""Weights in the file's own bits: every format gives the numbers of its float32 expansion, to the bit."""
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.model.embedding import Embedding
+from draftwing.model.linear import Linear
+from draftwing.model.stored import Stored, stack
+from draftwing.run.kernel.formats import BLOCKS, FORMATS
+from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.packed import Packed, narrowed
+
+pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no compiler")
+
+EXACT = [name for name, kind in FORMATS.items() if kind.is_exact]
+ROWS = [*range(1, 9), 13, 33]
+
+
+def stored(name, num_out, num_in, seed=0):
+    """A random matrix: of blocks every bit is random, but that scales are small numbers."""
+    kind, rng = FORMATS[name], np.random.default_rng(seed)
+    if kind.dtype is not None:
+        numbers = torch.from_numpy(rng.standard_normal((num_out, num_in), np.float32))
+        return Stored(name, num_in, numbers.to(kind.dtype))
+    blocks = rng.integers(0, 256, (num_out, num_in // kind.inputs, kind.num_bytes), np.uint8)
+    for at in kind.halves:
+        scales = rng.normal(0, 0.05, blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    return Stored(name, num_in, torch.from_numpy(blocks.reshape(num_out, -1)))
+
+
+def float32_of(part):
+    """The same in float32, through the kernel's path for that."""
+    return Stored("float32", part.num_in, part.expand())
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("num_out", [64, 200, 1])
+@pytest.mark.parametrize("num_in", [256, 768])
+def test_products_are_those_of_the_expansion(name, num_in, num_out):
+    part, bias = stored(name, num_out, num_in), torch.randn(num_out)
+    ours, wide = Linear.of_stored([part], bias), Linear.of_stored([float32_of(part)], bias)
+    for rows in ROWS:
+        x = torch.randn(rows, num_in)
+        assert torch.equal(ours.forward(x), wide.forward(x))
+    assert ours.formats == (name,)
+    assert torch.equal(ours.plain(), part.expand())
+    right = torch.nn.functional.linear(x.double(), part.expand().double(), bias.double()).float()
+    assert torch.allclose(ours.forward(x), right, rtol=1e-4, atol=1e-4 * right.abs().max())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_what_ggml_says(name):
+    """Quantised by the format's own library, and read back."""
+    kind = gguf.GGMLQuantizationType[name]
+    part = stored(name, 96, 512)
+    expected = torch.from_numpy(gguf.quants.dequantize(part.data.numpy(), kind))
+    assert torch.equal(get_kernel().rows(Packed.of_stored([part], None), torch.arange(96)), expected)
+    assert FORMATS[name].bytes_per_weight == part.data.shape[1] / 512
+
+
+@pytest.mark.parametrize("num_in", [1, 37, 255])
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_widths_of_no_particular_number(name, num_in):
+    part = stored(name, 70, num_in)
+    ours, wide = Linear.of_stored([part], None), Linear.of_stored([float32_of(part)], None)
+    for rows in ROWS:
+        x = torch.randn(rows, num_in)
+        assert torch.equal(ours.forward(x), wide.forward(x))
+    assert torch.equal(ours.plain(), part.expand())
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 30, 30), (5, 7, 64)], ids=str)
+def test_matrices_of_one_input_lie_on_top_of_each_other(sizes):
+    """Of one format they are one matrix; of several they stand side by side."""
+    for names in (("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q6_K", "Q4_K"), ("bfloat16",) * 3):
+        parts = [stored(name, size, 256, seed) for seed, (name, size) in enumerate(zip(names, sizes, strict=True))]
+        bias, x = torch.randn(sum(sizes)), torch.randn(9, 256)
+        ours = Linear.of_stored(parts, bias)
+        whole = Stored("float32", 256, torch.cat([part.expand() for part in parts]))
+        wide = Linear.of_stored([whole], bias)
+        residual = torch.randn(9, sum(sizes))
+        assert torch.equal(ours.forward(x), wide.forward(x))
+        assert torch.equal(ours.forward(x, residual), wide.forward(x, residual))
+        assert torch.equal(ours.plain(), whole.data)
+        assert len(ours.packed) == len(stack(parts))
+        assert ours.num_bytes >= sum(part.data.nbytes for part in parts)
+
+
+@pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q4_1", "Q8_0"), ("float16", "float16")], ids=str)
+@pytest.mark.parametrize("width", [64, 100])
+def test_gates_and_what_they_let_through(names, width):
+    from draftwing.model.layers import GatedMLP
+    from draftwing.run.kernel.program import Program
+    from draftwing.run.kernel.runner import Workspace
+
+    gate, up = (stored(name, width, 96, seed) for seed, name in enumerate(names))
+    down = stored("bfloat16", 96, width, 5)
+    x, found = torch.randn(7, 96), []
+    for parts in ([gate, up], [float32_of(gate), float32_of(up)]):
+        mlp = GatedMLP(Linear.of_stored(parts, None, gated=True), Linear.of_stored([down], None), "silu")
+        program = Program(get_kernel())
+        given = program.given(96)
+        result = program.output(mlp.forward(given))
+        program.finish()
+        out = torch.empty(7, 96)
+        Workspace(program).run(7, 1, {program.place(given.buffer): x, program.place(result): out})
+        found.append(out)
+    assert torch.equal(*found)
+    gates, through = (torch.nn.functional.linear(x, part.expand()) for part in (gate, up))
+    right = torch.nn.functional.linear(torch.nn.functional.silu(gates) * through, down.expand())
+    assert torch.allclose(found[0], right, rtol=1e-3, atol=1e-3 * right.abs().max())
+
+
+def test_float32_numbers_that_16_bits_hold_take_16():
+    numbers = torch.randn(70, 48)
+    for dtype in (torch.bfloat16, torch.float16):
+        linear = Linear(numbers.to(dtype).float())
+        linear.pack()
+        assert linear.formats == (str(dtype).removeprefix("torch."),)
+        assert torch.equal(linear.plain(), numbers.to(dtype).float())
+    exact = Linear(numbers)
+    exact.pack()
+    assert exact.formats == ("float32",)
+    late = numbers.to(torch.bfloat16).float()
+    late[69, 47] += 1e-6
+    assert narrowed(late).dtype == torch.float32
+    assert narrowed(torch.full((2, 2), 1e-45)).dtype == torch.float32  # smaller than either of 16 bits
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_embeddings(name):
+    part = stored(name, 100, 256)
+    embedding = Embedding.of_stored(part)
+    ids = torch.tensor([[0, 99], [63, 64]])
+    assert embedding.shape == (100, 256)
+    assert torch.equal(embedding(ids), part.expand()[ids])
+    assert torch.equal(embedding.plain(), part.expand())
+    head = Linear.of_stored([part], None)
+    shared = Embedding.shared_with(head)
+    assert shared.packed.weight.data_ptr() == head.packed[0].weight.data_ptr()
+    with pytest.raises(ConfigError, match="from 0 to 99"):
+        embedding(torch.tensor([100]))
+
+
+def test_a_quantised_matrix_has_no_rows():
+    linear = Linear(torch.randn(64, 64))
+    linear.pack("int8")
+    with pytest.raises(ConfigError, match="no single rows"):
+        linear.plain()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_scales_that_are_no_numbers(name, number):
+    part = stored(name, 65, 512)
+    kind = FORMATS[name]
+    data = part.data.clone()
+    at = data.shape[1] - kind.num_bytes + kind.halves[-1]
+    data[64, at : at + 2] = torch.from_numpy(np.array([number], np.float16).view(np.uint8))
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        Packed.of_stored([replace(part, data=data)], None)
+
+
+def test_int8_of_blocks_is_int8_of_their_expansion():
+    part, x = stored("Q4_1", 70, 64), torch.randn(5, 64)
+    ours, wide = Linear.of_stored([part], None, "int8"), Linear(part.expand())
+    wide.pack("int8")
+    assert ours.quantized == "int8"
+    assert torch.equal(ours.forward(x), wide.forward(x))
