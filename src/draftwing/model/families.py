@@ -5,8 +5,9 @@ Shape suffixes: H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +18,11 @@ from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm
 from draftwing.model.linear import Layout, Linear
 from draftwing.model.stored import Stored
 from draftwing.model.weights import Weights, check_finite
+from draftwing.run.kernel.packed import NotFiniteError
 
 __all__ = ["Reader", "read_layer"]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -58,31 +62,34 @@ class Reader:
         bias_of_all = None if biases is None else torch.cat(biases)
         layout = self.layout.as_exact if exact else self.layout
         if layout.runs == "kernel":
-            parts = [self.stored(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
-            found = Linear.of_stored(parts, bias_of_all, layout.quantize, gated=gated)
-            for part in parts:
-                self.files.drop(part)
-            return found
+            shapes = {f"{name}.weight": (out, num_in) for name, out in zip(names, outs, strict=True)}
+            return self._packed(
+                shapes, lambda parts: Linear.of_stored(parts, bias_of_all, layout.quantize, gated=gated)
+            )
         weights = [self.tensor(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
         del weights  # else the float matrices lie there twice while one is quantised
         return Linear(stacked, bias_of_all).lay_out(layout, gated=gated)
 
-    def stored(self, name: str, num_out: int, num_in: int) -> Stored:
-        """A matrix of this shape as the file holds it, all of it finite."""
-        self.used.add(name)
-        found = self.files.stored(name, (num_out, num_in))
-        check_finite(name, found.data)
-        return found
-
     def embedding(self, name: str, num_tokens: int, width: int) -> Embedding:
         """The rows of the input tokens."""
         if self.layout.runs != "kernel":
             return Embedding(self.tensor(name, num_tokens, width))
-        found = self.stored(name, num_tokens, width)
-        embedding = Embedding.of_stored(found)
-        self.files.drop(found)
-        return embedding
+        return self._packed({name: (num_tokens, width)}, lambda parts: Embedding.of_stored(parts[0]))
+
+    def _packed(self, shapes: Mapping[str, tuple[int, int]], pack: Callable[[list[Stored]], T]) -> T:
+        """What ``pack`` makes of matrices as the file holds them, all of them finite."""
+        self.used.update(shapes)
+        parts = [self.files.stored(name, shape) for name, shape in shapes.items()]
+        try:
+            return pack(parts)
+        except NotFiniteError:
+            for name, part in zip(shapes, parts, strict=True):
+                check_finite(name, part.expand())
+            raise
+        finally:
+            for part in parts:
+                self.files.drop(part)
 
 
 def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:

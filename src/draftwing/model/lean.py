@@ -10,7 +10,9 @@ Shape suffixes: B rows, N nodes, T tokens, R rows of a forward, F features, H hi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +147,8 @@ class LeanTarget(Target):
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
         reader = Reader(WeightFiles(folder), dtype, device, layout)
-        layers = [read_layer(reader, config, index) for index in range(config.num_layers)]
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is memory traffic and little else
+            layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
         embedding, head = _read_ends(reader, config)
         unused = [key for key in reader.files.unused(reader.used) if not key.endswith("rotary_emb.inv_freq")]

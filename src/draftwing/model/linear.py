@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.blocks import MIN_ROWS, BlockProduct
 from draftwing.model.stored import Stored, stack
-from draftwing.run.kernel.library import Kernel, get_kernel
+from draftwing.run.kernel.library import required_kernel
 from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantize_channels
 from draftwing.run.kernel.program import Program, Traced
 from draftwing.run.kernel.runner import Workspace
@@ -248,7 +248,7 @@ class Linear(nn.Module):
         """(out, in): its weight, or where that was laid out for the CPU kernel, what it stands for in float32."""
         if not self._fused:
             return self.weight.detach()
-        return torch.cat([_kernel().rows(part, torch.arange(part.num_out)) for part in self._fused])
+        return torch.cat([required_kernel().rows(part, torch.arange(part.num_out)) for part in self._fused])
 
     def _drop(self) -> None:
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
@@ -292,7 +292,7 @@ class Linear(nn.Module):
 
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Alone, outside of any net: where training or an evaluation reads a head that was laid out for the kernel."""
-        program = Program(_kernel())
+        program = Program(required_kernel())
         given = program.given(self.num_in)
         result = program.output(given.linear(self.packed))
         program.finish()
@@ -300,14 +300,6 @@ class Linear(nn.Module):
         places = {program.place(given.buffer): x.float().contiguous(), program.place(result): out}
         Workspace(program).run(x.shape[0], 1, places)
         return out if residual is None else residual + out
-
-
-def _kernel() -> Kernel:
-    """What a packed matrix was packed for."""
-    found = get_kernel()
-    if found is None:
-        raise ConfigError("DRAFTWING_KERNEL was turned off after a model was loaded: load the model again")
-    return found
 
 
 class _Int8:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
+from draftwing.model.mapped import MappedFile
 from draftwing.model.stored import Stored
 from draftwing.run.kernel.formats import format_of
 
@@ -81,6 +82,7 @@ class WeightFiles:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}  # file name -> safetensors handle
         self._file_of: dict[str, str] = {}  # tensor name -> file name
+        self._mapped: dict[str, tuple[MappedFile, dict[str, int]]] = {}  # and where each tensor begins
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: expected a model folder, found none. Check the path.")
         # lexists: a link into an emptied download cache should be reported as broken, not as absent.
@@ -105,6 +107,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Unmap the files; reading is over."""
+        self._mapped.clear()
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
 
@@ -151,13 +154,22 @@ class WeightFiles:
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
         """A matrix (out, in) as it lies in the file, and its memory is the mapped file; see ``get``."""
-        dtype = _DTYPES.get(self._slice(name).get_dtype())
+        entry, file = self._slice(name), self._file_of[name]
+        dtype = _DTYPES.get(entry.get_dtype())
         kind = None if dtype is None else format_of(dtype)
-        found = self.get(name, torch.float32 if kind is None else None, shape)
-        return Stored("float32" if kind is None else kind.name, found.shape[-1], found)
+        if kind is None or dtype is None or tuple(entry.get_shape()) != (shape or tuple(entry.get_shape())):
+            found = self.get(name, torch.float32, shape)
+            return Stored("float32", found.shape[-1], found)
+        if file not in self._mapped:
+            self._mapped[file] = _map(self.folder / file)
+        mapped, starts = self._mapped[file]
+        numbers = mapped.tensor(starts[name], entry.get_shape(), dtype)
+        return Stored(kind.name, numbers.shape[-1], numbers)
 
     def drop(self, stored: Stored) -> None:
         """Its pages need not stay in memory: it was read."""
+        for mapped, _ in self._mapped.values():
+            mapped.drop(stored.data)
 
     def unused(self, used: set[str]) -> list[str]:
         """The tensors that are not in ``used``, sorted: a strict loader wants none left."""
@@ -229,6 +241,20 @@ class WeightFiles:
                     f"{self.folder / file}: expected {min(absent)} in it, as {_INDEX} says, found it missing. "
                     "Download shards and index again from one place."
                 )
+
+
+def _map(path: Path) -> tuple[MappedFile, dict[str, int]]:
+    """A safetensors file whose header was found good, and the byte at which each of its tensors begins."""
+    try:
+        mapped = MappedFile(path)
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}). Check the file and its permissions.") from error
+    return mapped, {
+        name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
+    }
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

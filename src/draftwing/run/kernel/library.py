@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.run.kernel.build import KernelProblem, with_library
 from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
-from draftwing.run.kernel.packed import Packed
 from draftwing.run.kernel.selftest import fault_of
 
-__all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem"]
+if TYPE_CHECKING:
+    from draftwing.run.kernel.packed import Packed
+
+__all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem", "required_kernel"]
 
 
 class Kernel:
@@ -60,11 +62,32 @@ class Kernel:
         self.noise_copy.restype = None
         self.walk.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5]
         self.walk.restype = None
+        self._pack = library.draftwing_pack
+        self._pack.argtypes = [
+            ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, *[ctypes.c_int64] * 2,
+        ]  # fmt: skip
         self._rows = library.draftwing_rows
         self._rows.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64]
         self._rows.restype = None
         self.max_ops: int = library.draftwing_sizes(2)
         self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
+
+    def pack(self, code: int, rows: Tensor, tiles: Tensor, at: int, groups: int) -> bool:
+        """Numbers of rows (out, blocks, bytes) into tiles (tiles, blocks, numbers * 64), zeros behind the last row.
+
+        Args:
+            code: of the format of plain numbers, or any other for words of 32 bits.
+            rows: uint8; ``groups`` numbers of each block are taken, from byte ``at`` on.
+
+        Returns:
+            Whether all of them are finite; words always are.
+        """
+        num_out, blocks, _ = rows.shape
+        found: int = self._pack(
+            code, rows.data_ptr() + at, rows.stride(0), num_out, blocks, rows.stride(1), groups, tiles.data_ptr(),
+            tiles.stride(0) * tiles.element_size(), tiles.stride(1) * tiles.element_size(),
+        )  # fmt: skip
+        return bool(found)
 
     def rows(self, packed: Packed, outputs: Tensor) -> Tensor:
         """(R, in) float32: some outputs' weights, (R,) int64; of a matrix that is not gated, nor in int8."""
@@ -102,6 +125,14 @@ class _Found(NamedTuple):
 def get_kernel() -> Kernel | None:
     """The kernel, compiled if it is not yet; None where it cannot run here, for which see ``kernel_problem``."""
     return None if _is_off() else _load().kernel
+
+
+def required_kernel() -> Kernel:
+    """The kernel, for what was laid out for it. Raises ConfigError where it was turned off since."""
+    found = get_kernel()
+    if found is None:
+        raise ConfigError("DRAFTWING_KERNEL was turned off after a model was loaded: load the model again")
+    return found
 
 
 def kernel_problem() -> str:

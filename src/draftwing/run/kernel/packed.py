@@ -12,13 +12,17 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.model.stored import Stored, stack
 from draftwing.run.kernel.formats import FORMATS, WeightFormat, format_of
+from draftwing.run.kernel.library import required_kernel
 
-__all__ = ["MAX_LEVEL", "TILE", "Packed", "narrowed", "quantize_channels"]
+__all__ = ["MAX_LEVEL", "TILE", "NotFiniteError", "Packed", "narrowed", "quantize_channels"]
 
 TILE = 64  # outputs that the kernel computes together
 MAX_LEVEL = 127  # of each sign
-_INFINITE = 0x7C00  # the exponent of what is no number, in half precision
 _CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
+
+
+class NotFiniteError(CheckpointError):
+    """A number of a matrix, or a block's scale, is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,10 @@ class Packed:
             return cls.of_stored([Stored(kind.name, plain.shape[1], plain)], bias, gated=gated)
         levels, scales = quantize_channels(weight)
         levels = F.pad(levels, (0, -weight.shape[1] % 4))
-        parts = [_as(half, torch.int32) for half in levels.chunk(2 if gated else 1)]
+        parts = [half.contiguous().view(torch.uint8)[:, None] for half in levels.chunk(2 if gated else 1)]
+        kind = FORMATS[quantize]
         return cls(
-            weight.shape[1], weight.shape[0] // len(parts), FORMATS[quantize], _tiles(parts, interleave=gated),
+            weight.shape[1], weight.shape[0] // len(parts), kind, _tiles(parts, kind, interleave=gated),
             _by_output(scales, gated), _by_output(128 * levels.sum(1, dtype=torch.int32), gated),
             _by_output(bias, gated), gated,
         )  # fmt: skip
@@ -67,7 +72,7 @@ class Packed:
         """Pack matrices of one input and one format, on top of each other, as they are stored.
 
         Raises:
-            CheckpointError: a block's scale is NaN or infinite.
+            NotFiniteError: a number, or a block's scale, is NaN or infinite.
         """
         kind, num_in = FORMATS[parts[0].format], parts[0].num_in
         num_out = sum(part.num_out for part in parts)
@@ -76,14 +81,7 @@ class Packed:
             parts = [Stored(kind.name, num_in, half) for half in whole.data.chunk(2)]
         elif not gated and any(part.num_out % TILE for part in parts[:-1]):
             parts = stack(parts)
-        rows = [part.data for part in parts]
-        if kind.is_blocks:
-            weight = _block_tiles(rows, kind, interleave=gated)
-        elif kind.name == "bfloat16":
-            padded = [F.pad(each, (0, 1)) if num_in % 2 else each.contiguous() for each in rows]
-            weight = _tiles([_as(each, torch.int32) for each in padded], interleave=gated)
-        else:
-            weight = _tiles(rows, interleave=gated)
+        weight = _tiles([_bytes_of(part) for part in parts], kind, interleave=gated)
         return cls(num_in, num_out // (2 if gated else 1), kind, weight, None, None, _by_output(bias, gated), gated)
 
     @property
@@ -118,63 +116,43 @@ def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
 # --- tiles -----------------------------------------------------------------------------------------------------------
 
 
-def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Its bytes as wider numbers; what a file holds may lie at any address."""
-    flat = rows.reshape(-1)
-    if flat.data_ptr() % dtype.itemsize or flat.storage_offset() * flat.element_size() % dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(dtype).view(*rows.shape[:-1], -1)
+def _bytes_of(part: Stored) -> Tensor:
+    """(out, blocks, bytes) uint8; plain numbers are one block, of bfloat16 an even number of them."""
+    kind = FORMATS[part.format]
+    if kind.is_blocks:
+        return part.data.view(part.num_out, -1, kind.num_bytes)
+    rows = part.data if kind.name != "bfloat16" or part.num_in % 2 == 0 else F.pad(part.data, (0, 1))
+    return rows.contiguous().view(torch.uint8)[:, None]
 
 
-def _places(parts: Sequence[Tensor], tiles: Tensor, *, interleave: bool) -> list[Tensor]:
-    """Where in ``tiles`` each part lies: one after the other, or two in alternate tiles."""
-    if interleave:
-        return [tiles[0::2], tiles[1::2]]
-    return list(torch.split(tiles, [_num_tiles(part) for part in parts]))
+def _tiles(parts: Sequence[Tensor], kind: WeightFormat, *, interleave: bool) -> Tensor:
+    """Rows (out, blocks, bytes) of each part as tiles of 64 outputs, one part after the other or in alternate tiles.
 
-
-def _num_tiles(rows: Tensor) -> int:
-    return -(-rows.shape[0] // TILE)
-
-
-def _fill(tiles: Tensor, rows: Tensor) -> None:
-    """Rows (out, ...) into tiles (tiles, ..., 64), zeros behind the last."""
-    whole, rest = divmod(rows.shape[0], TILE)
-    tiles[:whole].copy_(rows[: whole * TILE].view(whole, TILE, *rows.shape[1:]).movedim(1, -1))
-    if rest:
-        tiles[whole].zero_()[..., :rest] = rows[whole * TILE :].movedim(0, -1)
-
-
-def _tiles(parts: Sequence[Tensor], *, interleave: bool) -> Tensor:
-    """Numbers (out, groups) of each part as (tiles, groups, 64)."""
-    tiles = parts[0].new_empty(sum(map(_num_tiles, parts)), parts[0].shape[1], TILE)
-    for part, place in zip(parts, _places(parts, tiles, interleave=interleave), strict=True):
-        _fill(place, part)
-    return tiles
-
-
-def _block_tiles(parts: Sequence[Tensor], kind: WeightFormat, *, interleave: bool) -> Tensor:
-    """Blocks (out, bytes of a row) of each part as (tiles, blocks, ...): the words of 64 outputs, then the halves."""
-    start, stop = kind.words
-    blocks, num_words = parts[0].shape[1] // kind.num_bytes, (stop - start) // 4
-    tiles = torch.empty(sum(map(_num_tiles, parts)), blocks, 16 * kind.num_bytes, dtype=torch.int32)
-    for part, place in zip(parts, _places(parts, tiles, interleave=interleave), strict=True):
-        each = part.view(-1, blocks, kind.num_bytes)
-        _fill(
-            torch.unflatten(place[..., : TILE * num_words], 2, (num_words, TILE)),
-            _as(each[..., start:stop], torch.int32),
-        )
-        halves = torch.stack([_as(each[..., at : at + 2], torch.int16)[..., 0] for at in kind.halves], -1)
-        if bool(((halves & _INFINITE) == _INFINITE).any()):
-            raise CheckpointError("a block's scale is NaN or infinite: download the file again")
-        where = place.view(torch.int16)[..., 2 * TILE * num_words :]
-        _fill(torch.unflatten(where, 2, (len(kind.halves), TILE)), halves)
-    return tiles
+    Plain numbers come as (tiles, numbers, 64), those of blocks as (tiles, blocks, words and halves).
+    """
+    kernel, counts = required_kernel(), [-(-len(part) // TILE) for part in parts]
+    _, blocks, num_bytes = parts[0].shape
+    size = 2 if kind.name == "float16" else 4
+    dtype = torch.int16 if size == 2 else torch.int32
+    tiles = torch.empty(
+        sum(counts), blocks, num_bytes // size * TILE if not kind.is_blocks else 16 * num_bytes, dtype=dtype
+    )
+    places = [tiles[0::2], tiles[1::2]] if interleave else list(torch.split(tiles, counts))
+    for part, place in zip(parts, places, strict=True):
+        start, stop = kind.words if kind.is_blocks else (0, num_bytes)
+        is_finite = kernel.pack(kind.code, part, place, start, (stop - start) // size)
+        if kind.is_blocks:
+            halves = place.view(torch.int16)[..., TILE * (stop - start) // 2 :]
+            is_finite = kernel.pack(FORMATS["float16"].code, part, halves, kind.halves[0], len(kind.halves))
+        if not is_finite:
+            raise NotFiniteError("a weight is NaN or infinite")
+    return tiles if kind.is_blocks else tiles.view(len(tiles), -1, TILE)
 
 
 def _by_output(numbers: Tensor | None, gated: bool) -> Tensor | None:
     """(out,) as the tiles lie, zeros where there is no output."""
     if numbers is None:
         return None
-    parts = [part[:, None] for part in numbers.chunk(2 if gated else 1)]
-    return _tiles(parts, interleave=gated).flatten()
+    halves = numbers.chunk(2 if gated else 1)
+    tiles = [F.pad(half, (0, -len(half) % TILE)).view(-1, TILE) for half in halves]
+    return torch.stack(tiles, 1).flatten() if gated else tiles[0].flatten().contiguous()

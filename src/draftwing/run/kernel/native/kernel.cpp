@@ -74,6 +74,20 @@ int32_t draftwing_sizes(int32_t which) {
     return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : which == 2 ? MAX_OPS : sizeof(Draft);
 }
 
+// See `pack_tiles`. Numbers of a `format`, or words of a block; a word of bfloat16 is two numbers.
+int32_t draftwing_pack(int32_t format, const char* rows, int64_t row_stride, int64_t num_out, int64_t outer,
+                       int64_t outer_stride, int64_t groups, char* tiles, int64_t tile_stride, int64_t block_stride) {
+    const auto pack = [&](auto pack_tiles_of) {
+        return pack_tiles_of(rows, row_stride, num_out, outer, outer_stride, groups, tiles, tile_stride, block_stride);
+    };
+    switch (format) {
+        case FLOAT32: return pack(pack_tiles<uint32_t, 0x7f800000u>);
+        case BFLOAT16: return pack(pack_tiles<uint32_t, 0x7f80u, 0x7f800000u>);
+        case FLOAT16: return pack(pack_tiles<uint16_t, 0x7c00u>);
+        default: return pack(pack_tiles<uint32_t, 0xffffffffu>), 1;
+    }
+}
+
 // The weights of some outputs of a matrix: (count, num_in).
 void draftwing_rows(int32_t format, const void* weight, int32_t num_in, const int64_t* outputs, float* out, int64_t count) {
     for (int64_t i = 0; i < count; ++i) output_row(format, weight, outputs[i], num_in, out + i * num_in);

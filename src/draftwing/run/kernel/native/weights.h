@@ -469,6 +469,33 @@ void float_tile(int32_t format, const void* weight, int tile, int num_in, const 
     });
 }
 
+// Rows (num_out, row_stride) as tiles: `outer` blocks of `groups` numbers of each row, so that of each number 64 rows'
+// stand side by side, zeros where there is no row. Whether all are finite, which no number is that has all bits of one of
+// these exponents.
+template <typename N, N... EXPONENTS>
+bool pack_tiles(const char* rows, int64_t row_stride, int64_t num_out, int64_t outer, int64_t outer_stride, int64_t groups,
+                char* tiles, int64_t tile_stride, int64_t block_stride) {
+    constexpr int64_t WIDE = 64 / sizeof(N);  // numbers of a line of cache
+    N worst = 0;
+    for (int64_t first = 0; first < num_out; first += TILE, tiles += tile_stride) {
+        const int64_t lanes = num_out - first < TILE ? num_out - first : TILE;
+        for (int64_t o = 0; o < outer; ++o) {
+            for (int64_t g = 0; g < groups; g += WIDE) {
+                const int64_t count = groups - g < WIDE ? groups - g : WIDE;
+                N* to = reinterpret_cast<N*>(tiles + o * block_stride) + g * TILE;
+                for (int64_t lane = 0; lane < TILE; ++lane) {
+                    N part[WIDE] = {};
+                    if (lane < lanes)
+                        memcpy(part, rows + (first + lane) * row_stride + o * outer_stride + g * sizeof(N), count * sizeof(N));
+                    for (int64_t i = 0; i < count; ++i) to[i * TILE + lane] = part[i];
+                    for (int64_t i = 0; i < WIDE; ++i) worst |= (... | static_cast<N>((part[i] & EXPONENTS) == EXPONENTS));
+                }
+            }
+        }
+    }
+    return worst == 0;
+}
+
 // One output of a matrix, as a row: (num_in).
 void output_row(int32_t format, const void* weight, int64_t output, int num_in, float* row) {
     const size_t tile = static_cast<size_t>(output / TILE);
