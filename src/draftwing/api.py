@@ -47,9 +47,10 @@ class ModelOptions(TypedDict, total=False):
     """How ``load`` loads a target.
 
     Attributes:
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``, as a name or a ``torch.dtype``, or ``"auto"``: the
-            checkpoint's own. The default is float32 whatever the checkpoint holds: there every text has one
-            well-defined wording on every machine.
+        dtype: what is computed in: ``float32``, ``bfloat16``, ``float16`` or ``float64``, as a name or a
+            ``torch.dtype``. The default is float32 whatever the checkpoint holds: there every text has one well-defined
+            wording on every machine. On a CPU weights keep the checkpoint's own bits all the same, which changes
+            nothing but the speed. ``"auto"``: float32 there, elsewhere the checkpoint's own.
         quantize: ``int8`` quantises the matrices of the target and of what drafts for it: on a CPU up to three times as
             fast. The text is then the quantised model's, drafted or not, to the token. None: as ``dtype`` says.
         device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
@@ -130,10 +131,12 @@ def load_target(
     if engine not in ("auto", "lean", "transformers"):
         raise ConfigError(f"unknown engine {engine!r}: choose auto, lean or transformers")
     where, config = _device(device), read_config(folder)
-    numbers = _dtype(dtype, config)
     lean = config.get("model_type") in LEAN_MODEL_TYPES
+    is_lean = engine == "lean" or (engine == "auto" and lean)
+    # On a CPU the lean decoder reads weights in the checkpoint's own bits and computes in float32 all the same.
+    numbers = torch.float32 if dtype == "auto" and is_lean and where.type == "cpu" else _dtype(dtype, config)
     model: Target
-    if engine == "lean" or (engine == "auto" and lean):
+    if is_lean:
         model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, quantize=quantize)
     elif quantize is not None:
         raise UnsupportedError(

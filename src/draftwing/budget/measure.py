@@ -292,7 +292,7 @@ def _key(target: Target, drafter: Drafter) -> dict[str, object]:
         "version": 4,
         "runtime": kernel.name if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
-        "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes],
+        "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],
         "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),

@@ -80,7 +80,8 @@ class Reader:
     def _packed(self, shapes: Mapping[str, tuple[int, int]], pack: Callable[[list[Stored]], T]) -> T:
         """What ``pack`` makes of matrices as the file holds them, all of them finite."""
         self.used.update(shapes)
-        parts = [self.files.stored(name, shape) for name, shape in shapes.items()]
+        held = [self.files.stored(name, shape) for name, shape in shapes.items()]
+        parts = [part.expanded() if self.layout.expand else part.narrowed() for part in held]
         try:
             return pack(parts)
         except NotFiniteError:
@@ -88,7 +89,7 @@ class Reader:
                 check_finite(name, part.expand())
             raise
         finally:
-            for part in parts:
+            for part in held:
                 self.files.drop(part)
 
 

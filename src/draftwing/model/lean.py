@@ -132,9 +132,11 @@ class LeanTarget(Target):
         name: str | None = None,
         quantize: str | None = None,
         fast: bool = False,
+        expand: bool = False,
     ) -> LeanTarget:
         """Load a Hugging Face folder; ``quantize`` says how its matrices are quantised, all but the routers of experts.
 
+        On a CPU weights stay in the bits that the file has, with float32 arithmetic; ``expand`` makes float32 of them.
         ``fast`` quantises them too where the CPU kernel is faster so: for a model that drafts, whose law nobody keeps.
 
         Raises:
@@ -146,7 +148,7 @@ class LeanTarget(Target):
         config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
-        reader = Reader(WeightFiles(folder), dtype, device, layout)
+        reader = Reader(WeightFiles(folder), dtype, device, replace(layout, expand=expand))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is memory traffic and little else
             layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)

@@ -35,6 +35,7 @@ _pack_int8, _product_int8 = torch.ops.onednn.qlinear_prepack.default, torch.ops.
 _product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
 QUANTIZATIONS = ("int8",)
+_SAME = ("int8", "float32")  # formats in which the kernel also computes
 _MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
 
 
@@ -82,10 +83,12 @@ class Layout:
     Attributes:
         runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked where that wins, ``plain`` as they are.
         quantize: how, one of ``QUANTIZATIONS``, or None.
+        expand: float32 even where a file holds smaller numbers, to compare with those.
     """
 
     runs: str = "plain"
     quantize: str | None = None
+    expand: bool = False
 
     @property
     def as_exact(self) -> Layout:
@@ -111,6 +114,7 @@ class Linear(nn.Module):
         self._blocks: BlockProduct | None = None
         self._int8: _Int8 | None = None
         self._fused: tuple[Packed, ...] = ()
+        self._expanded: tuple[str, ...] = ()  # formats of the file that the CPU kernel does not know
 
     @classmethod
     def of_stored(
@@ -128,6 +132,7 @@ class Linear(nn.Module):
         some = [[part] for part in stack(parts)] if differ else [parts]
         sizes = [sum(part.num_out for part in each) for each in some]
         biases = [None] * len(some) if bias is None else torch.split(bias, sizes)
+        found._expanded = tuple(dict.fromkeys(part.was for part in parts if part.was))
         found._fused = tuple(Packed.of_stored(each, own, gated=gated) for each, own in zip(some, biases, strict=True))
         return found
 
@@ -174,7 +179,8 @@ class Linear(nn.Module):
         """What computes it; a row's bits are its own but for ``plain`` products."""
         if self._fused:
             names = ", ".join(dict.fromkeys(self.formats))
-            return f"CPU kernel, {names}{'' if names in ('int8', 'float32') else ' weights in float32 arithmetic'}"
+            note = f" expanded from {', '.join(self._expanded)}" if self._expanded else ""
+            return f"CPU kernel, {names}{note or ('' if names in _SAME else ' weights in float32 arithmetic')}"
         if self._int8 is not None:
             return "oneDNN, int8"
         name = str(self.dtype).removeprefix("torch.")

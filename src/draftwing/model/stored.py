@@ -40,6 +40,23 @@ class Stored:
         """Its outputs in another order, or some of them."""
         return replace(self, data=self.data[order])
 
+    def narrowed(self) -> Stored:
+        """The same numbers in 16 bits where these hold float32 ones exactly: many checkpoints were made of such."""
+        if self.format != "float32" or self.was:
+            return self
+        for dtype in (torch.bfloat16, torch.float16):
+            half = self.data[:1].to(dtype)
+            if not torch.equal(half.float(), self.data[:1]):
+                continue  # the start tells most matrices
+            half = self.data.to(dtype)
+            if torch.equal(half.float(), self.data):
+                return replace(self, format=str(dtype).removeprefix("torch."), data=half)
+        return self
+
+    def expanded(self) -> Stored:
+        """The same numbers in float32."""
+        return replace(self, format="float32", data=self.expand())
+
     def expand(self) -> Tensor:
         """(out, in) float32: exactly what the format says."""
         if not FORMATS[self.format].is_blocks:

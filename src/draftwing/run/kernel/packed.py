@@ -11,10 +11,10 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.model.stored import Stored, stack
-from draftwing.run.kernel.formats import FORMATS, WeightFormat, format_of
+from draftwing.run.kernel.formats import FORMATS, WeightFormat
 from draftwing.run.kernel.library import required_kernel
 
-__all__ = ["MAX_LEVEL", "TILE", "NotFiniteError", "Packed", "narrowed", "quantize_channels"]
+__all__ = ["MAX_LEVEL", "TILE", "NotFiniteError", "Packed", "quantize_channels"]
 
 TILE = 64  # outputs that the kernel computes together
 MAX_LEVEL = 127  # of each sign
@@ -53,10 +53,7 @@ class Packed:
     def of(cls, weight: Tensor, bias: Tensor | None, *, quantize: str | None = None, gated: bool = False) -> Packed:
         """Pack ``weight`` (out, in): float32 numbers that are exact in 16 bits take 16."""
         if quantize is None:
-            plain = narrowed(weight)
-            kind = format_of(plain.dtype)
-            assert kind is not None
-            return cls.of_stored([Stored(kind.name, plain.shape[1], plain)], bias, gated=gated)
+            return cls.of_stored([Stored("float32", weight.shape[1], weight.float()).narrowed()], bias, gated=gated)
         levels, scales = quantize_channels(weight)
         levels = F.pad(levels, (0, -weight.shape[1] % 4))
         parts = [half.contiguous().view(torch.uint8)[:, None] for half in levels.chunk(2 if gated else 1)]
@@ -88,18 +85,6 @@ class Packed:
     def num_bytes(self) -> int:
         """Bytes read for one forward."""
         return sum(part.nbytes for part in (self.weight, self.scales) if part is not None)
-
-
-def narrowed(weight: Tensor) -> Tensor:
-    """The same numbers in 16 bits where these hold them exactly: most checkpoints in float32 were made of such."""
-    if weight.dtype != torch.float32:
-        return weight
-    for dtype in (torch.bfloat16, torch.float16):
-        half = weight.to(dtype)
-        # A look at the start first: it tells most matrices.
-        if torch.equal(half[:1].float(), weight[:1]) and torch.equal(half.float(), weight):
-            return half
-    return weight
 
 
 def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
