@@ -7,13 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import build, refused
+from draftwing.drafters.base import Budget
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.engine.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.embedding import Embedding
+from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.model.stored import Stored, stack
+from draftwing.model.target import FeatureSpec
 from draftwing.run.kernel.formats import BLOCKS, FORMATS
 from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.packed import Packed
+from draftwing.sampling import Sampling
+from draftwing.tree import DraftTree
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no compiler")
 
@@ -173,3 +181,92 @@ def test_int8_of_blocks_is_int8_of_their_expansion():
     wide.pack("int8")
     assert ours.quantized == "int8"
     assert torch.equal(ours.forward(x), wide.forward(x))
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+DIM = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 80}
+DENSE = ["llama", "llama-bias-tied", "mistral-window", "qwen2", "qwen3", "phi3"]
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """A maker of folders whose weights are in 16 bits."""
+    made = {}
+
+    def make(family, dtype):
+        if (family, dtype) not in made:
+            folder = tmp_path_factory.mktemp("half")
+            model = build(family, **DIM).to(dtype)
+            model.config.dtype = dtype
+            model.save_pretrained(folder)
+            made[family, dtype] = folder
+        return made[family, dtype]
+
+    return make
+
+
+def logits_of(target, prompts):
+    ctx = target.new_context(FeatureSpec((0, target.num_layers)))
+    features = [target.prefill(ctx, prompt) for prompt in prompts]
+    tree = DraftTree.from_lists([[prompt[-1], 5, 9, 7] for prompt in prompts], [[-1, 0, 0, 1]] * len(prompts))
+    output = target.forward(ctx, tree)
+    return [output.logits, output.features, *features]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", DENSE)
+def test_a_checkpoint_in_16_bits_is_read_in_16_bits(family, dtype, halves):
+    folder, prompts = halves(family, dtype), [[4, 9, 30, 7], [8, 8], [11] * 40]
+    own = LeanTarget.from_folder(folder, torch.float32)
+    wide = LeanTarget.from_folder(folder, torch.float32, expand=True)
+    assert (own.runtime, own.dtype, own.net.head.formats) == ("kernel", torch.float32, (str(dtype)[6:],))
+    assert wide.net.head.formats == ("float32",)
+    assert str(dtype)[6:] in own.runs_as
+    assert 1.9 < wide.num_weight_bytes / own.num_weight_bytes <= 2
+    for ours, theirs in zip(logits_of(own, prompts), logits_of(wide, prompts), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(own.embedding.plain(), wide.embedding.plain())
+    assert torch.equal(own.head.plain(), wide.head.plain())
+    tied = own.config.tie_word_embeddings
+    assert tied == (own.embedding.packed.weight.data_ptr() == own.head.packed[0].weight.data_ptr())
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_float64_and_int8_of_a_checkpoint_in_16_bits(family, halves):
+    """What does not run in float32 reads the same numbers."""
+    folder = halves(family, torch.bfloat16)
+    exact, own = LeanTarget.from_folder(folder, torch.float64), LeanTarget.from_folder(folder, torch.float32)
+    assert torch.equal(exact.embedding.plain().float(), own.embedding.plain())
+    assert torch.allclose(logits_of(exact, [[4, 9]])[0].float(), logits_of(own, [[4, 9]])[0], atol=1e-3)
+    small = LeanTarget.from_folder(folder, torch.float32, quantize="int8")
+    assert small.quantized == "int8"
+    assert torch.equal(small.embedding.plain(), own.embedding.plain())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_that_are_not_finite_are_named(dtype, tmp_path):
+    model = build("llama", **DIM).to(dtype)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[70, 3] = torch.inf
+    model.save_pretrained(tmp_path)
+    with refused(CheckpointError, "model.layers.1.mlp.up_proj.weight", "found 1 of 5120 that are NaN or infinite"):
+        LeanTarget.from_folder(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_those_of_float32(temperature, halves):
+    """Drafted or not, by a model that is read in 16 bits too."""
+    folder, texts = halves("llama", torch.bfloat16), []
+    for expand in (False, True):
+        target = LeanTarget.from_folder(folder, torch.float32, expand=expand)
+        for drafter in (None, CausalLMDrafter(LeanTarget.from_folder(folder, torch.float32), target.vocab_size)):
+            decoder, text = Decoder(target, drafter, "match", Budget(4, 3, 8)), {}
+            for seed, prompt in enumerate(([4, 9, 30], [8])):
+                sampling = Sampling(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True)
+                text[decoder.admit(prompt, sampling)] = ()
+            while decoder.num_running:
+                for row in decoder.step().rows:
+                    text[row.request_id] += row.token_ids
+            texts.append(list(text.values()))
+    assert texts.count(texts[0]) == 4

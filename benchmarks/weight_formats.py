@@ -1,0 +1,153 @@
+"""Weights in a file's own bits against float32 copies of the same: the same texts, and how much faster?
+
+    python benchmarks/weight_formats.py --json benchmarks/results/NAME.json
+    python benchmarks/weight_formats.py --target model.gguf --draft lookup --rounds 5
+    python benchmarks/weight_formats.py --num-prompts 100 --tokens 256 --rounds 1 --temperatures 0,1   # texts
+
+Both copies lie in memory and decode every prompt in turn, plainly and with drafts, round by round; figures are medians
+over the rounds, ratios medians over the pairs. The limit is the bandwidth of a plain sum over as many freshly written
+bytes as one token reads weights, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import draftwing as dw
+from draftwing.api import load_drafter
+from draftwing.evaluate.machine import describe_machine, read_bandwidth
+from draftwing.model.lean import LeanTarget
+from draftwing.model.weights import resolve
+from draftwing.shipped import SHIPPED
+from draftwing.text.tokenizer import Tokenizer
+
+
+def load(folder: Path, draft: str, *, expand: bool) -> dict[str, dw.LM]:
+    """The model with and without drafts."""
+    target = LeanTarget.from_folder(folder, torch.float32, expand=expand)
+    tokenizer = Tokenizer(folder)
+    found = {"plain": dw.LM(target, tokenizer)}
+    if draft != "none":
+        found[draft] = dw.LM(target, tokenizer, load_drafter(draft, target, tokenizer))
+    return found
+
+
+def prompts_of(path: Path | None, count: int) -> list[str]:
+    file = path or SHIPPED / "prompts.jsonl"
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    texts = [line.get("prompt") or line.get("question") or line["turns"][0] for line in lines]
+    return [texts[index % len(texts)] for index in range(count)]
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def main(
+    target: Annotated[str, typer.Option(help="A folder or GGUF file of a lean family.")] = str(SHIPPED / "target"),
+    draft: Annotated[str, typer.Option(help="A head, a draft model, lookup or none.")] = "eagle3",
+    prompts: Annotated[Path | None, typer.Option(help="JSONL; by default the shipped prompts.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 4,
+    tokens: Annotated[int, typer.Option(min=2)] = 96,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    temperatures: Annotated[str, typer.Option(help="With commas between them.")] = "0",
+    limit: Annotated[bool, typer.Option(help="Measure how fast memory is read.")] = True,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Compare weights in a file's own bits with float32."""
+    folder = resolve(target)
+    models = {name: load(folder, draft, expand=name == "float32") for name in ("own", "float32")}
+    texts = prompts_of(prompts, num_prompts)
+    rates: dict[str, list[float]] = {}
+    wording: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
+    forwards: dict[str, list[float]] = {}
+    wanted = [float(each) for each in temperatures.split(",")]
+    warm_up = 1 if rounds > 1 else 0
+    own = models["own"]["plain"].target
+    for turn in track(range(rounds + warm_up), "decoding", console=Console(stderr=True)):
+        for temperature in wanted:
+            for way in models["own"]:
+                for name, lms in models.items():
+                    began, count, steps = time.perf_counter(), 0, 0
+                    for index, text in enumerate(texts):
+                        options = {"max_tokens": tokens, "temperature": temperature, "seed": index, "ignore_eos": True}
+                        found = lms[way].generate([text], **options)[0]
+                        wording.setdefault((temperature, index), set()).add(tuple(found.token_ids))
+                        count, steps = count + len(found.token_ids), steps + found.stats.num_forwards
+                    key = f"{way}, T={temperature:g}, {name}"
+                    if turn >= warm_up:
+                        rates.setdefault(key, []).append(count / (time.perf_counter() - began))
+                        forwards.setdefault(key, []).append(count / steps)
+        if limit and turn >= warm_up:
+            bandwidth = read_bandwidth(own.num_weight_bytes) * 1e9 / own.num_weight_bytes
+            rates.setdefault("limit", []).append(bandwidth)
+    identical = sum(len(each) == 1 for each in wording.values())
+    rows = {}
+    for way in models["own"]:
+        for temperature in wanted:
+            key = f"{way}, T={temperature:g}"
+            ours, theirs = rates[f"{key}, own"], rates[f"{key}, float32"]
+            rows[key] = {
+                "own": statistics.median(ours),
+                "float32": statistics.median(theirs),
+                "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+                "tau": statistics.median(forwards[f"{key}, own"]),
+            }
+            if way == "plain" and "limit" in rates:
+                shares = [a / b for a, b in zip(ours, rates["limit"], strict=True)]
+                rows[key]["share_of_limit"] = statistics.median(shares)
+    report(folder, models, rows, identical, len(wording))
+    if output is not None:
+        settings = {
+            "target": Path(target).name,
+            "draft": Path(draft).name,
+            "num_prompts": num_prompts,
+            "tokens": tokens,
+        }
+        result = {
+            "settings": {
+                **settings,
+                "rounds": rounds,
+                "kernel_arch": os.environ.get("DRAFTWING_KERNEL_ARCH", "native"),
+            },
+            "matrices": {name: lms["plain"].target.runs_as for name, lms in models.items()},
+            "mb_per_token": {name: lms["plain"].target.num_weight_bytes / 1e6 for name, lms in models.items()},
+            "tokens_per_s": rows,
+            "limit_tokens_per_s": statistics.median(rates["limit"]) if "limit" in rates else None,
+            "identical": [identical, len(wording)],
+            "machine": describe_machine(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": commit(),
+        }
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def report(folder: Path, models: Any, rows: dict[str, dict[str, float]], identical: int, count: int) -> None:
+    own = models["own"]["plain"].target
+    table = Table("decoding", "own tokens/s", "float32", "ratio", "tau", "share of limit", title=f"{folder.name}")
+    for key, row in rows.items():
+        share = f"{row['share_of_limit']:.0%}" if "share_of_limit" in row else ""
+        figures = (f"{row[name]:.1f}" for name in ("own", "float32"))
+        table.add_row(key, *figures, f"{row['ratio']:.2f}x", f"{row['tau']:.2f}", share)
+    Console().print(table)
+    Console().print(
+        f"own: {own.runs_as}, {own.num_weight_bytes / 1e6:.1f} MB a token. Same text: {identical} of {count}."
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
