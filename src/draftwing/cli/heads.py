@@ -48,7 +48,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
     to: Annotated[str, typer.Option("--to", help="vllm or sglang.")] = "vllm",
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="Folder or hub id that the engine shall serve.")
+        str | None, typer.Option("--target", "-t", help="Folder, name or hub id that the engine shall serve.")
     ] = None,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Draft tokens in a row.")] = 3,
 ) -> None:
@@ -89,10 +89,9 @@ def doctor(
     from draftwing.api import load
     from draftwing.drafters.kinds import diagnose
     from draftwing.evaluate.fit import measure_fit
-    from draftwing.model.weights import resolve
-    from draftwing.shipped import SHIPPED
+    from draftwing.model.resolve import resolve
 
-    findings = diagnose(head, resolve(model.target) if model.target else SHIPPED / "target")
+    findings = diagnose(head, resolve(model.target))
     failed = any(each.status == "fail" for each in findings)
     fit = None
     if measure and not failed:
@@ -110,7 +109,7 @@ def doctor(
 
 def _target_id(target: str | None) -> Any:
     from draftwing.heads.identity import target_id_of_folder
-    from draftwing.model.weights import resolve
+    from draftwing.model.resolve import resolve
 
     return None if target is None else target_id_of_folder(resolve(target), target)
 
