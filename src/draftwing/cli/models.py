@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_app = typer.Typer(
-    invoke_without_command=True,
-    help="Models that have a name: what there is, `fetch`, `remove`.",
-    no_args_is_help=False,
-)
+_app = typer.Typer(invoke_without_command=True)
 Name = Annotated[str, typer.Argument(help="A name of `draftwing models`.")]
 
 

