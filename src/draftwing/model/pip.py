@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -113,7 +114,9 @@ def _bundled_pip() -> Path | None:
         import ensurepip
     except ImportError:  # some distributions leave it out
         return None
-    found = sorted(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"))
+    # Some distributions keep it elsewhere, and say where.
+    places = (Path(ensurepip.__file__).parent / "_bundled", sysconfig.get_config_var("WHEEL_PKG_DIR"))
+    found = [wheel for place in places if place for wheel in sorted(Path(place).glob("pip-*.whl"))]
     return found[-1] if found else None
 
 
