@@ -10,9 +10,11 @@ from types import ModuleType, SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub
+from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import add_tokenizer, refused
+from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.model import catalogue
 from draftwing.model.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel, entry_of
@@ -285,6 +287,17 @@ def test_a_head_is_found_with_the_target_that_it_comes_with(folders, add):
         dw.load("plain", "eagle3")
     with refusal("tiny does not come with a draft of kind eagle1: it comes with causal-lm.", "Give the folder of one"):
         dw.load("tiny", "eagle1")
+
+
+def test_an_engine_is_given_the_path_of_a_named_target(folders, add, monkeypatch):
+    add("tiny", folders["target"])
+    monkeypatch.setattr("draftwing.drafters.kinds.convert", lambda *_, **__: None)
+    places = {"tiny": folders["target"], str(folders["draft"]): folders["draft"], None: SHIPPED / "target"}
+    for name, place in places.items():
+        target = [] if name is None else ["--target", name]
+        shown = CliRunner().invoke(cli.app, ["export", "head", "--out", str(SHIPPED / "eagle3"), *target])
+        assert shown.exit_code == 0, shown.output
+        assert f"vllm serve {place} " in shown.stdout
 
 
 def test_a_target_without_a_name_gets_the_shipped_heads(folders):

@@ -12,6 +12,7 @@ from draftwing.cli import screen, tables
 from draftwing.cli.options import FewExamples, Json, Model, or_of, taps_of, with_options
 from draftwing.drafters.kinds import KINDS
 from draftwing.errors import ConfigError
+from draftwing.model.catalogue import entry_of
 
 __all__ = ["register"]
 
@@ -60,12 +61,13 @@ def export(
     """
     from draftwing.drafters.kinds import convert as run
     from draftwing.heads.convert import SERVED_BY, serve_command
-    from draftwing.shipped import SHIPPED
+    from draftwing.model.resolve import fetch
 
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
     run(head, out, to, target=_target_id(target))
-    print(serve_command(to, target or str(SHIPPED / "target"), out, depth))
+    entry = entry_of(target)  # engines do not know our names
+    print(serve_command(to, str(target if entry is None else fetch(entry)), out, depth))
 
 
 @with_options

@@ -259,7 +259,7 @@ class _Shown:
 
     def __init__(self, name: str, total: int, bar: Callable[[int], None] | None) -> None:
         self._name, self._total, self._bar = name, total, bar
-        self._began = self._told = time.monotonic()
+        self._told = time.monotonic()
 
     def __call__(self, done: int) -> None:
         done = min(done, self._total)
