@@ -21,6 +21,9 @@ __all__ = ["WeightFiles", "Weights", "check_finite"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 class Weights(Protocol):
     """Where a model's tensors come from: ``WeightFiles``, or a GGUF file."""
@@ -40,10 +43,6 @@ class Weights(Protocol):
     def unused(self, used: set[str]) -> list[str]:
         """The tensors that are not in ``used``, sorted."""
         ...
-
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightFiles:
