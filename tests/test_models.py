@@ -66,6 +66,8 @@ class Index:
         """Let a script be pip: it knows the folder ``into`` in which pip puts wheels, and ``wheel``, the right one."""
         script = self.root / "pip.py"
         begin = ["import os, pathlib, shutil, signal, sys, tempfile, time", f"wheel = {str(self.wheel)!r}"]
+        begin += ["def wait_for(path, until=time.time() + 60):"]
+        begin += ["    while not os.path.exists(path) and time.time() < until: time.sleep(0.01)"]
         begin += ["into = sys.argv[sys.argv.index('--dest') + 1]", "os.mkdir(into)"]
         script.write_text("\n".join([*begin, *lines]))
         self.patch.setattr(pip, "_pip", lambda: [sys.executable, str(script)])
@@ -438,7 +440,7 @@ def test_two_processes_fetch_once(index):
     log, go = index.root / "runs", index.root / "go"
     index.pip_does(
         f"open({str(log)!r}, 'a').write('run ')",
-        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)",
+        f"wait_for({str(go)!r})",
         "shutil.copy(wheel, into)",
     )
     first = start(index)
@@ -520,7 +522,7 @@ def test_a_long_fetch_says_how_far_it_is(index, capfd, monkeypatch):
         "part = open(os.path.join(tempfile.gettempdir(), 'part'), 'wb')",
         "part.write(data[:1_300_000])",
         "part.flush()",
-        f"while not os.path.exists({str(half)!r}): time.sleep(0.01)",
+        f"wait_for({str(half)!r})",
         "shutil.copy(wheel, into)",
     )
     looks = []
