@@ -1,17 +1,13 @@
 """Opening checkpoints: what is read, and what every damaged one is told."""
 
-import importlib
 import json
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import errors as hub
 from safetensors.torch import save_file
 
 from draftwing.errors import CheckpointError
-from draftwing.model.weights import WeightFiles, check_finite, resolve
+from draftwing.model.weights import WeightFiles, check_finite
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(12.0).view(4, 3),
@@ -167,102 +163,3 @@ def test_check_finite(dtype):
 
 def test_check_finite_takes_integers():
     check_finite("d2t", torch.tensor([1, 2]))
-
-
-def test_resolve_local(tmp_path, monkeypatch):
-    assert resolve(str(tmp_path)) == tmp_path
-    assert resolve(tmp_path, "main") == tmp_path
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    assert resolve("org/name").resolve() == tmp_path / "org" / "name"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve("~/org").resolve() == tmp_path / "org"
-    (tmp_path / "file").touch()
-    with refusal("file: expected a model folder, found a file. Give the folder"):
-        resolve("file")
-
-
-@pytest.mark.parametrize(
-    "path", ["./absent", "../absent", "/absent/model", "~/absent", "a/b/c", "a\\b", "", "org/", "-x"]
-)
-def test_resolve_does_not_ask_the_hub_for_paths(path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    with refusal("expected a model folder or a Hugging Face Hub id such as org/name, found no such folder. Check the"):
-        resolve(path)
-
-
-def test_resolve_hub(tmp_path, monkeypatch):
-    asked = {}
-
-    def download(repo, **options):
-        asked.update(options, repo=repo)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("org/some-model.v1", "abc") == tmp_path
-    assert (asked["repo"], asked["revision"]) == ("org/some-model.v1", "abc")
-    files = [
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-        "merges.txt",
-        "chat_template.jinja",
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-        "original/params.json",
-        "onnx/model.safetensors",
-    ]
-    kept = huggingface_hub.utils.filter_repo_objects(
-        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-    )
-    assert list(kept) == files[:6]
-
-
-def response(status):
-    return SimpleNamespace(headers={}, request=None, status_code=status)
-
-
-# The HTTP library differs with the client's version.
-http = importlib.import_module(hub.HfHubHTTPError.__bases__[0].__module__.split(".")[0])
-ConnectError = getattr(http, "ConnectError", None) or http.ConnectionError
-
-FAILURES = [
-    (hub.RepositoryNotFoundError("404", response=response(404)), "no such model on the Hub. Check the spelling"),
-    (hub.GatedRepoError("403", response=response(403)), "gated. Accept its terms on its page"),
-    (hub.RevisionNotFoundError("404", response=response(404)), "the Hub model has no revision 'v9'. Check the branch"),
-    (hub.HFValidationError("bad id"), "it is not a valid Hub id (bad id)"),
-    (hub.LocalEntryNotFoundError("no\nnet"), "the Hub cannot be reached, with no whole copy in the local cache (no)"),
-    (ConnectError("refused"), "the Hub cannot be reached, with no whole copy in the local cache (refused)"),
-    (ConnectionError("reset"), "the Hub cannot be reached"),
-    (hub.OfflineModeIsEnabled("off"), "the Hub is switched off (HF_HUB_OFFLINE)"),
-    (OSError(28, "No space left on device"), "the download failed (OSError: [Errno 28] No space left on device)"),
-    (hub.HfHubHTTPError("500 Server Error", response=response(500)), "the download failed (HfHubHTTPError: 500"),
-]
-
-
-@pytest.mark.parametrize(("error", "text"), FAILURES, ids=[type(error).__name__ for error, _ in FAILURES])
-def test_resolve_explains_failed_downloads(error, text, monkeypatch):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with refusal("org/name: there is no such local folder, and ", text):
-        resolve("org/name", "v9")
-
-
-def test_resolve_lets_bugs_through(monkeypatch):
-    def fail(*_, **__):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ZeroDivisionError):
-        resolve("org/name")
-
-
-def test_resolve_offline(tmp_path, monkeypatch):
-    # The real client, told to stay offline, with an empty cache.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with refusal("org/name: there is no such local folder, and the Hub", "local cache", "give a local model folder"):
-        resolve("org/name")

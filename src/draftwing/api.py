@@ -15,11 +15,11 @@ from draftwing.drafters.kinds import drafter_maker
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.lm import LM, Generation, StreamStep
 from draftwing.model.adapter import AdapterTarget
+from draftwing.model.catalogue import entry_of
 from draftwing.model.config import LEAN_MODEL_TYPES, read_config
 from draftwing.model.lean import LeanTarget
+from draftwing.model.resolve import resolve
 from draftwing.model.target import Target
-from draftwing.model.weights import resolve
-from draftwing.shipped import shipped_folder
 from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -78,11 +78,12 @@ def load(
     """Load a target and a drafter.
 
     Args:
-        target: a folder or a hub id; None is the small Python-writing model that comes with Draftwing.
-        draft: a folder or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same tokenizer,
-            ``"lookup"`` or ``"none"``. None takes the shipped EAGLE-3 head for the shipped
-            target, ``"lookup"`` for any other, and ``"none"`` for one with recurrent layers, which cannot take drafted
-            tokens back.
+        target: a folder, a GGUF file, a hub id, or a name of the catalogue (``draftwing models``), which is downloaded
+            once; None is the small Python-writing model that comes with Draftwing.
+        draft: an EAGLE head (in any layout) or a smaller causal LM with the same tokenizer, given like a target;
+            ``"lookup"`` or ``"none"``. None takes the head that comes with Draftwing for this target (EAGLE-3 for the
+            shipped one), ``"lookup"`` where none does, and ``"none"`` for a target with recurrent layers, which cannot
+            take drafted tokens back.
         rule, lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides it step by step.
         draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from.
@@ -101,7 +102,7 @@ def load(
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {unknown[0]!r}")
     device = model.get("device")
-    folder = resolve(target, model.get("revision")) if target is not None else shipped_folder("target")
+    entry, folder = entry_of(target), resolve(target, model.get("revision"))
     loaded = load_target(
         folder,
         dtype=model.get("dtype", "float32"),
@@ -112,7 +113,8 @@ def load(
     )
     tokenizer = Tokenizer(folder)
     if draft is None:
-        draft = "eagle3" if target is None else "lookup" if loaded.supports_trees else "none"
+        best = entry.best_head if entry is not None else None
+        draft = best or ("lookup" if loaded.supports_trees else "none")
     new_drafter = load_drafter(draft, loaded, tokenizer, device=device, options=draft_options)
     return LM(loaded, tokenizer, new_drafter, rule, budget, lossless=lossless)
 
@@ -157,11 +159,13 @@ def load_drafter(
     device: str | torch.device | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[], Drafter]:
-    """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a folder or hub id of a head or a causal LM.
+    """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a head or a causal LM as a folder, a
+    name or a hub id.
 
-    For the shipped target there are ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` too. ``tokenizer`` is the target's;
-    without it nothing is known of what the draft's ids mean but their number. What drafts for a quantised target is
-    quantised like it, and in float32 too where the CPU kernel drafts faster so: the text is the target's either way.
+    ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` are those that come with Draftwing for this target. ``tokenizer`` is
+    the target's; without it nothing is known of what the draft's ids mean but their number. What drafts for a
+    quantised target is quantised like it, and in float32 too where the CPU kernel drafts faster so: the text is the
+    target's either way.
 
     Args:
         device: of a draft model; a head is where the target is.

@@ -36,7 +36,7 @@ def compare(
         typer.Option(
             "--draft",
             "-d",
-            help=f"{DRAFTS} Repeatable. [default: lookup, and for the shipped target all that come with it]",
+            help=f"{DRAFTS} Repeatable. [default: lookup, and all that come with Draftwing for the target]",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decode every prompt so often.")] = 1,

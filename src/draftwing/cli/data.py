@@ -160,8 +160,7 @@ def cache(
     """
     from draftwing.api import load_target
     from draftwing.heads.identity import target_id
-    from draftwing.model.weights import resolve
-    from draftwing.shipped import SHIPPED
+    from draftwing.model.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
     from draftwing.train.data.batches import Batches
     from draftwing.train.data.files import read_examples, split
@@ -172,7 +171,7 @@ def cache(
         raise ConfigError(f"--method must be one of {', '.join(methods())}, found {method!r}")
     kind, _ = method_named(method)
     taps = taps_of(features.taps)
-    folder = resolve(features.target) if features.target is not None else SHIPPED / "target"
+    folder = resolve(features.target)
     tokenizer = Tokenizer(folder)
     with progress("reading the data") as on_data:
         corpus = read_examples(data.data, tokenizer, max_length=length, exclude=data.exclude, on_progress=on_data)

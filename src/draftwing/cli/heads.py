@@ -12,6 +12,7 @@ from draftwing.cli import screen, tables
 from draftwing.cli.options import FewExamples, Json, Model, or_of, taps_of, with_options
 from draftwing.drafters.kinds import KINDS
 from draftwing.errors import ConfigError
+from draftwing.model.catalogue import entry_of
 
 __all__ = ["register"]
 
@@ -48,7 +49,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
     to: Annotated[str, typer.Option("--to", help="vllm or sglang.")] = "vllm",
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="Folder or hub id that the engine shall serve.")
+        str | None, typer.Option("--target", "-t", help="Folder, name or hub id that the engine shall serve.")
     ] = None,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Draft tokens in a row.")] = 3,
 ) -> None:
@@ -60,12 +61,13 @@ def export(
     """
     from draftwing.drafters.kinds import convert as run
     from draftwing.heads.convert import SERVED_BY, serve_command
-    from draftwing.shipped import SHIPPED
+    from draftwing.model.resolve import fetch
 
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
     run(head, out, to, target=_target_id(target))
-    print(serve_command(to, target or str(SHIPPED / "target"), out, depth))
+    entry = entry_of(target)  # engines do not know our names
+    print(serve_command(to, str(target if entry is None else fetch(entry)), out, depth))
 
 
 @with_options
@@ -89,10 +91,9 @@ def doctor(
     from draftwing.api import load
     from draftwing.drafters.kinds import diagnose
     from draftwing.evaluate.fit import measure_fit
-    from draftwing.model.weights import resolve
-    from draftwing.shipped import SHIPPED
+    from draftwing.model.resolve import resolve
 
-    findings = diagnose(head, resolve(model.target) if model.target else SHIPPED / "target")
+    findings = diagnose(head, resolve(model.target))
     failed = any(each.status == "fail" for each in findings)
     fit = None
     if measure and not failed:
@@ -110,7 +111,7 @@ def doctor(
 
 def _target_id(target: str | None) -> Any:
     from draftwing.heads.identity import target_id_of_folder
-    from draftwing.model.weights import resolve
+    from draftwing.model.resolve import resolve
 
     return None if target is None else target_id_of_folder(resolve(target), target)
 

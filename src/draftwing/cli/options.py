@@ -16,6 +16,7 @@ import typer
 
 from draftwing.drafters.kinds import KINDS
 from draftwing.errors import ConfigError, shown
+from draftwing.model.catalogue import entry_of
 
 if TYPE_CHECKING:
     from draftwing.api import LM
@@ -50,12 +51,18 @@ def or_of(names: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def _shipped(target: str | None) -> list[str]:
+    """The kinds of the drafts that come with Draftwing for a target."""
+    entry = entry_of(target)
+    return [name for name in KINDS if entry is not None and name in entry.heads]
+
+
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
 _FOLDERS = [kind.help for kind in KINDS.values() if kind.recognises is not None]
-_SHIPPED = [kind.name for kind in KINDS.values() if kind.shipped is not None]
+_TARGETS = "Folder, GGUF file, name (see draftwing models) or hub id. [default: the model that comes with Draftwing]"
 DRAFTS = (
-    f"{', '.join(f'{name} ({KINDS[name].help})' for name in _NAMED)}, or a folder or hub id of {or_of(_FOLDERS)}; for "
-    f"the shipped target {or_of(_SHIPPED)} too."
+    f"{', '.join(f'{name} ({KINDS[name].help})' for name in _NAMED)}, or a folder, name or hub id of "
+    f"{or_of(_FOLDERS)}; for the shipped target {or_of(_shipped(None))} too."
 )
 _MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
@@ -64,7 +71,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        help=f"{DRAFTS} [default: eagle3 for the shipped target, else lookup]",
+        help=f"{DRAFTS} [default: what comes with Draftwing for the target (eagle3 for the shipped one), else lookup]",
     ),
 ]
 Prompts = Annotated[
@@ -74,9 +81,7 @@ Prompts = Annotated[
 NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Use the first so many prompts.")]
 
 
-Target = Annotated[
-    str | None, typer.Option("--target", "-t", help="Folder or hub id. [default: the model that comes with Draftwing]")
-]
+Target = Annotated[str | None, typer.Option("--target", "-t", help=_TARGETS)]
 
 
 def _option(help: str, *names: str, panel: str) -> Any:
@@ -92,9 +97,7 @@ sampling_option = functools.partial(_option, panel="Sampling")
 class Model:
     """Which target, and how it runs."""
 
-    target: Annotated[
-        str | None, _model("Folder or hub id. [default: the model that comes with Draftwing]", "--target", "-t")
-    ] = None
+    target: Annotated[str | None, _model(_TARGETS, "--target", "-t")] = None
     dtype: Annotated[str, _model("float32, bfloat16, float16, float64, or auto: the checkpoint's own.")] = "float32"
     quantize: Annotated[
         str | None,
@@ -119,7 +122,7 @@ class Model:
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
-        wanted = list(drafts or [*_NAMED, *(_SHIPPED if self.target is None else [])])
+        wanted = list(drafts or [*_NAMED, *_shipped(self.target)])
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again

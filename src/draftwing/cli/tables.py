@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from draftwing.evaluate.predict import Predictions
     from draftwing.heads.doctor.examine import Finding
 
-__all__ = ["LAW_ALONE", "print_comparison", "print_findings", "print_info", "print_predictions", "print_verification"]
+__all__ = [
+    "LAW_ALONE",
+    "print_comparison",
+    "print_findings",
+    "print_info",
+    "print_models",
+    "print_predictions",
+    "print_verification",
+]
 
 # What the classic rules promise at a temperature above 0.
 LAW_ALONE = "at a temperature above 0 this rule keeps the law of the text, not the text itself"
@@ -99,6 +107,32 @@ def print_verification(verification: Verification, name_of: Callable[[int], str]
             Text("a tie within the rounding noise" if each.is_tie else "DIFFERENT", "yellow" if each.is_tie else "red"),
         )
     console.print(table)
+
+
+def print_models(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The models that have a name, each as ``models --json`` describes it; under the table, where they lie."""
+    console = new_console()
+    table = Table("name")
+    table.add_column("parameters", justify="right")
+    table.add_column("licence")
+    table.add_column("source")
+    table.add_column("size", justify="right")
+    table.add_column("here")
+    table.add_column("heads")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            f"{row['num_parameters'] / 1e6:.0f}M",
+            row["licence"],
+            row["source"],
+            f"{row['num_bytes'] / 1e6:,.0f} MB",
+            "yes" if row["path"] else "no",
+            ", ".join(row["heads"]) or "-",
+        )
+    console.print(table)
+    for row in rows:
+        if row["path"]:
+            put_line(console, f"{row['name']}: {row['path']}", "dim")
 
 
 def _token(token: int, name_of: Callable[[int], str]) -> str:

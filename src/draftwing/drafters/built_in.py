@@ -140,13 +140,13 @@ def _eagle(version: int, help: str, layouts: tuple[str, ...], settings: tuple[st
         settings=settings,
     )
     name = f"eagle{version}"
-    return Kind(name, help, partial(from_head, net), partial(_is_eagle, version), shipped=name, net=net)
+    return Kind(name, help, partial(from_head, net), partial(_is_eagle, version), net=net)
 
 
 BUILT_IN = (
     Kind("none", "plain decoding", _make_none),
     Kind("lookup", "what followed the same words earlier in the text", _make_lookup, options={"min_match": _min_match}),
-    Kind("causal-lm", "a smaller causal LM with the same tokenizer", _make_causal_lm, _is_causal_lm, "draft"),
+    Kind("causal-lm", "a smaller causal LM with the same tokenizer", _make_causal_lm, _is_causal_lm),
     _eagle(
         1,
         "an EAGLE-1 or EAGLE-2 head",

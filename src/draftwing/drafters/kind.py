@@ -119,11 +119,11 @@ class Kind:
     """A kind of draft.
 
     Attributes:
-        name: what ``draft=`` calls it where it needs no folder or comes with Draftwing, and its heads' configs say.
+        name: what ``draft=`` calls it where it needs no folder or comes with Draftwing (``model.catalogue``), and its
+            heads' configs say.
         help: one line.
         make: a maker of drafters with empty state.
         recognises: whether a folder, given its ``config.json`` and path, holds one; None for a kind without folders.
-        shipped: the folder of the one that comes with Draftwing for the shipped target.
         options: what ``draft_options`` may say, each with a check that returns the value or raises ConfigError.
         net: of a kind that drafts by a trained net.
     """
@@ -132,6 +132,5 @@ class Kind:
     help: str
     make: Callable[[Source], NewDrafter]
     recognises: Callable[[Mapping[str, Any], Path], bool] | None = None
-    shipped: str | None = None
     options: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     net: NetKind | None = None

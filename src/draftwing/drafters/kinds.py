@@ -15,6 +15,7 @@ from draftwing.drafters.built_in import BUILT_IN
 from draftwing.drafters.kind import Kind, Method, NetKind, NewDrafter, NewNet, Source
 from draftwing.drafters.own import net_kind
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.model.catalogue import CATALOGUE, SHIPPED_TARGET, entry_of
 
 if TYPE_CHECKING:
     import torch
@@ -131,16 +132,13 @@ def drafter_maker(
     Raises:
         ConfigError: an option that this draft does not have, or a value that it does not take.
     """
-    from draftwing.model.weights import resolve
-    from draftwing.shipped import shipped_folder
+    from draftwing.model.resolve import resolve
 
     name, folder = str(draft), Path()
     kind = KINDS.get(name)
-    if kind is None or (kind.recognises is not None and kind.shipped is None):
-        folder = resolve(draft)
+    if kind is None or kind.recognises is not None:
+        folder = _shipped_head(name, target.name) or resolve(draft)
         kind = kind_of_folder(folder)
-    elif kind.shipped is not None:
-        folder = shipped_folder(kind.shipped)
     checked = {}
     for option, value in (options or {}).items():
         if option not in kind.options:
@@ -150,6 +148,17 @@ def drafter_maker(
             raise ConfigError(f"draft_options: {draft} has no option {option!r}: {has}")
         checked[option] = kind.options[option](value)
     return kind.make(Source(target, tokenizer, name, folder, device, checked))
+
+
+def _shipped_head(kind: str, target: str) -> Path | None:
+    """The folder of a draft that comes with Draftwing; None where the name is not that of such a kind.
+
+    A target without a name in the catalogue gets those of the shipped target: it may be that one, held by transformers
+    or under another path, and what is made for another target is refused when it is read.
+    """
+    if kind in KINDS and any(kind in entry.heads for entry in CATALOGUE.values()):
+        return (entry_of(target) or SHIPPED_TARGET).head(kind)
+    return None
 
 
 def convert(source: Path, destination: Path, to: str, **said: Any) -> None:

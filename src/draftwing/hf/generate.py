@@ -29,8 +29,8 @@ from draftwing.errors import TokenizerError, UnsupportedError
 from draftwing.hf.columns import Columns, Ends
 from draftwing.hf.settings import pad_id, read_prompts, read_sampling, refuse
 from draftwing.model.adapter import AdapterTarget
+from draftwing.model.resolve import resolve
 from draftwing.model.target import Target
-from draftwing.model.weights import resolve
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 
@@ -66,8 +66,9 @@ def custom_generate(
     - ``tokenizer``: give it here, where ``stop_strings`` need it.
 
     Args:
-        draft: a folder or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same tokenizer,
-            ``"lookup"``, ``"none"``, or a callable that is given the target and makes a drafter with empty state.
+        draft: a folder, name or hub id of an EAGLE head (in any layout) or of a smaller causal LM with the same
+            tokenizer, ``"lookup"``, ``"none"``, or a callable that is given the target and makes a drafter with empty
+            state.
         budget: how much to draft in every step; None decides it step by step.
         rule, lossless: see ``Decoder``.
         seed: of sampled text; None draws one for each call from torch's generator, which ``torch.manual_seed``

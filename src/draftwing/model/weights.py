@@ -1,11 +1,10 @@
-"""Weights on disk: finding a model's folder, reading its safetensors, and saying what is wrong with them."""
+"""Weights on disk: reading a folder's safetensors, and saying what is wrong with them."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
-import re
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,28 +18,12 @@ from draftwing.model.mapped import MappedFile
 from draftwing.model.stored import Stored
 from draftwing.run.kernel.formats import format_of
 
-__all__ = ["WeightFiles", "Weights", "check_finite", "resolve"]
+__all__ = ["WeightFiles", "Weights", "check_finite"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-# What a target needs: configs, weights and the tokenizer's files.
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
-# Other formats' folders, and the second copy of the weights that Mistral's repositories hold.
-_UNWANTED = ["*/*", "consolidated*"]
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-# Prefixes: of httpx there are several generations.
-_CLIENT = ("huggingface_hub", "hf_xet", "httpx", "httpcore", "requests", "urllib3")
-_UNREACHABLE = {
-    "LocalEntryNotFoundError",
-    "RevisionResolutionError",
-    "ConnectionError",
-    "TransportError",
-    "RequestException",
-    "TimeoutError",
-}
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights(Protocol):
@@ -61,10 +44,6 @@ class Weights(Protocol):
     def unused(self, used: set[str]) -> list[str]:
         """The tensors that are not in ``used``, sorted."""
         ...
-
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightFiles:
@@ -272,81 +251,6 @@ def check_finite(name: str, tensor: Tensor) -> None:
             f"weight {name}: expected finite numbers, found {bad} of {tensor.numel()} that are NaN or infinite. "
             "Download the checkpoint again, or, if it was converted to float16, use bfloat16 or float32."
         )
-
-
-def resolve(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a model, downloaded from the Hugging Face Hub if need be.
-
-    Args:
-        path_or_hub_id: an existing folder, which is returned; or else a Hub id, ``name`` or ``organisation/name``.
-        revision: a branch, tag or commit on the Hub; without meaning for a folder.
-
-    Raises:
-        CheckpointError: no such folder, or no such model on the Hub, or the Hub cannot be reached and the model
-            is not in the local cache.
-    """
-    text = os.fspath(path_or_hub_id)
-    folder = Path(text).expanduser()
-    if text and folder.is_dir():
-        return folder
-    if text and folder.exists():
-        raise CheckpointError(f"{text}: expected a model folder, found a file. Give the folder that it is in.")
-    if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(text):
-        raise CheckpointError(
-            f"{text or repr(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
-            "folder. Check the path."
-        )
-    return _download(text, revision)
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    # Here, not above: the client takes a while to import, and a local folder does not need it.
-    import huggingface_hub
-
-    try:
-        found = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
-        )
-    except Exception as error:
-        # The client raises its own errors, the operating system's and those of whichever HTTP library its version is
-        # built on. Anything else is a bug and goes through.
-        if not (isinstance(error, OSError) or type(error).__module__.startswith(_CLIENT)):
-            raise
-        raise CheckpointError(_why(repo, revision, error)) from error
-    return Path(str(found))
-
-
-def _why(repo: str, revision: str | None, error: BaseException) -> str:
-    """What a failed download means and what to do about it."""
-    names: set[str] = set()
-    link: BaseException | None = error
-    while link is not None:  # the client wraps the reason, sometimes twice
-        names |= {kind.__name__ for kind in type(link).__mro__}
-        link = link.__cause__
-    lead = f"{repo}: there is no such local folder, and "
-    if "GatedRepoError" in names:
-        return f"{lead}the Hub model is gated. Accept its terms on its page, then log in with `hf auth login`."
-    if "RevisionNotFoundError" in names:
-        return f"{lead}the Hub model has no revision {revision!r}. Check the branch, tag or commit."
-    if "RepositoryNotFoundError" in names:
-        return f"{lead}no such model on the Hub. Check the spelling; if it is private, log in with `hf auth login`."
-    if "HFValidationError" in names:
-        return f"{lead}it is not a valid Hub id ({error}). Check the spelling."
-    if "OfflineModeIsEnabled" in names:
-        return (
-            f"{lead}the Hub is switched off (HF_HUB_OFFLINE) with no whole copy in the local cache. Unset it, or give "
-            "a local model folder."
-        )
-    if names & _UNREACHABLE:
-        return (
-            f"{lead}the Hub cannot be reached, with no whole copy in the local cache ({_first_line(error)}). Check the "
-            "network, or give a local model folder."
-        )
-    return f"{lead}the download failed ({type(error).__name__}: {_first_line(error)}). Try again, or check disk space."
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _no_weights(folder: Path) -> str:

