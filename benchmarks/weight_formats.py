@@ -30,7 +30,7 @@ import draftwing as dw
 from draftwing.api import load_drafter
 from draftwing.evaluate.machine import describe_machine, read_bandwidth
 from draftwing.model.lean import LeanTarget
-from draftwing.model.weights import resolve
+from draftwing.model.resolve import resolve
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
 

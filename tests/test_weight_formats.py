@@ -1,6 +1,7 @@
 """Weights in the file's own bits: every format gives the numbers of its float32 expansion, to the bit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -270,3 +271,12 @@ def test_texts_are_those_of_float32(temperature, halves):
                     text[row.request_id] += row.token_ids
             texts.append(list(text.values()))
     assert texts.count(texts[0]) == 4
+
+
+def test_the_documented_table_is_the_table():
+    page = Path(__file__).parents[1] / "docs" / "weights.md"
+    rows = [line.strip("|").split("|") for line in page.read_text(encoding="utf-8").split("\n") if line[:2] == "| "][1:]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert [(name, float(size), needs, exact) for name, size, _, needs, exact in cells] == [
+        (kind.name, round(kind.bytes_per_weight, 6), kind.needs, kind.exact) for kind in FORMATS.values()
+    ]
