@@ -4,6 +4,7 @@
     python benchmarks/peers.py --precision int8 --peers draftwing,openvino,llama.cpp
     python benchmarks/peers.py --target /tmp/inflated-1b/target --eagle3 /tmp/inflated-1b/eagle3 \\
         --eagle1 /tmp/inflated-1b/eagle1 --peers draftwing,openvino/plain,openvino/lookup,llama.cpp --max-tokens 64
+    python benchmarks/peers.py --target model.gguf --peers draftwing/plain,draftwing/lookup,openvino,llama.cpp
     python benchmarks/peers.py --num-prompts 1 --rounds 1 --max-tokens 16    # does everything run?
 
 Same checkpoint, prompts (as token ids), precision and number of threads; greedy, batch 1, end tokens ignored. Each
@@ -46,7 +47,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
         description=about, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = "; ".join(f"{peer}: {', '.join(names)}" for peer, names in PEERS.items())
-    parser.add_argument("--target", type=Path, help="a Hugging Face folder [default: the shipped target]")
+    parser.add_argument(
+        "--target", type=Path, help="a Hugging Face folder, or a GGUF file, read as it is [default: the shipped target]"
+    )
     parser.add_argument("--eagle3", type=Path, help="a folder with an EAGLE-3 head [default: the shipped one]")
     parser.add_argument("--eagle1", type=Path, help="a folder with an EAGLE-1 head [default: the shipped one]")
     parser.add_argument("--draft-lm", type=Path, help="a folder with a small causal LM [default: the shipped one]")
@@ -79,7 +82,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 def settings_of(args: argparse.Namespace, shipped: Path) -> Settings:
     """The folders filled in: what ships with Draftwing drafts for the shipped target only."""
-    target = (args.target or shipped / "target").resolve()
+    from draftwing.model.resolve import resolve
+
+    target = resolve(args.target).resolve() if args.target else (shipped / "target").resolve()
     own = target == (shipped / "target").resolve()
     given = {"eagle3": args.eagle3, "eagle1": args.eagle1, "draft-lm": args.draft_lm}
     defaults = {"eagle3": shipped / "eagle3", "eagle1": shipped / "eagle1", "draft-lm": shipped / "draft"}
@@ -87,7 +92,7 @@ def settings_of(args: argparse.Namespace, shipped: Path) -> Settings:
     return Settings(
         target,
         {name: None if folder is None else folder.resolve() for name, folder in drafts.items()},
-        args.precision,
+        "gguf" if (target / "model.gguf").exists() else args.precision,
         args.threads,
         args.max_tokens,
         args.folder.resolve() / "models",
@@ -141,10 +146,10 @@ def measure(args: argparse.Namespace) -> None:
     finally:
         measurement.close()
     outcomes = measurement.outcomes
-    figures, notes = report.figures_of(outcomes), report.notes_of(outcomes, args.precision, inflated)
-    name = args.target.resolve().parent.name if inflated else settings.target.name
+    figures, notes = report.figures_of(outcomes), report.notes_of(outcomes, settings.precision, inflated)
+    name = args.target.resolve().parent.name if inflated else (args.target or settings.target).name
     title = (
-        f"{name}{' (inflated)' if inflated else ''}, {args.precision}, {len(prompts)} prompts of {args.max_tokens} "
+        f"{name}{' (inflated)' if inflated else ''}, {settings.precision}, {len(prompts)} prompts of {args.max_tokens} "
         f"tokens, {args.rounds} rounds, {args.threads} threads"
     )
     out = Console(width=None if sys.stdout.isatty() else 130)
@@ -182,7 +187,7 @@ def about_of(args: argparse.Namespace, settings: Settings, prompts: Sequence[Seq
     return {
         "target": f"{settings.target.parent.name}/{settings.target.name}",
         "drafts": {name: None if folder is None else folder.name for name, folder in settings.drafts.items()},
-        "precision": args.precision,
+        "precision": settings.precision,
         "prompts": args.prompts.name if args.prompts else "shipped",
         "num_prompts": len(prompts),
         "prompt_tokens": [len(prompt) for prompt in prompts],

@@ -21,6 +21,8 @@ class GenAI:
     """``LLMPipeline`` on the CPU; in int8 with everything as it is by default."""
 
     def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
+        if job["precision"] == "gguf":  # it reads such files itself
+            return {"model": str((Path(job["target"]) / "model.gguf").resolve())}
         found = {"model": str(converted(Path(job["target"]), Path(job["cache"]), job["precision"]))}
         if job["draft"] is not None:
             draft = converted(Path(job["draft"]), Path(job["draft_cache"]), job["precision"])

@@ -12,11 +12,13 @@ MIN_CONTEXT = 2048
 
 
 class LlamaCpp:
-    """GGUF in float32 with a float32 cache, or Q8_0 with llama.cpp's usual float16 one."""
+    """GGUF in float32 with a float32 cache; Q8_0, or a file as it is, with llama.cpp's usual float16 one."""
 
     def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
         from peers.gguf_file import write_gguf
 
+        if job["precision"] == "gguf":
+            return {"model": str((Path(job["target"]) / "model.gguf").resolve())}
         file = Path(job["cache"]) / ("Q8_0.gguf" if job["precision"] == "int8" else "F32.gguf")
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +31,7 @@ class LlamaCpp:
 
         draft = LlamaPromptLookupDecoding(num_pred_tokens=job["draft_tokens"]) if job["mode"] == "lookup" else None
         cache = (
-            {} if job["precision"] == "int8" else {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+            {} if job["precision"] != "fp32" else {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
         )
         self.llama = llama_cpp.Llama(
             job["model"],
