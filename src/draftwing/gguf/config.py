@@ -44,7 +44,7 @@ def architecture_of(file: GgufFile) -> str:
     found = file.metadata.text("general.architecture")
     if found not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{where}: GGUF files of the architecture {found:.40!r} are not supported; expected one of "
+            f"{where}: GGUF files of the architecture {found!r:.42} are not supported; expected one of "
             f"{', '.join(ARCHITECTURES)}. {_ANOTHER}"
         )
     # Files from before version 2 of the blocks hold others under the same numbers.
@@ -69,6 +69,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     of = f"{architecture}."
     hidden = data.integer(f"{of}embedding_length", minimum=1)
     heads = data.integer(f"{of}attention.head_count", minimum=1)
+    if hidden % heads and f"{of}attention.key_length" not in data:
+        raise ConfigError(
+            f"{data.where}: `{of}embedding_length` {hidden} is not divisible by `{of}attention.head_count` {heads}, and "
+            f"there is no `{of}attention.key_length`. Convert the model again."
+        )
     head_dim = data.integer(f"{of}attention.key_length", hidden // heads, minimum=1)
     value_dim = data.integer(f"{of}attention.value_length", head_dim, minimum=1)
     if value_dim != head_dim:

@@ -11,7 +11,6 @@ import mmap
 import os
 import re
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,8 @@ class GgufFile:
         return memoryview(self.maps[info.part])[info.start : info.start + info.num_bytes]
 
     def close(self) -> None:
-        """Unmap the files, as soon as no tensor needs them any more."""
-        while self.maps:
-            mapped = self.maps.pop()
-            with suppress(BufferError):  # tensors still look at it: it goes with the last of them
-                mapped.close()
+        """Let go of the files. They are unmapped with the last tensor over them: PyTorch keeps a map, not its lock."""
+        self.maps.clear()
 
 
 def open_file(path: Path) -> GgufFile:

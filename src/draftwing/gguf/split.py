@@ -91,7 +91,7 @@ def split_of(name: str, where: str) -> Split:
     """
     if name not in SPLITS:
         raise TokenizerError(
-            f"{where}: the pre-tokenizer {name:.40!r} (`tokenizer.ggml.pre`) is not supported; expected one of "
+            f"{where}: the pre-tokenizer {name!r:.42} (`tokenizer.ggml.pre`) is not supported; expected one of "
             f"{', '.join(SPLITS)}. Use the model's Hugging Face folder instead."
         )
     return SPLITS[name]

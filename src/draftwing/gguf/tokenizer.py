@@ -103,7 +103,7 @@ def tokenizer_json(data: Metadata, size: int) -> str:
     kind = data.text(f"{_KEY}model", "none")
     if kind not in ("gpt2", "llama"):
         raise TokenizerError(
-            f"{data.where}: tokenizers of the kind {kind:.40!r} are not supported; expected gpt2 (byte-level BPE) or "
+            f"{data.where}: tokenizers of the kind {kind!r:.42} are not supported; expected gpt2 (byte-level BPE) or "
             "llama (SentencePiece). Use the model's Hugging Face folder instead."
         )
     types = _types(data, tokens)
