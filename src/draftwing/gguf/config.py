@@ -71,7 +71,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     heads = data.integer(f"{of}attention.head_count", minimum=1)
     if hidden % heads and f"{of}attention.key_length" not in data:
         raise ConfigError(
-            f"{data.where}: `{of}embedding_length` {hidden} is not divisible by `{of}attention.head_count` {heads}, and "
+            f"{data.where}: `{of}embedding_length` {hidden} is no multiple of `{of}attention.head_count` {heads}, and "
             f"there is no `{of}attention.key_length`. Convert the model again."
         )
     head_dim = data.integer(f"{of}attention.key_length", hidden // heads, minimum=1)
