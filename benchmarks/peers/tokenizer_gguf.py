@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -199,13 +200,15 @@ def compare(file: Path, python: str, count: int, seed: int, texts: list[str]) ->
         mine = (ours.encode(text, add_special_tokens=False).ids, ours.encode(text).ids)
         if mine != (raw, full):
             differ[kind] += 1
-            shown.append({"text": text, "ours": mine[1], "llama.cpp": full})
+            pairs = enumerate(zip(mine[1], full, strict=False))
+            at = next((at for at, (a, b) in pairs if a != b), min(len(mine[1]), len(full)))
+            shown.append({"text": text, "at": at, "ours": mine[1][at : at + 8], "llama.cpp": full[at : at + 8]})
     return {
         "strings": sum(total.values()),
         "different": sum(differ.values()),
         "by_kind": {kind: {"strings": number, "different": differ[kind]} for kind, number in sorted(total.items())},
         "end_ids": {"ours": ends, "llama.cpp": theirs["ends"]},
-        "differences": shown[:20],
+        "differences": shown[:5],
         "llama_cpp_python": theirs["version"],
     }
 
@@ -253,7 +256,7 @@ def main() -> None:
             found = compare(file, options.python, options.strings, options.seed, texts)
             result["read"][name] = found
             print(f"{name}: {found['different']} of {found['strings']} differ {found['by_kind']}", file=sys.stderr)
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    text = re.sub(r"\[[\d,\s]*\]", lambda ids: " ".join(ids[0].split()), json.dumps(result, indent=1)) + "\n"
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")
     print(text)

@@ -27,6 +27,7 @@ _MOST = 1 << 16  # pairs or tensors: real files have some thousands at most
 _LONGEST_NAME = 1 << 10
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+_LENGTH = struct.Struct("<Q").unpack_from
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)")
 _AGAIN = "The file is truncated or damaged: download it again."
 
@@ -73,21 +74,23 @@ class GgufFile:
 
     Attributes:
         path: the (first) file.
+        paths: all files.
         metadata: its key-value pairs.
         tensors: by name.
         maps: the memory-mapped files.
     """
 
-    def __init__(self, path: Path, metadata: Metadata, tensors: dict[str, TensorInfo], maps: list[mmap.mmap]) -> None:
-        self.path, self.metadata, self.tensors, self.maps = path, metadata, tensors, maps
+    def __init__(self, path: Path, metadata: Metadata, tensors: dict[str, TensorInfo], mapped: mmap.mmap) -> None:
+        self.path, self.paths, self.metadata, self.tensors, self.maps = path, [path], metadata, tensors, [mapped]
 
-    def bytes_of(self, info: TensorInfo) -> memoryview:
-        """A tensor's bytes, where they are mapped."""
-        return memoryview(self.maps[info.part])[info.start : info.start + info.num_bytes]
+    def bytes_of(self, info: TensorInfo) -> bytes:
+        """A copy of a small tensor's bytes."""
+        return self.maps[info.part][info.start : info.start + info.num_bytes]
 
     def close(self) -> None:
-        """Let go of the files. They are unmapped with the last tensor over them: PyTorch keeps a map, not its lock."""
-        self.maps.clear()
+        """Unmap the files."""
+        while self.maps:
+            self.maps.pop().close()
 
 
 def open_file(path: Path) -> GgufFile:
@@ -98,7 +101,7 @@ def open_file(path: Path) -> GgufFile:
         UnsupportedError: a version or a format of tensors that this does not know.
     """
     metadata, tensors, mapped = _read(path, 0)
-    found = GgufFile(path, metadata, tensors, [mapped])
+    found = GgufFile(path, metadata, tensors, mapped)
     try:
         count = metadata.integer("split.count", 0, maximum=10000)
         if count > 1:
@@ -125,6 +128,7 @@ def _add_parts(file: GgufFile, count: int) -> None:
             raise CheckpointError(f"{path}: part {part + 1} of {count} of a split model is missing. Download it.")
         metadata, tensors, mapped = _read(path, part)
         file.maps.append(mapped)
+        file.paths.append(path)
         if metadata.integer("split.no", -1, minimum=-1, maximum=10000) != part:
             raise CheckpointError(f"{path}: expected part {part} of a split model (`split.no`). Download it again.")
         for name, info in tensors.items():
@@ -146,8 +150,7 @@ def _read(path: Path, part: int) -> tuple[Metadata, dict[str, TensorInfo], mmap.
             size = os.fstat(file.fileno()).st_size
             if file.read(4) != MAGIC:
                 raise CheckpointError(f"{path}: expected a GGUF file, found {_what_else(path)}. Download it again.")
-            # Private and writable, for PyTorch wants memory that it may write to; nothing is ever written.
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened ({error}). Check the path and its permissions.") from error
     try:
@@ -263,9 +266,13 @@ class _Header:
             # Each has a length of 8 bytes: the count is checked before anything is done so often.
             if count > (self.size - self.at) // 8:
                 self.take(8 * count, what)
-            start = self.at
-            for _ in range(count):
-                self.take(self.number("Q", what), what)
+            start = at = self.at
+            try:
+                for _ in range(count):  # hundreds of thousands: as little as can be for each
+                    at += 8 + _LENGTH(self.data, at)[0]
+            except (struct.error, OverflowError):
+                at = self.size + 1
+            self.take(at - start, what)
             return Texts(self.data, start, count)
         if kind not in _SCALARS:
             nested = "an array of arrays, which models do not have" if kind == _ARRAY else f"of the unknown type {kind}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ from draftwing.gguf.config import architecture_of
 from draftwing.gguf.container import TensorInfo, open_file
 from draftwing.gguf.folder import LINK, link_of
 from draftwing.gguf.names import Place, places
+from draftwing.model.mapped import MappedFile
 from draftwing.model.stored import Stored
 from draftwing.run.kernel.formats import FORMATS
 
@@ -40,16 +40,18 @@ class GgufWeights:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self._file = open_file(Path(path))
-        self.folder = self._file.path  # where messages say that weights are
-        self._memory: list[Tensor] = []
+        self.folder = Path(path)  # where messages say that weights are
+        file = open_file(self.folder)
         try:
-            self._places = places(self._file, architecture_of(self._file))
-            # One tensor over each whole file, of which all others are views.
-            self._memory = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in self._file.maps]
-        except BaseException:
-            self.close()
-            raise
+            self._places = places(file, architecture_of(file))
+            self._tensors = file.tensors
+            paths = file.paths
+        finally:
+            file.close()
+        try:
+            self._mapped = [MappedFile(part) for part in paths]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be mapped ({error}). Check the file.") from error
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> GgufWeights:
@@ -76,8 +78,7 @@ class GgufWeights:
 
     def close(self) -> None:
         """Let go of the file: it stays mapped for as long as tensors that were read look at it."""
-        self._memory.clear()
-        self._file.close()
+        self._mapped.clear()
 
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""
@@ -119,7 +120,7 @@ class GgufWeights:
         Formats that ``run.kernel.formats`` does not know are expanded to float32.
 
         Raises:
-            CheckpointError: no such key, another shape, no matrix, or blocks whose scales are not finite.
+            CheckpointError: no such key, another shape, or no matrix.
             UnsupportedError: a format that cannot be expanded.
         """
         found, info = self._checked(name, shape)
@@ -129,7 +130,6 @@ class GgufWeights:
         if info.kind in _STORED:
             return Stored(_STORED[info.kind], found[1], _as(rows, _PLAIN[info.kind]))
         if info.kind in FORMATS and FORMATS[info.kind].is_blocks:
-            self._check_scales(name, rows, info.kind)
             return Stored(info.kind, found[1], rows)
         return Stored("float32", found[1], self._expand(name, rows, torch.float32), was=info.kind)
 
@@ -142,15 +142,12 @@ class GgufWeights:
         _, info = self._checked(name, None)
         for part in self._pieces(name, self._rows(name)):
             yield part.to(dtype)
-        _drop(self._file.maps[info.part], info.start, info.num_bytes)
+        self._mapped[info.part].drop(self._bytes(info))
 
     def drop(self, stored: Stored) -> None:
         """Give back the memory that reading ``stored`` took, where it lies in the file; it can be read again."""
-        data = stored.data
-        for memory, mapped in zip(self._memory, self._file.maps, strict=True):
-            start = data.data_ptr() - memory.data_ptr()
-            if 0 <= start < memory.numel():
-                _drop(mapped, start, data.numel() * data.element_size())
+        for mapped in self._mapped:
+            mapped.drop(stored.data)
 
     def _find(self, name: str) -> tuple[Place, TensorInfo]:
         if name not in self._places:
@@ -160,7 +157,7 @@ class GgufWeights:
                 f"{f'; the closest is {close[0]}' if close else ''}. Download the file again, or convert it again."
             )
         place = self._places[name]
-        return place, self._file.tensors[place.tensor]
+        return place, self._tensors[place.tensor]
 
     def _checked(self, name: str, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], TensorInfo]:
         """A tensor's shape, which must be ``shape``, and where it is."""
@@ -170,15 +167,22 @@ class GgufWeights:
                 f"{self.folder}: {name} ({info.name}) must have shape {tuple(shape)}, found {found}. Does the metadata "
                 "belong to these weights? Download the file again."
             )
-        if not self._memory:
+        if not self._mapped:
             raise CheckpointError(f"{self.folder}: the file is closed. Open GgufWeights again to read {name}.")
         return found, info
+
+    def _bytes(self, info: TensorInfo) -> Tensor:
+        """All rows of a tensor (rows, bytes of one) uint8, as they lie in the file."""
+        shape = (math.prod(info.shape[:-1]), info.row_bytes)
+        try:
+            return self._mapped[info.part].tensor(info.start, shape, torch.uint8)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {info.name} is gone ({error}). Download the file again.") from error
 
     def _rows(self, name: str) -> Tensor:
         """A tensor's rows (rows, bytes of one) uint8, in a checkpoint's order."""
         place, info = self._find(name)
-        rows = math.prod(info.shape[:-1])
-        data = self._memory[info.part][info.start : info.start + info.num_bytes].view(rows, info.row_bytes)
+        data = whole = self._bytes(info)
         if place.expert is not None:
             each = info.shape[1]
             data = data[place.expert * each : (place.expert + 1) * each]
@@ -194,7 +198,7 @@ class GgufWeights:
             )
         order = torch.arange(data.shape[0]).view(place.heads, -1, 2).transpose(1, 2).reshape(-1)
         moved = data[order]
-        _drop(self._file.maps[info.part], info.start, info.num_bytes)
+        self._mapped[info.part].drop(whole)
         return moved if len(info.shape) > 1 else moved.view(1, -1)
 
     def _expand(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,31 +236,9 @@ class GgufWeights:
                 "format, such as Q4_K_M or Q8_0."
             ) from None
 
-    def _check_scales(self, name: str, rows: Tensor, kind: str) -> None:
-        """Raise CheckpointError where a block's scale or offset is NaN or infinite: all of its numbers would be."""
-        known = FORMATS[kind]
-        step = max(1, _PIECE // max(1, rows.shape[1]))
-        for start in range(0, rows.shape[0], step):
-            blocks = rows[start : start + step].reshape(-1, known.num_bytes)
-            for at in known.halves:
-                exponents = blocks[:, at + 1] & 0x7C  # of a float16, little-endian: all of them set
-                bad = int((exponents == 0x7C).sum())
-                if bad:
-                    raise CheckpointError(
-                        f"{self.folder}: weight {name} must hold finite numbers, found {bad} blocks of {kind} whose "
-                        "scale is NaN or infinite. Download the file again."
-                    )
-
 
 def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as plain numbers; copied only where they do not lie as the processor wants them."""
     if rows.data_ptr() % dtype.itemsize:
         rows = rows.clone()
     return rows.view(dtype)
-
-
-def _drop(mapped: mmap.mmap, start: int, count: int) -> None:
-    """Tell the system that these pages are not needed now."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        first = start - start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, first, min(start + count, len(mapped)) - first)
