@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from draftwing.api import LM, Generation
+from draftwing.gguf.source import open_weights
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Target
-from draftwing.model.weights import WeightFiles
 from draftwing.run.kernel.library import kernel_problem
 from draftwing.sampling import Sampling
 
@@ -128,6 +128,6 @@ def _num_parameters(target: Target, folder: Path) -> int:
     if isinstance(target, AdapterTarget):
         return sum(weight.numel() for weight in target.model.parameters())
     tied = read_config(folder).get("tie_word_embeddings")
-    with WeightFiles(folder) as files:  # a tied head is the embedding, even where it is saved twice
+    with open_weights(folder) as files:  # a tied head is the embedding, even where it is saved twice
         names = files.keys()
         return sum(math.prod(files.shape(name)) for name in names if not (tied and name == "lm_head.weight"))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.gguf.source import open_weights
 from draftwing.model.attention import Attend
 from draftwing.model.cache import KVCache
 from draftwing.model.config import ModelConfig, read_config
@@ -29,7 +30,6 @@ from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Tap
 from draftwing.model.linear import Linear, check_quantize, runs_as
 from draftwing.model.rope import Rotary
 from draftwing.model.target import FOREIGN, NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
-from draftwing.model.weights import WeightFiles
 from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
 from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
@@ -148,7 +148,7 @@ class LeanTarget(Target):
         config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
-        reader = Reader(WeightFiles(folder), dtype, device, replace(layout, expand=expand))
+        reader = Reader(open_weights(folder), dtype, device, replace(layout, expand=expand))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is memory traffic and little else
             layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)

@@ -112,7 +112,7 @@ def _is_gguf(path: Path) -> bool:
 
 def _open_gguf(path: Path) -> Path:
     # Here, not above: few models are such files.
-    from draftwing.gguf.folder import open_gguf  # type: ignore[import-not-found, unused-ignore]
+    from draftwing.gguf.folder import open_gguf
 
     folder: Path = open_gguf(path)
     return folder

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,28 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 class Weights(Protocol):
     """Where a model's tensors come from: ``WeightFiles``, or a GGUF file."""
+
+    def __enter__(self) -> Self:
+        """Itself; its files are closed at the end."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+        ...
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        ...
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        ...
 
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor on the CPU: see ``WeightFiles.get``."""

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftwing.errors import DraftwingError
+from draftwing.gguf.source import open_weights
 from draftwing.heads.doctor.case import Case, Finding
 from draftwing.heads.identity import chat_template_hash, has_tokenizer
 from draftwing.heads.names import EMBEDDING
 from draftwing.heads.read import same_matrix
 from draftwing.heads.vocab import read_draft_vocab
-from draftwing.model.weights import WeightFiles
 from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -234,7 +234,7 @@ def check_embedding(case: Case) -> Finding:
     if case.target is None:
         return Finding(name, "unknown", "the file has a copy of the target's, or one of its own", _GIVE_TARGET)
     try:
-        with WeightFiles(case.target.folder) as files:
+        with open_weights(case.target.folder) as files:
             key = next((key for key in _EMBEDDINGS if key in files), None)
             if key is None:
                 return Finding(name, "unknown", "the target's embedding was not found in its files", "")

@@ -1,0 +1,21 @@
+"""Where a model folder's weights come from: safetensors, or the GGUF file that the folder was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftwing.gguf.folder import LINK
+from draftwing.gguf.weights import GgufWeights
+from draftwing.model.weights import WeightFiles, Weights
+
+__all__ = ["open_weights"]
+
+
+def open_weights(folder: Path) -> Weights:
+    """The tensors of a model folder, by the names of a Hugging Face checkpoint.
+
+    Raises:
+        CheckpointError, ConfigError, UnsupportedError: see ``WeightFiles`` and ``GgufWeights``.
+    """
+    found: Weights = GgufWeights.from_folder(folder) if (folder / LINK).exists() else WeightFiles(folder)
+    return found

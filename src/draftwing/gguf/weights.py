@@ -1,0 +1,244 @@
+"""The tensors of a GGUF file, by the names and in the order of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError, UnsupportedError
+from draftwing.gguf.config import architecture_of
+from draftwing.gguf.container import TensorInfo, open_file
+from draftwing.gguf.folder import LINK, link_of
+from draftwing.gguf.names import Place, places
+from draftwing.model.mapped import MappedFile
+from draftwing.model.stored import Stored
+from draftwing.run.kernel.formats import FORMATS
+
+__all__ = ["GgufWeights"]
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PIECE = 1 << 22  # numbers that are expanded at a time
+
+
+class GgufWeights:
+    """A GGUF model's tensors, with the interface of ``model.weights.WeightFiles``.
+
+    The file is memory-mapped; opening reads its header only. Matrices can also be had as they lie there (``stored``).
+
+    Raises:
+        CheckpointError: no such file, no GGUF, truncated or damaged.
+        ConfigError, UnsupportedError: a version, an architecture or a format of tensors that is not supported.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.folder = Path(path)  # where messages say that weights are
+        file = open_file(self.folder)
+        try:
+            self._places = places(file, architecture_of(file))
+            self._tensors = file.tensors
+            paths = file.paths
+        finally:
+            file.close()
+        try:
+            self._mapped = [MappedFile(part) for part in paths]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be mapped ({error}). Check the file.") from error
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> GgufWeights:
+        """The weights of a folder that ``open_gguf`` made.
+
+        Raises:
+            CheckpointError: it is no such folder, or the file is gone; and as the class.
+        """
+        link = Path(folder) / LINK
+        if not link.exists():
+            raise CheckpointError(f"{link}: expected a link to a GGUF file, found none. Give the file itself again.")
+        return cls(link_of(Path(folder)) or link)
+
+    def __enter__(self) -> GgufWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def close(self) -> None:
+        """Let go of the file: it stays mapped for as long as tensors that were read look at it."""
+        self._mapped.clear()
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._places)
+
+    def unused(self, used: set[str]) -> list[str]:
+        """The tensors that are not in ``used``, sorted: a strict loader wants none left."""
+        return [name for name in self.keys() if name not in used]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape. Raises CheckpointError if there is no such tensor."""
+        place, info = self._find(name)
+        return info.shape[1:] if place.expert is not None else info.shape
+
+    def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Read a tensor onto the CPU, blocks expanded.
+
+        Args:
+            name: its key.
+            dtype: what to convert it to; None leaves plain numbers as they are and makes blocks float32.
+            shape: what its shape must be; None takes any.
+
+        Raises:
+            CheckpointError: no such key, another shape, or numbers that are no floating-point ones.
+            UnsupportedError: a format that cannot be expanded.
+        """
+        found, info = self._checked(name, shape)
+        rows = self._rows(name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise CheckpointError(f"{self.folder}: {name} holds floating-point numbers, not {dtype}.")
+        plain = _PLAIN.get(info.kind)
+        if plain is not None:
+            return _as(rows, plain).reshape(found).to(dtype or plain)
+        return self._expand(name, rows, dtype or torch.float32).reshape(found)
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
+        """A matrix as it lies in the file, its memory the mapped file's where rows need no other order.
+
+        Formats that ``run.kernel.formats`` does not know are expanded to float32.
+
+        Raises:
+            CheckpointError: no such key, another shape, or no matrix.
+            UnsupportedError: a format that cannot be expanded.
+        """
+        found, info = self._checked(name, shape)
+        if len(found) != 2:
+            raise CheckpointError(f"{self.folder}: {name} must be a matrix, found shape {found}. Convert it again.")
+        rows = self._rows(name)
+        if info.kind in _STORED:
+            return Stored(_STORED[info.kind], found[1], _as(rows, _PLAIN[info.kind]))
+        if info.kind in FORMATS and FORMATS[info.kind].is_blocks:
+            return Stored(info.kind, found[1], rows)
+        return Stored("float32", found[1], self._expand(name, rows, torch.float32), was=info.kind)
+
+    def pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+        """A tensor some rows at a time: for whoever writes it elsewhere, in little memory.
+
+        Raises:
+            CheckpointError, UnsupportedError: as ``get``.
+        """
+        _, info = self._checked(name, None)
+        for part in self._pieces(name, self._rows(name)):
+            yield part.to(dtype)
+        self._mapped[info.part].drop(self._bytes(info))
+
+    def drop(self, stored: Stored) -> None:
+        """Give back the memory that reading ``stored`` took, where it lies in the file; it can be read again."""
+        for mapped in self._mapped:
+            mapped.drop(stored.data)
+
+    def _find(self, name: str) -> tuple[Place, TensorInfo]:
+        if name not in self._places:
+            close = difflib.get_close_matches(name, self._places, n=1) if len(self._places) < 10000 else []
+            raise CheckpointError(
+                f"{self.folder}: weight {name} is missing among {len(self._places)}"
+                f"{f'; the closest is {close[0]}' if close else ''}. Download the file again, or convert it again."
+            )
+        place = self._places[name]
+        return place, self._tensors[place.tensor]
+
+    def _checked(self, name: str, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], TensorInfo]:
+        """A tensor's shape, which must be ``shape``, and where it is."""
+        found, (_, info) = self.shape(name), self._find(name)
+        if shape is not None and found != tuple(shape):
+            raise CheckpointError(
+                f"{self.folder}: {name} ({info.name}) must have shape {tuple(shape)}, found {found}. Does the metadata "
+                "belong to these weights? Download the file again."
+            )
+        if not self._mapped:
+            raise CheckpointError(f"{self.folder}: the file is closed. Open GgufWeights again to read {name}.")
+        return found, info
+
+    def _bytes(self, info: TensorInfo) -> Tensor:
+        """All rows of a tensor (rows, bytes of one) uint8, as they lie in the file."""
+        shape = (math.prod(info.shape[:-1]), info.row_bytes)
+        try:
+            return self._mapped[info.part].tensor(info.start, shape, torch.uint8)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {info.name} is gone ({error}). Download the file again.") from error
+
+    def _rows(self, name: str) -> Tensor:
+        """A tensor's rows (rows, bytes of one) uint8, in a checkpoint's order."""
+        place, info = self._find(name)
+        data = whole = self._bytes(info)
+        if place.expert is not None:
+            each = info.shape[1]
+            data = data[place.expert * each : (place.expert + 1) * each]
+        if not place.heads:
+            return data
+        # A bias is one row of numbers, which are to be moved like a matrix's rows.
+        if len(info.shape) == 1:
+            data = data.view(info.shape[0], -1) if info.kind in _PLAIN else data
+        if data.shape[0] % (2 * place.heads):
+            raise CheckpointError(
+                f"{self.folder}: {info.name} must have a whole number of pairs for each of {place.heads} heads, found "
+                f"shape {list(info.shape)}. Download the file again."
+            )
+        order = torch.arange(data.shape[0]).view(place.heads, -1, 2).transpose(1, 2).reshape(-1)
+        moved = data[order]
+        self._mapped[info.part].drop(whole)
+        return moved if len(info.shape) > 1 else moved.view(1, -1)
+
+    def _expand(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """(rows, bytes) uint8 -> (rows, numbers), with little memory beside."""
+        out = torch.empty(rows.shape[0], self._find(name)[1].shape[-1], dtype=dtype)
+        at = 0
+        for part in self._pieces(name, rows):
+            out[at : at + part.shape[0]] = part
+            at += part.shape[0]
+        return out
+
+    def _pieces(self, name: str, rows: Tensor) -> Iterator[Tensor]:
+        """(rows, bytes) uint8 -> (some rows, numbers) again and again, as PyTorch has them, blocks as float32."""
+        import gguf
+
+        info = self._find(name)[1]
+        kind, plain = gguf.GGMLQuantizationType[info.kind], _PLAIN.get(info.kind)
+        if kind.name.startswith("I") and not kind.name.startswith("IQ"):
+            raise CheckpointError(
+                f"{self.folder}: {name} must hold floating-point numbers, found {info.kind}. Convert the model again."
+            )
+        step = max(1, _PIECE // info.shape[-1])
+        try:
+            for start in range(0, rows.shape[0], step):
+                part = rows[start : start + step]
+                if plain is not None:
+                    yield _as(part, plain)
+                    continue
+                with np.errstate(all="ignore"):  # numbers that are not finite are whoever reads them to refuse
+                    found: Any = gguf.quants.dequantize(part.numpy(), kind)
+                yield torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32))
+        except NotImplementedError:
+            raise UnsupportedError(
+                f"{self.folder}: {name} is in the format {info.kind}, which cannot be expanded. Take a file in another "
+                "format, such as Q4_K_M or Q8_0."
+            ) from None
+
+
+def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as plain numbers; copied only where they do not lie as the processor wants them."""
+    if rows.data_ptr() % dtype.itemsize:
+        rows = rows.clone()
+    return rows.view(dtype)

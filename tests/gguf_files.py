@@ -1,0 +1,176 @@
+"""Tiny GGUF files, written with the gguf package from saved Hugging Face models, as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "phi3": "phi3",
+}
+NAMES = (
+    (r"model\.embed_tokens", "token_embd"),
+    (r"model\.norm", "output_norm"),
+    (r"lm_head", "output"),
+    (r"model\.layers\.(\d+)\.input_layernorm", r"blk.\1.attn_norm"),
+    (r"model\.layers\.(\d+)\.post_attention_layernorm", r"blk.\1.ffn_norm"),
+    (r"model\.layers\.(\d+)\.self_attn\.o_proj", r"blk.\1.attn_output"),
+    (r"model\.layers\.(\d+)\.self_attn\.([qkv]|qkv)_proj", r"blk.\1.attn_\2"),
+    (r"model\.layers\.(\d+)\.self_attn\.([qk])_norm", r"blk.\1.attn_\2_norm"),
+    (r"model\.layers\.(\d+)\.mlp\.gate_up_proj", r"blk.\1.ffn_up"),
+    (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj", r"blk.\1.ffn_\2"),
+    (r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.gate", r"blk.\1.ffn_gate_inp"),
+    (r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(?:w1|gate_proj)", r"blk.\1.ffn_gate_exps.\2"),
+    (r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(?:w3|up_proj)", r"blk.\1.ffn_up_exps.\2"),
+    (r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(?:w2|down_proj)", r"blk.\1.ffn_down_exps.\2"),
+)
+
+
+def gguf_name(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    for pattern, new in NAMES:
+        if match := re.fullmatch(pattern, stem):
+            return f"{match.expand(new)}.{suffix}"
+    raise AssertionError(name)
+
+
+def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of queries and keys: the two numbers that RoPE turns together lie side by side."""
+    halves = weight.view(heads, 2, weight.shape[0] // heads // 2, -1)
+    return torch.stack((halves[:, 0], halves[:, 1]), dim=2).reshape(weight.shape)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's, in float32."""
+    return {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
+
+
+def gguf_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """The same under GGUF's names and in its order."""
+    config = json.loads((folder / "config.json").read_text())
+    found: dict[str, Any] = {}
+    for name, weight in tensors_of(folder).items():
+        new = gguf_name(name)
+        if ARCHITECTURES[config["model_type"]] == "llama" and re.search(r"attn_[qk]\.", new):
+            kind = "num_attention_heads" if "attn_q" in new else "num_key_value_heads"
+            weight = interleave(weight, config[kind])
+        if match := re.fullmatch(r"(.*_exps)\.(\d+)\.weight", new):
+            found.setdefault(f"{match[1]}.weight", {})[int(match[2])] = weight
+        else:
+            found[new] = weight
+    stacked = {
+        name: torch.stack([weight[index] for index in range(len(weight))]) if isinstance(weight, dict) else weight
+        for name, weight in found.items()
+    }
+    return {name: weight.numpy() for name, weight in stacked.items()}
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    dim = config.get("head_dim") or hidden // heads
+    writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1)))
+    if dim * heads != hidden or config["model_type"].startswith("qwen3"):
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def add_byte_level(writer: gguf.GGUFWriter, folder: Path, size: int, pre: str = "gpt-2") -> None:
+    """The tokenizer of ``conftest.add_tokenizer``."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    kinds = [gguf.TokenType.CONTROL if token in ("<pad>", "<s>", "</s>") else gguf.TokenType.NORMAL for token in tokens]
+    unused = [f"[PAD{index}]" for index in range(len(tokens), size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens + unused)
+    writer.add_token_types(kinds + [gguf.TokenType.UNUSED] * len(unused))
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+
+
+def write(
+    folder: Path,
+    out: Path,
+    kind_of: Callable[[str, np.ndarray], str] = lambda name, weight: "F32",
+    *,
+    change: Callable[[gguf.GGUFWriter], None] | None = None,
+    keep: Callable[[str], bool] = lambda name: True,
+    **writer_options: Any,
+) -> Path:
+    """A saved model with a tokenizer as a GGUF file; ``kind_of`` says in which format a tensor goes.
+
+    ``change`` may add to the file and change it, ``keep`` leaves tensors out.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, ARCHITECTURES[config["model_type"]], **writer_options)
+    writer.add_name(folder.name)
+    add_sizes(writer, config)
+    add_byte_level(writer, folder, config["vocab_size"])
+    if change is not None:
+        change(writer)
+    for name, weight in gguf_tensors(folder).items():
+        if not keep(name):
+            continue
+        kind = gguf.GGMLQuantizationType[kind_of(name, weight) if weight.ndim > 1 else "F32"]
+        plain = kind == gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, weight if plain else quantised(weight, kind), raw_dtype=None if plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def quantised(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """A matrix in a format; where the package cannot round to one, blocks of random levels with sane scales."""
+    try:
+        return gguf.quants.quantize(weight, kind)
+    except NotImplementedError:
+        inputs, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        random = np.random.default_rng(len(kind.name) + weight.size)
+        shape = (*weight.shape[:-1], weight.shape[-1] // inputs, num_bytes)
+        blocks = random.integers(0, 256, shape, dtype=np.uint8)
+        for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}.get(
+            kind.name, (0,)
+        ):
+            scales = (random.random(shape[:-1]) * 1e-3).astype(np.float16)
+            blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+        return blocks.reshape(*weight.shape[:-1], -1)

@@ -1,0 +1,439 @@
+"""GGUF files: every family and format, compared with the checkpoint that they were written from."""
+
+import dataclasses
+import json
+import os
+import shutil
+import threading
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import draftwing as dw
+from conftest import add_tokenizer, refused
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.gguf.folder import link_of, open_gguf
+from draftwing.gguf.unpack import import_gguf
+from draftwing.gguf.weights import GgufWeights
+from draftwing.model.config import ModelConfig
+from draftwing.run.kernel.formats import BLOCKS
+from draftwing.text.tokenizer import Tokenizer
+from gguf_files import gguf_tensors, tensors_of, write
+
+FAMILIES = {
+    "llama": {},
+    "llama-bias-tied": {},
+    "mistral-window": {},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "phi3": {},
+}
+EXPANDED = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"]
+
+
+@pytest.fixture(scope="session")
+def source_of(folder_of):
+    """A saved tiny model with a tokenizer."""
+
+    def get(family="llama", **changes):
+        folder = folder_of(family, vocab_size=300, **{**FAMILIES.get(family, {}), **changes})
+        if not (folder / "tokenizer.json").exists():
+            add_tokenizer(folder)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def wide(source_of):
+    """A model whose rows are whole blocks of every format."""
+    return source_of(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+
+
+def config_of(folder):
+    return ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_its_checkpoint_again(source_of, tmp_path, family):
+    source = source_of(family)
+    folder = open_gguf(write(source, tmp_path / "m.gguf"))
+    ours, theirs = config_of(folder), config_of(source)
+    same = {"eos_ids": theirs.eos_ids, "pad_id": theirs.pad_id, "dtype": theirs.dtype}
+    if family in ("mixtral", "mistral-window"):  # the same model; llama.cpp knows one name for all of them
+        same["model_type"] = theirs.model_type
+    assert dataclasses.replace(ours, **same) == theirs
+    assert ours.eos_ids == (2,)
+    expected = tensors_of(source)
+    with GgufWeights.from_folder(folder) as weights:
+        assert weights.keys() == sorted(expected)
+        for name, weight in expected.items():
+            assert weights.shape(name) == tuple(weight.shape)
+            assert torch.equal(weights.get(name, torch.float32, tuple(weight.shape)), weight), name
+            if weight.ndim == 2:
+                stored = weights.stored(name)
+                assert (stored.format, stored.num_in) == ("float32", weight.shape[1])
+                assert torch.equal(stored.data, weight), name
+        assert weights.unused(set(expected) - {"model.norm.weight"}) == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+)
+def test_a_context_that_is_stretched(source_of, tmp_path, rope):
+    source = source_of("llama", head_dim=64, rope_parameters={"rope_theta": 500000.0, **rope})
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+
+    def change(writer):
+        if rope["rope_type"] == "llama3":
+            usual = 1 / 500000.0 ** (torch.arange(0, 64, 2) / 64)
+            writer.add_tensor("rope_freqs.weight", (usual / model.model.rotary_emb.inv_freq).float().numpy())
+
+    folder = open_gguf(write(source, tmp_path / "m.gguf", change=change))
+    assert config_of(folder).rope == config_of(source).rope
+    with GgufWeights.from_folder(folder) as weights:
+        assert weights.keys() == sorted(tensors_of(source))
+
+
+def test_phi3_that_turns_a_part_of_a_head(source_of, tmp_path):
+    source = source_of("phi3", hidden_size=64, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75})
+    rope = config_of(open_gguf(write(source, tmp_path / "m.gguf"))).rope
+    assert (rope.head_dim, rope.rotary_dim) == (16, 12)
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, *EXPANDED, "F16", "BF16"])
+def test_every_format_is_what_the_package_says(wide, tmp_path, kind):
+    file = write(wide, tmp_path / "m.gguf", lambda name, weight: kind)
+    reader = gguf.GGUFReader(file)
+    known = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    with GgufWeights(file) as weights:
+        down = weights.get("model.layers.0.mlp.down_proj.weight", torch.float32)
+        assert np.array_equal(down.numpy(), known["blk.0.ffn_down.weight"])
+        key = torch.from_numpy(known["blk.0.attn_k.weight"]).view(2, 32, 2, 256)
+        usual = torch.cat((key[:, :, 0], key[:, :, 1]), dim=1).reshape(-1, 256)
+        assert torch.equal(weights.get("model.layers.0.self_attn.k_proj.weight", torch.float32), usual)
+        for name, value in (("mlp.down_proj", down), ("self_attn.k_proj", usual)):
+            stored = weights.stored(f"model.layers.0.{name}.weight", tuple(value.shape))
+            assert torch.equal(stored.expand(), value)
+            assert stored.was == (kind if kind in EXPANDED else "")
+            expected = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32" if kind in EXPANDED else kind)
+            assert stored.format == expected
+        half = weights.get("model.layers.0.mlp.down_proj.weight", torch.bfloat16)
+        assert torch.equal(half, down.bfloat16())
+        joined = torch.cat(list(weights.pieces("model.layers.0.mlp.down_proj.weight", torch.float32)))
+        assert torch.equal(joined, down)
+
+
+def test_matrices_are_the_files_memory_and_can_be_given_back(wide, tmp_path):
+    file = write(wide, tmp_path / "m.gguf", lambda name, weight: "Q8_0")
+    weights = GgufWeights(file)
+    stored = weights.stored("model.layers.0.mlp.up_proj.weight")
+    again = weights.stored("model.layers.0.mlp.up_proj.weight")
+    assert stored.data.data_ptr() == again.data.data_ptr()
+    before = stored.data.clone()
+    weights.drop(stored)
+    assert torch.equal(stored.data, before)
+    weights.close()
+    assert torch.equal(stored.data, before)  # what was read stays
+    with refused(CheckpointError, "closed"):
+        weights.get("model.norm.weight")
+
+
+def test_numbers_that_do_not_lie_as_the_processor_wants_them(source_of, tmp_path):
+    source = source_of()
+    file = write(source, tmp_path / "m.gguf", change=lambda writer: setattr(writer, "data_alignment", 1))
+    # The writer does not say so by itself.
+    file = write(source, file, change=lambda writer: writer.add_custom_alignment(1))
+    with GgufWeights(file) as weights:
+        for name, weight in tensors_of(source).items():
+            assert torch.equal(weights.get(name), weight)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_transformers_reads_the_same(source_of, tmp_path, family):
+    # It takes head widths of qwen3 for 128 whatever the file says, and phi3's padding for 32000 where it says nothing.
+    source = source_of(family, **({"head_dim": 128} if family == "qwen3" else {}))
+    file = write(
+        source,
+        tmp_path / "m.gguf",
+        lambda name, weight: "BF16" if "ffn" in name else "F32",
+        change=lambda writer: writer.add_pad_token_id(0),
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    with GgufWeights(file) as weights:
+        theirs = {name: weight for name, weight in model.state_dict().items() if name in weights}
+        assert sorted(theirs) == weights.keys()
+        for name, weight in theirs.items():
+            assert torch.equal(weights.get(name, torch.float32), weight), name
+
+
+def test_a_split_model(source_of, tmp_path):
+    source = source_of("llama", tie_word_embeddings=True)
+    write(source, tmp_path / "m.gguf", split_max_tensors=10)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) > 1
+    expected = tensors_of(source)
+    with GgufWeights.from_folder(open_gguf(parts[0])) as weights:
+        assert weights.keys() == sorted(expected)
+        assert all(torch.equal(weights.get(name), weight) for name, weight in expected.items())
+    with refused(CheckpointError, parts[1].name, "later part", parts[0].name):
+        open_gguf(parts[1])
+    (tmp_path / "other.gguf").write_bytes(parts[0].read_bytes())
+    with refused(CheckpointError, "other.gguf", "must be called like"):
+        open_gguf(tmp_path / "other.gguf")
+    shutil.copy(parts[1], parts[2])
+    with refused(CheckpointError, parts[2].name, "split.no"):
+        GgufWeights(parts[0])
+    parts[2].unlink()
+    with refused(CheckpointError, parts[2].name, "missing"):
+        GgufWeights(parts[0])
+
+
+def test_the_folder_is_made_once_and_anew_for_another_file(source_of, tmp_path):
+    file = write(source_of(), tmp_path / "my model.gguf")
+    folder = open_gguf(file)
+    assert folder.name.startswith("my_model-")
+    assert link_of(folder) == file
+    assert (folder / "config.json").stat().st_mtime_ns == (open_gguf(file) / "config.json").stat().st_mtime_ns
+    (folder / "tokenizer.json").unlink()
+    assert open_gguf(file) == folder
+    assert (folder / "tokenizer.json").exists()
+    os.utime(file, ns=(1, 1))
+    assert open_gguf(file) != folder
+    assert link_of(tmp_path) is None
+    file.unlink()
+    with refused(CheckpointError, "model.gguf", "expected a link"):
+        GgufWeights.from_folder(folder)
+
+
+def test_many_make_one_folder(source_of, tmp_path):
+    file, found = write(source_of(), tmp_path / "race.gguf"), []
+    threads = [threading.Thread(target=lambda: found.append(open_gguf(file))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert sorted(path.name for path in found[0].iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.gguf",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert not [path for path in found[0].parent.iterdir() if path.name.startswith(".new-")]
+
+
+def test_a_cache_that_cannot_be_written(source_of, tmp_path, monkeypatch):
+    file = write(source_of(), tmp_path / "m.gguf")
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "cache"))
+    folder = open_gguf(file)
+    assert tmp_path not in folder.parents
+    assert open_gguf(file) == folder
+    assert Tokenizer(folder).encode("def")[0] == 1
+
+
+def test_the_imported_folder_writes_the_checkpoints_text(source_of, tmp_path):
+    source = source_of()
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    plain = tmp_path / "float32"
+    model.save_pretrained(plain)
+    shutil.copy(source / "tokenizer.json", plain)
+    shutil.copy(source / "tokenizer_config.json", plain)
+    progress = []
+    out = tmp_path / "out"
+    out.mkdir()
+    found = import_gguf(write(source, tmp_path / "m.gguf"), out, on_progress=lambda *at: progress.append(at))
+    expected = tensors_of(source)
+    assert (found.tensors, found.dtype, found.formats) == (len(expected), "float32", {"F32": len(expected)})
+    assert progress[-1] == (found.num_bytes, found.num_bytes)
+    texts = [
+        dw.load(str(folder), draft="none", dtype="float32").generate(["def add(", "x"], max_tokens=24, seed=3)
+        for folder in (plain, out)
+    ]
+    assert [each.text for each in texts[0]] == [each.text for each in texts[1]]
+    again = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_import_into_shards_of_16_bits(source_of, tmp_path, dtype):
+    source = source_of("mixtral")
+    file = write(source, tmp_path / "m.gguf", lambda name, weight: "F32")
+    import_gguf(file, tmp_path / "out", dtype, shard_bytes=20000)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    from draftwing.model.weights import WeightFiles
+
+    with WeightFiles(tmp_path / "out") as files:
+        expected = tensors_of(source)
+        assert files.keys() == sorted(expected)
+        for name, weight in expected.items():
+            assert torch.equal(files.get(name), weight.to(getattr(torch, dtype)))
+
+
+def test_an_import_that_is_refused_leaves_nothing(source_of, tmp_path, monkeypatch):
+    file = write(source_of(), tmp_path / "m.gguf")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    with refused(CheckpointError, "full", "expected a new or an empty folder"):
+        import_gguf(file, full)
+    with refused(ConfigError, "float64", "float32"):
+        import_gguf(file, tmp_path / "out", "float64")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with refused(CheckpointError, "out", "the disk has 0.00 GB left"):
+        import_gguf(file, tmp_path / "out")
+    monkeypatch.undo()
+
+    def fails(done, total):
+        raise OSError(28, "No space left on device")
+
+    with refused(CheckpointError, "the disk is full"):
+        import_gguf(file, tmp_path / "out", on_progress=fails)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "m.gguf"]
+    assert (full / "notes.txt").read_text() == "mine"
+
+
+def test_an_import_that_float16_cannot_hold(source_of, tmp_path):
+    file = write(source_of(), tmp_path / "m.gguf")
+    with GgufWeights(file) as weights:
+        start = weights._find("lm_head.weight")[1].start
+    data = bytearray(file.read_bytes())
+    data[start : start + 4] = np.float32(1e6).tobytes()
+    file.write_bytes(data)
+    with refused(CheckpointError, "lm_head.weight", "finite", "bfloat16"):
+        import_gguf(file, tmp_path / "out", "float16")
+    import_gguf(file, tmp_path / "out", "bfloat16")
+
+
+def test_what_is_missing_is_said(source_of, tmp_path):
+    with GgufWeights(write(source_of(), tmp_path / "m.gguf")) as weights:
+        with refused(CheckpointError, "m.gguf", "model.norm.wight is missing", "model.norm.weight"):
+            weights.get("model.norm.wight")
+        with refused(CheckpointError, "model.norm.weight", "(33,)", "(32,)"):
+            weights.get("model.norm.weight", shape=(33,))
+        with refused(CheckpointError, "model.norm.weight", "must be a matrix"):
+            weights.stored("model.norm.weight")
+        with refused(CheckpointError, "model.norm.weight", "floating-point"):
+            weights.get("model.norm.weight", torch.int64)
+
+
+def test_a_scale_that_is_not_finite(wide, tmp_path):
+    file = write(wide, tmp_path / "m.gguf", lambda name, weight: "Q4_1")
+    with GgufWeights(file) as weights:
+        start = weights._find("model.layers.0.mlp.down_proj.weight")[1].start
+    for at, value in ((0, np.inf), (2, np.nan), (20, -np.inf)):
+        data = bytearray(file.read_bytes())
+        data[start + at : start + at + 2] = np.float16(value).tobytes()
+        bad = tmp_path / "bad.gguf"
+        bad.write_bytes(data)
+        with refused(CheckpointError, "mlp.down_proj", "finite numbers"):
+            import_gguf(bad, tmp_path / "out")
+
+
+def test_experts_of_old_files_are_tensors_of_their_own(source_of, tmp_path):
+    source = source_of("mixtral")
+    single = {}
+    for name, weight in gguf_tensors(source).items():
+        if "_exps" in name:
+            single.update({name.replace("_exps", f".{index}"): weight[index] for index in range(len(weight))})
+
+    def change(writer):
+        for name, weight in single.items():
+            writer.add_tensor(name, weight)
+
+    def without(name, weight):
+        return "F32"
+
+    file = write(source, tmp_path / "m.gguf", without, change=change, keep=lambda name: "_exps" not in name)
+    with GgufWeights(file) as weights:
+        assert weights.keys() == sorted(tensors_of(source))
+        assert all(torch.equal(weights.get(name), weight) for name, weight in tensors_of(source).items())
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "parts"),
+    [
+        (
+            lambda w: w.add_string("general.architecture", "mamba"),
+            UnsupportedError,
+            ("'mamba'", "expected one of llama"),
+        ),
+        (lambda w: w.add_type("adapter"), UnsupportedError, ('"adapter"',)),
+        (lambda w: w.add_quantization_version(1), UnsupportedError, ("version 1",)),
+        (lambda w: w.add_head_count([4, 4, 2]), UnsupportedError, ("llama.attention.head_count", "differs")),
+        (lambda w: w.add_head_count(0), ConfigError, ("llama.attention.head_count", "from 1")),
+        (lambda w: w.add_head_count(3), ConfigError, ("llama.embedding_length", "key_length")),
+        (lambda w: w.add_head_count_kv(3), ConfigError, ("num_key_value_heads",)),
+        (lambda w: w.add_value_length(16), UnsupportedError, ("keys of 8", "values of 16")),
+        (lambda w: w.add_embedding_length(36), CheckpointError, ("token_embd.weight", "[300, 32]")),
+        (lambda w: w.add_block_count(2**31), ConfigError, ("llama.block_count", "10000")),
+        (lambda w: w.add_layer_norm_rms_eps(float("nan")), ConfigError, ("layer_norm_rms_epsilon", "finite")),
+        (lambda w: w.add_string("llama.context_length", "8k"), ConfigError, ("llama.context_length", "8k")),
+        (lambda w: w.add_rope_dimension_count(4), UnsupportedError, ("RoPE turns 4", "8")),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), UnsupportedError, ("longrope",)),
+        (
+            lambda w: w.add_tensor("rope_freqs.weight", np.array([1, 2, 3, 8], np.float32)),
+            UnsupportedError,
+            ("rope_freqs.weight", "Llama 3"),
+        ),
+        (
+            lambda w: w.add_tensor("rope_freqs.weight", np.array([1, 2, 3], np.float32)),
+            CheckpointError,
+            ("rope_freqs.weight", "4 numbers", "[3]"),
+        ),
+        (
+            lambda w: w.add_tensor("rope_factors_long.weight", np.ones(4, np.float32)),
+            UnsupportedError,
+            ("longrope",),
+        ),
+        (
+            lambda w: w.add_tensor("blk.00.attn_q.weight", np.ones((32, 32), np.float32)),
+            CheckpointError,
+            ("are both model.layers.0.self_attn.q_proj.weight",),
+        ),
+    ],
+)
+def test_metadata_that_cannot_be_meant(source_of, tmp_path, change, kind, parts):
+    def replace(writer):
+        before = dict(writer.kv_data[0])
+        change(writer)
+        writer.kv_data[0] = {**before, **writer.kv_data[0]}
+
+    file = write(source_of(), tmp_path / "m.gguf", change=replace)
+    with refused(kind, "m.gguf", *parts):
+        GgufWeights.from_folder(open_gguf(file))
+
+
+def test_what_is_no_gguf_file(tmp_path):
+    with refused(CheckpointError, "absent.gguf", "found none"):
+        open_gguf(tmp_path / "absent.gguf")
+    for name, data in (("empty", b""), ("text", b"hello"), ("lfs", b"version https://git-lfs.github.com/spec/v1\n")):
+        path = tmp_path / name
+        path.write_bytes(data)
+        with refused(CheckpointError, name, "expected a GGUF file"):
+            open_gguf(path)
+        with refused(CheckpointError, name, "git lfs pull" if name == "lfs" else "GGUF"):
+            GgufWeights(path)
+    with refused(CheckpointError, str(tmp_path)):
+        open_gguf(tmp_path)

@@ -1,0 +1,409 @@
+"""GGUF files from elsewhere: whatever is wrong with one is said, by name, in bounded memory and time."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from conftest import refused
+from draftwing.errors import (
+    CheckpointError,
+    ConfigError,
+    DraftwingError,
+    DraftwingWarning,
+    TokenizerError,
+    UnsupportedError,
+)
+from draftwing.gguf.container import open_file
+from draftwing.gguf.folder import folder_files
+from draftwing.gguf.weights import GgufWeights
+
+U8, I8, U32, I32, F32, BOOL, STRING, ARRAY, U64 = 0, 1, 4, 5, 6, 7, 8, 9, 10
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def text(value):
+    raw = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def pair(key, kind, value):
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def strings(key, values):
+    return pair(key, ARRAY, struct.pack("<IQ", STRING, len(values)) + b"".join(map(text, values)))
+
+
+def number(key, value):
+    return pair(key, U32, struct.pack("<I", value))
+
+
+def tensor(name, dims, kind=0, offset=0):
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def container(pairs=(), tensors=(), data=b"", *, version=3, counts=None, magic=b"GGUF"):
+    """A file, put together by hand."""
+    num_tensors, num_pairs = counts or (len(tensors), len(pairs))
+    head = magic + struct.pack("<IQQ", version, num_tensors, num_pairs) + b"".join(pairs) + b"".join(tensors)
+    return head + b"\0" * (-len(head) % 32) + data
+
+
+def read_all(path):
+    """Everything that anybody reads of a file."""
+    file = open_file(path)
+    try:
+        folder_files(file)
+    finally:
+        file.close()
+    with GgufWeights(path) as weights:
+        for name in weights.keys():  # noqa: SIM118
+            weights.get(name, torch.float32)
+            if len(weights.shape(name)) == 2:
+                weights.stored(name)
+
+
+def tiny_pairs():
+    letters = [chr(ord("a") + index) for index in range(5)]
+    return {
+        "general.architecture": pair("general.architecture", STRING, text("llama")),
+        "llama.block_count": number("llama.block_count", 1),
+        "llama.context_length": number("llama.context_length", 64),
+        "llama.embedding_length": number("llama.embedding_length", 32),
+        "llama.feed_forward_length": number("llama.feed_forward_length", 32),
+        "llama.attention.head_count": number("llama.attention.head_count", 2),
+        "llama.attention.head_count_kv": number("llama.attention.head_count_kv", 1),
+        "llama.attention.layer_norm_rms_epsilon": pair(
+            "llama.attention.layer_norm_rms_epsilon", F32, struct.pack("<f", 1e-5)
+        ),
+        "tokenizer.ggml.model": pair("tokenizer.ggml.model", STRING, text("gpt2")),
+        "tokenizer.ggml.pre": pair("tokenizer.ggml.pre", STRING, text("gpt-2")),
+        "tokenizer.ggml.tokens": strings("tokenizer.ggml.tokens", [*SPECIAL, *letters, "ab"]),
+        "tokenizer.ggml.token_type": pair(
+            "tokenizer.ggml.token_type", ARRAY, struct.pack("<IQ9i", I32, 9, 2, 3, 3, 1, 1, 1, 1, 1, 1)
+        ),
+        "tokenizer.ggml.merges": strings("tokenizer.ggml.merges", ["a b"]),
+        "tokenizer.ggml.bos_token_id": number("tokenizer.ggml.bos_token_id", 1),
+        "tokenizer.ggml.eos_token_id": number("tokenizer.ggml.eos_token_id", 2),
+        "tokenizer.ggml.add_bos_token": pair("tokenizer.ggml.add_bos_token", BOOL, b"\1"),
+    }
+
+
+def tiny(**changes):
+    """A whole model in some 20 KB; a change is a pair's bytes by its key, None leaves it out."""
+    pairs = tiny_pairs()
+    pairs.update({key.replace("__", "."): value for key, value in changes.items()})
+    random = np.random.default_rng(0)
+    plan = {
+        "token_embd.weight": ((32, 9), "Q8_0"),
+        "output_norm.weight": ((32,), "F32"),
+        "blk.0.attn_norm.weight": ((32,), "F32"),
+        "blk.0.ffn_norm.weight": ((32,), "F32"),
+        "blk.0.attn_q.weight": ((32, 32), "F16"),
+        "blk.0.attn_k.weight": ((32, 16), "Q4_0"),
+        "blk.0.attn_v.weight": ((32, 16), "Q4_1"),
+        "blk.0.attn_output.weight": ((32, 32), "BF16"),
+        "blk.0.ffn_gate.weight": ((32, 32), "Q5_0"),
+        "blk.0.ffn_up.weight": ((32, 32), "F32"),
+        "blk.0.ffn_down.weight": ((32, 32), "IQ4_NL"),
+    }
+    tensors, data = [], b""
+    for name, (dims, kind) in plan.items():
+        number_of = gguf.GGMLQuantizationType[kind]
+        weight = random.standard_normal(dims[::-1]).astype(np.float32)
+        if kind == "IQ4_NL":
+            raw = np.tile(np.frombuffer(np.float16(0.01).tobytes() + bytes(range(16)), np.uint8), 32)
+        else:
+            raw = weight if kind == "F32" else gguf.quants.quantize(weight, number_of)
+        tensors.append(tensor(name, dims, int(number_of), len(data)))
+        data += raw.tobytes()
+        data += b"\0" * (-len(data) % 32)
+    return container([each for each in pairs.values() if each is not None], tensors, data)
+
+
+TINY = tiny()
+HEADER = TINY.index(b"blk.0.ffn_down.weight") + 60
+
+
+def opened(tmp_path, data, name="bad.gguf"):
+    path = tmp_path / name
+    path.write_bytes(data)
+    read_all(path)
+
+
+def test_the_tiny_file_is_whole(tmp_path):
+    opened(tmp_path, TINY)
+    (tmp_path / "m.gguf").write_bytes(TINY)
+    with GgufWeights(tmp_path / "m.gguf") as weights:
+        assert len(weights.keys()) == 11
+
+
+@pytest.mark.parametrize("end", [*range(4, 200, 7), *range(200, len(TINY) - 1, 997), len(TINY) - 1])
+def test_truncated_anywhere(tmp_path, end):
+    with pytest.raises(DraftwingError, match=r"bad\.gguf"):
+        opened(tmp_path, TINY[:end])
+
+
+HUGE = (2**64 - 1, 2**63, 2**40, 70000)
+REFUSED = {
+    "another magic": (container(magic=b"GGML"), CheckpointError, ("expected a GGUF file", "GGML")),
+    "version 1": (container(version=1), UnsupportedError, ("version 1", "2 or 3")),
+    "version 4": (container(version=4), UnsupportedError, ("version 4",)),
+    "big-endian": (container(version=3 << 24), UnsupportedError, ("big-endian",)),
+    **{f"{n} tensors": (container(counts=(n, 0)), CheckpointError, (f"{n} tensors", "can hold")) for n in HUGE},
+    **{f"{n} pairs": (container(counts=(0, n)), CheckpointError, (f"{n} metadata pairs",)) for n in HUGE},
+    "no metadata": (container(), ConfigError, ("general.architecture", "missing")),
+    "a key of 2**64 bytes": (
+        container([struct.pack("<Q", 2**64 - 1) + b"k" * 32]),
+        CheckpointError,
+        ("the key of metadata pair 0", "at most"),
+    ),
+    "a key that is no text": (container([pair(b"\xff\xfe", U8, b"\0" * 9)]), CheckpointError, ("must be UTF-8",)),
+    "a string of 2**64 bytes": (
+        container([pair("a", STRING, struct.pack("<Q", 2**64 - 1) + b"x")]),
+        CheckpointError,
+        ("metadata `a`", str(2**64 - 1)),
+    ),
+    **{
+        f"an array of {n}, type {kind}": (
+            container([pair("a", ARRAY, struct.pack("<IQ", kind, n) + b"\0" * 64)]),
+            CheckpointError,
+            ("metadata `a`", "must lie within the file"),
+        )
+        for n in HUGE
+        for kind in (U8, BOOL, U64, STRING)
+    },
+    "arrays in arrays": (
+        container([pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1) * 50 + b"\0" * 64)]),
+        CheckpointError,
+        ("metadata `a`", "array of arrays"),
+    ),
+    "an unknown type": (container([pair("a", 13, b"\0" * 8)]), CheckpointError, ("`a`", "unknown type 13")),
+    "an array of an unknown type": (
+        container([pair("a", ARRAY, struct.pack("<IQ", 99, 0))]),
+        CheckpointError,
+        ("`a`", "unknown type 99"),
+    ),
+    "neither true nor false": (container([pair("a", BOOL, b"\2")]), CheckpointError, ("`a`", "true or false")),
+    "a key twice": (container([number("a", 1), number("a", 1)]), CheckpointError, ("`a` is there twice",)),
+    **{
+        f"alignment {n}": (container([number("general.alignment", n)]), ConfigError, ("general.alignment",))
+        for n in (0, 3, 2**31)
+    },
+    "5 dimensions": (container([], [tensor("t", (1,) * 5)]), CheckpointError, ("tensor t has 5 dimensions",)),
+    "no dimensions": (container([], [tensor("t", ())], b"\0" * 32), CheckpointError, ("tensor t has 0 dimensions",)),
+    "a dimension of 0": (container([], [tensor("t", (32, 0))], b"\0" * 32), CheckpointError, ("tensor t", "[0, 32]")),
+    "a product above 2**64": (
+        container([], [tensor("t", (2**62, 2**62))], b"\0" * 32),
+        CheckpointError,
+        ("tensor t", "lie within the file"),
+    ),
+    "rows that are no blocks": (
+        container([], [tensor("t", (33, 2), 8)], b"\0" * 128),
+        CheckpointError,
+        ("tensor t has rows of 33", "32 (Q8_0)"),
+    ),
+    "an unknown format": (
+        container([], [tensor("t", (32,), 4)], b"\0" * 128),
+        UnsupportedError,
+        ("tensor t", "format 4"),
+    ),
+    "an offset that is not aligned": (
+        container([], [tensor("t", (4,), 0, 16)], b"\0" * 128),
+        CheckpointError,
+        ("tensor t", "aligned to 32"),
+    ),
+    "an offset beyond the end": (
+        container([], [tensor("t", (4,), 0, 2**64 - 32)], b"\0" * 128),
+        CheckpointError,
+        ("tensor t", "lie within the file"),
+    ),
+    "tensors over each other": (
+        container([], [tensor("t", (16,), 0, 0), tensor("u", (4,), 0, 32)], b"\0" * 128),
+        CheckpointError,
+        ("t and u overlap",),
+    ),
+    "a tensor twice": (
+        container([], [tensor("t", (4,), 0, 0), tensor("t", (4,), 0, 32)], b"\0" * 128),
+        CheckpointError,
+        ("tensor t is there twice",),
+    ),
+    "no embedding": (container(list(tiny_pairs().values())), CheckpointError, ("token_embd.weight", "none")),
+    **{
+        f"without {key}": (tiny(**{key: None}), ConfigError, (f"`{key}` is missing",))
+        for key in tiny_pairs()
+        if key.startswith("llama") and not key.endswith("_kv")
+    },
+    "no tokens": (tiny(tokenizer__ggml__tokens=None), TokenizerError, ("tokenizer.ggml.tokens", "missing")),
+    "tokens that are numbers": (
+        tiny(tokenizer__ggml__tokens=number("tokenizer.ggml.tokens", 3)),
+        TokenizerError,
+        ("tokenizer.ggml.tokens", "array of strings"),
+    ),
+    "a token twice": (
+        tiny(tokenizer__ggml__tokens=strings("tokenizer.ggml.tokens", [*"abcdefgha"])),
+        TokenizerError,
+        ("tokens 0 and 8 are both 'a'",),
+    ),
+    "a token that is no text": (
+        tiny(tokenizer__ggml__tokens=strings("tokenizer.ggml.tokens", [*"abcdefgh", b"\xff"])),
+        TokenizerError,
+        ("string 8 of `tokenizer.ggml.tokens` must be UTF-8",),
+    ),
+    "a token without an end": (
+        tiny(tokenizer__ggml__tokens=strings("tokenizer.ggml.tokens", [*"abcdefgh", "x" * 5000])),
+        TokenizerError,
+        ("string 8", "at most 4096 bytes"),
+    ),
+    "more tokens than embeddings": (
+        tiny(
+            tokenizer__ggml__tokens=strings("tokenizer.ggml.tokens", [*SPECIAL, *"abcdefgh"]),
+            tokenizer__ggml__token_type=None,
+        ),
+        TokenizerError,
+        ("11 tokens for 9 embeddings",),
+    ),
+    "types of other tokens": (
+        tiny(tokenizer__ggml__token_type=pair("tokenizer.ggml.token_type", ARRAY, struct.pack("<IQ2i", I32, 2, 1, 1))),
+        ConfigError,
+        ("tokenizer.ggml.token_type", "9 numbers", "found 2"),
+    ),
+    "a merge of one": (
+        tiny(tokenizer__ggml__merges=strings("tokenizer.ggml.merges", ["ab"])),
+        TokenizerError,
+        ("a merge must be two tokens", "'ab'"),
+    ),
+    "a merge of no token": (
+        tiny(tokenizer__ggml__merges=strings("tokenizer.ggml.merges", ["a zz"])),
+        TokenizerError,
+        ("make no tokenizer",),
+    ),
+    "an end that is no token": (
+        tiny(tokenizer__ggml__eos_token_id=number("tokenizer.ggml.eos_token_id", 9)),
+        TokenizerError,
+        ("tokenizer.ggml.eos_token_id", "below the 9 tokens"),
+    ),
+    "another tokenizer": (
+        tiny(tokenizer__ggml__model=pair("tokenizer.ggml.model", STRING, text("bert"))),
+        TokenizerError,
+        ("'bert'", "gpt2"),
+    ),
+    "another pre-tokenizer": (
+        tiny(tokenizer__ggml__pre=pair("tokenizer.ggml.pre", STRING, text("klingon"))),
+        TokenizerError,
+        ("'klingon'", "llama-bpe"),
+    ),
+    "no scores": (
+        tiny(tokenizer__ggml__model=pair("tokenizer.ggml.model", STRING, text("llama"))),
+        TokenizerError,
+        ("a score for each token",),
+    ),
+    "heads that are not whole": (
+        tiny(
+            llama__attention__head_count_kv=number("llama.attention.head_count_kv", 3),
+            llama__attention__head_count=number("llama.attention.head_count", 3),
+            llama__attention__key_length=number("llama.attention.key_length", 16),
+            llama__rope__dimension_count=number("llama.rope.dimension_count", 16),
+        ),
+        CheckpointError,
+        ("blk.0.attn_", "a whole number of pairs for each of 3 heads"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(tmp_path, what):
+    data, kind, parts = REFUSED[what]
+    with refused(kind, "bad.gguf", *parts):
+        opened(tmp_path, data)
+
+
+def test_experts_without_an_end(tmp_path):
+    pairs = [pair("general.architecture", STRING, text("qwen3moe"))]
+    data = container(pairs, [tensor("blk.0.ffn_up_exps.weight", (1, 1, 2000))], b"\0" * 8000)
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with refused(CheckpointError, "blk.0.ffn_up_exps.weight", "at most 1024 matrices"):
+        GgufWeights(path)
+
+
+def errors_of(tmp_path, data):
+    """What is said of a file, if it is refused; any other kind of error goes through."""
+    try:
+        opened(tmp_path, data)
+    except DraftwingError as error:
+        yield str(error)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    changes=st.lists(
+        st.tuples(
+            st.one_of(st.integers(0, HEADER), st.integers(0, len(TINY) - 1)),
+            st.one_of(
+                st.integers(0, 255).map(lambda value: bytes([value])),
+                st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\x7f" + b"\xff" * 7, b"\0\0\0\0\0\0\0\x80", b"\x09\0\0\0"]),
+            ),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    cut=st.one_of(st.just(len(TINY)), st.integers(0, len(TINY))),
+)
+@example(changes=[(8, b"\xff" * 8)], cut=len(TINY))
+def test_any_change_is_read_or_refused(tmp_path, changes, cut):
+    data = bytearray(TINY)
+    for at, value in changes:
+        data[at : at + len(value)] = value[: len(data) - at]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DraftwingWarning)  # where `tokenizer.ggml.pre` is gone
+        refusal = next(iter(errors_of(tmp_path, bytes(data[:cut]))), "bad.gguf")
+    assert "bad.gguf" in refusal
+
+
+def test_a_kilobyte_takes_no_memory(tmp_path):
+    bad = {}
+    for index, (what, (data, _, _)) in enumerate(REFUSED.items()):
+        if len(data) < 4096:
+            path = tmp_path / f"{index}.gguf"
+            path.write_bytes(data)
+            bad[what] = str(path)
+    assert len(bad) > 40
+    code = """
+import json, resource, sys
+import gguf, tokenizers, torch
+from pathlib import Path
+from test_gguf_damaged import read_all
+from draftwing.errors import DraftwingError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in json.load(sys.stdin):
+    try:
+        read_all(Path(path))
+    except DraftwingError:
+        pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    began = time.perf_counter()
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(list(bad.values())),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=True,
+    )
+    assert int(run.stdout) < 8 * 1024  # KB
+    assert time.perf_counter() - began < 60
