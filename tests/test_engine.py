@@ -193,7 +193,7 @@ def test_one_row_with_nan_ends_alone(folder, plain):
     broken = dw.load(folder, "lookup", dtype="float64", device="cpu")
     bad = [7, *broken.encode(TEXTS[0])]
     with torch.no_grad():
-        broken.target.embedding[7] = torch.nan
+        broken.target.embedding.table[7] = torch.nan
     found = broken.generate([TEXTS[0], bad, *TEXTS[1:]], max_tokens=8, banned_tokens=(7,))
     assert [found[i].text for i in (0, 2, 3)] == [each.text for each in wanted]
     assert [each.finish_reason == "error" for each in found] == [False, True, False, False]

@@ -379,7 +379,7 @@ def test_a_model_is_examined_once_and_kept_no_longer_than_it_lives(monkeypatch, 
     for model in (one, other, one):
         assert_same(model, fast, max_new_tokens=4)
     assert len(made) == 2
-    assert made[0].embedding.data_ptr() == one.get_input_embeddings().weight.data_ptr()
+    assert made[0].embedding.table.data_ptr() == one.get_input_embeddings().weight.data_ptr()
     one.float()  # the drafter's features are of another type now
     assert_same(one, fast, max_new_tokens=4)
     assert len(made) == 3

@@ -91,7 +91,7 @@ def test_muon_takes_the_matrices_between_hidden_states():
     rest = {names[each] for each in adamw.param_groups[0]["params"]}
     assert found | rest == set(names.values())
     assert not found & rest
-    assert {"head.weight", "embedding", "norm.weight"} <= rest
+    assert {"head.weight", "embedding.table", "norm.weight"} <= rest
     assert {"fc.weight", "layers.0.qkv.weight", "layers.1.mlp.down.weight"} <= found
 
 

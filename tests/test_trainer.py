@@ -472,7 +472,7 @@ class Toy:
         ids = torch.stack(texts, 1)
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, 0] = False
-        last = self._embedding[ids]
+        last = self._embedding(ids)
         logits = torch.nn.functional.one_hot(self._successor[ids], 61) * 9.0
         return FeatureBatch(Batch(ids, mask, torch.full((8,), 10)), last.repeat(1, 1, self._num_taps), last, logits)
 

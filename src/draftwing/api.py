@@ -50,7 +50,7 @@ class ModelOptions(TypedDict, total=False):
         dtype: what is computed in: ``float32``, ``bfloat16``, ``float16`` or ``float64``, as a name or a
             ``torch.dtype``. The default is float32 whatever the checkpoint holds: there every text has one well-defined
             wording on every machine. On a CPU weights keep the checkpoint's own bits all the same, which changes
-            nothing but the speed. ``"auto"``: float32 there, elsewhere the checkpoint's own.
+            nothing but the speed. ``"auto"``: the checkpoint's own, but there float32 for those of 16 bits.
         quantize: ``int8`` quantises the matrices of the target and of what drafts for it: on a CPU up to three times as
             fast. The text is then the quantised model's, drafted or not, to the token. None: as ``dtype`` says.
         device: ``cpu`` or ``cuda``; None takes a GPU where there is one.
@@ -135,8 +135,9 @@ def load_target(
     where, config = _device(device), read_config(folder)
     lean = config.get("model_type") in LEAN_MODEL_TYPES
     is_lean = engine == "lean" or (engine == "auto" and lean)
-    # On a CPU the lean decoder reads weights in the checkpoint's own bits and computes in float32 all the same.
-    numbers = torch.float32 if dtype == "auto" and is_lean and where.type == "cpu" else _dtype(dtype, config)
+    numbers = _dtype(dtype, config)
+    if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:
+        numbers = torch.float32  # in which the lean decoder computes there with weights of 16 bits as they are
     model: Target
     if is_lean:
         model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, quantize=quantize)

@@ -59,7 +59,7 @@ struct World {
 
     Op linear(int source, int target, bool is_normed) {
         Op op{};
-        op.kind = LINEAR, op.source = source, op.target = target, op.bits = 32, op.eps = 1e-5f;
+        op.kind = LINEAR, op.source = source, op.target = target, op.format = FLOAT32, op.eps = 1e-5f;
         op.num_in = widths[source], op.num_out = widths[target];
         op.weight = numbers(static_cast<size_t>(op.num_in) * (op.num_out + TILE - 1) / TILE * TILE);
         if (is_normed) op.norm = numbers(op.num_in);

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Layout, Linear
 from draftwing.model.stored import Stored
-from draftwing.run.kernel.library import required_kernel
 from draftwing.run.kernel.packed import Packed
 from draftwing.run.kernel.program import Traced, TracedIds
 
@@ -78,7 +77,7 @@ class Embedding(nn.Module):
             return Traced.embedding(ids, self.packed)
         if self.packed is None:
             return F.embedding(ids, self._table)
-        return required_kernel().rows(self.packed, ids.reshape(-1)).view(*ids.shape, -1)
+        return self.packed.rows(ids.reshape(-1)).view(*ids.shape, -1)
 
     def plain(self) -> Tensor:
         """(V, H) as a table."""

@@ -254,7 +254,7 @@ class Linear(nn.Module):
         """(out, in): its weight, or where that was laid out for the CPU kernel, what it stands for in float32."""
         if not self._fused:
             return self.weight.detach()
-        return torch.cat([required_kernel().rows(part, torch.arange(part.num_out)) for part in self._fused])
+        return torch.cat([part.rows(torch.arange(part.num_out)) for part in self._fused])
 
     def _drop(self) -> None:
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)

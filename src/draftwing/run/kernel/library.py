@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from draftwing.errors import ConfigError
 from draftwing.run.kernel.build import KernelProblem, with_library
 from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
 from draftwing.run.kernel.selftest import fault_of
-
-if TYPE_CHECKING:
-    from draftwing.run.kernel.packed import Packed
 
 __all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem", "required_kernel"]
 
@@ -89,18 +86,10 @@ class Kernel:
         )  # fmt: skip
         return bool(found)
 
-    def rows(self, packed: Packed, outputs: Tensor) -> Tensor:
-        """(R, in) float32: some outputs' weights, (R,) int64; of a matrix that is not gated, nor in int8."""
-        if packed.gated or not packed.format.is_exact:
-            raise ConfigError("of gated and int8 matrices there are no single rows")
-        outputs = outputs.contiguous()
-        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < packed.num_out:
-            raise ConfigError(f"outputs must be from 0 to {packed.num_out - 1}, found {outputs.tolist()!r:.60}")
-        found = torch.empty(len(outputs), packed.num_in)
-        self._rows(
-            packed.format.code, packed.weight.data_ptr(), packed.num_in, outputs.data_ptr(), found.data_ptr(),
-            len(outputs),
-        )  # fmt: skip
+    def rows(self, code: int, tiles: Tensor, num_in: int, outputs: Tensor) -> Tensor:
+        """(R, in) float32: the weights of some outputs (R,) int64, which must be there, out of tiles of a format."""
+        outputs, found = outputs.contiguous(), torch.empty(len(outputs), num_in)
+        self._rows(code, tiles.data_ptr(), num_in, outputs.data_ptr(), found.data_ptr(), len(outputs))
         return found
 
     def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.stored import Stored, stack
 from draftwing.run.kernel.formats import FORMATS, WeightFormat
 from draftwing.run.kernel.library import required_kernel
@@ -80,6 +80,18 @@ class Packed:
             parts = stack(parts)
         weight = _tiles([_bytes_of(part) for part in parts], kind, interleave=gated)
         return cls(num_in, num_out // (2 if gated else 1), kind, weight, None, None, _by_output(bias, gated), gated)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """(R, in) float32: the weights of some outputs, (R,) int64.
+
+        Raises:
+            ConfigError: an output that is not there, or a gated matrix, or one in int8.
+        """
+        if self.gated or not self.format.is_exact:
+            raise ConfigError("of gated and int8 matrices there are no single rows")
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.num_out:
+            raise ConfigError(f"outputs must be from 0 to {self.num_out - 1}, found {outputs.tolist()!r:.60}")
+        return required_kernel().rows(self.format.code, self.weight, self.num_in, outputs)
 
     @property
     def num_bytes(self) -> int:
