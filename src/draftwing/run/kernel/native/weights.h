@@ -296,7 +296,7 @@ constexpr int CHUNK = 64;  // inputs widened together: 16 KB that stay in the ne
 
 // Parts of a tile that are summed at a time: their sums, scales and offsets stay in registers.
 #if defined(__AVX512F__)
-template <int R> constexpr int parts_at_once() { return R <= 3 ? 4 : 2; }
+template <int R> constexpr int parts_at_once() { return PARTS; }
 #else
 template <int R> constexpr int parts_at_once() { return R == 1 ? 2 : 1; }
 #endif
@@ -409,7 +409,7 @@ inline void rows_of(const float* x, size_t stride, const char* w, int num_in, v1
     else plain_rows<T, R>(x, stride, w, num_in, sums);
 }
 
-// A tile times all rows: few in registers; for more, which take several passes, some inputs at a time are widened once.
+// A tile times all rows: few in registers; for more, some inputs at a time are widened once for all of them.
 template <typename T>
 void widening_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
     memset(sums, 0, sizeof(sums[0]) * count);
@@ -418,10 +418,12 @@ void widening_sums(const float* x, size_t stride, const char* w, int num_in, int
         case 2: return rows_of<T, 2>(x, stride, w, num_in, sums);
 #if defined(__AVX512F__)
         case 3: return rows_of<T, 3>(x, stride, w, num_in, sums);
-        case 4: return rows_of<T, 4>(x, stride, w, num_in, sums);
-        case 5: return rows_of<T, 5>(x, stride, w, num_in, sums);
-        case 6: return rows_of<T, 6>(x, stride, w, num_in, sums);
 #endif
+    }
+    if constexpr (!T::IS_BLOCKS && MAX_ROWS == 6) {
+        if (count == 4) return rows_of<T, 4>(x, stride, w, num_in, sums);
+        if (count == 5) return rows_of<T, 5>(x, stride, w, num_in, sums);
+        if (count == 6) return rows_of<T, 6>(x, stride, w, num_in, sums);
     }
     const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
     float* wide = widened_weights.get<float>(CHUNK * TILE);
