@@ -35,6 +35,7 @@ from torch import Tensor
 
 from draftwing.api import DTYPES, LM, load_drafter, load_target
 from draftwing.cli import screen as console
+from draftwing.drafters.base import Budget
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
 from draftwing.heads.identity import target_id_of_folder
 from draftwing.heads.read import load_head
@@ -47,6 +48,7 @@ from draftwing.text.tokenizer import Tokenizer
 STD = 0.02  # of weights that change nothing: as small as real ones, and far from denormal numbers
 SHARD_BYTES = 10**9
 TOLERANCE = 1e-3  # what rounding alone stays far below in float32
+CHAIN = Budget(4)
 PROMPT, NUM_TOKENS = "import os\n\n\ndef main(argv):\n", 24
 COPIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
@@ -408,7 +410,8 @@ def say(folder: Path, heads: Sequence[Path], dtype: str = "float32") -> Said:
     said = Said(target.score(ids).logits[0].cpu(), [], [])
     for head in heads:
         lm = LM(target, tokenizer, load_drafter(head, target, tokenizer))
-        (found,) = lm.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
+        # A fixed budget: the automatic one drafts as much as pays, which is not the same for a small and a large model.
+        (found,) = lm.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True, speculation=CHAIN)
         said.texts.append(found.token_ids)
         said.accepted.append(found.stats.num_accepted)
     return said
@@ -420,7 +423,9 @@ def compare(small: Said, large: Said, heads: Sequence[Path], *, rounded: bool) -
     same = apart <= TOLERANCE
     print(f"logits: largest difference {apart:.2g}, largest logit {float(small.logits.abs().max()):.3g} (float32)")
     for index, head in enumerate(heads):
-        alike = small.texts[index] == large.texts[index] and small.accepted[index] == large.accepted[index]
+        # Heads may draft in 8 bits, where a draft or two is another one.
+        near = abs(small.accepted[index] - large.accepted[index]) <= 2
+        alike = small.texts[index] == large.texts[index] and near
         accepted = f"{small.accepted[index]} and {large.accepted[index]} drafts accepted"
         print(f"{head.name}: {accepted} in {NUM_TOKENS} tokens, {'the same text' if alike else 'DIFFERENT'}")
         same &= alike

@@ -2,7 +2,7 @@
 
     python benchmarks/weight_formats.py --json benchmarks/results/NAME.json
     python benchmarks/weight_formats.py --target model.gguf --draft lookup --rounds 5
-    python benchmarks/weight_formats.py --num-prompts 100 --tokens 256 --rounds 1 --temperatures 0,1   # texts
+    python benchmarks/weight_formats.py --num-prompts 100 --tokens 256 --rounds 1 --temperatures 0,1 --batch 16
 
 Both copies lie in memory and decode every prompt in turn, plainly and with drafts, round by round; figures are medians
 over the rounds, ratios medians over the pairs. The limit is the bandwidth of a plain sum over as many freshly written
@@ -64,6 +64,7 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=1)] = 4,
     tokens: Annotated[int, typer.Option(min=2)] = 96,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
     temperatures: Annotated[str, typer.Option(help="With commas between them.")] = "0",
     limit: Annotated[bool, typer.Option(help="Measure how fast memory is read.")] = True,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -83,9 +84,8 @@ def main(
             for way in models["own"]:
                 for name, lms in models.items():
                     began, count, steps = time.perf_counter(), 0, 0
-                    for index, text in enumerate(texts):
-                        options = {"max_tokens": tokens, "temperature": temperature, "seed": index, "ignore_eos": True}
-                        found = lms[way].generate([text], **options)[0]
+                    options = {"max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True}
+                    for index, found in enumerate(lms[way].generate(texts, max_batch=batch, **options)):
                         wording.setdefault((temperature, index), set()).add(tuple(found.token_ids))
                         count, steps = count + len(found.token_ids), steps + found.stats.num_forwards
                     key = f"{way}, T={temperature:g}, {name}"
@@ -122,6 +122,8 @@ def main(
             "settings": {
                 **settings,
                 "rounds": rounds,
+                "batch": batch,
+                "temperatures": wanted,
                 "kernel_arch": os.environ.get("DRAFTWING_KERNEL_ARCH", "native"),
             },
             "matrices": {name: lms["plain"].target.runs_as for name, lms in models.items()},
