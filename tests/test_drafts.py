@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import refused
 from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
@@ -342,3 +343,14 @@ def test_usual_taps_need_layers_to_tap(folder_of):
     with pytest.raises(ConfigError, match="3 layers or more, found 2: give taps"):
         EagleConfig.for_target(3, small)
     assert EagleConfig.for_target(3, small, taps=(0, 1, 2)).taps == (0, 1, 2)
+
+
+def test_a_target_without_hidden_states_is_named(folder_of):
+    """One of a user's own that leaves them out of its forwards."""
+    target = LeanTarget.from_folder(folder_of("llama", **SHAPE))
+    forward = target.forward
+    target.forward = lambda ctx, tree: replace(forward(ctx, tree), features=None)
+    decoder = Decoder(target, drafter_for("eagle3", target, folder_of), budget=Budget(3))
+    decoder.admit([4, 9, 30], Sampling(max_tokens=4))
+    with refused(ConfigError, "the target's forward gave none", "TargetOutput.features"):
+        decoder.step()

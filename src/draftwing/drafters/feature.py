@@ -104,7 +104,11 @@ class EagleDrafter:
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until a tree is drafted again."""
-        assert output.features is not None
+        if output.features is None:
+            raise ConfigError(
+                f"{self.name} reads hidden states, and the target's forward gave none: let it return the features that "
+                f"its context asks for (TargetOutput.features)"
+            )
         fresh = _kept(output.features, accepted.path, as_view=tree.is_line and output.is_kept)
         if self._read is not None:
             self._fed, self._fresh, self._read = self._read, [], None

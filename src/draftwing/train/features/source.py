@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec, Target
 from draftwing.train.data.batches import Batch, Batches
@@ -92,5 +93,6 @@ def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def _score(target: Target, ids: Tensor, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
     output = target.score(ids, spec)
-    assert output.features is not None  # they were asked for
+    if output.features is None:
+        raise ConfigError(f"{target.name} gave no hidden states: let its score return the features that are asked for")
     return output.logits, output.features
