@@ -1,0 +1,118 @@
+"""Whole models out of GGUF files: the numbers of their float32 expansion, in every format, drafted or not."""
+
+import pytest
+import torch
+
+import draftwing as dw
+from conftest import add_tokenizer
+from draftwing.api import load_target
+from draftwing.drafters.base import Budget
+from draftwing.gguf.folder import open_gguf
+from draftwing.gguf.unpack import import_gguf
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import FeatureSpec
+from draftwing.run.kernel.formats import BLOCKS
+from draftwing.run.kernel.library import get_kernel
+from draftwing.tree import DraftTree
+from gguf_files import write
+
+pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no compiler")
+SHAPE = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_gate": "Q5_K", "token_embd": "Q8_0"}  # as llama.cpp mixes them
+PROMPTS = [[4, 9, 30, 7], [8, 8], [11] * 40]
+
+
+@pytest.fixture(scope="module")
+def source(folder_of):
+    folder = folder_of("llama", **SHAPE, initializer_range=0.05)
+    if not (folder / "tokenizer.json").exists():
+        add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file_of(source, tmp_path_factory):
+    """A maker of files whose matrices are in one format, or ``mixed``."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            kind_of = lambda name, weight: next((to for part, to in MIXED.items() if part in name), "Q4_K")  # noqa: E731
+            out = tmp_path_factory.mktemp("gguf") / f"{kind}.gguf"
+            made[kind] = write(source, out, kind_of if kind == "mixed" else lambda name, weight: kind)
+        return made[kind]
+
+    return make
+
+
+def logits_of(target):
+    ctx = target.new_context(FeatureSpec((0, target.num_layers)))
+    features = [target.prefill(ctx, prompt) for prompt in PROMPTS]
+    tree = DraftTree.from_lists([[prompt[-1], 5, 9, 7] for prompt in PROMPTS], [[-1, 0, 0, 1]] * len(PROMPTS))
+    output = target.forward(ctx, tree)
+    return [output.logits, output.features, *features]
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, "BF16", "F16", "F32", "mixed", "Q5_0"])
+def test_a_file_is_its_expansion(kind, file_of):
+    folder = open_gguf(file_of(kind))
+    own, wide = (LeanTarget.from_folder(folder, expand=expand) for expand in (False, True))
+    assert own.runtime == "kernel"
+    for ours, theirs in zip(logits_of(own), logits_of(wide), strict=True):
+        assert torch.isfinite(ours).all()
+        assert torch.equal(ours, theirs)
+    assert wide.net.head.formats == ("float32",)
+    if kind in BLOCKS:
+        assert own.net.head.formats == (kind,)
+        assert f"{kind} weights in float32 arithmetic" in own.runs_as
+        assert own.num_weight_bytes < 0.3 * wide.num_weight_bytes
+    elif kind == "mixed":
+        assert own.net.layers[0].qkv.formats == ("Q4_K", "Q6_K")
+        assert own.net.layers[0].mlp.gate_up.formats == ("float32",)
+        assert own.net.head.formats == ("Q4_K",)
+    elif kind == "Q5_0":
+        assert "float32 expanded from Q5_0" in own.runs_as
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["Q4_1", "mixed"])
+def test_texts_of_a_file(kind, temperature, file_of, tmp_path):
+    """Drafted by itself in 8 bits, by lookup, not at all, and out of the imported float32 folder: one text."""
+    file, options = file_of(kind), {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    import_gguf(file, tmp_path / "whole")
+    texts = []
+    for target, draft in ((file, "none"), (file, "lookup"), (file, file), (tmp_path / "whole", "none")):
+        lm = dw.load(target, draft, device="cpu")
+        texts.append([one.token_ids for one in lm.generate(PROMPTS, speculation=Budget(4, 2, 6), **options)])
+    assert texts.count(texts[0]) == 4
+
+
+def test_without_the_kernel_a_file_is_expanded(file_of, monkeypatch):
+    """And decodes as it does with it, up to rounding."""
+    folder = open_gguf(file_of("Q4_K"))
+    ours = logits_of(load_target(folder, device="cpu"))[0]
+    exact = load_target(folder, dtype="float64", device="cpu")
+    monkeypatch.setenv("DRAFTWING_KERNEL", "off")
+    plain = load_target(folder, device="cpu")
+    assert plain.runtime == "torch"
+    wanted = logits_of(exact)[0]
+    for found in (ours, logits_of(plain)[0]):
+        assert torch.allclose(found.double(), wanted, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_a_head_is_trained_and_read_for_a_file(file_of, tmp_path):
+    """A file is a model folder like any other: its name and what it is stand in the head."""
+    from draftwing.heads.write import write_head
+    from draftwing.nets.eagle import EagleNet
+    from draftwing.nets.eagle_config import EagleConfig
+
+    file = file_of("Q4_1")
+    target = load_target(open_gguf(file), device="cpu")
+    torch.manual_seed(1)
+    config = EagleConfig.for_target(3, target.config)
+    write_head(tmp_path / "head", EagleNet(config, target.embedding, target.head))
+    drafted, plain = dw.load(file, tmp_path / "head", device="cpu"), dw.load(file, "none", device="cpu")
+    options = {"max_tokens": 16, "ignore_eos": True, "temperature": 1.0, "seed": 1}
+    found = drafted.generate(PROMPTS, speculation=Budget(3), **options)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain.generate(PROMPTS, **options)]
+    assert all(one.stats.num_drafted for one in found)
