@@ -134,6 +134,12 @@ def tiny(**changes):
 
 
 TINY = tiny()
+SENTENCE_PIECE = tiny(
+    tokenizer__ggml__model=pair("tokenizer.ggml.model", STRING, text("llama")),
+    tokenizer__ggml__scores=pair("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ9f", F32, 9, *range(9))),
+    llama__rope__scaling__type=pair("llama.rope.scaling.type", STRING, text("yarn")),
+    llama__rope__scaling__factor=pair("llama.rope.scaling.factor", F32, struct.pack("<f", 2)),
+)
 HEADER = TINY.index(b"blk.0.ffn_down.weight") + 60
 
 
@@ -143,8 +149,9 @@ def opened(tmp_path, data, name="bad.gguf"):
     read_all(path)
 
 
-def test_the_tiny_file_is_whole(tmp_path):
+def test_the_tiny_files_are_whole(tmp_path):
     opened(tmp_path, TINY)
+    opened(tmp_path, SENTENCE_PIECE)
     (tmp_path / "m.gguf").write_bytes(TINY)
     with GgufWeights(tmp_path / "m.gguf") as weights:
         assert len(weights.keys()) == 11
@@ -295,6 +302,11 @@ REFUSED = {
         TokenizerError,
         ("tokenizer.ggml.eos_token_id", "below the 9 tokens"),
     ),
+    "tokens without an end": (
+        tiny(tokenizer__ggml__tokens=strings("tokenizer.ggml.tokens", [""] * (2**20 + 1))),
+        TokenizerError,
+        ("at most 1048576 tokens",),
+    ),
     "another tokenizer": (
         tiny(tokenizer__ggml__model=pair("tokenizer.ggml.model", STRING, text("bert"))),
         TokenizerError,
@@ -349,6 +361,7 @@ def errors_of(tmp_path, data):
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
+    whole=st.sampled_from([TINY, SENTENCE_PIECE]),
     changes=st.lists(
         st.tuples(
             st.one_of(st.integers(0, HEADER), st.integers(0, len(TINY) - 1)),
@@ -362,9 +375,9 @@ def errors_of(tmp_path, data):
     ),
     cut=st.one_of(st.just(len(TINY)), st.integers(0, len(TINY))),
 )
-@example(changes=[(8, b"\xff" * 8)], cut=len(TINY))
-def test_any_change_is_read_or_refused(tmp_path, changes, cut):
-    data = bytearray(TINY)
+@example(whole=TINY, changes=[(TINY.index(b"tokenizer.ggml.tokens") + 33, b"\xff" * 8)], cut=len(TINY))
+def test_any_change_is_read_or_refused(tmp_path, whole, changes, cut):
+    data = bytearray(whole)
     for at, value in changes:
         data[at : at + len(value)] = value[: len(data) - at]
     with warnings.catch_warnings():
