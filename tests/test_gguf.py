@@ -197,6 +197,13 @@ def test_a_split_model(source_of, tmp_path):
     (tmp_path / "other.gguf").write_bytes(parts[0].read_bytes())
     with refused(CheckpointError, "other.gguf", "must be called like"):
         open_gguf(tmp_path / "other.gguf")
+    names = [[info.name for info in gguf.GGUFReader(part).tensors] for part in parts[:2]]
+    first, second = next((a, b) for a in names[0] for b in names[1] if len(a) == len(b))
+    whole = parts[1].read_bytes()
+    parts[1].write_bytes(whole.replace(second.encode(), first.encode()))
+    with refused(CheckpointError, parts[1].name, first, "in an earlier part"):
+        GgufWeights(parts[0])
+    parts[1].write_bytes(whole)
     shutil.copy(parts[1], parts[2])
     with refused(CheckpointError, parts[2].name, "split.no"):
         GgufWeights(parts[0])

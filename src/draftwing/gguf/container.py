@@ -198,8 +198,8 @@ class _Header:
         for count, what, least in zip(counts, ("tensors", "metadata pairs"), (32, 13), strict=True):
             if count > _MOST or count * least > self.size:
                 raise CheckpointError(
-                    f"{self.path}: the header announces {count} {what}, more than the file of {self.size} bytes can "
-                    f"hold. {_AGAIN}"
+                    f"{self.path}: the header announces {count} {what}; a file of {self.size} bytes can hold at most "
+                    f"{min(_MOST, self.size // least)}. {_AGAIN}"
                 )
         return counts[0], counts[1]
 
