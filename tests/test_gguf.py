@@ -281,6 +281,35 @@ def test_the_imported_folder_writes_the_checkpoints_text(source_of, tmp_path):
     assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", [*BLOCKS, "Q5_0", "F16", "BF16"])
+def test_a_file_writes_the_text_of_its_import(wide, tmp_path, kind):
+    """The import holds in float32 what the file's blocks stand for."""
+    file = write(wide, tmp_path / "m.gguf", lambda name, weight: kind)
+    folder = import_gguf(file, tmp_path / "out").folder
+    texts = [
+        [
+            dw.load(model, draft="none").generate(["def add(", "for row"], max_tokens=32, temperature=heat, seed=3)
+            for heat in (0, 1)
+        ]
+        for model in (str(file), str(folder))
+    ]
+    ours, theirs = ([[each.token_ids for each in heat] for heat in texts_of] for texts_of in texts)
+    assert ours == theirs
+    assert any(len(set(ids)) > 8 for heat in ours for ids in heat)  # it says more than one word
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_file_writes_the_checkpoints_text(source_of, tmp_path, family):
+    source = source_of(family)
+    folder = import_gguf(write(source, tmp_path / "m.gguf"), tmp_path / "out").folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ours = dw.load(str(tmp_path / "m.gguf"), draft="lookup")
+    ids = ours.tokenizer.encode("def add(a")
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2)[0, len(ids) :]
+    assert list(ours.generate(["def add(a"], max_tokens=24)[0].token_ids) == expected.tolist()
+    assert config_of(folder) == config_of(open_gguf(tmp_path / "m.gguf"))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_import_into_shards_of_16_bits(source_of, tmp_path, dtype):
     source = source_of("mixtral")
