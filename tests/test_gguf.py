@@ -140,6 +140,23 @@ def test_every_format_is_what_the_package_says(wide, tmp_path, kind):
         assert torch.equal(joined, down)
 
 
+def test_an_expert_is_a_piece_of_its_tensor(source_of, tmp_path):
+    source = source_of("mixtral", hidden_size=64, intermediate_size=64)
+    file = write(source, tmp_path / "m.gguf", lambda name, weight: "Q4_1")
+    stacked = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for old, new in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        tensor = stacked[f"blk.1.ffn_{old}_exps.weight"]
+        known = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        with GgufWeights(file) as weights:
+            for expert in range(4):
+                name = f"model.layers.1.block_sparse_moe.experts.{expert}.{new}.weight"
+                assert weights.shape(name) == (64, 64)
+                stored = weights.stored(name)
+                assert stored.format == "Q4_1"
+                assert torch.equal(stored.expand(), known[expert])
+                assert torch.equal(weights.get(name), known[expert])
+
+
 def test_matrices_are_the_files_memory_and_can_be_given_back(wide, tmp_path):
     file = write(wide, tmp_path / "m.gguf", lambda name, weight: "Q8_0")
     weights = GgufWeights(file)
