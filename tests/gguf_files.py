@@ -168,9 +168,9 @@ def quantised(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray
         random = np.random.default_rng(len(kind.name) + weight.size)
         shape = (*weight.shape[:-1], weight.shape[-1] // inputs, num_bytes)
         blocks = random.integers(0, 256, shape, dtype=np.uint8)
-        for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}.get(
-            kind.name, (0,)
-        ):
-            scales = (random.random(shape[:-1]) * 1e-3).astype(np.float16)
-            blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+        scales = random.random(shape[:-1]) * 1e-3
+        # Offsets that put the numbers about zero: a model of positive ones says one word for ever.
+        middles = {"Q4_K": {0: 1, 2: 7.5}, "Q5_K": {0: 1, 2: 15.5}, "Q6_K": {208: 1}, "Q2_K": {80: 1, 82: 1.5}}
+        for at, factor in {**middles, "Q3_K": {108: 1}}.get(kind.name, {0: 1}).items():
+            blocks[..., at : at + 2] = (scales * factor).astype(np.float16)[..., None].view(np.uint8)
         return blocks.reshape(*weight.shape[:-1], -1)

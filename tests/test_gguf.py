@@ -140,6 +140,23 @@ def test_every_format_is_what_the_package_says(wide, tmp_path, kind):
         assert torch.equal(joined, down)
 
 
+def test_an_expert_is_a_piece_of_its_tensor(source_of, tmp_path):
+    source = source_of("mixtral", hidden_size=64, intermediate_size=64)
+    file = write(source, tmp_path / "m.gguf", lambda name, weight: "Q4_1")
+    stacked = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for old, new in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        tensor = stacked[f"blk.1.ffn_{old}_exps.weight"]
+        known = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        with GgufWeights(file) as weights:
+            for expert in range(4):
+                name = f"model.layers.1.block_sparse_moe.experts.{expert}.{new}.weight"
+                assert weights.shape(name) == (64, 64)
+                stored = weights.stored(name)
+                assert stored.format == "Q4_1"
+                assert torch.equal(stored.expand(), known[expert])
+                assert torch.equal(weights.get(name), known[expert])
+
+
 def test_matrices_are_the_files_memory_and_can_be_given_back(wide, tmp_path):
     file = write(wide, tmp_path / "m.gguf", lambda name, weight: "Q8_0")
     weights = GgufWeights(file)
@@ -197,6 +214,13 @@ def test_a_split_model(source_of, tmp_path):
     (tmp_path / "other.gguf").write_bytes(parts[0].read_bytes())
     with refused(CheckpointError, "other.gguf", "must be called like"):
         open_gguf(tmp_path / "other.gguf")
+    names = [[info.name for info in gguf.GGUFReader(part).tensors] for part in parts[:2]]
+    first, second = next((a, b) for a in names[0] for b in names[1] if len(a) == len(b))
+    whole = parts[1].read_bytes()
+    parts[1].write_bytes(whole.replace(second.encode(), first.encode()))
+    with refused(CheckpointError, parts[1].name, first, "in an earlier part"):
+        GgufWeights(parts[0])
+    parts[1].write_bytes(whole)
     shutil.copy(parts[1], parts[2])
     with refused(CheckpointError, parts[2].name, "split.no"):
         GgufWeights(parts[0])
@@ -272,6 +296,35 @@ def test_the_imported_folder_writes_the_checkpoints_text(source_of, tmp_path):
     assert [each.text for each in texts[0]] == [each.text for each in texts[1]]
     again = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, "Q5_0", "F16", "BF16"])
+def test_a_file_writes_the_text_of_its_import(wide, tmp_path, kind):
+    """The import holds in float32 what the file's blocks stand for."""
+    file = write(wide, tmp_path / "m.gguf", lambda name, weight: kind)
+    folder = import_gguf(file, tmp_path / "out").folder
+    texts = [
+        [
+            dw.load(model, draft="none").generate(["def add(", "for row"], max_tokens=32, temperature=heat, seed=3)
+            for heat in (0, 1)
+        ]
+        for model in (str(file), str(folder))
+    ]
+    ours, theirs = ([[each.token_ids for each in heat] for heat in texts_of] for texts_of in texts)
+    assert ours == theirs
+    assert any(len(set(ids)) > 8 for heat in ours for ids in heat)  # it says more than one word
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_file_writes_the_checkpoints_text(source_of, tmp_path, family):
+    source = source_of(family)
+    folder = import_gguf(write(source, tmp_path / "m.gguf"), tmp_path / "out").folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ours = dw.load(str(tmp_path / "m.gguf"), draft="lookup")
+    ids = ours.tokenizer.encode("def add(a")
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=2)[0, len(ids) :]
+    assert list(ours.generate(["def add(a"], max_tokens=24)[0].token_ids) == expected.tolist()
+    assert config_of(folder) == config_of(open_gguf(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

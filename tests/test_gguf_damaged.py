@@ -134,6 +134,12 @@ def tiny(**changes):
 
 
 TINY = tiny()
+SENTENCE_PIECE = tiny(
+    tokenizer__ggml__model=pair("tokenizer.ggml.model", STRING, text("llama")),
+    tokenizer__ggml__scores=pair("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ9f", F32, 9, *range(9))),
+    llama__rope__scaling__type=pair("llama.rope.scaling.type", STRING, text("yarn")),
+    llama__rope__scaling__factor=pair("llama.rope.scaling.factor", F32, struct.pack("<f", 2)),
+)
 HEADER = TINY.index(b"blk.0.ffn_down.weight") + 60
 
 
@@ -143,8 +149,9 @@ def opened(tmp_path, data, name="bad.gguf"):
     read_all(path)
 
 
-def test_the_tiny_file_is_whole(tmp_path):
+def test_the_tiny_files_are_whole(tmp_path):
     opened(tmp_path, TINY)
+    opened(tmp_path, SENTENCE_PIECE)
     (tmp_path / "m.gguf").write_bytes(TINY)
     with GgufWeights(tmp_path / "m.gguf") as weights:
         assert len(weights.keys()) == 11
@@ -152,7 +159,7 @@ def test_the_tiny_file_is_whole(tmp_path):
 
 @pytest.mark.parametrize("end", [*range(4, 200, 7), *range(200, len(TINY) - 1, 997), len(TINY) - 1])
 def test_truncated_anywhere(tmp_path, end):
-    with pytest.raises(DraftwingError, match=r"bad\.gguf"):
+    with refused(CheckpointError, "bad.gguf", "lie within the file" if end > 24 + 32 * 11 else "truncated"):
         opened(tmp_path, TINY[:end])
 
 
@@ -162,8 +169,16 @@ REFUSED = {
     "version 1": (container(version=1), UnsupportedError, ("version 1", "2 or 3")),
     "version 4": (container(version=4), UnsupportedError, ("version 4",)),
     "big-endian": (container(version=3 << 24), UnsupportedError, ("big-endian",)),
-    **{f"{n} tensors": (container(counts=(n, 0)), CheckpointError, (f"{n} tensors", "can hold")) for n in HUGE},
+    **{
+        f"{n} tensors": (container(counts=(n, 0)), CheckpointError, (f"{n} tensors", "can hold at most 1."))
+        for n in (*HUGE, 2)
+    },
     **{f"{n} pairs": (container(counts=(0, n)), CheckpointError, (f"{n} metadata pairs",)) for n in HUGE},
+    "more metadata than any model has": (
+        container([number(f"{index:05}", 0) for index in range(70000)]),
+        CheckpointError,
+        ("70000 metadata pairs", "can hold at most 65536."),
+    ),
     "no metadata": (container(), ConfigError, ("general.architecture", "missing")),
     "a key of 2**64 bytes": (
         container([struct.pack("<Q", 2**64 - 1) + b"k" * 32]),
@@ -184,6 +199,14 @@ REFUSED = {
         )
         for n in HUGE
         for kind in (U8, BOOL, U64, STRING)
+    },
+    **{
+        f"a string of {n} bytes in an array": (
+            container([pair("a", ARRAY, struct.pack("<IQQ", STRING, 2, n) + b"\0" * 64)]),
+            CheckpointError,
+            ("metadata `a`", "must lie within the file"),
+        )
+        for n in HUGE
     },
     "arrays in arrays": (
         container([pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1) * 50 + b"\0" * 64)]),
@@ -295,6 +318,11 @@ REFUSED = {
         TokenizerError,
         ("tokenizer.ggml.eos_token_id", "below the 9 tokens"),
     ),
+    "tokens without an end": (
+        tiny(tokenizer__ggml__tokens=strings("tokenizer.ggml.tokens", [""] * (2**20 + 1))),
+        TokenizerError,
+        ("at most 1048576 tokens",),
+    ),
     "another tokenizer": (
         tiny(tokenizer__ggml__model=pair("tokenizer.ggml.model", STRING, text("bert"))),
         TokenizerError,
@@ -349,6 +377,7 @@ def errors_of(tmp_path, data):
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
+    whole=st.sampled_from([TINY, SENTENCE_PIECE]),
     changes=st.lists(
         st.tuples(
             st.one_of(st.integers(0, HEADER), st.integers(0, len(TINY) - 1)),
@@ -362,9 +391,9 @@ def errors_of(tmp_path, data):
     ),
     cut=st.one_of(st.just(len(TINY)), st.integers(0, len(TINY))),
 )
-@example(changes=[(8, b"\xff" * 8)], cut=len(TINY))
-def test_any_change_is_read_or_refused(tmp_path, changes, cut):
-    data = bytearray(TINY)
+@example(whole=TINY, changes=[(TINY.index(b"tokenizer.ggml.tokens") + 33, b"\xff" * 8)], cut=len(TINY))
+def test_any_change_is_read_or_refused(tmp_path, whole, changes, cut):
+    data = bytearray(whole)
     for at, value in changes:
         data[at : at + len(value)] = value[: len(data) - at]
     with warnings.catch_warnings():

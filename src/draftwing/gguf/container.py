@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from draftwing.errors import CheckpointError, UnsupportedError, shown
-from draftwing.gguf.metadata import Metadata, Texts
+from draftwing.gguf.metadata import Metadata, Texts, as_written
 
 __all__ = ["MAGIC", "GgufFile", "TensorInfo", "is_gguf", "open_file"]
 
@@ -26,7 +26,7 @@ MAGIC = b"GGUF"
 _MOST = 1 << 16  # pairs or tensors: real files have some thousands at most
 _LONGEST_NAME = 1 << 10
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)")
 _AGAIN = "The file is truncated or damaged: download it again."
@@ -198,8 +198,8 @@ class _Header:
         for count, what, least in zip(counts, ("tensors", "metadata pairs"), (32, 13), strict=True):
             if count > _MOST or count * least > self.size:
                 raise CheckpointError(
-                    f"{self.path}: the header announces {count} {what}, more than the file of {self.size} bytes can "
-                    f"hold. {_AGAIN}"
+                    f"{self.path}: the header announces {count} {what}; a file of {self.size} bytes can hold at most "
+                    f"{min(_MOST, self.size // least)}. {_AGAIN}"
                 )
         return counts[0], counts[1]
 
@@ -253,7 +253,8 @@ class _Header:
             raise CheckpointError(f"{self.path}: {what} has the unknown type {kind}. {_AGAIN}")
         if kind == _BOOL:
             return self._bools(self.number("B", what), what) > 0
-        return self.number(_SCALARS[kind], what)
+        found = self.number(_SCALARS[kind], what)
+        return as_written(found) if kind == _FLOAT32 else found
 
     def _bools(self, values: Any, what: str) -> Any:
         if np.any(np.asarray(values) > 1):

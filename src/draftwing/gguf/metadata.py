@@ -47,7 +47,7 @@ def as_written(value: float) -> float:
 class Metadata:
     """A file's key-value pairs.
 
-    Values are ints, floats, bools, ``bytes`` (a string), numpy arrays (numbers) or ``Texts``.
+    Values are ints, floats (see ``as_written``), bools, ``bytes`` (a string), numpy arrays (numbers) or ``Texts``.
     """
 
     def __init__(self, pairs: dict[str, Any], where: str) -> None:
@@ -97,7 +97,7 @@ class Metadata:
             raise self._missing(key)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self.wrong(key, "a finite number")
-        return as_written(value) if isinstance(value, float) else float(value)
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false.

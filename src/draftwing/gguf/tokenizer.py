@@ -18,6 +18,7 @@ __all__ = ["end_ids", "tokenizer_config", "tokenizer_json"]
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _KEY = "tokenizer.ggml."
 _NONE = 2**32 - 1  # how a missing token is written
+_MOST = 1 << 20  # tokens: real vocabularies have some hundred thousand
 _LONGEST = 1 << 12  # bytes of a token: real ones have some hundreds
 _LONGEST_PIECE = 256  # characters of a SentencePiece token that is put together from others
 _SPACE = "\u2581"
@@ -46,6 +47,8 @@ def _tokens(data: Metadata) -> list[str]:
         tokens = data.texts(f"{_KEY}tokens", longest=_LONGEST)
     except ConfigError as error:
         raise TokenizerError(str(error)) from None
+    if len(tokens) > _MOST:
+        raise TokenizerError(f"{data.where}: expected at most {_MOST} tokens, found {len(tokens)}. {_ADVICE}")
     if len(set(tokens)) < len(tokens):
         seen: dict[str, int] = {}
         for index, token in enumerate(tokens):
