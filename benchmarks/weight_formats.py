@@ -2,10 +2,11 @@
 
     python benchmarks/weight_formats.py --json benchmarks/results/NAME.json
     python benchmarks/weight_formats.py --target model.gguf --draft lookup --rounds 5
-    python benchmarks/weight_formats.py --num-prompts 100 --tokens 256 --rounds 1 --temperatures 0,1 --batch 16
+    python benchmarks/weight_formats.py --texts --num-prompts 100 --tokens 256 --temperatures 0,1 --batch 32
 
 Both copies lie in memory and decode every prompt in turn, plainly and with drafts, round by round; figures are medians
-over the rounds, ratios medians over the pairs. The limit is the bandwidth of a plain sum over as many freshly written
+over the rounds, ratios medians over the pairs. With ``--texts`` the weights in their own bits decode with drafts and the
+float32 copy plainly, once, and the texts are compared. The limit is the bandwidth of a plain sum over as many freshly written
 bytes as one token reads weights, measured in the same rounds.
 """
 
@@ -65,6 +66,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=2)] = 96,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
+    texts: Annotated[bool, typer.Option("--texts", help="Compare texts alone.")] = False,
     temperatures: Annotated[str, typer.Option(help="With commas between them.")] = "0",
     limit: Annotated[bool, typer.Option(help="Measure how fast memory is read.")] = True,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -72,7 +74,10 @@ def main(
     """Compare weights in a file's own bits with float32."""
     folder = resolve(target)
     models = {name: load(folder, draft, expand=name == "float32") for name in ("own", "float32")}
-    texts = prompts_of(prompts, num_prompts)
+    asked = prompts_of(prompts, num_prompts)
+    if texts:
+        compare_texts(models, draft, asked, [float(each) for each in temperatures.split(",")], tokens, batch, output)
+        return
     rates: dict[str, list[float]] = {}
     wording: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
     forwards: dict[str, list[float]] = {}
@@ -85,7 +90,7 @@ def main(
                 for name, lms in models.items():
                     began, count, steps = time.perf_counter(), 0, 0
                     options = {"max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True}
-                    for index, found in enumerate(lms[way].generate(texts, max_batch=batch, **options)):
+                    for index, found in enumerate(lms[way].generate(asked, max_batch=batch, **options)):
                         wording.setdefault((temperature, index), set()).add(tuple(found.token_ids))
                         count, steps = count + len(found.token_ids), steps + found.stats.num_forwards
                     key = f"{way}, T={temperature:g}, {name}"
@@ -131,6 +136,41 @@ def main(
             "tokens_per_s": rows,
             "limit_tokens_per_s": statistics.median(rates["limit"]) if "limit" in rates else None,
             "identical": [identical, len(wording)],
+            "machine": describe_machine(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": commit(),
+        }
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compare_texts(
+    models: dict[str, dict[str, dw.LM]],
+    draft: str,
+    asked: list[str],
+    temperatures: list[float],
+    tokens: int,
+    batch: int,
+    output: Path | None,
+) -> None:
+    """Drafted with own bits against plainly in float32."""
+    same = {}
+    for temperature in temperatures:
+        options = {"max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True, "max_batch": batch}
+        ours = models["own"][draft if draft != "none" else "plain"].generate(asked, **options)
+        theirs = models["float32"]["plain"].generate(asked, **options)
+        pairs = zip(ours, theirs, strict=True)
+        same[f"T={temperature:g}"] = sum(one.token_ids == other.token_ids for one, other in pairs)
+    own = models["own"]["plain"].target
+    print(f"{own.name}: {own.runs_as}: same text {same} of {len(asked)} of {tokens} tokens each")
+    if output is not None:
+        result = {
+            "target": Path(own.name).name,
+            "draft": Path(draft).name,
+            "matrices": own.runs_as,
+            "kernel_arch": os.environ.get("DRAFTWING_KERNEL_ARCH", "native"),
+            "num_prompts": len(asked),
+            "tokens": tokens,
+            "identical": same,
             "machine": describe_machine(),
             "date": datetime.now(UTC).date().isoformat(),
             "commit": commit(),

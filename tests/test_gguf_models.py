@@ -4,13 +4,15 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import add_tokenizer
+from conftest import add_tokenizer, refused
 from draftwing.api import load_target
 from draftwing.drafters.base import Budget
+from draftwing.errors import CheckpointError, UnsupportedError
 from draftwing.gguf.folder import open_gguf
 from draftwing.gguf.unpack import import_gguf
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import FeatureSpec
+from draftwing.model.weights import WeightFiles
 from draftwing.run.kernel.formats import BLOCKS
 from draftwing.run.kernel.library import get_kernel
 from draftwing.tree import DraftTree
@@ -98,6 +100,15 @@ def test_without_the_kernel_a_file_is_expanded(file_of, monkeypatch):
     wanted = logits_of(exact)[0]
     for found in (ours, logits_of(plain)[0]):
         assert torch.allclose(found.double(), wanted, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_what_a_file_cannot_do_is_said(file_of, tmp_path):
+    with refused(UnsupportedError, "draftwing import", "leave engine out"):
+        load_target(open_gguf(file_of("Q4_1")), engine="transformers")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.Q4_1.gguf").write_bytes(b"GGUF")
+    with refused(CheckpointError, "a.Q4_1.gguf. Give that file itself"):
+        WeightFiles(tmp_path)
 
 
 def test_a_head_is_trained_and_read_for_a_file(file_of, tmp_path):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.gguf.folder import link_of
 from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
 from draftwing.model.target import FOREIGN, NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
@@ -102,6 +103,12 @@ class AdapterTarget(Target):
         """
         from transformers import AutoModelForCausalLM
 
+        file = link_of(folder)
+        if file is not None:
+            raise UnsupportedError(
+                f"{file}: transformers does not run a GGUF file as it is here: write a model folder with "
+                f"`draftwing import {file} FOLDER` and give that, or leave engine out"
+            )
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
             model, info = load(folder, dtype=dtype, output_loading_info=True, trust_remote_code=False)

@@ -290,7 +290,10 @@ def _no_weights(folder: Path) -> str:
         )
     if "adapter_model.safetensors" in files:
         return f"{lead}adapter_model.safetensors, a LoRA adapter. Merge it into its base model and save that."
-    others = [file for file in files if file.endswith((".safetensors", ".gguf", ".pth", ".pt"))]
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    if ggufs:
+        return f"{lead}{ggufs[0]}. Give that file itself: {folder / ggufs[0]}"
+    others = [file for file in files if file.endswith((".safetensors", ".pth", ".pt"))]
     if others:
         return f"{lead}{others[0]}. Save the model in Hugging Face format with save_pretrained."
     return f"{lead}no weights at all. Check the path, or download the model again."
