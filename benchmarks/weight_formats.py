@@ -5,9 +5,9 @@
     python benchmarks/weight_formats.py --texts --num-prompts 100 --tokens 256 --temperatures 0,1 --batch 32
 
 Both copies lie in memory and decode every prompt in turn, plainly and with drafts, round by round; figures are medians
-over the rounds, ratios medians over the pairs. With ``--texts`` the weights in their own bits decode with drafts and the
-float32 copy plainly, once, and the texts are compared. The limit is the bandwidth of a plain sum over as many freshly written
-bytes as one token reads weights, measured in the same rounds.
+over the rounds, ratios medians over the pairs. The limit is the bandwidth of a plain sum over as many freshly written
+bytes as one token reads weights, measured in the same rounds. With ``--texts`` weights in their own bits decode with
+drafts and the float32 copy plainly, once, and the texts are compared.
 """
 
 from __future__ import annotations
