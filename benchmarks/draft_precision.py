@@ -1,10 +1,10 @@
-"""What 8-bit drafts of a float32 target buy, and what they cost in tokens for each forward.
+"""What 8-bit drafts buy, and what they cost in tokens for each forward.
 
     python benchmarks/draft_precision.py --out benchmarks/results/NAME.json
 
 The shipped heads and draft model, once in 8 bits (as they are loaded where the processor multiplies bytes) and once in
-float32, in turn over the shipped prompts with a fixed chain and with the automatic budget. The text is the target's
-either way.
+the bits of their files (bfloat16), in turn over the shipped prompts with a fixed chain and with the automatic budget.
+The text is the target's either way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from draftwing.text.tokenizer import Tokenizer
 def makers(target: dw.Target) -> dict[str, dict[str, Callable[[], Drafter]]]:
     """Drafters by name and precision."""
     found: dict[str, dict[str, Callable[[], Drafter]]] = {}
-    for precision, is_fast in (("float32", False), ("int8", True)):
+    for precision, is_fast in (("own", False), ("int8", True)):
         for name in ("eagle3", "eagle1"):
             net = read_head(SHIPPED / name, target.embedding, target.head).prepack(fast=is_fast)
             found.setdefault(name, {})[precision] = partial(EagleDrafter, net, target, f"{name} {precision}")
@@ -53,7 +53,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=8)] = 128,
     out: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
 ) -> None:
-    """Compare 8-bit drafts with float32 ones."""
+    """Compare 8-bit drafts with ones in the bits of their files."""
     target, tokenizer = load_target(SHIPPED / "target"), Tokenizer(SHIPPED / "target")
     prompts = shipped_prompts(num_prompts)
     models = {
@@ -77,14 +77,14 @@ def main(
                 if turn:
                     rates.setdefault(name, []).append(tokens / (time.perf_counter() - began))
     rows: list[dict[str, Any]] = []
-    table = Table("drafter", "budget", "sampling", "speed, int8 / float32", "tau int8", "tau float32")
+    table = Table("drafter", "budget", "sampling", "speed, int8 / own", "tau int8", "tau own")
     for drafter, budget, precision, sampling in rates:
         if precision == "int8":
             continue
-        wide, narrow = (drafter, budget, "float32", sampling), (drafter, budget, "int8", sampling)
+        wide, narrow = (drafter, budget, "own", sampling), (drafter, budget, "int8", sampling)
         ratio = statistics.median(a / b for a, b in zip(rates[narrow], rates[wide], strict=True))
         row = {"drafter": drafter, "budget": budget, "sampling": sampling, "ratio": ratio}
-        rows.append({**row, "tau_int8": taus[narrow], "tau_float32": taus[wide]})
+        rows.append({**row, "tau_int8": taus[narrow], "tau_own": taus[wide]})
         table.add_row(drafter, budget, sampling, f"{ratio:.3f}", f"{taus[narrow]:.3f}", f"{taus[wide]:.3f}")
     Console().print(table)
     if out is not None:

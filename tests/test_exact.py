@@ -49,8 +49,9 @@ VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
-KERNEL = {"head_dim": 32, "sliding_window": 7}  # a mistral that the CPU kernel runs, in float32 and with int8 weights
-FUSED = [name for name, runs in (("kernel", get_kernel()), ("kernel-int8", get_kernel() and can_int8())) if runs]
+KERNEL = {"head_dim": 32, "sliding_window": 7}  # a mistral that the CPU kernel runs; -half: from weights in bfloat16
+CAN_RUN = {"kernel": get_kernel(), "kernel-half": get_kernel(), "kernel-int8": get_kernel() and can_int8()}
+FUSED = [name for name, runs in CAN_RUN.items() if runs]
 TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2", *FUSED)
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
@@ -217,7 +218,10 @@ class Lab:
             ours, changes = "mistral-window", KERNEL
         self.dtype = torch.float32 if self.is_fused else torch.float64
         load = {"dtype": self.dtype, "quantize": "int8" if family == "kernel-int8" else None}
-        own = folder_of(ours, **changes)
+        stored = torch.bfloat16 if family == "kernel-half" else torch.float64
+        own = tmp_path_factory.mktemp("half") if family == "kernel-half" else folder_of(ours, **changes)
+        if family == "kernel-half":
+            build(ours, **changes).to(stored).save_pretrained(own)
         self.itself = LeanTarget.from_folder(own, **load)
         assert self.itself.runtime == ("kernel" if self.is_fused else "torch")
         self.target: Target = self.itself if self.is_lean else AdapterTarget(build(family))
@@ -227,7 +231,7 @@ class Lab:
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(0.02 * torch.randn_like(weight))
-        model.save_pretrained(folder)
+        model.to(stored).save_pretrained(folder)
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
         self.head = cache(self._head)
