@@ -6,6 +6,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "lanes.h"
 
 namespace {
@@ -52,12 +55,21 @@ inline v16 nibbles(w16 word, int shift) {
 inline v16 signed_bytes(w16 word, int which) { return __builtin_convertvector((i16)(word << (24 - 8 * which)) >> 24, v16); }
 
 // --- plain numbers ---------------------------------------------------------------------------------------------------
-// Of each format: GROUP inputs whose weights are read together, GROUP_BYTES of a tile for them, LINES of cache to fetch
-// meanwhile, and `weight`, of input `i` of a group and outputs 16 * part to 16 * part + 15.
+// Of each format: GROUP inputs whose weights are read together, GROUP_BYTES of a tile for them, and `weight`, of input `i`
+// of a group and outputs 16 * part to 16 * part + 15. CHUNK: inputs that stay near while many rows are multiplied; 0: they
+// are widened first.
+
+struct Float32 {
+    static constexpr bool IS_BLOCKS = false;
+    static constexpr int GROUP = 1, GROUP_BYTES = 4 * TILE, CHUNK = 32;
+    typedef v16 Bits;
+    static inline Bits bits(const char* group, int part) { return load(reinterpret_cast<const float*>(group) + 16 * part); }
+    static inline v16 weight(Bits bits, int) { return bits; }
+};
 
 struct Float16 {
     static constexpr bool IS_BLOCKS = false;
-    static constexpr int GROUP = 1, GROUP_BYTES = 2 * TILE;
+    static constexpr int GROUP = 1, GROUP_BYTES = 2 * TILE, CHUNK = 64;
     typedef v16 Bits;
     static inline Bits bits(const char* group, int part) { return halves(group + 32 * part); }
     static inline v16 weight(Bits bits, int) { return bits; }
@@ -65,7 +77,7 @@ struct Float16 {
 
 struct BFloat16 {  // two inputs side by side in a word
     static constexpr bool IS_BLOCKS = false;
-    static constexpr int GROUP = 2, GROUP_BYTES = 4 * TILE;
+    static constexpr int GROUP = 2, GROUP_BYTES = 4 * TILE, CHUNK = 64;
     typedef w16 Bits;
     static inline Bits bits(const char* group, int part) { return words(group + 64 * part); }
     static inline v16 weight(Bits bits, int i) { return (v16)(i ? bits & 0xffff0000u : bits << 16); }
@@ -81,7 +93,7 @@ struct Scale {
 
 template <int I, int U, int W, int H> struct Blocks {
     static constexpr bool IS_BLOCKS = true;
-    static constexpr int INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H);
+    static constexpr int CHUNK = 0, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H);
     static inline w16 word(const char* block, int which, int part) { return words(block + 4 * (TILE * which + 16 * part)); }
     static inline v16 half(const char* block, int which, int part) {
         return halves(block + 4 * TILE * W + 2 * (TILE * which + 16 * part));
@@ -192,22 +204,12 @@ inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
 #endif
 }
 
-struct Floats {
-    typedef v16 Lanes;
-    typedef float Row;
-    typedef float Weight;
-    static constexpr int STEP = 1;  // inputs of one multiplication
-    static constexpr int BLOCK = 32, OF_MANY = 64;  // of a part of a tile that stays in the nearest cache, see tile_sums
-    static inline Row value_of(const float* x) { return *x; }
-    static inline v16 add(v16 sum, float value, const float* w) { return sum + spread(value) * load(w); }
-};
-
 struct Bytes {
     typedef i16 Lanes;
     typedef uint8_t Row;
     typedef int8_t Weight;
     static constexpr int STEP = 4;
-    static constexpr int BLOCK = 128, OF_MANY = 128;
+    static constexpr int BLOCK = 128;  // of a part of a tile that stays in the nearest cache, see tile_sums
     static inline int32_t value_of(const uint8_t* x) {
         int32_t four;
         memcpy(&four, x, 4);
@@ -264,9 +266,8 @@ void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight
         const char* ahead = reinterpret_cast<const char*>(w + 24 * T::STEP * TILE);
         return any_rows<T, 4>(count, x, stride, w, num_in, ahead, sums);
     }
-    const int block = passes < 3 ? T::BLOCK : T::OF_MANY;
-    for (int from = 0; from < num_in; from += block) {
-        const int inputs = num_in - from < block ? num_in - from : block;
+    for (int from = 0; from < num_in; from += T::BLOCK) {
+        const int inputs = num_in - from < T::BLOCK ? num_in - from : T::BLOCK;
         const char* next = reinterpret_cast<const char*>(w + static_cast<size_t>(from + inputs) * TILE);
         const size_t step_lines = static_cast<size_t>(inputs) / T::STEP * 64;
         size_t fetched = 0;
@@ -291,8 +292,18 @@ void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight
 
 // --- a tile in another format than float32 ---------------------------------------------------------------------------
 
-constexpr int AHEAD = 6144;  // bytes: what is fetched is needed that much later
-constexpr int CHUNK = 64;  // inputs widened together: 16 KB that stay in the nearest cache
+constexpr int AHEAD = 12288;  // bytes: what is fetched is needed that much later
+constexpr int CHUNK = 64;  // inputs that are widened for many rows: 16 KB
+
+// Rows of one pass over a chunk, MANY at most, and parts of the tile at a time: so many sums stay in registers. For float32
+// weights a row more is a load more, and for very many rows it is better to read each weight for fewer of them.
+#if defined(__AVX512F__)
+constexpr int MANY = 12;
+template <int R> constexpr int parts_of_rows() { return R <= MAX_ROWS ? PARTS : 2; }
+#else
+constexpr int MANY = 6;
+template <int R> constexpr int parts_of_rows() { return 1; }
+#endif
 
 // Parts of a tile that are summed at a time: their sums, scales and offsets stay in registers.
 #if defined(__AVX512F__)
@@ -336,10 +347,11 @@ void plain_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
 
 template <typename T, int R>
 void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
-    constexpr int P = parts_at_once<R>(), SHARE = (T::BYTES / T::UNITS + 63) / 64 * 64;
+    constexpr int P = parts_at_once<R>(), FOURS = T::UNIT / 4;
+    constexpr int STEP = T::BYTES / (T::UNITS * FOURS * (PARTS / P));  // bytes to fetch for each four inputs
+    const char* ahead = w + AHEAD;
     for (int k = 0; k < num_in; k += T::INPUTS, w += T::BYTES) {
         for (int unit = 0; unit < T::UNITS; ++unit) {
-            fetch<SHARE>(w + AHEAD + unit * (T::BYTES / T::UNITS));
             const float* own = x + k + unit * T::UNIT;
             for (int part = 0; part < PARTS; part += P) {
                 v16 acc[R][P];
@@ -348,7 +360,8 @@ void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
                     scale[c] = T::scale(w, unit, part + c);
                     for (int r = 0; r < R; ++r) acc[r][c] = sum[r][part + c];
                 }
-                for (int four = 0; four < T::UNIT / 4; ++four) {
+                for (int four = 0; four < FOURS; ++four, ahead += STEP) {
+                    fetch<STEP>(ahead);
                     typename T::Bits bits[P];
                     for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
 #pragma GCC unroll 4
@@ -401,6 +414,64 @@ template <typename T> constexpr size_t tile_bytes(int num_in) {
     else return (static_cast<size_t>(num_in) + T::GROUP - 1) / T::GROUP * T::GROUP_BYTES;
 }
 
+// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched, `lines` lines (4 at most) for
+// each step.
+template <typename T, int R>
+void tall_rows(const float* x, size_t stride, const char* w, int count, const char* ahead, int lines, v16 (*sum)[PARTS]) {
+    constexpr int WIDE = parts_of_rows<R>();
+    for (int part = 0; part < PARTS; part += WIDE) {
+        v16 acc[R][WIDE];
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < WIDE; ++c) acc[r][c] = sum[r][part + c];
+        const char* from = w;
+        const auto group = [&](int k, int inputs) __attribute__((always_inline)) {
+            typename T::Bits bits[WIDE];
+            for (int c = 0; c < WIDE; ++c) bits[c] = T::bits(from, part + c);
+#pragma GCC unroll 2
+            for (int i = 0; i < inputs; ++i) {
+                v16 weight[WIDE];
+                for (int c = 0; c < WIDE; ++c) weight[c] = T::weight(bits[c], i);
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) {
+                    const v16 value = spread(x[r * stride + k + i]);
+#pragma GCC unroll 4
+                    for (int c = 0; c < WIDE; ++c) acc[r][c] += value * weight[c];
+                }
+            }
+        };
+        int k = 0;
+        for (; k + T::GROUP <= count; k += T::GROUP, from += T::GROUP_BYTES) {
+            for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead);
+            group(k, T::GROUP);
+        }
+        if (k < count) group(k, count - k);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < WIDE; ++c) sum[r][part + c] = acc[r][c];
+    }
+}
+
+template <typename T>
+void some_rows(int num, const float* x, size_t stride, const char* w, int count, const char* ahead, int lines,
+               v16 (*sum)[PARTS]) {
+    switch (num) {
+        case 2: return tall_rows<T, 2>(x, stride, w, count, ahead, lines, sum);
+        case 3: return tall_rows<T, 3>(x, stride, w, count, ahead, lines, sum);
+        case 4: return tall_rows<T, 4>(x, stride, w, count, ahead, lines, sum);
+        case 5: return tall_rows<T, 5>(x, stride, w, count, ahead, lines, sum);
+        case 6: return tall_rows<T, 6>(x, stride, w, count, ahead, lines, sum);
+    }
+    if constexpr (MANY == 12) {
+        switch (num) {
+            case 7: return tall_rows<T, 7>(x, stride, w, count, ahead, lines, sum);
+            case 8: return tall_rows<T, 8>(x, stride, w, count, ahead, lines, sum);
+            case 9: return tall_rows<T, 9>(x, stride, w, count, ahead, lines, sum);
+            case 10: return tall_rows<T, 10>(x, stride, w, count, ahead, lines, sum);
+            case 11: return tall_rows<T, 11>(x, stride, w, count, ahead, lines, sum);
+            case 12: return tall_rows<T, 12>(x, stride, w, count, ahead, lines, sum);
+        }
+    }
+}
+
 thread_local Scratch widened_weights;
 
 template <typename T, int R>
@@ -409,9 +480,11 @@ inline void rows_of(const float* x, size_t stride, const char* w, int num_in, v1
     else plain_rows<T, R>(x, stride, w, num_in, sums);
 }
 
-// A tile times all rows: few in registers; for more, some inputs at a time are widened once for all of them.
+// A tile times all rows. Few are summed in registers from the tile's first input to its last. More share a chunk of it,
+// of blocks one that was widened for all of them, and fetch the next one meanwhile: memory and arithmetic go on at the
+// same time.
 template <typename T>
-void widening_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
+void row_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
     memset(sums, 0, sizeof(sums[0]) * count);
     switch (count) {
         case 1: return rows_of<T, 1>(x, stride, w, num_in, sums);
@@ -425,28 +498,39 @@ void widening_sums(const float* x, size_t stride, const char* w, int num_in, int
         if (count == 5) return rows_of<T, 5>(x, stride, w, num_in, sums);
         if (count == 6) return rows_of<T, 6>(x, stride, w, num_in, sums);
     }
-    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
-    float* wide = widened_weights.get<float>(CHUNK * TILE);
-    for (int from = 0; from < num_in; from += CHUNK) {
-        const int inputs = num_in - from < CHUNK ? num_in - from : CHUNK;
-        widen<T>(w, from, inputs, wide);
+    constexpr bool AS_IS = T::CHUNK > 0;
+    constexpr int INPUTS = AS_IS ? T::CHUNK : CHUNK;
+    typedef std::conditional_t<AS_IS, T, Float32> Kind;
+    const int most = count > MANY && std::is_same_v<Kind, Float32> ? std::min(MANY, 6) : MANY;
+    const int passes = (count + most - 1) / most;
+    float* wide = AS_IS ? nullptr : widened_weights.get<float>(CHUNK * TILE);
+    for (int from = 0; from < num_in; from += INPUTS) {
+        const int inputs = num_in - from < INPUTS ? num_in - from : INPUTS;
+        const char* part = w + tile_bytes<T>(from);
         const char* next = w + tile_bytes<T>(from + inputs);
+        int left = static_cast<int>(tile_bytes<T>(inputs) / 64);  // lines of the next chunk that are still to be fetched
+        if constexpr (!AS_IS) widen<T>(w, from, inputs, wide);
         for (int pass = 0; pass < passes; ++pass) {
             const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
             const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
-            if (static_cast<size_t>(pass) * 64 * inputs < tile_bytes<T>(inputs))
-                any_rows<Floats, 1>(num, x + first * stride + from, stride, wide, inputs, next + pass * 64 * inputs, sums + first);
-            else
-                any_rows<Floats, 0>(num, x + first * stride + from, stride, wide, inputs, nullptr, sums + first);
+            const float* rows = x + first * stride + from;
+            // As evenly as may be over all passes.
+            const int steps = inputs / Kind::GROUP * (num <= MAX_ROWS ? PARTS / parts_of_rows<1>() : PARTS / parts_of_rows<MANY>());
+            const int lines = (left + steps * (passes - pass) - 1) / std::max(1, steps * (passes - pass));
+            if constexpr (AS_IS) some_rows<Kind>(num, rows, stride, part, inputs, next, lines, sums + first);
+            else some_rows<Kind>(num, rows, stride, reinterpret_cast<const char*>(wide), inputs, next, lines, sums + first);
+            next += static_cast<size_t>(steps) * lines * 64;
+            left = std::max(0, left - steps * lines);
         }
     }
 }
 
 inline int padded_inputs(int num_in) { return (num_in + 3) / 4 * 4; }
 
-// Calls `with` a value of the type that stands for a format; not for float32 and int8.
+// Calls `with` a value of the type that stands for a format; not for int8.
 template <typename F> inline void with_format(int32_t format, F with) {
     switch (format) {
+        case FLOAT32: return with(Float32{});
         case BFLOAT16: return with(BFloat16{});
         case FLOAT16: return with(Float16{});
         case Q8_0: return with(Q8_0Blocks{});
@@ -461,13 +545,10 @@ template <typename F> inline void with_format(int32_t format, F with) {
 // One tile of a matrix times rows of float32: (count, 64).
 void float_tile(int32_t format, const void* weight, int tile, int num_in, const float* x, size_t stride, int count,
                 v16 (*out)[PARTS]) {
-    const size_t before = static_cast<size_t>(tile);
-    if (format == FLOAT32)
-        return tile_sums<Floats>(x, stride, static_cast<const float*>(weight) + before * num_in * TILE, num_in, count, out);
     with_format(format, [&](auto kind) {
         typedef decltype(kind) T;
-        const char* w = static_cast<const char*>(weight) + before * tile_bytes<T>(num_in);
-        widening_sums<T>(x, stride, w, num_in, count, out);
+        const char* w = static_cast<const char*>(weight) + static_cast<size_t>(tile) * tile_bytes<T>(num_in);
+        row_sums<T>(x, stride, w, num_in, count, out);
     });
 }
 
@@ -502,11 +583,6 @@ bool pack_tiles(const char* rows, int64_t row_stride, int64_t num_out, int64_t o
 void output_row(int32_t format, const void* weight, int64_t output, int num_in, float* row) {
     const size_t tile = static_cast<size_t>(output / TILE);
     const int lane = static_cast<int>(output % TILE);
-    if (format == FLOAT32) {
-        const float* w = static_cast<const float*>(weight) + tile * num_in * TILE + lane;
-        for (int k = 0; k < num_in; ++k) row[k] = w[static_cast<size_t>(k) * TILE];
-        return;
-    }
     with_format(format, [&](auto kind) {
         typedef decltype(kind) T;
         const char* w = static_cast<const char*>(weight) + tile * tile_bytes<T>(num_in);
