@@ -4,11 +4,11 @@
     python benchmarks/weight_formats.py --target model.gguf --draft lookup --rounds 5
     python benchmarks/weight_formats.py --texts --num-prompts 100 --tokens 256 --temperatures 0,1 --batch 32
 
-Both copies lie in memory and decode every prompt in turn, plainly and with drafts, round by round, timed from the second
-step on: reading a prompt is arithmetic, which takes both as long. Figures are medians over the rounds, ratios medians
-over the pairs. The limit is the bandwidth of a plain sum over as many freshly written bytes as one token reads weights,
-measured in the same rounds. With ``--texts`` weights in their own bits decode with drafts and the float32 copy plainly,
-once, and the texts are compared.
+Both copies lie in memory and decode every prompt in turn, plainly and with drafts, round by round, timed from the
+second step on: reading a prompt is arithmetic, which takes both as long. Figures are medians over the rounds, ratios
+medians over the pairs. The limit is the bandwidth of a plain sum over as many freshly written bytes as one token reads
+weights, measured in the same rounds. With ``--texts`` weights in their own bits decode with drafts and the float32 copy
+plainly, once, and the texts are compared.
 """
 
 from __future__ import annotations
