@@ -280,3 +280,11 @@ def test_the_documented_table_is_the_table():
     assert [(name, float(size), needs, exact) for name, size, _, needs, exact in cells] == [
         (kind.name, round(kind.bytes_per_weight, 6), kind.needs, kind.exact) for kind in FORMATS.values()
     ]
+
+
+def test_room_for_weights_is_room():
+    """Of any size, large pages or not: all of it can be written and read."""
+    for size in (1, 63, 4096, 5 << 20):
+        found = get_kernel().room(size, dtype=torch.uint8)
+        assert found.shape == (size,)
+        assert int(found.fill_(7).sum(dtype=torch.int64)) == 7 * size

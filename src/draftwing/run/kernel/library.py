@@ -63,11 +63,19 @@ class Kernel:
         self._pack.argtypes = [
             ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, *[ctypes.c_int64] * 2,
         ]  # fmt: skip
+        self._expect = library.draftwing_expect
+        self._expect.argtypes, self._expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
         self._rows = library.draftwing_rows
         self._rows.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64]
         self._rows.restype = None
         self.max_ops: int = library.draftwing_sizes(2)
         self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
+
+    def room(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory for weights, not filled yet."""
+        found = torch.empty(shape, dtype=dtype)
+        self._expect(found.data_ptr(), found.nbytes)
+        return found
 
     def pack(self, code: int, rows: Tensor, tiles: Tensor, at: int, groups: int) -> bool:
         """Numbers of rows (out, blocks, bytes) into tiles (tiles, blocks, numbers * 64), zeros behind the last row.

@@ -131,7 +131,7 @@ def _tiles(parts: Sequence[Tensor], kind: WeightFormat, *, interleave: bool) -> 
     _, blocks, num_bytes = parts[0].shape
     size = 2 if kind.name == "float16" else 4
     dtype = torch.int16 if size == 2 else torch.int32
-    tiles = torch.empty(
+    tiles = kernel.room(
         sum(counts), blocks, num_bytes // size * TILE if not kind.is_blocks else 16 * num_bytes, dtype=dtype
     )
     places = [tiles[0::2], tiles[1::2]] if interleave else list(torch.split(tiles, counts))

@@ -1,5 +1,7 @@
 // What Python calls: see library.py.
 
+#include <sys/mman.h>
+
 #include "drafts.h"
 #include "noise.h"
 #include "programs.h"
@@ -72,6 +74,14 @@ void draftwing_walk(NoiseStore* store, const float* scores, int32_t rows, int32_
 // What Python must agree on.
 int32_t draftwing_sizes(int32_t which) {
     return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : which == 2 ? MAX_OPS : sizeof(Draft);
+}
+
+// Memory that will hold weights: in large pages, where the system gives them, it is filled and read faster.
+void draftwing_expect(char* memory, int64_t size) {
+#if defined(MADV_HUGEPAGE)
+    const int64_t huge = 1 << 21, start = -reinterpret_cast<int64_t>(memory) & (huge - 1);
+    if (size > start + huge) madvise(memory + start, (size - start) & -huge, MADV_HUGEPAGE);
+#endif
 }
 
 // See `pack_tiles`. Numbers of a `format`, or words of a block; a word of bfloat16 is two numbers.

@@ -558,7 +558,7 @@ void float_tile(int32_t format, const void* weight, int tile, int num_in, const 
 template <typename N, N... EXPONENTS>
 bool pack_tiles(const char* rows, int64_t row_stride, int64_t num_out, int64_t outer, int64_t outer_stride, int64_t groups,
                 char* tiles, int64_t tile_stride, int64_t block_stride) {
-    constexpr int64_t WIDE = 64 / sizeof(N);  // numbers of a line of cache
+    constexpr int64_t WIDE = 256 / sizeof(N);  // numbers of each row at a time: their tiles stay in the nearest cache
     N worst = 0;
     for (int64_t first = 0; first < num_out; first += TILE, tiles += tile_stride) {
         const int64_t lanes = num_out - first < TILE ? num_out - first : TILE;
@@ -566,10 +566,11 @@ bool pack_tiles(const char* rows, int64_t row_stride, int64_t num_out, int64_t o
             for (int64_t g = 0; g < groups; g += WIDE) {
                 const int64_t count = groups - g < WIDE ? groups - g : WIDE;
                 N* to = reinterpret_cast<N*>(tiles + o * block_stride) + g * TILE;
-                for (int64_t lane = 0; lane < TILE; ++lane) {
+                const char* from = rows + first * row_stride + o * outer_stride + g * sizeof(N);
+                for (int64_t lane = 0; lane < TILE; ++lane, from += row_stride) {
                     N part[WIDE] = {};
-                    if (lane < lanes)
-                        memcpy(part, rows + (first + lane) * row_stride + o * outer_stride + g * sizeof(N), count * sizeof(N));
+                    fetch<256>(from + 8 * row_stride);
+                    if (lane < lanes) memcpy(part, from, count * sizeof(N));
                     for (int64_t i = 0; i < count; ++i) to[i * TILE + lane] = part[i];
                     for (int64_t i = 0; i < WIDE; ++i) worst |= (... | static_cast<N>((part[i] & EXPONENTS) == EXPONENTS));
                 }
