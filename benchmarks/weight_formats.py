@@ -43,7 +43,7 @@ def load(folder: Path, draft: str, *, expand: bool) -> dict[str, dw.LM]:
     tokenizer = Tokenizer(folder)
     found = {"plain": dw.LM(target, tokenizer)}
     if draft != "none":
-        found[draft] = dw.LM(target, tokenizer, load_drafter(draft, target, tokenizer))
+        found[Path(draft).name] = dw.LM(target, tokenizer, load_drafter(draft, target, tokenizer))
     return found
 
 
@@ -169,7 +169,7 @@ def compare_texts(
     same = {}
     for temperature in temperatures:
         options = {"max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True, "max_batch": batch}
-        ours = models["own"][draft if draft != "none" else "plain"].generate(asked, **options)
+        ours = models["own"][Path(draft).name if draft != "none" else "plain"].generate(asked, **options)
         theirs = models["float32"]["plain"].generate(asked, **options)
         pairs = zip(ours, theirs, strict=True)
         same[f"T={temperature:g}"] = sum(one.token_ids == other.token_ids for one, other in pairs)
