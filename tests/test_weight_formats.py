@@ -251,8 +251,9 @@ def test_weights_that_are_not_finite_are_named(dtype, tmp_path):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[70, 3] = torch.inf
     model.save_pretrained(tmp_path)
-    with refused(CheckpointError, "model.layers.1.mlp.up_proj.weight", "found 1 of 5120 that are NaN or infinite"):
-        LeanTarget.from_folder(tmp_path, torch.float32)
+    for quantize in [None, *(["int8"] if get_kernel().has_int8 else [])]:
+        with refused(CheckpointError, "model.layers.1.mlp.up_proj.weight", "found 1 of 5120 that are NaN or infinite"):
+            LeanTarget.from_folder(tmp_path, torch.float32, quantize=quantize)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

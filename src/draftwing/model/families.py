@@ -5,7 +5,7 @@ Shape suffixes: H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -83,14 +83,20 @@ class Reader:
         held = [self.files.stored(name, shape) for name, shape in shapes.items()]
         parts = [part.expanded() if self.layout.expand else part.narrowed() for part in held]
         try:
+            if self.layout.quantize is not None:  # levels are finite whatever they were made of
+                self._check(shapes, parts)
             return pack(parts)
         except NotFiniteError:
-            for name, part in zip(shapes, parts, strict=True):
-                check_finite(name, part.expand())
+            self._check(shapes, parts)
             raise
         finally:
             for part in held:
                 self.files.drop(part)
+
+    def _check(self, names: Iterable[str], parts: Sequence[Stored]) -> None:
+        """Raise CheckpointError, naming the matrix, if one holds NaN or infinity."""
+        for name, part in zip(names, parts, strict=True):
+            check_finite(name, part.data if part.data.is_floating_point() else part.expand())
 
 
 def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
