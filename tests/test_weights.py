@@ -96,7 +96,7 @@ def test_no_weights(tmp_path):
     with refusal("expected model.safetensors or model.safetensors.index.json, found no weights at all"):
         WeightFiles(tmp_path)
     (tmp_path / "weights.gguf").touch()
-    with refusal("found weights.gguf. Save the model in Hugging Face format"):
+    with refusal("found weights.gguf. Give that file itself"):
         WeightFiles(tmp_path)
     (tmp_path / "adapter_model.safetensors").touch()
     with refusal("found adapter_model.safetensors, a LoRA adapter. Merge it"):
