@@ -17,5 +17,4 @@ def open_weights(folder: Path) -> Weights:
     Raises:
         CheckpointError, ConfigError, UnsupportedError: see ``WeightFiles`` and ``GgufWeights``.
     """
-    found: Weights = GgufWeights.from_folder(folder) if (folder / LINK).exists() else WeightFiles(folder)
-    return found
+    return GgufWeights.from_folder(folder) if (folder / LINK).exists() else WeightFiles(folder)

@@ -6,7 +6,6 @@ import difflib
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from draftwing.gguf.folder import LINK, link_of
 from draftwing.gguf.names import Place, places
 from draftwing.model.mapped import MappedFile
 from draftwing.model.stored import Stored
+from draftwing.model.weights import Weights
 from draftwing.run.kernel.formats import FORMATS
 
 __all__ = ["GgufWeights"]
@@ -29,7 +29,7 @@ _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PIECE = 1 << 22  # numbers that are expanded at a time
 
 
-class GgufWeights:
+class GgufWeights(Weights):
     """A GGUF model's tensors, with the interface of ``model.weights.WeightFiles``.
 
     The file is memory-mapped; opening reads its header only. Matrices can also be had as they lie there (``stored``).
@@ -65,14 +65,6 @@ class GgufWeights:
             raise CheckpointError(f"{link}: expected a link to a GGUF file, found none. Give the file itself again.")
         return cls(link_of(Path(folder)) or link)
 
-    def __enter__(self) -> GgufWeights:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
@@ -83,10 +75,6 @@ class GgufWeights:
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""
         return sorted(self._places)
-
-    def unused(self, used: set[str]) -> list[str]:
-        """The tensors that are not in ``used``, sorted: a strict loader wants none left."""
-        return [name for name in self.keys() if name not in used]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape. Raises CheckpointError if there is no such tensor."""

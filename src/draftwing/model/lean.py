@@ -304,8 +304,8 @@ def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
     if not config.tie_word_embeddings:
         return reader.embedding(name, *size), reader.linear(["lm_head"], [size[0]], size[1])
     reader.used.add(own)  # some folders save the shared matrix twice
-    if reader.layout.runs == "kernel" and reader.layout.quantize is None:
+    if reader.layout.runs == "kernel":
         head = reader.linear([name.removesuffix(".weight")], [size[0]], size[1])
-        return Embedding.shared_with(head), head
+        return Embedding.shared_with(head) if head.quantized is None else reader.embedding(name, *size), head
     embedding = reader.embedding(name, *size)
     return embedding, Linear(embedding.plain()).lay_out(reader.layout)

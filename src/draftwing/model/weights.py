@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,49 +27,51 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-class Weights(Protocol):
-    """Where a model's tensors come from: ``WeightFiles``, or a GGUF file."""
+class Weights(ABC):
+    """Where a model's tensors come from: ``WeightFiles``, or a GGUF file. Closed at the end of a ``with`` block."""
 
     def __enter__(self) -> Self:
-        """Itself; its files are closed at the end."""
-        ...
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files."""
-        ...
+        self.close()
 
+    @abstractmethod
     def __contains__(self, name: str) -> bool:
         """Whether there is such a tensor."""
-        ...
 
+    @abstractmethod
+    def close(self) -> None:
+        """Reading is over."""
+
+    @abstractmethod
     def keys(self) -> list[str]:
         """The names of all tensors, sorted."""
-        ...
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        ...
+        """A tensor's shape. Raises CheckpointError if there is no such tensor."""
 
+    @abstractmethod
     def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor on the CPU: see ``WeightFiles.get``."""
-        ...
 
+    @abstractmethod
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
         """A matrix (out, in) as it lies in the file."""
-        ...
 
+    @abstractmethod
     def drop(self, stored: Stored) -> None:
         """Its pages need not stay in memory: it was read."""
-        ...
 
     def unused(self, used: set[str]) -> list[str]:
-        """The tensors that are not in ``used``, sorted."""
-        ...
+        """The tensors that are not in ``used``, sorted: a strict loader wants none left."""
+        return [name for name in self.keys() if name not in used]
 
 
-class WeightFiles:
+class WeightFiles(Weights):
     """The tensors of a Hugging Face model folder: ``model.safetensors``, or the shards of an index.
 
     Files are memory-mapped; opening reads their headers only. Use it as a context manager, or ``close`` it, to
@@ -94,14 +97,6 @@ class WeightFiles:
             self._read_index()
         else:
             raise CheckpointError(_no_weights(self.folder))
-
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -171,10 +166,6 @@ class WeightFiles:
         """Its pages need not stay in memory: it was read."""
         for mapped, _ in self._mapped.values():
             mapped.drop(stored.data)
-
-    def unused(self, used: set[str]) -> list[str]:
-        """The tensors that are not in ``used``, sorted: a strict loader wants none left."""
-        return [name for name in self.keys() if name not in used]
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
