@@ -3,9 +3,8 @@
 import importlib
 import math
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -30,15 +29,13 @@ def refusal(*parts):
 @pytest.fixture
 def gguf(monkeypatch):
     """Stands in for what reads GGUF files: the files that it was asked to open."""
-    module, opened = ModuleType("draftwing.gguf.folder"), []
+    opened = []
 
     def open_gguf(path):
         opened.append(path)
         return path.parent / f"folder of {path.name}"
 
-    module.open_gguf = open_gguf
-    monkeypatch.setitem(sys.modules, "draftwing.gguf", ModuleType("draftwing.gguf"))
-    monkeypatch.setitem(sys.modules, "draftwing.gguf.folder", module)
+    monkeypatch.setattr("draftwing.gguf.folder.open_gguf", open_gguf)
     return opened
 
 
