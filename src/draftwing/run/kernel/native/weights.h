@@ -56,8 +56,7 @@ inline v16 signed_bytes(w16 word, int which) { return __builtin_convertvector((i
 
 // --- plain numbers ---------------------------------------------------------------------------------------------------
 // Of each format: GROUP inputs whose weights are read together, GROUP_BYTES of a tile for them, and `weight`, of input `i`
-// of a group and outputs 16 * part to 16 * part + 15. CHUNK: inputs that stay near while many rows are multiplied; 0: they
-// are widened first.
+// of a group and outputs 16 * part to 16 * part + 15. CHUNK: inputs that stay near while many rows are multiplied.
 
 struct Float32 {
     static constexpr bool IS_BLOCKS = false;
@@ -85,7 +84,8 @@ struct BFloat16 {  // two inputs side by side in a word
 
 // --- blocks ----------------------------------------------------------------------------------------------------------
 // Of each format: a block of INPUTS, in which UNIT inputs share a scale and an offset; WORDS of 32 bits and HALVES of 16
-// of each block, in a tile those of 64 outputs side by side. `bits` are what holds the levels of four inputs.
+// of each block, in a tile those of 64 outputs side by side. `bits` are what holds the levels of four inputs. For many rows
+// CHUNK inputs are widened at a time: 16 KB.
 
 struct Scale {
     v16 factor, offset;
@@ -93,7 +93,7 @@ struct Scale {
 
 template <int I, int U, int W, int H> struct Blocks {
     static constexpr bool IS_BLOCKS = true;
-    static constexpr int CHUNK = 0, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H);
+    static constexpr int CHUNK = 64, INPUTS = I, UNIT = U, UNITS = I / U, BYTES = TILE * (4 * W + 2 * H);
     static inline w16 word(const char* block, int which, int part) { return words(block + 4 * (TILE * which + 16 * part)); }
     static inline v16 half(const char* block, int which, int part) {
         return halves(block + 4 * TILE * W + 2 * (TILE * which + 16 * part));
@@ -293,7 +293,6 @@ void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight
 // --- a tile in another format than float32 ---------------------------------------------------------------------------
 
 constexpr int AHEAD = 12288;  // bytes: what is fetched is needed that much later
-constexpr int CHUNK = 64;  // inputs that are widened for many rows: 16 KB
 
 // Rows of one pass over a chunk, MANY at most, and parts of the tile at a time: so many sums stay in registers. For float32
 // weights a row more is a load more, and for very many rows it is better to read each weight for fewer of them.
@@ -381,28 +380,17 @@ void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
     }
 }
 
-// Inputs from `from` on of a tile, in float32: (count, 64).
+// Inputs from `from` on of a tile in blocks, in float32: (count, 64).
 template <typename T> void widen(const char* w, int from, int count, float* out) {
-    if constexpr (T::IS_BLOCKS) {
-        for (int k = from; k < from + count; k += T::UNIT, out += T::UNIT * TILE) {
-            const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
-            const int unit = k % T::INPUTS / T::UNIT;
-            for (int part = 0; part < PARTS; ++part) {
-                const Scale scale = T::scale(block, unit, part);
-                for (int four = 0; four < T::UNIT / 4; ++four) {
-                    const auto bits = T::bits(block, unit, four, part);
+    for (int k = from; k < from + count; k += T::UNIT, out += T::UNIT * TILE) {
+        const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
+        const int unit = k % T::INPUTS / T::UNIT;
+        for (int part = 0; part < PARTS; ++part) {
+            const Scale scale = T::scale(block, unit, part);
+            for (int four = 0; four < T::UNIT / 4; ++four) {
+                const auto bits = T::bits(block, unit, four, part);
 #pragma GCC unroll 4
-                    for (int i = 0; i < 4; ++i) store(out + (4 * four + i) * TILE + 16 * part, T::weight(bits, i, scale));
-                }
-            }
-        }
-    } else {
-        for (int k = from; k < from + count; k += T::GROUP) {
-            const char* group = w + static_cast<size_t>(k / T::GROUP) * T::GROUP_BYTES;
-            for (int part = 0; part < PARTS; ++part) {
-                const auto bits = T::bits(group, part);
-                for (int i = 0; i < T::GROUP && k + i < from + count; ++i)
-                    store(out + (k - from + i) * TILE + 16 * part, T::weight(bits, i));
+                for (int i = 0; i < 4; ++i) store(out + (4 * four + i) * TILE + 16 * part, T::weight(bits, i, scale));
             }
         }
     }
@@ -450,26 +438,12 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
     }
 }
 
-template <typename T>
+// The same for 2 to MANY rows.
+template <typename T, int R = 2>
 void some_rows(int num, const float* x, size_t stride, const char* w, int count, const char* ahead, int lines,
                v16 (*sum)[PARTS]) {
-    switch (num) {
-        case 2: return tall_rows<T, 2>(x, stride, w, count, ahead, lines, sum);
-        case 3: return tall_rows<T, 3>(x, stride, w, count, ahead, lines, sum);
-        case 4: return tall_rows<T, 4>(x, stride, w, count, ahead, lines, sum);
-        case 5: return tall_rows<T, 5>(x, stride, w, count, ahead, lines, sum);
-        case 6: return tall_rows<T, 6>(x, stride, w, count, ahead, lines, sum);
-    }
-    if constexpr (MANY == 12) {
-        switch (num) {
-            case 7: return tall_rows<T, 7>(x, stride, w, count, ahead, lines, sum);
-            case 8: return tall_rows<T, 8>(x, stride, w, count, ahead, lines, sum);
-            case 9: return tall_rows<T, 9>(x, stride, w, count, ahead, lines, sum);
-            case 10: return tall_rows<T, 10>(x, stride, w, count, ahead, lines, sum);
-            case 11: return tall_rows<T, 11>(x, stride, w, count, ahead, lines, sum);
-            case 12: return tall_rows<T, 12>(x, stride, w, count, ahead, lines, sum);
-        }
-    }
+    if (num == R) return tall_rows<T, R>(x, stride, w, count, ahead, lines, sum);
+    if constexpr (R < MANY) some_rows<T, R + 1>(num, x, stride, w, count, ahead, lines, sum);
 }
 
 thread_local Scratch widened_weights;
@@ -498,14 +472,13 @@ void row_sums(const float* x, size_t stride, const char* w, int num_in, int coun
         if (count == 5) return rows_of<T, 5>(x, stride, w, num_in, sums);
         if (count == 6) return rows_of<T, 6>(x, stride, w, num_in, sums);
     }
-    constexpr bool AS_IS = T::CHUNK > 0;
-    constexpr int INPUTS = AS_IS ? T::CHUNK : CHUNK;
+    constexpr bool AS_IS = !T::IS_BLOCKS;
     typedef std::conditional_t<AS_IS, T, Float32> Kind;
     const int most = count > MANY && std::is_same_v<Kind, Float32> ? std::min(MANY, 6) : MANY;
     const int passes = (count + most - 1) / most;
-    float* wide = AS_IS ? nullptr : widened_weights.get<float>(CHUNK * TILE);
-    for (int from = 0; from < num_in; from += INPUTS) {
-        const int inputs = num_in - from < INPUTS ? num_in - from : INPUTS;
+    float* wide = AS_IS ? nullptr : widened_weights.get<float>(T::CHUNK * TILE);
+    for (int from = 0; from < num_in; from += T::CHUNK) {
+        const int inputs = std::min(num_in - from, T::CHUNK);
         const char* part = w + tile_bytes<T>(from);
         const char* next = w + tile_bytes<T>(from + inputs);
         int left = static_cast<int>(tile_bytes<T>(inputs) / 64);  // lines of the next chunk that are still to be fetched
