@@ -80,7 +80,9 @@ def doctor(
 ) -> None:
     """Look at a head for a target: every trap that fails silently elsewhere, and whether the target accepts its drafts.
 
-    Exits with 1 where a check fails.
+    A head is tried on prompts of its own kind: those that its training held out and stored with it, else questions
+    through the target's chat template, else (for targets that do not chat) beginnings of Python files. Exits with 1
+    where a check fails, or where it drafts no better than chance.
 
     Examples:
 
@@ -90,7 +92,7 @@ def doctor(
     """
     from draftwing.api import load
     from draftwing.drafters.kinds import diagnose
-    from draftwing.evaluate.fit import measure_fit
+    from draftwing.evaluate.fit import measure_fit, trial_of
     from draftwing.model.resolve import resolve
 
     findings = diagnose(head, resolve(model.target))
@@ -98,7 +100,8 @@ def doctor(
     fit = None
     if measure and not failed:
         lm = load(**vars(model), draft=head)
-        fit = measure_fit(lm, examples.read())
+        own = examples.read() if examples.prompts else None
+        fit = measure_fit(lm, trial_of(head, lm.tokenizer, examples.num_prompts, own, where=str(examples.prompts)))
         failed = fit.verdict == "does not fit"
     if as_json:
         found = [dataclasses.asdict(each) for each in findings]

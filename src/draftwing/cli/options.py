@@ -242,13 +242,10 @@ class SamplingOptions:
         )
 
     def put(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-        """The prompt as a dialogue or as plain text: messages with an empty line between two, as in training."""
-        chat = tokenizer.has_chat_template if self.chat is None else self.chat
-        if isinstance(prompt, str):
-            return [{"role": "user", "content": prompt}] if chat else prompt
-        if chat:
-            return prompt
-        return "\n\n".join(message["content"] for message in prompt if not isinstance(message, int))
+        """The prompt as a dialogue where there is a template, or as plain text: see ``text.prompts.as_put``."""
+        from draftwing.text.prompts import as_put
+
+        return as_put(prompt, tokenizer.has_chat_template if self.chat is None else self.chat)
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

@@ -190,5 +190,14 @@ def print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
     console.print(table)
     if fit is not None:
         style = {"fits": "green", "weak": "yellow"}.get(fit.verdict, "bold red")
-        text = f"acceptance by depth {format_alpha(fit.alpha)}, tau {fit.tau:.2f}: {fit.verdict}"
+        text = f"acceptance by depth {format_alpha(fit.alpha) or '-'}, tau {fit.tau:.2f}: {fit.verdict}"
         console.print(Text(text, style=style), soft_wrap=True)
+        low, high = fit.interval
+        tried = f"tried on {fit.tried_on}: {fit.num_drafts} drafts, greedy"
+        put_line(console, tried, "dim")
+        put_line(
+            console,
+            f"first token accepted: {low:.0%} to {high:.0%} (95%); shuffled drafts: {fit.chance:.0%}; tau of prompt "
+            f"lookup on the same prompts: {fit.lookup_tau:.2f}",
+            "dim",
+        )

@@ -63,6 +63,9 @@ class Training:
     eval_prompts: Annotated[int, _panel("Reports", "Held-out prompts on which tau is measured.")] = 8
     eval_tokens: Annotated[int, _panel("Reports", "Tokens written after each.")] = 64
     eval_depth: Annotated[int, _panel("Reports", "Length of the chain.")] = 5
+    keep_prompts: Annotated[
+        int, _panel("Reports", "Held-out prompts written beside the head, which `doctor` tries it on; 0 for none.")
+    ] = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Run:
     initial: Annotated[
         Path | None, typer.Option("--init-from", help="Start from this head, in any layout, instead of from nothing.")
     ] = None
+    licence: Annotated[str | None, typer.Option("--licence", help="Of the head, for its card: Apache-2.0, say.")] = None
     dtype: Annotated[str, typer.Option("--dtype", help="Of the target.")] = "bfloat16"
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: cuda if there is one]")] = None
 
@@ -142,7 +146,7 @@ def _prepared(training: Training, method: str, data: Data, run: Run) -> Session:
         )
     sources: Sequence[str | Path] = [_regenerated(data, run)] if run.regenerated else data.data
     with shown.progress("reading the data") as on_data:
-        files = RunFiles(run.target, sources, data.exclude, run.cache, run.initial)
+        files = RunFiles(run.target, sources, data.exclude, run.cache, run.initial, run.licence)
         return prepare(files, options, run.out, dtype=run.dtype, device=run.device, on_data=on_data)
 
 

@@ -137,7 +137,7 @@ def drafter_maker(
     name, folder = str(draft), Path()
     kind = KINDS.get(name)
     if kind is None or kind.recognises is not None:
-        folder = _shipped_head(name, target.name) or resolve(draft)
+        folder = _shipped_head(name, target, tokenizer) or resolve(draft)
         kind = kind_of_folder(folder)
     checked = {}
     for option, value in (options or {}).items():
@@ -150,15 +150,26 @@ def drafter_maker(
     return kind.make(Source(target, tokenizer, name, folder, device, checked))
 
 
-def _shipped_head(kind: str, target: str) -> Path | None:
+def _shipped_head(kind: str, target: Target, tokenizer: Tokenizer | None) -> Path | None:
     """The folder of a draft that comes with Draftwing; None where the name is not that of such a kind.
 
-    A target without a name in the catalogue gets those of the shipped target: it may be that one, held by transformers
-    or under another path, and what is made for another target is refused when it is read.
+    A target without a name in the catalogue may be one that has a name all the same, held by transformers or under
+    another path, in whatever precision: it gets the first draft that says that it was made for such a target, else that
+    of the shipped target, which is refused when it is read if it does not fit.
     """
-    if kind in KINDS and any(kind in entry.heads for entry in CATALOGUE.values()):
-        return (entry_of(target) or SHIPPED_TARGET).head(kind)
-    return None
+    if kind not in KINDS or not any(kind in entry.heads for entry in CATALOGUE.values()):
+        return None
+    entry = entry_of(target.name)
+    if entry is None and KINDS[kind].net is not None:
+        from draftwing.heads.identity import differences, made_for, target_id
+
+        own = target_id(target, tokenizer)
+        folders = [each.head(kind) for each in CATALOGUE.values() if kind in each.heads]
+        for folder in folders:
+            known = made_for(folder)
+            if known is not None and not differences(known, own):
+                return folder
+    return (entry or SHIPPED_TARGET).head(kind)
 
 
 def convert(source: Path, destination: Path, to: str, **said: Any) -> None:

@@ -123,13 +123,17 @@ def _new_plain(net: type[DraftNet], config: type[Any], new: NewNet) -> DraftNet:
 
 
 def _convert_plain(name: str, config: type[Any], source: Path, destination: Path, to: str, **said: Any) -> None:
+    from draftwing.heads.card import copy_card
     from draftwing.heads.plain import load_plain, save_plain
+    from draftwing.heads.prompts import copy_stored
 
     if to != "draftwing":
         raise ConfigError(f"unknown head layout {to!r}: a {name} head is written as draftwing alone")
     head = load_plain(source, name, config)
     head.check_target(said.get("target"), str(source))
     save_plain(destination, head)
+    copy_stored(source, destination)
+    copy_card(source, destination, to)
 
 
 def _diagnose_plain(name: str, config: type[Any], folder: Path, target: Path | None) -> list[Finding]:

@@ -8,7 +8,9 @@ import warnings
 from pathlib import Path
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning
+from draftwing.heads.card import copy_card
 from draftwing.heads.layouts import LAYOUTS
+from draftwing.heads.prompts import copy_stored
 from draftwing.heads.read import head_version, load_head
 from draftwing.heads.write import save_head
 from draftwing.nets.eagle_config import TargetId
@@ -32,7 +34,7 @@ def convert(
 
     No number changes: tensors keep their bits, and what a layout has no word for stays in the config's ``draftwing``
     part. The target's own ``embed_tokens`` (and in EAGLE-1 ``lm_head``) go along where the source has them and
-    the engine bears them.
+    the engine bears them, and so do the prompts that the head is tried on, and its card.
 
     Args:
         to: one of ``LAYOUTS``.
@@ -59,6 +61,10 @@ def convert(
     for text in said:
         warnings.warn(DraftwingWarning(text), stacklevel=2)
     save_head(destination, head, to, depth=depth)
+    copy_stored(source, destination)
+    name, version = destination.resolve().name, head.config.version
+    serve = _command(to, head.verifier or "TARGET", name, version, depth, 4) if to in SERVED_BY else ""
+    copy_card(source, destination, to, serve)
 
 
 def serve_command(to: str, target: str, folder: Path, depth: int, *, branching: int = 4) -> str:
@@ -78,17 +84,21 @@ def serve_command(to: str, target: str, folder: Path, depth: int, *, branching: 
         raise ConfigError(f"no engine serves the layout {to!r}: choose one of {', '.join(SERVED_BY)}")
     if depth < 1 or branching < 1:
         raise ConfigError(f"depth and branching must be at least 1, found {depth} and {branching}")
-    first = head_version(Path(folder)) == 1
+    return _command(to, target, str(folder), head_version(Path(folder)), depth, branching)
+
+
+def _command(to: str, target: str, folder: str, version: int, depth: int, branching: int) -> str:
+    first = version == 1
     if SERVED_BY[to] == "vllm":
         # Without a method vLLM goes by the name of the folder.
-        method = {"method": "eagle" if first else "eagle3", "model": str(folder), "num_speculative_tokens": depth}
+        method = {"method": "eagle" if first else "eagle3", "model": folder, "num_speculative_tokens": depth}
         return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(method))}"
     # More tokens than the tree has nodes would be an error, and fewer than the depth waste steps.
     tokens = max(depth + 1, min(8, 1 + branching * depth))
     options = {
         "--model-path": target,
         "--speculative-algorithm": "EAGLE" if first else "EAGLE3",
-        "--speculative-draft-model-path": str(folder),
+        "--speculative-draft-model-path": folder,
         "--speculative-num-steps": str(depth),
         "--speculative-eagle-topk": str(branching),
         "--speculative-num-draft-tokens": str(depth + 1 if branching == 1 else tokens),

@@ -14,7 +14,7 @@ from draftwing.model.target import Target
 from draftwing.nets.eagle_config import TargetId
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["chat_template_hash", "differences", "has_tokenizer", "head_id", "target_id", "target_id_of_folder"]
+__all__ = ["chat_template_hash", "differences", "has_tokenizer", "head_id", "made_for", "target_id", "target_id_of_folder"]
 
 # The names that config classes give to the same size.
 _SIZES = {
@@ -89,6 +89,20 @@ def head_id(folder: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{folder}: the head cannot be read ({error}): give a head's folder") from error
     return digest.hexdigest()[:16]
+
+
+def made_for(folder: Path) -> TargetId | None:
+    """For which target a head says that it was trained; None where it does not say. Nothing else of it is read.
+
+    Raises:
+        CheckpointError: no such folder, or a config that cannot be read.
+    """
+    block = read_config(folder).get("draftwing")
+    found = block.get("target") if isinstance(block, dict) else None
+    try:
+        return TargetId(**found) if isinstance(found, dict) else None
+    except TypeError:  # other fields than ours
+        return None
 
 
 def has_tokenizer(folder: Path) -> bool:

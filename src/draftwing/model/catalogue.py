@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftwing.errors import CheckpointError
-from draftwing.shipped import shipped_folder
+from draftwing.shipped import shipped_folder, shipped_heads
 
 __all__ = ["CATALOGUE", "SHIPPED_TARGET", "Entry", "Hub", "Shipped", "Wheel", "close_names", "entry_named", "entry_of"]
 
@@ -113,6 +113,7 @@ CATALOGUE: dict[str, Entry] = {
             ),
             licence="Apache-2.0",
             num_parameters=134_515_008,
+            heads=shipped_heads("smollm2-135m-instruct", "eagle3", "eagle1"),
         ),
     )
 }

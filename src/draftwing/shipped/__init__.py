@@ -6,9 +6,15 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError
 
-__all__ = ["SHIPPED", "shipped_folder"]
+__all__ = ["SHIPPED", "shipped_folder", "shipped_heads"]
 
 SHIPPED = Path(__file__).parent
+
+
+def shipped_heads(model: str, *kinds: str) -> dict[str, str]:
+    """Of these kinds those that lie in ``shipped/MODEL/KIND``, each with its folder, in the same order."""
+    folders = {kind: f"{model}/{kind}" for kind in kinds}
+    return {kind: folder for kind, folder in folders.items() if (SHIPPED / folder / "config.json").exists()}
 
 
 def shipped_folder(name: str) -> Path:

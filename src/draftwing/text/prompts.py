@@ -12,7 +12,16 @@ from draftwing.errors import CheckpointError, PromptError, shown
 from draftwing.shipped import SHIPPED
 from draftwing.text.records import parse_json, read_record
 
-__all__ = ["Prompt", "as_list", "check_prompt", "check_text", "read_prompts", "shipped_prompts"]
+__all__ = [
+    "Prompt",
+    "as_list",
+    "as_put",
+    "check_prompt",
+    "check_text",
+    "read_prompts",
+    "shipped_prompts",
+    "shipped_questions",
+]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -80,6 +89,15 @@ def check_prompt(prompt: object) -> Prompt:
         if not -_MOST_ID <= int(item) < _MOST_ID:
             raise PromptError(f"token id {shown(item)} is outside any vocabulary: give the tokenizer's ids")
     return [int(item) for item in items]
+
+
+def as_put(prompt: Prompt, chat: bool) -> Prompt:
+    """A prompt as a target takes it: a text as a question of a dialogue where it chats, and where it does not a
+    dialogue as plain text, with an empty line between two messages, as in training. Token ids stay as they are."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}] if chat else prompt
+    messages = [message for message in prompt if not isinstance(message, int)]
+    return prompt if chat or not messages else "\n\n".join(message["content"] for message in messages)
 
 
 def check_text(text: str) -> str:
@@ -199,7 +217,16 @@ def _prompt_of(entry: object, where: str) -> Prompt:
 
 def shipped_prompts(limit: int | None = None) -> list[str]:
     """Beginnings of Python definitions in files that the shipped models have never seen."""
-    file = SHIPPED / "prompts.jsonl"
+    return _shipped("prompts.jsonl", limit)
+
+
+def shipped_questions(limit: int | None = None) -> list[str]:
+    """Questions of all kinds, for targets that chat."""
+    return _shipped("questions.jsonl", limit)
+
+
+def _shipped(name: str, limit: int | None) -> list[str]:
+    file = SHIPPED / name
     if not file.exists():
         raise CheckpointError(f"{file}: the prompts shipped with Draftwing are not installed: pass a file of your own")
     return [str(prompt) for prompt in read_prompts(file, limit)]

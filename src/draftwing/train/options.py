@@ -49,6 +49,7 @@ class TrainOptions:
         eval_every, save_every: iterations.
         eval_prompts, eval_tokens, eval_depth: for tau, measured by decoding greedily with chains.
         data_share: train on this share of the data alone.
+        keep_prompts: held-out prompts that are written beside the head, to try it on.
 
     Raises:
         ConfigError: values that cannot be meant.
@@ -80,6 +81,7 @@ class TrainOptions:
     eval_tokens: int = 64
     eval_depth: int = 5
     data_share: float = 1.0
+    keep_prompts: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -104,6 +106,7 @@ class TrainOptions:
             (self.eval_prompts >= 0, "eval_prompts", "0 or more"),
             (self.eval_tokens >= 1, "eval_tokens", "at least 1"),
             (self.eval_depth >= 1, "eval_depth", "at least 1"),
+            (0 <= self.keep_prompts <= 32, "keep_prompts", "from 0 to 32"),
             (self.seed >= 0, "seed", "0 or more"),
         )
         for good, name, wanted in checks:
@@ -151,7 +154,7 @@ class TrainOptions:
 
     def check_resumes(self, saved: dict[str, Any], where: str) -> None:
         """Raise ConfigError unless a run saved with ``saved`` may go on with these; how often it reports may change."""
-        free = {"eval_every", "save_every", "eval_prompts", "eval_tokens", "eval_depth"}
+        free = {"eval_every", "save_every", "eval_prompts", "eval_tokens", "eval_depth", "keep_prompts"}
         for name, value in self.to_dict().items():
             if name not in free and saved.get(name, value) != value:
                 raise ConfigError(

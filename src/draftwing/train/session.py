@@ -19,7 +19,10 @@ from draftwing.drafters.kinds import NewNet, kind_of_folder, net_kind_of
 from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.evaluate.machine import describe_machine
+from draftwing.heads.card import write_card
 from draftwing.heads.identity import chat_template_hash, target_id
+from draftwing.heads.prompts import write_stored
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.resolve import resolve
 from draftwing.model.target import Target
@@ -33,6 +36,7 @@ from draftwing.train.curves import read_metrics
 from draftwing.train.data.batches import Batches
 from draftwing.train.data.corpus import Corpus, split
 from draftwing.train.data.files import read_examples
+from draftwing.train.data.held_out import held_out_prompts
 from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
 from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCache
 from draftwing.train.features.source import FeatureSource, OnlineFeatures
@@ -100,6 +104,7 @@ class RunFiles:
         cache: of ``write_cache``, from which the run then reads the target's features; of ``data`` it uses what the
             cache held out, to evaluate.
         initial: a head to start from, in any layout; its shape and draft vocabulary are then this run's.
+        licence: of the head that comes of it, an SPDX identifier for its card; None where nothing is said.
     """
 
     target: str | Path | None
@@ -107,6 +112,7 @@ class RunFiles:
     exclude: Path | None = None
     cache: Path | None = None
     initial: Path | None = None
+    licence: str | None = None
 
 
 def prepare(
@@ -157,12 +163,33 @@ def prepare(
         "tokens_in_data": training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
+        **_about_data(files, training, validation),
+        "machine": describe_machine(),
     }
     evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
     trainer = Trainer(
         net, model.head, source, options, out, evaluate=evaluate, accelerator=accelerator, describe=describe
     )
+    if accelerator.is_main_process:
+        prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
+        trainer.on_saved = partial(_add_to_head, prompts)
     return Session(trainer, model, tokenizer, training, validation, coverage)
+
+
+def _about_data(files: RunFiles, training: Corpus, validation: Corpus) -> dict[str, Any]:
+    """What a head's card says of its data: names, without the folders that they lay in."""
+    found = {
+        "data": [Path(each).name for each in files.data],
+        "num_dialogues": len(training.examples),
+        "tokens_held_out": validation.num_tokens,
+    }
+    return found if files.licence is None else {**found, "licence": files.licence}
+
+
+def _add_to_head(prompts: Sequence[str], folder: Path) -> None:
+    """What lies beside a head that was written: prompts to try it on, and its card."""
+    write_stored(folder, prompts)
+    write_card(folder)
 
 
 def _read_data(

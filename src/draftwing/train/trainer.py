@@ -34,6 +34,7 @@ from draftwing.train.options import TrainOptions
 __all__ = ["Progress", "Trainer"]
 
 METRICS = "metrics.jsonl"
+_JUDGED = ("iteration", "val_loss", "val_agreement", "tau", "alpha")  # what is said of an evaluation in the head
 WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is measured
 REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run at which the number of iterations is reckoned anew
 
@@ -67,6 +68,7 @@ class Trainer:
 
     Attributes:
         on_progress: set it to be called after every iteration on the main process.
+        on_saved: set it to be called on the main process with the head's folder whenever the head was written.
         stopping: set it (from a signal handler) to stop after the present iteration.
     """
 
@@ -86,6 +88,8 @@ class Trainer:
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
         self._head, self._evaluate = target_head, evaluate
         self.on_progress: Callable[[Progress], None] | None = None
+        self.on_saved: Callable[[Path], None] | None = None
+        self._judged: dict[str, Any] = {}  # the last evaluation's metrics
         self._describe = describe or {}
         recipe = options.recipe
         self._loss = UnrolledLoss(net, recipe.objective, recipe.unroll_steps, recipe.noise, options.later_share)
@@ -129,6 +133,7 @@ class Trainer:
             last = self.iteration >= self.iterations
             if self._evaluate is not None and (self.iteration % options.eval_every == 0 or last):
                 metrics |= self._evaluated()
+                self._judged = metrics
             progress = Progress(self.iteration, self.iterations, metrics)
             if self.accelerator.is_main_process:
                 self._log(metrics)  # before the checkpoint: lines that it lacks are dropped on resume, none are added
@@ -161,8 +166,12 @@ class Trainer:
             },
         )
         with self._averaged():
-            training = {**self._describe, "iterations": self.iteration}
+            training = {**self._describe, "iterations": self.iteration, "seconds": round(self._seconds)}
+            judged = {name: self._judged[name] for name in _JUDGED if name in self._judged}
+            training |= {"held_out": judged} if judged else {}
             net_kind_of(self.net).write(self.out / "head", self.net, training=training)
+        if self.on_saved is not None:
+            self.on_saved(self.out / "head")
 
     def _resume(self) -> None:
         state = read_checkpoint(self.out)
@@ -304,6 +313,8 @@ class Trainer:
                 lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
                 kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
                 write_atomically(file, "".join(line + "\n" for line in kept))
+                judged = [found for line in reversed(kept) if "val_loss" in (found := json.loads(line))][:1]
+                self._judged = judged[0] if judged else {}
 
 
 class _Swapped:

@@ -69,19 +69,21 @@ class DialogueEncoder:
         self.skipped: Counter[str] = Counter()
         self.refusal = ""
 
-    def encode(self, dialogues: Iterable[Record]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """``(ids, mask)`` of each dialogue that has something to learn, cut at ``max_length``. See ``Example``."""
-        texts, spans = [], []
+    def encode(self, dialogues: Iterable[Record]) -> list[tuple[np.ndarray, np.ndarray, str]]:
+        """``(ids, mask, where)`` of each dialogue that has something to learn, cut at ``max_length``. See ``Example``."""
+        texts, spans, places = [], [], []
         for dialogue in dialogues:
             found = self._locate(dialogue.messages)
             if found is not None:
                 texts.append(found[0])
                 spans.append(found[1])
+                places.append(dialogue.where)
         encoded = []
-        for encoding, where in zip(self._bare.encode_batch(texts, add_special_tokens=False), spans, strict=True):
-            ids, mask = self._mark(encoding, where)
+        encodings = self._bare.encode_batch(texts, add_special_tokens=False)
+        for encoding, span, where in zip(encodings, spans, places, strict=True):
+            ids, mask = self._mark(encoding, span)
             if mask.any():
-                encoded.append((ids, mask))
+                encoded.append((ids, mask, where))
             else:
                 self.skipped["no room for an answer"] += 1
         return encoded

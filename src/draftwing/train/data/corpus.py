@@ -24,10 +24,12 @@ class Example:
     Attributes:
         ids: (T,) int32.
         mask: (T,) bool: True where the *prediction of* this token counts in the loss; never at 0.
+        where: file and line that it was read from; empty where nobody knows.
     """
 
     ids: np.ndarray
     mask: np.ndarray
+    where: str = ""
 
 
 @dataclass(frozen=True, eq=False)
