@@ -20,8 +20,8 @@ __all__ = ["Fit", "Trial", "measure_fit", "trial_of"]
 
 BUDGET = Budget(5)  # of every head alike: the planner would draft nothing with a bad one, and nothing would be seen
 # Shares of first drafts that are accepted. Heads that were damaged on purpose come to 0.00 to 0.11: another model's
-# features, no features, another draft vocabulary, random numbers. A sound one comes to 0.75, and to 0.44 with taps in the
-# wrong order, which still helps; a head that was solved but never trained comes to about 0.4.
+# features, no features, another draft vocabulary, random numbers. A sound one comes to 0.75, with its taps in another
+# order to 0.5, which still helps.
 MISFIT, WEAK = 0.15, 0.4
 
 

@@ -151,7 +151,9 @@ def _training(training: Facts) -> list[tuple[str, str]]:
     per_update = (get("tokens_per_batch") or 0) * (get("accumulation") or 1)
     length = [
         f"{get('iterations'):,} updates" if isinstance(get("iterations"), int) else "",
-        f"{per_update * get('iterations', 0):,} tokens seen" if per_update and isinstance(get("iterations"), int) else "",
+        f"{per_update * get('iterations', 0):,} tokens seen"
+        if per_update and isinstance(get("iterations"), int)
+        else "",
         _duration(get("seconds")),
     ]
     machine = _table(get("machine"))
@@ -192,7 +194,9 @@ def _held_out(found: Facts, training: Facts) -> str:
     lines = []
     if isinstance(agreement, list) and agreement:
         steps = [str(step) for step in range(1, len(agreement) + 1)]
-        lines += [_table_of(["draft step", *steps], [["agrees with the target", *(f"{each:.1%}" for each in agreement)]])]
+        lines += [
+            _table_of(["draft step", *steps], [["agrees with the target", *(f"{each:.1%}" for each in agreement)]])
+        ]
     if isinstance(found.get("tau"), float):
         depth = f", chains of {training['eval_depth']}" if training.get("eval_depth") else ""
         lines.append(f"Tau {found['tau']:.2f}: tokens per forward of the target, greedy{depth}.")
@@ -214,7 +218,10 @@ def _use(name: str, target: str, is_plain: bool, layout: str, serve: str) -> str
         lines += [f"Served in the layout {layout}:", f"```\n{serve}\n```"]
     elif not is_plain:
         exported = f"draftwing export {name} --to vllm --target {target} --out {name}-vllm"
-        lines += ["In vLLM and SGLang: write it in their layout, which prints the command that serves it.", f"```\n{exported}\n```"]
+        lines += [
+            "In vLLM and SGLang: write it in their layout, which prints the command that serves it.",
+            f"```\n{exported}\n```",
+        ]
     return "\n\n".join([*lines, "`draftwing doctor` tries it on the prompts of `prompts.jsonl`, where there are some."])
 
 

@@ -14,7 +14,15 @@ from draftwing.model.target import Target
 from draftwing.nets.eagle_config import TargetId
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["chat_template_hash", "differences", "has_tokenizer", "head_id", "made_for", "target_id", "target_id_of_folder"]
+__all__ = [
+    "chat_template_hash",
+    "differences",
+    "has_tokenizer",
+    "head_id",
+    "made_for",
+    "target_id",
+    "target_id_of_folder",
+]
 
 # The names that config classes give to the same size.
 _SIZES = {

@@ -1,6 +1,6 @@
 """A few prompts in a head's folder, held out of its training: what it is tried on by whoever gets it.
 
-    prompts.jsonl    a prompt a line: ``{"messages": [...]}`` up to a question, or ``{"text": ...}``, a document's beginning
+prompts.jsonl    a prompt a line: ``{"messages": [...]}`` up to a question, or ``{"text": ...}``, a document's beginning
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class DialogueEncoder:
         self.refusal = ""
 
     def encode(self, dialogues: Iterable[Record]) -> list[tuple[np.ndarray, np.ndarray, str]]:
-        """``(ids, mask, where)`` of each dialogue that has something to learn, cut at ``max_length``. See ``Example``."""
+        """Of each dialogue with something to learn, cut at ``max_length``, what makes an ``Example``."""
         texts, spans, places = [], [], []
         for dialogue in dialogues:
             found = self._locate(dialogue.messages)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftwing.heads.prompts import line_of
+from draftwing.text.records import Message
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data.conversations import DialogueEncoder, bare_tokenizer, special_prefix
 from draftwing.train.data.corpus import Corpus
 from draftwing.train.data.sources import find_files, read_records
 
@@ -32,7 +37,7 @@ def held_out_prompts(
     Raises:
         DataError: a source has become unreadable since.
     """
-    dialogues = _dialogues(validation, sources, num, exclude)
+    dialogues = _dialogues(validation, tokenizer, sources, num, exclude)
     beginnings = _beginnings(validation, tokenizer, num)
     if dialogues and beginnings:  # half of each, or as many as there are
         half = max(num // 2, num - len(dialogues))
@@ -41,30 +46,37 @@ def held_out_prompts(
     return [*_spread(dialogues, num), *_spread(beginnings, num)]
 
 
-def _dialogues(validation: Corpus, sources: Sequence[str | Path], num: int, exclude: Path | None) -> list[str]:
-    known = [example.where for example in validation.examples if example.where]
-    wanted = dict.fromkeys(_spread(known, _MORE * num))
-    found: dict[str, str] = {}
-    for file in find_files(sources, exclude) if wanted else ():
-        for record in read_records(file):
+def _dialogues(
+    validation: Corpus, tokenizer: Tokenizer, sources: Sequence[str | Path], num: int, exclude: Path | None
+) -> list[str]:
+    bare = bare_tokenizer(tokenizer)
+    encoder = DialogueEncoder(tokenizer, bare, special_prefix(tokenizer, bare), max_length=2**30)
+    wanted = {each.where: each.ids for each in _spread([e for e in validation.examples if e.where], _MORE * num)}
+    found: dict[str, str | None] = {}
+    for file in find_files(sources, exclude):
+        for record in read_records(file) if len(found) < len(wanted) else ():
             if record.where not in wanted or record.where in found:
                 continue
-            roles = [message["role"] for message in record.messages]
-            turn = roles.index("assistant", 1)  # there is one after the first message: the example counts its tokens
-            messages = [{key: message[key] for key in ("role", "content")} for message in record.messages[:turn]]
-            found[record.where] = line_of({"messages": messages}) or ""
+            ids = wanted[record.where]
+            if not any(np.array_equal(each[0][: len(ids)], ids) for each in encoder.encode([record])):
+                continue  # files in two folders have one name
+            found[record.where] = _question(record.messages)
             if len(found) == len(wanted):
                 break
-        if len(found) == len(wanted):
-            break
-    return list(dict.fromkeys(line for where in wanted if (line := found.get(where))))
+    return list(dict.fromkeys(line for where in wanted if (line := found.get(where)) is not None))
+
+
+def _question(messages: Sequence[Message]) -> str | None:
+    """A dialogue up to its first answer; what it was trained on has one after the first message."""
+    turn = [message["role"] for message in messages].index("assistant", 1)
+    return line_of({"messages": [{key: each[key] for key in ("role", "content")} for each in messages[:turn]]})
 
 
 def _beginnings(validation: Corpus, tokenizer: Tokenizer, num: int) -> list[str]:
     bounds = [*validation.starts.tolist(), len(validation.stream)]
     places = [
         (at, min(at + _BEGINNING, end))
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in itertools.pairwise(bounds)
         for at in range(start, end, _APART)
         if end - at >= _BEGINNING
     ]

@@ -1,0 +1,249 @@
+"""Is a head tried on prompts of its own kind, and told apart from one that does not fit?"""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import draftwing as dw
+from conftest import add_tokenizer, build, refused
+from draftwing.cli import main as cli
+from draftwing.errors import PromptError
+from draftwing.evaluate import fit as fit_module
+from draftwing.evaluate.fit import Trial, by_chance, measure_fit, trial_of, wilson
+from draftwing.heads.prompts import line_of
+from draftwing.heads.read import load_head
+from draftwing.heads.write import save_head
+from draftwing.text.prompts import as_put, read_prompts, shipped_prompts, shipped_questions
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, prepare
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ 'bot' if m.role == 'assistant' else 'you' }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+WORDS = ["row", "rows", "table", "add", "print", "self", "class", "def", "return", "for"]
+
+
+def dialogues(num):
+    rng = random.Random(3)
+    some = lambda count: " ".join(rng.choice(WORDS) for _ in range(count))  # noqa: E731
+    return [
+        {"messages": [{"role": "user", "content": f"{n}: {some(4)}"}, {"role": "assistant", "content": some(9)}]}
+        for n in range(num)
+    ]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target that chats, and whose greedy text can be guessed a little."""
+    folder = tmp_path_factory.mktemp("target")
+    build("llama", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(folder)
+    return add_tokenizer(folder, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def run(target, tmp_path_factory):
+    """A short training on dialogues and documents: its folder, and the data."""
+    place = tmp_path_factory.mktemp("run")
+    data, texts = place / "chats.jsonl", place / "texts.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in dialogues(80)))
+    rng = random.Random(5)
+    bodies = [" ".join(rng.choice(WORDS) for _ in range(150)) for _ in range(30)]
+    texts.write_text("".join(json.dumps({"text": body}) + "\n" for body in bodies))
+    options = TrainOptions(
+        "eagle3",
+        iterations=10,
+        lr=3e-3,
+        max_length=64,
+        tokens_per_batch=512,
+        draft_vocab_size=200,
+        precision="no",
+        validation_share=0.2,
+        eval_prompts=1,
+        eval_tokens=4,
+        eval_every=5,
+        keep_prompts=6,
+    )
+    files = RunFiles(str(target), [data, texts], licence="Apache-2.0")
+    prepare(files, options, place, dtype="float32", device="cpu").run()
+    return place, data, texts
+
+
+# --- prompts of its own kind -----------------------------------------------------------------------------------------
+
+
+def test_a_trained_head_carries_held_out_prompts(run, target):
+    place, data, texts = run
+    file = place / "head" / "prompts.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = [each["messages"] for each in lines if "messages" in each]
+    begun = [each["text"] for each in lines if "text" in each]
+    assert (len(asked), len(begun)) == (3, 3)
+    known = {each["messages"][0]["content"]: each for each in map(json.loads, data.read_text().splitlines())}
+    assert all([message["role"] for message in each] == ["user"] and each[0]["content"] in known for each in asked)
+    whole = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    assert all(any(text.startswith(begin) for text in whole) for begin in begun)
+    assert file.stat().st_size < 8192
+    # They were held out: none is in what the run was trained on.
+    options = TrainOptions(
+        "eagle3", iterations=1, max_length=64, tokens_per_batch=512, validation_share=0.2, precision="no"
+    )
+    again = prepare(RunFiles(target, [data, texts]), options, place / "again", dtype="float32", device="cpu")
+    tokenizer = again.tokenizer
+    trained = {tokenizer.decode(each.ids.tolist()) for each in again.training.examples}
+    assert trained
+    assert not any(each[0]["content"] in text for each in asked for text in trained)
+    stream = tokenizer.decode(again.training.stream.tolist())
+    assert not any(begin in stream for begin in begun)
+
+
+def test_prompts_can_be_kept_back(target, run, tmp_path):
+    options = TrainOptions("eagle3", iterations=1, max_length=64, precision="no", keep_prompts=0, validation_share=0.2)
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "prompts.jsonl").write_text('{"text": "of an older head"}\n')
+    prepare(RunFiles(target, [run[1]]), options, tmp_path, dtype="float32", device="cpu").run()
+    assert not (tmp_path / "head" / "prompts.jsonl").exists()
+
+
+def test_long_prompts_stay_behind():
+    assert line_of({"text": "a" * 1000}) is not None
+    assert line_of({"text": "a" * 1024}) is None
+    assert line_of({"text": "ä" * 600}) is None  # bytes, not characters
+
+
+def test_what_a_head_is_tried_on(run, target, tmp_path):
+    place, data, _ = run
+    tokenizer = Tokenizer(target)
+    stored = trial_of(place / "head", tokenizer, 6)
+    assert stored.source == "prompts held out of its training, stored with the head"
+    assert {type(each) for each in stored.prompts} == {list, str}  # a document's beginning is no question
+    assert len(trial_of(place / "head", tokenizer, 2).prompts) == 2
+    bare = shutil.copytree(place / "head", tmp_path / "bare")
+    (bare / "prompts.jsonl").unlink()
+    asked = trial_of(bare, tokenizer, 3)
+    assert "general questions through the chat template" in asked.source
+    assert asked.prompts == [[{"role": "user", "content": each}] for each in shipped_questions(3)]
+    own = read_prompts(data, 2)
+    assert trial_of(place / "head", tokenizer, 4, own, where="mine.jsonl") == Trial(
+        own, "prompts of mine.jsonl through the chat template"
+    )
+    plain = add_tokenizer(tmp_path)  # the same tokens, no chat template
+    assert trial_of(bare, Tokenizer(plain), 2).prompts == shipped_prompts(2)
+    assert all(isinstance(each, str) for each in trial_of(place / "head", Tokenizer(plain), 6).prompts)
+    (bare / "prompts.jsonl").write_text('{"said": "nothing that is known"}\n')
+    with refused(PromptError, "prompts.jsonl, line 1", "expected one of the keys"):
+        trial_of(bare, tokenizer, 2)
+
+
+def test_how_a_prompt_is_put():
+    question = [{"role": "system", "content": "short"}, {"role": "user", "content": "why?"}]
+    assert as_put("why?", True) == [{"role": "user", "content": "why?"}]
+    assert as_put(question, True) == question
+    assert as_put("why?", False) == "why?"
+    assert as_put(question, False) == "short\n\nwhy?"
+    assert as_put([1, 2], False) == as_put([1, 2], True) == [1, 2]
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def damaged(head, how):
+    """A head that does not fit, in a way that the field knows."""
+    fc = head.tensors["fc.weight"]
+    generator = torch.Generator().manual_seed(1)
+    if how == "other vocabulary":
+        ids = torch.randperm(head.config.vocab_size, generator=generator)[: len(head.target_ids)]
+        return replace(head, target_ids=ids.sort().values)
+    if how == "random":
+        tensors = {
+            name: torch.randn(t.shape, generator=generator) if t.ndim == 2 else t for name, t in head.tensors.items()
+        }
+        return replace(head, tensors=tensors)
+    columns = torch.randperm(fc.shape[1], generator=generator)  # another model's features mean other things
+    return replace(head, tensors={**head.tensors, "fc.weight": -fc[:, columns].contiguous()})
+
+
+def test_a_head_is_told_from_one_that_does_not_fit(run, target, tmp_path):
+    head = run[0] / "head"
+    trial = trial_of(head, Tokenizer(target), 6)
+    sound = measure_fit(dw.load(target, head, device="cpu"), trial, 24)
+    assert sound.verdict != "does not fit", sound
+    assert sound.chance < sound.interval[0] <= sound.alpha[0] <= sound.interval[1]
+    assert sound.num_drafts > 20
+    for how in ("random", "other features"):
+        save_head(tmp_path / how, damaged(load_head(head), how), "draftwing")
+        found = measure_fit(dw.load(target, tmp_path / how, device="cpu"), trial, 24)
+        assert found.verdict == "does not fit", (how, found)
+        assert found.tau < sound.tau
+        assert found.lookup_tau == sound.lookup_tau  # the same texts, the same lookup
+
+
+@pytest.mark.parametrize(
+    ("right", "lookup_tau", "verdict"),
+    [(80, 1.2, "fits"), (80, 4.0, "weak"), (30, 1.2, "weak"), (14, 1.2, "does not fit"), (0, 1.2, "does not fit")],
+)
+def test_verdicts(monkeypatch, target, right, lookup_tau, verdict):
+    said = [place % 97 for place in range(100)]
+    guesses = [token if place < right else 200 + place for place, token in enumerate(said)]
+    stats = dw.Stats(num_tokens=100 + right, num_forwards=100, reached=[100], taken=[right])
+    beside = dw.Stats(num_tokens=round(100 * lookup_tau), num_forwards=100)
+
+    def decode(lm, prompts, max_tokens):
+        return (beside, [], []) if lm.new_drafter is not plain.new_drafter else (stats, guesses, said)
+
+    plain = dw.load(target, "none", device="cpu")
+    monkeypatch.setattr(fit_module, "_decode", decode)
+    assert measure_fit(plain, Trial(["a"], "")).verdict == verdict
+
+
+def test_common_tokens_alone_are_no_fit(monkeypatch, target):
+    """A head that always says the most common token is right as often as chance, and does not fit."""
+    rng = random.Random(0)
+    said = [7 if rng.random() < 0.3 else rng.randrange(20, 300) for _ in range(400)]
+    right = said.count(7)
+    stats = dw.Stats(num_tokens=400 + right, num_forwards=400, reached=[400], taken=[right])
+    monkeypatch.setattr(fit_module, "_decode", lambda *_: (stats, [7] * 400, said))
+    found = measure_fit(dw.load(target, "none", device="cpu"), Trial(["a"], ""))
+    assert found.alpha[0] > fit_module.MISFIT
+    assert found.chance == pytest.approx(found.alpha[0])
+    assert found.verdict == "does not fit"
+
+
+def test_chance_and_interval():
+    rng = random.Random(2)
+    guesses, said = ([rng.randrange(4) for _ in range(60)] for _ in range(2))
+    pairs = [(i, j) for i in range(60) for j in range(60) if i != j]
+    assert by_chance(guesses, said) == pytest.approx(sum(guesses[i] == said[j] for i, j in pairs) / len(pairs))
+    assert by_chance([3], [3]) == by_chance([], []) == 0
+    assert wilson(0, 0) == (0, 1)
+    # A share on the interval's edge is just 1.96 of its own deviations away from what was seen.
+    for edge in wilson(36, 100):
+        assert abs(0.36 - edge) == pytest.approx(1.96 * (edge * (1 - edge) / 100) ** 0.5)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def doctor(*args):
+    return CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, ["doctor", *map(str, args), "--device", "cpu"])
+
+
+def test_the_command_says_on_what_it_tried(run, target):
+    shown = doctor(run[0] / "head", "--target", target)
+    assert shown.exit_code == 0, shown.output
+    assert "tried on prompts held out of its training, stored with the head" in shown.stdout
+    assert "shuffled drafts: " in shown.stdout
+    fit = json.loads(doctor(run[0] / "head", "--target", target, "--json").stdout)["fit"]
+    assert fit["tried_on"] == "prompts held out of its training, stored with the head"
+    assert fit["verdict"] in ("weak", "fits")
+    assert fit["interval"][0] <= fit["alpha"][0] <= fit["interval"][1]
+    own = json.loads(
+        doctor(run[0] / "head", "--target", target, "--json", "--prompts", run[1], "--num-prompts", 1).stdout
+    )
+    assert own["fit"]["tried_on"] == f"prompts of {run[1]} through the chat template"
