@@ -117,9 +117,9 @@ def measure_fit(lm: LM, trial: Trial, max_tokens: int = 48) -> Fit:
 def _decode(lm: LM, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Stats, list[int], list[int]]:
     """Statistics, every first drafted token, and what the target said there."""
     stats, guesses, said = Stats(), list[int](), list[int]()
-    engine = lm.engine(max_batch=1)
+    engine = LM(lm.target, lm.tokenizer, lm.new_drafter, budget=BUDGET).engine(max_batch=1)
     for prompt in prompts:
-        engine.submit(lm.encode(prompt), Sampling(max_tokens=max_tokens), speculation=BUDGET)
+        engine.submit(lm.encode(prompt), Sampling(max_tokens=max_tokens))
     for step in engine.steps():
         stats.add(step)
         row = step.rows[0]

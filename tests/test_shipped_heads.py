@@ -1,0 +1,197 @@
+"""Heads that come with Draftwing for a model with a name: found, fitting in every precision, small enough to ship."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import draftwing as dw
+from conftest import add_tokenizer, refused
+from draftwing.api import load_target
+from draftwing.cli import main as cli
+from draftwing.cli.options import Drafting, Model
+from draftwing.errors import CheckpointError
+from draftwing.heads.head import Head
+from draftwing.heads.identity import made_for, target_id
+from draftwing.heads.layouts import head_files
+from draftwing.heads.write import write_head
+from draftwing.model.catalogue import CATALOGUE, Entry, Shipped
+from draftwing.model.config import ModelConfig
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.nets.eagle_tensors import tensor_shapes
+from draftwing.shipped import SHIPPED, shipped_heads
+from draftwing.text.tokenizer import Tokenizer
+from gguf_files import write
+
+MB = 1e6
+# SmolLM2-135M: the shape for which heads are shipped.
+SMOL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def target(folder_of, tmp_path_factory):
+    folder = folder_of(
+        "llama",
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    return folder if (folder / "tokenizer.json").exists() else add_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def package(target, tmp_path_factory):
+    """A package with heads for ``tiny``, in bfloat16, made for the float32 folder."""
+    root = tmp_path_factory.mktemp("shipped")
+    loaded = load_target(target, device="cpu", prepack=False)
+    own = target_id(loaded, Tokenizer(target), "tiny")
+    torch.manual_seed(0)
+    for version, ids in ((3, torch.arange(0, 300, 2)), (1, None)):
+        config = EagleConfig.for_target(version, loaded.config, 150, target=own)
+        net = EagleNet(config, loaded.embedding.plain().bfloat16(), loaded.head, ids, torch.bfloat16)
+        write_head(root / "tiny" / f"eagle{version}", net)
+    return root
+
+
+@pytest.fixture
+def named(target, package, monkeypatch):
+    monkeypatch.setattr("draftwing.shipped.SHIPPED", package)
+    entry = Entry("tiny", Shipped(str(target)), "MIT", 1, heads=shipped_heads("tiny", "eagle3", "hydra", "eagle1"))
+    monkeypatch.setitem(CATALOGUE, "tiny", entry)
+    return entry
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, list(map(str, args)))
+
+
+def test_only_what_is_there_is_shipped(named):
+    assert named.heads == {"eagle3": "tiny/eagle3", "eagle1": "tiny/eagle1"}
+    assert named.best_head == "eagle3"
+    assert shipped_heads("other", "eagle3") == {}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_name_brings_its_best_head(named, quantize):
+    options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 2}
+    plain = dw.load("tiny", "none", quantize=quantize, device="cpu").generate("def add(", **options)[0]
+    for draft, name in ((None, "EAGLE-3 (eagle3)"), ("eagle3", "EAGLE-3 (eagle3)"), ("eagle1", "EAGLE-1 (eagle1)")):
+        lm = dw.load("tiny", draft, quantize=quantize, device="cpu")
+        assert lm.drafter_name == name
+        found = lm.generate("def add(", speculation=dw.Budget(3), **options)[0]
+        assert found.token_ids == plain.token_ids
+        assert found.stats.num_drafted > 0
+
+
+def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_path):
+    """The target's name is no part of what it is: a folder or a file in 4 bits gets the head by its kind."""
+    file = write(target, tmp_path / "tiny.Q4_1.gguf", lambda name, weight: "Q4_1")
+    for model in (target, file):
+        lm = dw.load(model, "eagle3", device="cpu")
+        assert lm.drafter_name == "EAGLE-3 (eagle3)"
+        assert lm.generate("def add(", max_tokens=4, speculation=dw.Budget(2))[0].token_ids
+    assert made_for(SHIPPED / "eagle3").name == "draftwing/target"
+    assert made_for(target) is None
+    with refused(CheckpointError, "does not come with a draft of kind causal-lm", "eagle3, eagle1"):
+        dw.load("tiny", "causal-lm", device="cpu")
+
+
+def test_the_command_line_takes_it(named):
+    rows = {row["name"]: row for row in json.loads(run("models", "--json").stdout)["models"]}
+    assert rows["tiny"]["heads"] == ["eagle3", "eagle1"]
+    for more in ([], ["--draft", "eagle1"]):
+        shown = run("generate", "-t", "tiny", "-n", "4", "--tree", "chain:2", "--json", "def add(", *more)
+        assert shown.exit_code == 0, shown.output
+    drafters = Model("tiny", device="cpu").load_many(None, Drafting(tree="chain:2"))
+    assert [lm.drafter_name for lm in drafters] == ["none", "lookup", "EAGLE-1 (eagle1)", "EAGLE-3 (eagle3)"]
+
+
+# --- a head of the shipped shape -------------------------------------------------------------------------------------
+
+
+def smol(version, draft_vocab_size):
+    model = ModelConfig.from_hf(SMOL, "")
+    target = TargetId("smollm2-135m-instruct", 576, 30, 49152, "0" * 16)
+    return EagleConfig.for_target(version, model, draft_vocab_size, target=target)
+
+
+def num_bytes(config):
+    maps = 8 * config.draft_vocab_size + config.vocab_size if config.has_draft_vocab else 0
+    return 2 * sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) + maps
+
+
+def test_heads_are_small_enough_to_ship():
+    assert num_bytes(smol(3, 8192)) + num_bytes(smol(1, None)) < 30 * MB
+    assert num_bytes(smol(3, 16384)) < 30 * MB  # alone, not with EAGLE-1 beside it
+    sizes = {file: file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()}
+    assert sum(size for file, size in sizes.items() if "smollm2-135m-instruct" in file.parts) < 30 * MB
+    assert sum(sizes.values()) < 95 * MB  # a wheel stays below 100
+    assert not [file for file in sizes if file.name.endswith(".partial")]
+
+
+@pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])
+def test_what_engines_are_told_of_it(layout):
+    """Each of the traps that vLLM and SGLang have for a head of this shape, on a target with tied embeddings."""
+    config = smol(3, 8192)
+    ids = torch.arange(8192) * 5
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(config).items()}
+    said, written = head_files(Head(config, tensors, ids, verifier=config.target.name), layout)
+    shape = said.get("transformer_layer_config", said)
+    assert {key: shape[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")} == {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    }
+    assert (shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]) == (576, 1536, 1)
+    assert (shape["rope_theta"], shape["rope_scaling"], shape["max_position_embeddings"]) == (100000.0, None, 8192)
+    assert (shape["vocab_size"], said["draft_vocab_size"]) == (49152, 8192)
+    # The target's embeddings are tied, the head's LM head is its own: said false, and there.
+    assert shape["tie_word_embeddings"] is said["tie_word_embeddings"] is False
+    assert written["lm_head.weight"].shape == (8192, 576)
+    assert "embed_tokens.weight" not in written
+    assert shape["torch_dtype"] == "bfloat16"
+    assert shape["attention_bias"] is shape["mlp_bias"] is said["norm_before_residual"] is False
+    assert torch.equal(torch.arange(8192) + written["d2t"], ids)
+    assert written["d2t"].dtype == torch.int64
+    assert written["t2d"].dtype == torch.bool
+    assert written["t2d"].nonzero()[:, 0].equal(ids)
+    assert written["fc.weight"].shape == (576, 3 * 576)
+    if layout == "speculators":
+        assert "model_type" not in said
+        assert said["target_hidden_size"] == 576
+        assert said["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
+        assert said["speculators_config"]["verifier"]["name_or_path"] == "smollm2-135m-instruct"
+        assert not any(name.startswith("midlayer.") for name in written)
+    else:
+        assert said["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert said["model_type"] == "llama"
+        assert said["bias"] is False
+        # Both default to the inputs of layers 2, 15 and 27; ids that are named count differently in the two.
+        assert "eagle_aux_hidden_state_layer_ids" not in said
+        assert "eagle_config" not in said
+
+
+def test_what_vllm_is_told_of_an_eagle1_head():
+    config = smol(1, None)
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(config).items()}
+    said, written = head_files(Head(config, tensors), "vllm")
+    assert said["architectures"] == ["LlamaForCausalLM"]
+    assert not {"lm_head.weight", "fc.bias", "embed_tokens.weight"} & written.keys()
+    assert not any("input_layernorm" in name for name in written)
+    assert said["tie_word_embeddings"] is False
