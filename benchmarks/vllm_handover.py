@@ -9,8 +9,8 @@ runs in both: there as a worker, which imports vLLM and nothing of ours, so ever
 ``--draft-model`` hands over a small causal LM in place of a head. Float32, greedy, one prompt at a time.
 
 Both sides draft in float32 from the weights of the file, so that they are alike (``--our-drafts fast`` is what
-Draftwing runs by itself, 8-bit matrices where they are faster: other guesses, the same text). They may differ in what is
-accepted at a position by no more than two samples of as many drafts do in 19 of 20 cases (``tolerances``). The drafts of
+Draftwing runs by itself, 8-bit matrices where they are faster: other guesses, the same text). What is accepted at a
+position may differ by no more than in two samples of as many drafts in 19 of 20 cases (``tolerances``). The drafts of
 both start at nearly the same places, so that in truth they differ by less.
 """
 

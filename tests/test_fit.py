@@ -80,7 +80,8 @@ def run(target, tmp_path_factory):
 # --- prompts of its own kind -----------------------------------------------------------------------------------------
 
 
-def test_a_trained_head_carries_held_out_prompts(run, target):
+def test_a_trained_head_carries_held_out_prompts(run, target, monkeypatch):
+    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
     place, data, texts = run
     file = place / "head" / "prompts.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -127,7 +128,8 @@ def test_a_trained_head_has_a_card(run, target):
     assert str(place) not in card  # where the data lay is nobody's business
 
 
-def test_prompts_can_be_kept_back(target, run, tmp_path):
+def test_prompts_can_be_kept_back(target, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
     options = TrainOptions("eagle3", iterations=1, max_length=64, precision="no", keep_prompts=0, validation_share=0.2)
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "prompts.jsonl").write_text('{"text": "of an older head"}\n')

@@ -59,6 +59,8 @@ def target(folder_of, tmp_path_factory):
 def package(target, tmp_path_factory):
     """A package with heads for ``tiny``, in bfloat16, made for the float32 folder."""
     root = tmp_path_factory.mktemp("shipped")
+    for each in SHIPPED.iterdir():  # beside what is there already
+        (root / each.name).symlink_to(each)
     loaded = load_target(target, device="cpu", prepack=False)
     own = target_id(loaded, Tokenizer(target), "tiny")
     torch.manual_seed(0)
@@ -91,7 +93,7 @@ def test_only_what_is_there_is_shipped(named):
 def test_a_name_brings_its_best_head(named, quantize):
     options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 2}
     plain = dw.load("tiny", "none", quantize=quantize, device="cpu").generate("def add(", **options)[0]
-    for draft, name in ((None, "EAGLE-3 (eagle3)"), ("eagle3", "EAGLE-3 (eagle3)"), ("eagle1", "EAGLE-1 (eagle1)")):
+    for draft, name in ((None, "eagle3 (eagle3)"), ("eagle3", "eagle3 (eagle3)"), ("eagle1", "eagle1 (eagle1)")):
         lm = dw.load("tiny", draft, quantize=quantize, device="cpu")
         assert lm.drafter_name == name
         found = lm.generate("def add(", speculation=dw.Budget(3), **options)[0]
@@ -104,7 +106,7 @@ def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_p
     file = write(target, tmp_path / "tiny.Q4_1.gguf", lambda name, weight: "Q4_1")
     for model in (target, file):
         lm = dw.load(model, "eagle3", device="cpu")
-        assert lm.drafter_name == "EAGLE-3 (eagle3)"
+        assert lm.drafter_name == "eagle3 (eagle3)"
         assert lm.generate("def add(", max_tokens=4, speculation=dw.Budget(2))[0].token_ids
     assert made_for(SHIPPED / "eagle3").name == "draftwing/target"
     assert made_for(target) is None
@@ -119,7 +121,7 @@ def test_the_command_line_takes_it(named):
         shown = run("generate", "-t", "tiny", "-n", "4", "--tree", "chain:2", "--json", "def add(", *more)
         assert shown.exit_code == 0, shown.output
     drafters = Model("tiny", device="cpu").load_many(None, Drafting(tree="chain:2"))
-    assert [lm.drafter_name for lm in drafters] == ["none", "lookup", "EAGLE-1 (eagle1)", "EAGLE-3 (eagle3)"]
+    assert [lm.drafter_name for lm in drafters] == ["none", "lookup", "eagle1 (eagle1)", "eagle3 (eagle3)"]
 
 
 # --- a head of the shipped shape -------------------------------------------------------------------------------------
