@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from conftest import refused
+from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.heads.card import copy_card, render_card, write_card
 from draftwing.heads.convert import convert
@@ -116,6 +118,15 @@ def test_card_and_prompts_go_along(head, tmp_path, layout):
     convert(other, out, layout)
     assert read_stored(out) == []
     assert "Tau" not in (out / "README.md").read_text()
+
+
+def test_an_export_says_one_command(head, tmp_path):
+    """The card's and the printed command draft as deep, and a GGUF file is not handed to an engine in silence."""
+    shown = CliRunner().invoke(cli.app, ["export", str(head), "--depth", "2", "--out", str(tmp_path / "out")])
+    assert shown.exit_code == 0, shown.output
+    assert '"num_speculative_tokens": 2' in shown.stdout
+    assert '"num_speculative_tokens": 2' in (tmp_path / "out" / "README.md").read_text()
+    assert "GGUF" not in shown.stderr
 
 
 def test_nobodys_own_card_is_overwritten(head, tmp_path):

@@ -65,9 +65,16 @@ def export(
 
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
-    run(head, out, to, target=_target_id(target))
+    run(head, out, to, target=_target_id(target), depth=depth)
     entry = entry_of(target)  # engines do not know our names
-    print(serve_command(to, str(target if entry is None else fetch(entry)), out, depth))
+    served = str(target if entry is None else fetch(entry))
+    if served.endswith(".gguf"):
+        screen.line(
+            f"the target is a GGUF file, which engines read in part or not at all: `draftwing import {served} FOLDER` "
+            f"writes a folder with the same numbers; serve that",
+            "yellow",
+        )
+    print(serve_command(to, served, out, depth))
 
 
 @with_options

@@ -31,7 +31,7 @@ class Trial:
 
     Attributes:
         prompts: texts, dialogues or token ids.
-        source: what they are, for people: ``on 4 of ...``.
+        source: what they are, for people.
     """
 
     prompts: Sequence[Prompt]
