@@ -22,12 +22,13 @@ _MAPS = ("d2t", "t2d", "draft_ids")
 Facts = Mapping[str, Any]
 
 
-def write_card(folder: Path, layout: str = "draftwing", serve: str = "") -> None:
+def write_card(folder: Path, layout: str = "draftwing", serve: str = "", *, seconds: float | None = None) -> None:
     """Write the card of the head in ``folder``, unless somebody wrote one of their own there.
 
     Args:
         layout: in which the head is written.
         serve: the command that serves it, where an engine reads this layout.
+        seconds: that it was trained, where its config does not say.
 
     Raises:
         CheckpointError, ConfigError: no head in the folder, or the card cannot be written.
@@ -36,7 +37,7 @@ def write_card(folder: Path, layout: str = "draftwing", serve: str = "") -> None
     if not _is_ours(file):
         return
     partial = file.with_name(f"{_FILE}.{os.getpid()}.partial")
-    text = render_card(Path(folder), layout, serve)
+    text = render_card(Path(folder), layout, serve, seconds=seconds)
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, file)
@@ -72,18 +73,18 @@ def _is_ours(file: Path) -> bool:
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
-def render_card(folder: Path, layout: str = "draftwing", serve: str = "") -> str:
+def render_card(folder: Path, layout: str = "draftwing", serve: str = "", *, seconds: float | None = None) -> str:
     """The text of a card, from the head's config and the names and shapes of its tensors.
 
-    What is not known is left out. Beside what training writes, ``training`` may have ``licence`` (an SPDX identifier)
-    and ``results``: for each set of prompts what was measured on it, ``{"MT-bench": {"tau": 2.4}}``.
+    What is not known is left out. Beside what training writes, ``training`` may have ``seconds``, ``licence`` (an
+    SPDX identifier) and ``results``: for each set of prompts what was measured on it, ``{"MT-bench": {"tau": 2.4}}``.
 
     Raises:
         CheckpointError, ConfigError: no head in the folder.
     """
     config = read_config(folder)
     block = _table(config.get("draftwing"))
-    training = _table(block.get("training"))
+    training = {"seconds": seconds, **_table(block.get("training"))}
     target = _table(block.get("target") or _table(block.get("config")).get("target"))
     kind = str(block.get("kind") or f"EAGLE-{block.get('version', 3)}")
     name = str(target.get("name") or "a target that is not named")
@@ -154,7 +155,7 @@ def _training(training: Facts) -> list[tuple[str, str]]:
         f"{per_update * get('iterations', 0):,} tokens seen"
         if per_update and isinstance(get("iterations"), int)
         else "",
-        _duration(get("seconds")),
+        _duration(get("seconds") or 60 * (get("minutes") or 0)),
     ]
     machine = _table(get("machine"))
     hardware = [
@@ -184,7 +185,7 @@ _COUNTS = {"num_dialogues": "dialogues", "tokens_in_data": "tokens to train on",
 
 
 def _duration(seconds: object) -> str:
-    if not isinstance(seconds, int | float):
+    if not isinstance(seconds, int | float) or not seconds:
         return ""
     return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{max(1, round(seconds / 60))} minutes"
 

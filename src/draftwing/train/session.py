@@ -172,7 +172,7 @@ def prepare(
     )
     if accelerator.is_main_process:
         prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
-        trainer.on_saved = partial(_add_to_head, prompts)
+        trainer.on_saved = partial(_add_to_head, trainer, prompts)
     return Session(trainer, model, tokenizer, training, validation, coverage)
 
 
@@ -186,10 +186,10 @@ def _about_data(files: RunFiles, training: Corpus, validation: Corpus) -> dict[s
     return found if files.licence is None else {**found, "licence": files.licence}
 
 
-def _add_to_head(prompts: Sequence[str], folder: Path) -> None:
+def _add_to_head(trainer: Trainer, prompts: Sequence[str], folder: Path) -> None:
     """What lies beside a head that was written: prompts to try it on, and its card."""
     write_stored(folder, prompts)
-    write_card(folder)
+    write_card(folder, seconds=trainer.seconds)  # not in the head: a resumed run's is to the bit an unbroken one's
 
 
 def _read_data(

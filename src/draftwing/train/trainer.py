@@ -104,6 +104,11 @@ class Trainer:
         self._replanned = 0
         self.stopping = False
 
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, in all its sessions."""
+        return self._seconds
+
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Progress:
@@ -166,7 +171,7 @@ class Trainer:
             },
         )
         with self._averaged():
-            training = {**self._describe, "iterations": self.iteration, "seconds": round(self._seconds)}
+            training = {**self._describe, "iterations": self.iteration}
             judged = {name: self._judged[name] for name in _JUDGED if name in self._judged}
             training |= {"held_out": judged} if judged else {}
             net_kind_of(self.net).write(self.out / "head", self.net, training=training)
