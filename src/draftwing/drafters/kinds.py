@@ -34,6 +34,7 @@ __all__ = [
     "Source",
     "convert",
     "diagnose",
+    "draft_folder",
     "drafter_maker",
     "kind_of_folder",
     "method_named",
@@ -132,13 +133,8 @@ def drafter_maker(
     Raises:
         ConfigError: an option that this draft does not have, or a value that it does not take.
     """
-    from draftwing.model.resolve import resolve
-
-    name, folder = str(draft), Path()
-    kind = KINDS.get(name)
-    if kind is None or kind.recognises is not None:
-        folder = _shipped_head(name, target.name) or resolve(draft)
-        kind = kind_of_folder(folder)
+    name, folder = str(draft), draft_folder(draft, target.name)
+    kind = KINDS[name] if folder is None else kind_of_folder(folder)
     checked = {}
     for option, value in (options or {}).items():
         if option not in kind.options:
@@ -147,7 +143,17 @@ def drafter_maker(
             )
             raise ConfigError(f"draft_options: {draft} has no option {option!r}: {has}")
         checked[option] = kind.options[option](value)
-    return kind.make(Source(target, tokenizer, name, folder, device, checked))
+    return kind.make(Source(target, tokenizer, name, folder or Path(), device, checked))
+
+
+def draft_folder(draft: str | Path, target: str) -> Path | None:
+    """The folder of a draft for a target of this name; None where its kind has none (``lookup``, ``none``)."""
+    from draftwing.model.resolve import resolve
+
+    kind = KINDS.get(str(draft))
+    if kind is not None and kind.recognises is None:
+        return None
+    return _shipped_head(str(draft), target) or resolve(draft)
 
 
 def _shipped_head(kind: str, target: str) -> Path | None:
