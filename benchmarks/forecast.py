@@ -3,9 +3,9 @@
     python benchmarks/forecast.py --num-prompts 32 --out build/forecast.json     # the shipped pair, both heads
     python benchmarks/forecast.py --target smollm2-135m-instruct --draft path/or/head --prompts held-out.jsonl
 
-Forecasts come from the held-out statistics in each head's folder, which were collected on other prompts than these. Every
-cell that is measured is written at once, and the same command goes on from there. The machine may be busy: nothing here
-is timed.
+Forecasts come from the held-out statistics in each head's folder, which were collected on other prompts than these.
+Every cell that is measured is written at once, and the same command goes on from there. The machine may be busy:
+nothing here is timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collects held-out statistics: the target writes texts, and the drafter says at each position what it would propose."""
+"""Collects held-out statistics: the target writes texts, and the drafter shows at each position what it would draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = ["collect"]
+__all__ = ["TOKENS", "collect", "fitting"]
 
 TOKENS, MAX_BATCH = 128, 16
 
@@ -141,20 +141,18 @@ def collect(
     """
     if not temperatures:
         raise ConfigError("held-out statistics need at least one temperature: give 0, 1 or both")
-    written = num_tokens + DEPTH
-    fitting = [prompt for prompt in prompts if 1 < len(prompt) <= target.max_length - written - DEPTH]
-    if not fitting:
+    chosen, written = fitting(prompts, target, num_tokens), num_tokens + DEPTH
+    if not chosen:
         raise ConfigError(
             f"held-out statistics need prompts of 2 to {target.max_length - written - DEPTH} tokens, found none among "
             f"{len(prompts)}: give shorter ones"
         )
-    total, done, lengths, found = len(temperatures) * len(fitting) * written, 0, 0, {}
-    watched = _Watched(new_drafter())
+    total, done, found, runs_as = len(temperatures) * len(chosen) * written, 0, {}, ""
     for temperature in temperatures:
         watched = _Watched(new_drafter())
         engine = Engine(Decoder(target, watched, budget=REFERENCE), max_batch=MAX_BATCH)
         requests: dict[int, Request] = {}
-        for number, prompt in enumerate(fitting):
+        for number, prompt in enumerate(chosen):
             sampling = Sampling(temperature=temperature, max_tokens=written, seed=number)
             request = engine.submit(prompt, sampling)
             requests[request.id] = request
@@ -174,9 +172,14 @@ def collect(
             if on_progress is not None:
                 on_progress(done, total)
         found[float(temperature)] = columns.texts()
-        lengths += sum(len(prompt) for prompt in fitting)
-    context = lengths / (len(fitting) * len(temperatures)) + num_tokens / 2
-    return HeldOut(head, target.name, watched.traits.runs_as, context, found)
+        runs_as = watched.traits.runs_as
+    context = sum(map(len, chosen)) / len(chosen) + num_tokens / 2
+    return HeldOut(head, target.name, runs_as, context, found)
+
+
+def fitting(prompts: Sequence[Sequence[int]], target: Target, num_tokens: int = TOKENS) -> list[Sequence[int]]:
+    """Those that leave room for a text and what may be drafted at its end."""
+    return [prompt for prompt in prompts if 1 < len(prompt) <= target.max_length - num_tokens - 2 * DEPTH]
 
 
 def _grown(tree: DraftTree | None) -> list[_Grown]:

@@ -2,9 +2,9 @@
 
 At each position of a text that the target wrote, the drafter grew one large *reference tree*. Of it is kept what
 decides whether another tree would have held the text's own next tokens: which child of its parent each of them was, and
-how many nodes of each level were likelier. So tau of any chain, static or dynamic tree follows by walking along the texts as
-decoding does (``replay``). Positions after a rejection are harder than others, and hard ones come in runs; a walk sees
-both, where a table of rates would not.
+how many nodes of each level were likelier. So tau of any chain, static or dynamic tree follows by walking along the
+texts as decoding does (``replay``). Positions after a rejection are harder than others, and hard ones come in runs; a
+walk sees both, where a table of rates would not.
 
 One file of some tens of kilobytes lies in the head's folder; no model is needed to read it.
 
