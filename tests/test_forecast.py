@@ -169,6 +169,9 @@ def test_the_file_keeps_everything(shipped, tmp_path):
     assert found.write(folder).stat().st_size < 20_000
     read = HeldOut.read(folder)
     assert read.describe() == found.describe()
+    other = dataclasses.replace(found, texts={0.7: found.of(1.0)})
+    assert sorted(other.joined(read).texts) == [0.0, 0.7, 1.0]
+    assert sorted(dataclasses.replace(other, head="1" * 16).joined(read).texts) == [0.7]
     for temperature in (0.0, 1.0):
         for field in dataclasses.fields(Texts):
             own, other = (getattr(each.of(temperature), field.name) for each in (found, read))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ import typer
 from draftwing.cli import screen, tables
 from draftwing.cli.options import Draft, Drafting, Examples, Json, Model, Prompts, SamplingOptions, with_options
 from draftwing.cli.progress import progress
-from draftwing.errors import ConfigError
+from draftwing.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from draftwing.drafters.base import Budget
@@ -179,6 +180,8 @@ def _held_out(lm: LM, folder: Path, todo: Sequence[Prompt], question: Question) 
         found = collect(
             lm.target, lm.new_drafter, head_id(folder), ids, question.temperature or (0.0, 1.0), on_progress=on_progress
         )
+    with suppress(CheckpointError):  # there are none yet, or they are of other weights
+        found = found.joined(HeldOut.read(folder))
     screen.line(f"wrote {found.write(folder)}")
     return found
 

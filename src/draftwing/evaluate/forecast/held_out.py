@@ -18,8 +18,9 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,12 @@ class HeldOut:
             )
         return found
 
+    def joined(self, older: HeldOut) -> HeldOut:
+        """With what ``older`` has of other temperatures, where both were made in the same way."""
+        if any(getattr(self, name) != getattr(older, name) for name in ("head", "target", "runs_as")):
+            return self
+        return replace(self, texts={**older.texts, **self.texts})
+
     def describe(self) -> dict[str, Any]:
         """What they were made of, as plain JSON values."""
         return {
@@ -156,8 +163,9 @@ class HeldOut:
             CheckpointError: it cannot be written.
         """
         file = Path(folder) / FILE
-        about = {"format": FORMAT, "depth": DEPTH, "width": WIDTH, "thresholds": THRESHOLDS, **asdict(self)}
-        about["texts"] = list(self.texts)
+        about: dict[str, Any] = {"format": FORMAT, "depth": DEPTH, "width": WIDTH, "thresholds": THRESHOLDS}
+        about |= {name: getattr(self, name) for name in ("head", "target", "runs_as", "context")}
+        about |= {"texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
             arrays |= {f"{each.name}_{number}": getattr(texts, each.name) for each in fields(Texts)}
@@ -190,7 +198,7 @@ class HeldOut:
             if file.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
             found = cls._parsed(file.read_bytes())
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"{file}: not readable as held-out statistics ({error}): {collect}") from error
         if found.head != head_id(Path(folder)):
             raise CheckpointError(

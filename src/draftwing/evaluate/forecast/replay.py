@@ -72,9 +72,10 @@ def walk(texts: Texts, budget: Budget) -> Walk:
         ConfigError: see ``check_reach``.
     """
     check_reach(budget)
-    nodes = len(budget.shape()) if budget.nodes is None else budget.nodes
-    visited, tokens, steps = _visited(texts, accepted(texts, budget))
-    return Walk(tokens, steps, float(nodes if len(visited) else 0), float(budget.depth))
+    met = budget.width + max(budget.depth - 1, 0) * budget.width**2
+    nodes = len(budget.shape()) if budget.nodes is None else min(budget.nodes, met)
+    _, tokens, steps = _visited(texts, accepted(texts, budget))
+    return Walk(tokens, steps, float(nodes), float(budget.depth))
 
 
 def walk_above(texts: Texts, place: int) -> Walk:
