@@ -46,7 +46,8 @@ _MOST_BYTES = 64 * 2**20  # of a file: far beyond what any collection writes
 def quantised(chance: np.ndarray) -> np.ndarray:
     """Chances as bytes: 0 is certain, ``PER_OCTAVE`` more is half as likely."""
     with np.errstate(divide="ignore"):
-        return np.clip(np.round(-PER_OCTAVE * np.log2(chance)), 0, MOST).astype(np.uint8)
+        found: np.ndarray = np.clip(np.round(-PER_OCTAVE * np.log2(chance)), 0, MOST).astype(np.uint8)
+    return found
 
 
 @dataclass(frozen=True)

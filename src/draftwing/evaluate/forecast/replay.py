@@ -124,7 +124,8 @@ def _was_met(texts: Texts, width: int) -> np.ndarray:
     """(E,) whether each would be met where ``width`` nodes of each level have as many children each."""
     first = _depths(texts) == 1
     above = np.concatenate([[0], _places(texts)[:-1]])  # a path's nodes stand one after another
-    return (texts.ranks < width) & (first | (above < width))
+    met: np.ndarray = (texts.ranks < width) & (first | (above < width))
+    return met
 
 
 def _depths(texts: Texts) -> np.ndarray:
