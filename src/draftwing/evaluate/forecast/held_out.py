@@ -199,7 +199,7 @@ class HeldOut:
             if file.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
             found = cls._parsed(file.read_bytes())
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        except (EOFError, OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"{file}: not readable as held-out statistics ({error}): {collect}") from error
         if found.head != head_id(Path(folder)):
             raise CheckpointError(

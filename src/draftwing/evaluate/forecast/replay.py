@@ -7,7 +7,8 @@
     auto      a tree of the nodes whose path's chance is above a threshold: what one that grows by its nodes' worth
               comes to, at a constant price of a node
 
-Chains, static trees and dynamic trees of the reference tree's width are exact on the texts that were collected. Of
+Dynamic trees of the reference tree's width are exact on the texts that were collected; so are chains and static trees,
+where no node of theirs on the text's path fell out of the reference tree. Of
 narrower dynamic trees, nodes that would not have been met count among the likelier ones, which makes tau a little too
 small.
 """
