@@ -3,6 +3,7 @@
     python recipes/demo_heads.py answers --out build/heads       # the target's own text: half an hour on two cores
     python recipes/demo_heads.py train   --out build/heads       # resumes where it was stopped; 40 minutes
     python recipes/demo_heads.py export  --out build/heads --to src/draftwing/shipped
+    python recipes/demo_heads.py statistics --of src/draftwing/shipped    # for `draftwing predict`: minutes
 
 The training text is what the target itself writes (greedily, after beginnings cut from the training files), which is
 what a head has to guess; and a part of the training files themselves, which is what sampled text looks like.
@@ -21,10 +22,12 @@ import typer
 import corpus
 import draftwing as dw
 from draftwing.api import load_target
-from draftwing.heads.identity import target_id
+from draftwing.evaluate.forecast.collect import collect
+from draftwing.heads.identity import head_id, target_id
 from draftwing.heads.read import read_head
 from draftwing.heads.write import write_head
 from draftwing.shipped import SHIPPED
+from draftwing.text.prompts import shipped_prompts
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
@@ -137,6 +140,20 @@ def export(
         )
         (to / name / "README.md").write_text(card)
         typer.echo(f"wrote {to / name}")
+
+
+@app.command()
+def statistics(
+    of: Annotated[Path, typer.Option(help="Folder with eagle3/ and eagle1/.")] = SHIPPED,
+    num: Annotated[int, typer.Option(help="Held-out prompts, none of them among those that come with Draftwing.")] = 40,
+) -> None:
+    """Collect the heads' held-out statistics (``evaluate.forecast``)."""
+    known = set(shipped_prompts(100))
+    prompts = [prompt for prompt in corpus.prompts(num + 20, seed=1) if prompt not in known][:num]
+    for name in RUNS:
+        lm = dw.load(draft=of / name)
+        ids = [lm.encode(prompt) for prompt in prompts]
+        typer.echo(f"wrote {collect(lm.target, lm.new_drafter, head_id(of / name), ids).write(of / name)}")
 
 
 if __name__ == "__main__":

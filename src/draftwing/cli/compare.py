@@ -1,4 +1,4 @@
-"""``draftwing compare | verify | predict``: what speculation gains, whether the text is the target's, and what pays."""
+"""``draftwing compare | verify``: what speculation gains, and whether the text is the target's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from draftwing.cli.options import (
     Draft,
     Drafting,
     Examples,
-    FewExamples,
     Json,
     Model,
     SamplingOptions,
@@ -113,41 +112,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@with_options
-def predict(
-    model: Model,
-    sampling: SamplingOptions,
-    examples: FewExamples,
-    draft: Draft = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's costs anew.")] = False,
-    as_json: Json = False,
-) -> None:
-    """What speculation is worth here by the papers' formulas, beside what is measured.
-
-    Acceptance (alpha) and the costs of drafting and verifying are measured; the formulas make speedups of them.
-
-    Examples:
-
-    - `draftwing predict`
-
-    - `draftwing predict -t path/or/hub-id -d path/or/head --prompts prompts.jsonl -T 1 --json`
-    """
-    from draftwing.evaluate.predict import predict as find
-
-    checked = sampling.to_sampling()
-    todo = examples.read()
-    lm = model.load(draft, Drafting())
-    ready = [sampling.put(each, lm.tokenizer) for each in todo]
-    with progress("measuring") as on_progress:
-        lm.costs(again=measure)
-        found = find(lm, ready, checked, on_progress=on_progress)
-    if as_json:
-        screen.print_json(found.to_dict())
-    else:
-        tables.print_predictions(found)
-
-
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    for command in (compare, verify, predict):
+    for command in (compare, verify):
         app.command()(command)

@@ -15,6 +15,7 @@ from draftwing.cli.screen import format_alpha, new_console, printable, put_line
 if TYPE_CHECKING:
     from draftwing.evaluate.compare import Comparison, MethodResult
     from draftwing.evaluate.fit import Fit
+    from draftwing.evaluate.forecast.forecast import Forecast
     from draftwing.evaluate.lossless import Verification
     from draftwing.evaluate.predict import Predictions
     from draftwing.heads.doctor.examine import Finding
@@ -23,6 +24,7 @@ __all__ = [
     "LAW_ALONE",
     "print_comparison",
     "print_findings",
+    "print_forecasts",
     "print_info",
     "print_models",
     "print_predictions",
@@ -166,6 +168,37 @@ def print_predictions(found: Predictions) -> None:
         "dim",
     )
     put_line(console, f"machine: {_pairs(found.machine)}", "dim")
+
+
+def print_forecasts(
+    found: Sequence[Forecast], statistics: Mapping[str, Any], machine: Mapping[str, Any] | None
+) -> None:
+    """A row for each temperature and tree: forecast, and measured where something was decoded."""
+    console = new_console()
+    is_measured = any(each.measured_tau is not None for each in found)
+    table = Table("T", "tree")
+    for name in ("tau", "95%", "nodes", "levels", "speedup"):
+        table.add_column(name, justify="right")
+    if is_measured:
+        for name in ("tau measured", "error", "speedup measured"):
+            table.add_column(name, justify="right")
+    for each in found:
+        speedup = "" if each.speedup is None else f"{each.speedup:.2f}"
+        values = [f"{each.tau:.2f}", f"{each.tau_low:.2f}-{each.tau_high:.2f}", f"{each.nodes:.1f}"]
+        values += [f"{each.levels:.1f}", speedup]
+        if each.measured_tau is not None and each.error is not None:
+            values += [f"{each.measured_tau:.2f}", f"{each.error:+.1%}", f"{each.measured_speedup:.2f}"]
+        table.add_row(f"{each.temperature:g}", Text(printable(each.tree)), *values)
+    console.print(table)
+    texts = ", ".join(f"{count} texts at T={name}" for name, count in statistics["texts"].items())
+    put_line(
+        console,
+        f"from held-out statistics: {texts}, target {printable(statistics['target'])}, drafts by "
+        f"{printable(statistics['runs_as'] or 'PyTorch')}; auto is an approximation",
+        "dim",
+    )
+    if machine is not None:
+        put_line(console, f"speedup over plain decoding at batch 1; machine: {_pairs(machine)}", "dim")
 
 
 def print_info(sections: Mapping[str, Mapping[str, Any]]) -> None:

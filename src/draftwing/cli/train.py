@@ -15,7 +15,7 @@ from draftwing.cli import progress as shown
 from draftwing.cli import screen
 from draftwing.cli.options import Data, Json, Target, or_of, with_options
 from draftwing.drafters.kinds import methods
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, DraftwingError
 
 if TYPE_CHECKING:
     from draftwing.train.session import Session
@@ -94,6 +94,14 @@ class Run:
         Path | None, typer.Option("--init-from", help="Start from this head, in any layout, instead of from nothing.")
     ] = None
     licence: Annotated[str | None, typer.Option("--licence", help="Of the head, for its card: Apache-2.0, say.")] = None
+    forecast_prompts: Annotated[
+        int,
+        typer.Option(
+            "--forecast-prompts",
+            min=0,
+            help="Held-out prompts on which statistics for `draftwing predict` are collected at the end; 0 for none.",
+        ),
+    ] = 16
     dtype: Annotated[str, typer.Option("--dtype", help="Of the target.")] = "bfloat16"
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: cuda if there is one]")] = None
 
@@ -127,6 +135,8 @@ def train(
     if not main:
         return
     stopped = done.iteration < done.iterations
+    if not stopped and run.forecast_prompts:
+        _collect(session, run.forecast_prompts)
     _tell(session, run, done, finished=not stopped, as_json=as_json)
     if stopped:
         screen.line(f"stopped at iteration {done.iteration}: run the same command again to go on", "yellow")
@@ -180,6 +190,17 @@ def _trained(session: Session, out: Path | None) -> Progress:
     finally:
         if board is not None:
             board.close()
+
+
+def _collect(session: Session, num_prompts: int) -> None:
+    """The head's held-out statistics. The head is whole: Ctrl-C leaves them out, and nothing else."""
+    try:
+        with shown.progress("collecting statistics for draftwing predict") as on_progress:
+            session.collect_held_out(num_prompts, on_progress)
+    except KeyboardInterrupt:
+        screen.line("no statistics were collected: `draftwing predict --collect` makes them later", "yellow")
+    except DraftwingError as error:
+        screen.line(f"no statistics were collected for `draftwing predict`: {error}", "yellow")
 
 
 def _tell(session: Session, run: Run, done: Progress, *, finished: bool, as_json: bool) -> None:

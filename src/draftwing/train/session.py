@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,16 @@ import torch
 from accelerate import Accelerator
 
 from draftwing.api import load_target
-from draftwing.drafters.base import Budget
+from draftwing.drafters.base import Budget, Drafter
 from draftwing.drafters.kinds import NewNet, kind_of_folder, net_kind_of
 from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
-from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.evaluate.forecast.collect import collect, fitting
+from draftwing.evaluate.forecast.held_out import FILE, HeldOut
 from draftwing.evaluate.machine import describe_machine
 from draftwing.heads.card import write_card
-from draftwing.heads.identity import chat_template_hash, target_id
+from draftwing.heads.identity import chat_template_hash, head_id, target_id
 from draftwing.heads.prompts import write_stored
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.resolve import resolve
@@ -82,6 +85,32 @@ class Session:
             f"{vocabulary} ({self.coverage:.1%} of the data), {self.training.num_tokens:,} tokens to train on, "
             f"{self.validation.num_tokens:,} held out"
         )
+
+    def collect_held_out(self, num_prompts: int, on_progress: Callable[[int, int], None] | None = None) -> Path | None:
+        """Collect the written head's held-out statistics, from which `draftwing predict` forecasts.
+
+        Args:
+            on_progress: called with (done, total) tokens.
+
+        Returns:
+            Their file, made now or before; None where no prompt is held out, or none is short enough.
+        """
+        folder, target = self.trainer.out / "head", self.target
+        with suppress(CheckpointError):  # there are none yet, or they are of other weights
+            HeldOut.read(folder)
+            return folder / FILE
+        prompts = fitting(validation_prompts(self.validation, num_prompts), target)
+        if not prompts:
+            return None
+        kind = self.trainer.options.kind
+        own = target_id(target, self.tokenizer)
+        net = kind.read(folder, target.embedding.plain().float(), target.head, own)
+        identity = head_id(folder)
+
+        def new_drafter() -> Drafter:
+            return kind.drafter(net, target, folder.name, identity)
+
+        return collect(target, new_drafter, identity, prompts, on_progress=on_progress).write(folder)
 
     def final_metrics(self) -> dict[str, Any]:
         """The last evaluation's, and coverage."""

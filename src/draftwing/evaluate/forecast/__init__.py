@@ -1,0 +1,1 @@
+"""What a head will bring, from what it would have proposed on held-out prompts."""
