@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["print_groups"]
 
 _NAMED = 5  # skipped turns and differing texts that are named; the page has all
-_DEPTHS = 6  # of alpha; the page and the JSON have all
+_DEPTHS = 3  # of alpha; the page and the JSON have more
 
 
 def print_groups(groups: Sequence[Group]) -> None:
@@ -35,13 +35,13 @@ def print_groups(groups: Sequence[Group]) -> None:
 
 def _print_group(console: Console, group: Group) -> None:
     put_line(console, f"\n{_title(group.settings)}", "bold")
-    console.print(_table(group.wholes, parts=False))
+    console.print(_table(group.wholes, _columns(console.width)))
     if group.parts:
-        put_line(console, "by category and turn")
-        console.print(_table(group.parts, parts=True))
+        put_line(console, "by turn and category")
+        console.print(_table(group.parts, _columns(min(console.width - 18, _WIDE - 1)), parts=True))
     put_line(
         console,
-        "speedup: mean of the ratios to plain decoding, question by question, with a 95% interval over questions; "
+        "n: questions; speedup: mean of the ratios to plain decoding, question by question, with a 95% interval; "
         "of means: ratio of mean tokens/s; prompt: with the prompt's prefill in both times",
         "dim",
     )
@@ -78,37 +78,47 @@ def _title(settings: Mapping[str, Any]) -> str:
     return f"{settings['target']}, {settings['dtype']}{weights}, {settings['tokens']} tokens, batch 1"
 
 
-def _table(rows: Sequence[Row], *, parts: bool) -> Table:
-    table = Table("set")
-    if parts:
-        table.add_column("part")
-    for name in ("sampling", "draft", "tree"):
-        table.add_column(name)
-    figures = ("questions", "tau", "speedup") if parts else ("questions", "tau", "speedup", "of means", "prompt")
-    for name in (*figures, "tokens/s", "plain"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if not parts:
-        table.add_column("alpha by depth")
-    table.add_column("identical")
+# Terminal columns that the whole table takes, and one without all that can be worked out of the rest.
+_WIDE, _MIDDLE = 155, 110
+
+
+def _columns(width: int) -> tuple[str, ...]:
+    """The figures that there is room for."""
+    if width >= _WIDE:
+        return ("n", "tau", "speedup", "of means", "prompt", "tokens/s", "plain", "alpha by depth", "identical")
+    if width >= _MIDDLE:
+        return ("n", "tau", "speedup", "tokens/s", "plain", "identical")
+    return ("n", "tau", "speedup", "identical")
+
+
+def _table(rows: Sequence[Row], figures: Sequence[str], *, parts: bool = False) -> Table:
+    table = Table("set", *(("part",) if parts else ()), "sampling", "draft", "tree")
+    for name in figures:
+        is_text = name in ("alpha by depth", "identical")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*_cells(row, parts=parts), style="bold" if row.set == "mean of sets" else "")
+        cells = _cells(row)
+        part = (Text(printable(row.part)),) if parts else ()
+        rule = "" if row.method["rule"] == "match" else f" ({row.method['rule']})"
+        named = (Text(printable(row.set)), *part, row.sampling, Text(printable(row.method["draft"]) + rule))
+        style = "bold" if row.set == "mean of sets" else ""
+        table.add_row(*named, row.method["budget"], *(cells[name] for name in figures), style=style)
     return table
 
 
-def _cells(row: Row, *, parts: bool) -> list[str | Text]:
-    rule = "" if row.method["rule"] == "match" else f" ({row.method['rule']})"
-    cells: list[str | Text] = [Text(printable(row.set))]
-    if parts:
-        turn = [] if row.turn is None else [f"turn {row.turn}"]
-        cells.append(Text(printable(", ".join([*([row.category] if row.category else []), *turn]))))
-    cells += [row.sampling, Text(printable(row.method["draft"]) + rule), row.method["budget"], str(row.num_questions)]
-    cells += [_span(row.figures["tau"]), _span(row.figures["speedup"], "x")]
-    if not parts:
-        cells += [f"{row.figures[name].value:.2f}x" for name in ("speedup_ratio_of_means", "speedup_with_prompt")]
-    cells += [f"{row.tokens_per_s:.1f}", f"{row.plain_tokens_per_s:.1f}"]
-    if not parts:
-        cells.append(format_alpha(row.alpha[:_DEPTHS]) + (" ..." if len(row.alpha) > _DEPTHS else "") or "-")
-    return [*cells, _identical(row)]
+def _cells(row: Row) -> dict[str, str | Text]:
+    more = " ..." if len(row.alpha) > _DEPTHS else ""
+    return {
+        "n": str(row.num_questions),
+        "tau": _span(row.figures["tau"]),
+        "speedup": _span(row.figures["speedup"], "x"),
+        "of means": f"{row.figures['speedup_ratio_of_means'].value:.2f}x",
+        "prompt": f"{row.figures['speedup_with_prompt'].value:.2f}x",
+        "tokens/s": f"{row.tokens_per_s:.1f}",
+        "plain": f"{row.plain_tokens_per_s:.1f}",
+        "alpha by depth": format_alpha(row.alpha[:_DEPTHS]) + more or "-",
+        "identical": _identical(row),
+    }
 
 
 def _span(estimate: Estimate, unit: str = "") -> str:

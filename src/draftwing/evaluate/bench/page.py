@@ -83,11 +83,6 @@ def span(estimate: Estimate, unit: str = "") -> tuple[str, str]:
     return f"{estimate.value:.2f}{unit}", ends
 
 
-def _name(row: Row) -> str:
-    turn = f"turn {row.turn}" if row.turn is not None else ""
-    return ", ".join(each for each in (row.category or "", turn) if each)
-
-
 # --- a group ---------------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +92,7 @@ def _group(group: Group) -> str:
     parts = [f"<h2>{escape(model)}, {escape(_place(s))}</h2>", _summary(group), _legend(group)]
     parts += [_plots(group), "<h3>By set</h3>", _table(group.wholes)]
     if group.parts:
-        parts += ["<h3>By category and turn</h3>", _table(group.parts, parts=True)]
+        parts += ["<h3>By turn and category</h3>", _table(group.parts, parts=True)]
     parts += [_differences(group), _skipped(group), _settings(group)]
     return "".join(parts)
 
@@ -164,7 +159,7 @@ def _bars(group: Group, rows: Sequence[Row], figure: str, unit: str, reference: 
     for row in rows:
         each = row.figures[figure]
         bar = Bar(f"{label_of(row.method)}, {row.sampling}", each.value, each.low, each.high, *_look(group, row))
-        found.setdefault(_name(row) or row.set, []).append(bar)
+        found.setdefault(row.part or row.set, []).append(bar)
     return bars(list(found.items()), unit, reference)
 
 
@@ -220,7 +215,7 @@ def _line(row: Row, names: Iterable[str]) -> str:
     rule = "" if row.method["rule"] == "match" else f", {row.method['rule']}"
     cells = {
         "set": escape(row.set),
-        "part": escape(_name(row)),
+        "part": escape(row.part),
         "sampling": escape(row.sampling),
         "draft": escape(f"{row.method['draft']}{rule}"),
         "tree": escape(str(row.method["budget"])),

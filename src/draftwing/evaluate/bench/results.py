@@ -55,6 +55,12 @@ class Row:
     plain_seconds: float
 
     @property
+    def part(self) -> str:
+        """Category and turn in words; empty for a whole set."""
+        turn = f"turn {self.turn}" if self.turn is not None else ""
+        return ", ".join(each for each in (self.category or "", turn) if each)
+
+    @property
     def keeps_promise(self) -> bool:
         """Whether every text is plain decoding's, where the rule promises it."""
         return self.promise != "text" or self.num_identical == self.num_answers
@@ -94,8 +100,11 @@ class Group:
 
     @property
     def parts(self) -> list[Row]:
-        """Rows of categories and turns."""
-        return [row for row in self.rows if (row.category is None) != (row.turn is None)]
+        """Rows of categories and of turns, those of one part side by side."""
+        found = [row for row in self.rows if (row.category is None) != (row.turn is None)]
+        order = list(dict.fromkeys((row.set, row.turn is None, row.part) for row in found))
+        order.sort(key=lambda each: (list(self.sets).index(each[0]), each[1]))
+        return sorted(found, key=lambda row: order.index((row.set, row.turn is None, row.part)))
 
     @property
     def keeps_promises(self) -> bool:
