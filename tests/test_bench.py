@@ -12,7 +12,7 @@ from conftest import add_tokenizer, refused
 from draftwing.api import LM, load_drafter
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
-from draftwing.evaluate.bench import protocol, settings
+from draftwing.evaluate.bench import protocol, settings, statistics
 from draftwing.evaluate.bench.page import render
 from draftwing.evaluate.bench.records import FILE, Journal, open_journal, read_journal
 from draftwing.evaluate.bench.results import gather, to_dict
@@ -202,7 +202,9 @@ def test_figures_by_hand():
     assert found["speedup"].value == pytest.approx((6 / 4 + 1) / 2)
     assert found["speedup_ratio_of_means"].value == pytest.approx((30 / 4 + 12) / (30 / 6 + 12))
     assert found["speedup_with_prompt"].value == pytest.approx((30 / 6 + 12 / 1.5) / (30 / 8 + 12 / 1.5))
-    assert alpha_of([own for _, own, _ in ANSWERS]) == pytest.approx([12 / 16, 6 / 9, 1.0])
+    alpha, reached = alpha_of([own for _, own, _ in ANSWERS])
+    assert alpha == pytest.approx([12 / 16, 6 / 9, 1.0])
+    assert reached == [16, 9, 5]
 
 
 def test_the_interval_is_the_resampled_figure_by_brute_force():
@@ -234,7 +236,8 @@ def test_the_interval_is_the_resampled_figure_by_brute_force():
     assert other["tau"].to_dict() != found["tau"].to_dict()
 
 
-def test_the_interval_covers_what_it_says():
+def test_the_interval_covers_what_it_says(monkeypatch):
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 500)
     generator, covered = np.random.default_rng(1), 0
     for trial in range(300):
         seconds = np.exp(generator.normal(0, 0.3, 60))  # of a draft; plain decoding takes 2 s for the same
@@ -311,7 +314,7 @@ def test_a_text_that_differs_is_counted_and_shown(plain, questions, tmp_path):
         1.0,
     ]
     page = render([group])
-    assert "Texts that differ from plain decoding&#x27;s (2)" in page.replace("'s (2)", "&#x27;s (2)")
+    assert "Texts that differ from plain decoding's (2)" in page
     assert "&lt;wrong&gt;" in page
     assert "<wrong>" not in page
 
@@ -502,7 +505,7 @@ def test_the_command_from_end_to_end(questions, tmp_path):
     assert row["n_alpha"] == row["alpha"] != []
     assert row["efficiency"] == pytest.approx(row["speedup"]["value"] / row["tau"]["value"])
     assert row["speedup"]["low"] is None  # one question
-    assert [row["n_alpha"] for row in rows if row["draft"] == "lookup"] == [None] * 6
+    assert all(row["n_alpha"] is None for row in rows if row["draft"] == "lookup")
     assert json.loads((out / "results.json").read_text())["groups"] == found["groups"]
     page = (out / "index.html").read_text()
     assert page.count("<svg") >= 5

@@ -9,7 +9,8 @@ from html import escape
 __all__ = ["Bar", "Line", "bars", "lines"]
 
 _ROW, _GAP, _TOP = 17, 12, 22  # pixels
-_LABELS, _PLOT, _VALUES = 230, 440, 130
+_PLOT, _VALUES = 440, 130
+_LETTER = 6.8  # pixels of one, on average
 NUM_COLOURS = 8
 
 
@@ -51,21 +52,22 @@ def bars(groups: Sequence[tuple[str, Sequence[Bar]]], unit: str = "", reference:
     every = [each for _, group in groups for each in group]
     most = max((max(each.value, each.high or 0.0) for each in every), default=1.0)
     step = _step(max(most, reference or 0.0))
+    left = min(max(180.0, 12 + _LETTER * max((len(each.label) for each in every), default=0)), 460.0)
     scale = _PLOT / (step * _whole(max(most, reference or 0.0) / step))
     height = _TOP + sum(_ROW * (len(group) + 1) + _GAP for _, group in groups)
     parts = [_grid(step, scale, height, unit)]
+    if reference is not None:
+        x = reference * scale
+        parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 4}" y2="{height - _GAP}"/>')
     y = float(_TOP)
     for name, group in groups:
-        parts.append(f'<text class="head" x="0" y="{y + 12:.0f}">{escape(name)}</text>')
+        parts.append(f'<text class="head" x="{-left:.0f}" y="{y + 12:.0f}">{escape(name)}</text>')
         y += _ROW
         for each in group:
             parts.append(_bar(each, y, scale, unit))
             y += _ROW
         y += _GAP
-    if reference is not None:
-        x = _LABELS + reference * scale
-        parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 4}" y2="{height - _GAP}"/>')
-    return _svg(_LABELS + _PLOT + _VALUES, height, parts)
+    return _svg(left + _PLOT + _VALUES, height, parts, -left)
 
 
 def _bar(bar: Bar, y: float, scale: float, unit: str) -> str:
@@ -73,22 +75,22 @@ def _bar(bar: Bar, y: float, scale: float, unit: str) -> str:
     if bar.low is not None and bar.high is not None:
         value += f" [{bar.low:.2f}, {bar.high:.2f}]"
     found = (
-        f'<text class="label" x="{_LABELS - 6}" y="{middle + 4:.1f}">{escape(bar.label)}</text>'
-        f'<rect class="c{bar.colour % NUM_COLOURS} s{min(bar.shade, 2)}" x="{_LABELS}" y="{y + 3:.1f}" '
+        f'<text class="label" x="-6" y="{middle + 4:.1f}">{escape(bar.label)}</text>'
+        f'<rect class="c{bar.colour % NUM_COLOURS} s{min(bar.shade, 2)}" x="0" y="{y + 3:.1f}" '
         f'width="{bar.value * scale:.1f}" height="{_ROW - 6}"><title>{escape(f"{bar.label}: {value}")}</title></rect>'
     )
     right = bar.value * scale
     if bar.low is not None and bar.high is not None:
         left, right = bar.low * scale, max(bar.high * scale, right)
-        ends = f'x1="{_LABELS + left:.1f}" x2="{_LABELS + bar.high * scale:.1f}"'
+        ends = f'x1="{left:.1f}" x2="{bar.high * scale:.1f}"'
         found += f'<line class="whisker" {ends} y1="{middle:.1f}" y2="{middle:.1f}"/>'
-    return found + f'<text x="{_LABELS + right + 6:.1f}" y="{middle + 4:.1f}">{escape(value)}</text>'
+    return found + f'<text x="{right + 6:.1f}" y="{middle + 4:.1f}">{escape(value)}</text>'
 
 
 def _grid(step: float, scale: float, height: float, unit: str) -> str:
     found = ""
     for number in range(_whole(_PLOT / scale / step) + 1):
-        x = _LABELS + number * step * scale
+        x = number * step * scale
         found += f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 4}" y2="{height - _GAP}"/>'
         found += f'<text class="tick" x="{x:.1f}" y="{_TOP - 9}">{number * step:g}{escape(unit)}</text>'
     return found
@@ -118,9 +120,9 @@ def lines(title: str, series: Sequence[Line], size: tuple[int, int] = (330, 190)
     return _svg(width, height, parts)
 
 
-def _svg(width: float, height: float, parts: Sequence[str]) -> str:
+def _svg(width: float, height: float, parts: Sequence[str], left: float = 0) -> str:
     return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
+        f'<svg viewBox="{left:.0f} 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )
 

@@ -12,6 +12,7 @@ from draftwing.evaluate.bench.statistics import Estimate
 
 __all__ = ["label_of", "render", "span"]
 
+_OFTEN = 10  # times that a depth was reached, to be in a plot
 # Of blue, orange, green, ...: told apart by colour-blind readers too (after Okabe and Ito), on white and on black.
 _LIGHT = ("#0067a5", "#d55e00", "#00805f", "#a0457e", "#8a6d00", "#3f8fc4", "#555555", "#b00020")
 _DARK = ("#5ab4f0", "#ff9a4d", "#3fd0a3", "#e58cc0", "#e0c04a", "#9cd0f5", "#bbbbbb", "#ff7b88")
@@ -28,10 +29,10 @@ div.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13p
 th, td { text-align: right; padding: 2px 9px; border-bottom: 1px solid var(--faint); white-space: nowrap; }
 th.l, td.l { text-align: left; } td small { color: var(--soft); } td.bad { color: var(--c7); font-weight: 600; }
 tr.mean td { font-weight: 600; } svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--ink); } svg .label { text-anchor: end; fill: var(--soft); }
+svg text { fill: var(--ink); paint-order: stroke; stroke: var(--paper); stroke-width: 3px; } svg .label { text-anchor: end; fill: var(--soft); }
 svg .tick { text-anchor: middle; fill: var(--soft); }
 svg .head { font-weight: 600; } svg .grid { stroke: var(--faint); } svg .whisker { stroke: var(--ink); }
-svg .reference { stroke: var(--ink); stroke-dasharray: 4 3; } svg polyline { fill: none !important; stroke-width: 1.8; }
+svg .reference { stroke: var(--ink); stroke-dasharray: 4 3; } svg polyline { stroke-width: 1.8; }
 svg .s1 { opacity: .6; } svg .s2 { opacity: .35; } svg polyline.s1 { stroke-dasharray: 5 3; opacity: 1; }
 svg polyline.s2 { stroke-dasharray: 1.5 3; opacity: 1; } details { margin: .4em 0; } summary { cursor: pointer; }
 pre { white-space: pre-wrap; background: color-mix(in srgb, var(--faint) 35%, transparent); padding: .6em; }
@@ -61,7 +62,7 @@ def _styles() -> str:
         return " ".join(f"--c{n}: {colour};" for n, colour in enumerate(colours))
 
     kinds = "".join(
-        f"svg .c{n} {{ fill: var(--c{n}); stroke: none; }} svg polyline.c{n} {{ stroke: var(--c{n}); }} "
+        f"svg .c{n} {{ fill: var(--c{n}); stroke: none; }} svg polyline.c{n} {{ fill: none; stroke: var(--c{n}); }} "
         f"span.c{n} {{ background: var(--c{n}); }}\n"
         for n in range(NUM_COLOURS)
     )
@@ -182,10 +183,12 @@ def _kept(group: Group) -> str:
 
 
 def _alphas(group: Group) -> str:
+    """A plot for each set, as deep as drafts came often enough to say anything."""
     found: dict[str, list[Line]] = {}
     for row in group.wholes:
-        if row.alpha:
-            line = Line(f"{label_of(row.method)}, {row.sampling}", row.alpha, *_look(group, row))
+        often = [value for value, times in zip(row.alpha, row.reached, strict=True) if times >= _OFTEN]
+        if often:
+            line = Line(f"{label_of(row.method)}, {row.sampling}", often, *_look(group, row))
             found.setdefault(row.set, []).append(line)
     return "".join(lines(name, series) for name, series in found.items())
 

@@ -29,7 +29,7 @@ class Row:
         num_questions, num_answers: an answer is a turn of a question.
         figures: by the names of ``STATISTICS``.
         tokens_per_s, plain_tokens_per_s: means over questions.
-        alpha: acceptance by depth.
+        alpha, reached: acceptance by depth, and how often a draft came to that depth.
         n_alpha: the same where the n-th drafted token has read n predicted features: of a fixed chain of an EAGLE head.
         num_identical: answers that are plain decoding's to the token.
         promise: what the rule keeps: ``text``, ``law`` or ``nothing`` (``evaluate.compare.MethodResult``).
@@ -47,6 +47,7 @@ class Row:
     tokens_per_s: float
     plain_tokens_per_s: float
     alpha: list[float]
+    reached: list[int]
     n_alpha: list[float] | None
     num_identical: int
     promise: str
@@ -217,7 +218,7 @@ def _parts(found: Sequence[Found]) -> Iterator[tuple[tuple[str | None, int | Non
 
 def _row(method: Mapping[str, Any], of: tuple[str, str | None, int | None, str], found: Sequence[Found]) -> Row:
     sample = Sample.of((record["question"], own, record["plain"]) for record, own in found)
-    alpha = alpha_of([own for _, own in found])
+    alpha, reached = alpha_of([own for _, own in found])
     return Row(
         *of,
         method=method,
@@ -228,6 +229,7 @@ def _row(method: Mapping[str, Any], of: tuple[str, str | None, int | None, str],
         tokens_per_s=float(sample.rate.mean()),
         plain_tokens_per_s=float(sample.plain_rate.mean()),
         alpha=alpha,
+        reached=reached,
         n_alpha=alpha if method["is_feature_chain"] else None,
         num_identical=sum(own["identical"] for _, own in found),
         promise=found[0][1]["promise"],
@@ -252,6 +254,7 @@ def _mean(rows: Sequence[Row]) -> Row:
         tokens_per_s=sum(row.tokens_per_s for row in rows) / len(rows),
         plain_tokens_per_s=sum(row.plain_tokens_per_s for row in rows) / len(rows),
         alpha=[],
+        reached=[],
         n_alpha=None,
         num_identical=sum(row.num_identical for row in rows),
         promise=first.promise,

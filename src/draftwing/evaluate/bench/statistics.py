@@ -122,10 +122,10 @@ class Estimate:
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
-def resamples(size: int, seed: str, count: int = NUM_RESAMPLES) -> NDArray[np.intp]:
+def resamples(size: int, seed: str) -> NDArray[np.intp]:
     """(R, Q) places of questions, drawn with replacement; ``seed`` decides which."""
     generator = np.random.default_rng(zlib.crc32(seed.encode()))
-    return generator.integers(0, size, size=(count, size), dtype=np.intp)
+    return generator.integers(0, size, size=(NUM_RESAMPLES, size), dtype=np.intp)
 
 
 def estimate(sample: Sample, seed: str) -> dict[str, Estimate]:
@@ -147,11 +147,12 @@ def mean_estimate(parts: Sequence[Estimate]) -> Estimate:
     return Estimate.of(value, np.mean(drawn, axis=0))
 
 
-def alpha_of(measured: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Acceptance at each depth given that the depth was reached and drafted for, over all answers."""
+def alpha_of(measured: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
+    """Acceptance at each depth given that the depth was reached and drafted for, over all answers; how often it was."""
     depth = max((len(each["reached"]) for each in measured), default=0)
     reached, taken = np.zeros(depth), np.zeros(depth)
     for each in measured:
         reached[: len(each["reached"])] += each["reached"]
         taken[: len(each["taken"])] += each["taken"]
-    return [float(t / r) if r else 0.0 for t, r in zip(taken, reached, strict=True)]
+    shares = [float(t / r) if r else 0.0 for t, r in zip(taken, reached, strict=True)]
+    return shares, [int(each) for each in reached]
