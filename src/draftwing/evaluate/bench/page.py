@@ -29,7 +29,8 @@ div.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13p
 th, td { text-align: right; padding: 2px 9px; border-bottom: 1px solid var(--faint); white-space: nowrap; }
 th.l, td.l { text-align: left; } td small { color: var(--soft); } td.bad { color: var(--c7); font-weight: 600; }
 tr.mean td { font-weight: 600; } svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--ink); paint-order: stroke; stroke: var(--paper); stroke-width: 3px; } svg .label { text-anchor: end; fill: var(--soft); }
+svg text { fill: var(--ink); paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
+svg .label { text-anchor: end; fill: var(--soft); }
 svg .tick { text-anchor: middle; fill: var(--soft); }
 svg .head { font-weight: 600; } svg .grid { stroke: var(--faint); } svg .whisker { stroke: var(--ink); }
 svg .reference { stroke: var(--ink); stroke-dasharray: 4 3; } svg polyline { stroke-width: 1.8; }
