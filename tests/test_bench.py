@@ -369,6 +369,9 @@ def test_a_prompt_without_room_is_skipped_by_name(plain, tmp_path):
     before = records(tmp_path / "out")
     measure(tmp_path / "out", plan(plain, file))
     assert records(tmp_path / "out") == before
+    journal = measure(tmp_path / "whole", plan(plain, file, tokens=250))  # room for the prompt alone
+    assert [each["id"] for each in journal.skipped.values()] == ["8", "long", "long"]
+    assert not journal.answers
 
 
 def test_settings_are_never_mixed(plain, questions, tmp_path):

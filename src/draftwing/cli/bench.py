@@ -117,7 +117,7 @@ class Sampled:
             "-T",
         ),
     ] = None
-    tokens: Annotated[int, sampling_option("Of each answer at most.", "--tokens", "-n")] = 128
+    tokens: Annotated[int, sampling_option("Of each answer at most.", "--tokens", "--max-tokens", "-n")] = 128
     seed: Annotated[int, sampling_option("Each question gets one of its own made of it.", "--seed")] = 0
 
     def to_samplings(self, folder: Path) -> list[Sampling]:
@@ -137,7 +137,7 @@ def bench(
     sampled: Sampled,
     more: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE]...", help="More files for --set, or folders for --report, as from a wildcard."),
+        typer.Argument(metavar="FILE", help="More files for --set, or folders for --report, as from a wildcard."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for records, results.json and index.html.")

@@ -139,6 +139,8 @@ def _first_difference(held: Mapping[str, Any], asked: Mapping[str, Any], of: str
         one, other = held.get(name), asked.get(name)
         if one == other or (name == "target" and not of):
             continue
+        if name == "target_identity" and held.get("target") != asked.get("target"):
+            return "target", held.get("target"), asked.get("target")
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             return _first_difference(one, other, f"{name} ")
         return f"{of}{name}".replace("_", " "), one, other
