@@ -38,6 +38,7 @@ __all__ = [
     "Prompts",
     "SamplingOptions",
     "Target",
+    "drafts_at_hand",
     "or_of",
     "sampling_option",
     "taps_of",
@@ -55,6 +56,11 @@ def _shipped(target: str | None) -> list[str]:
     """The kinds of the drafts that come with Draftwing for a target."""
     entry = entry_of(target)
     return [name for name in KINDS if entry is not None and name in entry.heads]
+
+
+def drafts_at_hand(target: str | None) -> list[str]:
+    """The drafts that need no path: those of Draftwing, and those that come with it for a target."""
+    return [*_NAMED, *_shipped(target)]
 
 
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
@@ -122,7 +128,7 @@ class Model:
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
-        wanted = list(drafts or [*_NAMED, *_shipped(self.target)])
+        wanted = list(drafts or drafts_at_hand(self.target))
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again

@@ -36,6 +36,7 @@ __all__ = [
     "put_line",
     "quiet",
     "silence",
+    "to_json",
 ]
 
 # By how many drafted tokens a step kept; the last is for that many and more.
@@ -109,7 +110,12 @@ def silence() -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Strict JSON on stdout; infinities and NaN, which JSON has not, become null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False, default=str), flush=True)
+    print(to_json(value), flush=True)
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """The same as text."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False, default=str)
 
 
 def _finite(value: Any) -> Any:

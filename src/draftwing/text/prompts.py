@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ __all__ = [
     "as_put",
     "check_prompt",
     "check_text",
+    "read_entries",
     "read_prompts",
     "shipped_prompts",
     "shipped_questions",
@@ -151,16 +152,40 @@ def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
         PromptError: a line is no such object (named by number), or there is no prompt at all.
     """
     text = _read_text(source)
+    if not _is_listed(text, source):
+        return [check_text(text)]
+    return [_prompt_of(entry, where) for where, entry in _entries(text, source, limit)]
+
+
+def read_entries(source: Path | str) -> list[tuple[str, Any]]:
+    """What a ``.jsonl`` or ``.json`` file lists: where each entry stands, for messages, and its JSON value.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+        PromptError: it is no list of JSON objects, or empty.
+    """
+    text = _read_text(source)
+    if not _is_listed(text, source):
+        raise PromptError(f"{source}: expected one JSON object a line, found plain text: give a .jsonl file")
+    return list(_entries(text, source, None))
+
+
+def _is_listed(text: str, source: Path | str) -> bool:
+    """Whether a file lists prompts; else it is one prompt as it stands."""
     if not text.strip():
         raise PromptError(f"{source}: there is no prompt in it")
-    if str(source).endswith(".json"):
-        return [_prompt_of(each, f"{source}, entry {n}") for n, each in enumerate(_listed(text, source)[:limit], 1)]
     first = text.lstrip().split("\n", 1)[0]
-    if not (str(source).endswith(".jsonl") or (first.startswith("{") and first.rstrip().endswith("}"))):
-        return [check_text(text)]
+    return str(source).endswith((".json", ".jsonl")) or (first.startswith("{") and first.rstrip().endswith("}"))
+
+
+def _entries(text: str, source: Path | str, limit: int | None) -> Iterator[tuple[str, Any]]:
+    if str(source).endswith(".json"):
+        yield from ((f"{source}, entry {n}", each) for n, each in enumerate(_listed(text, source)[:limit], 1))
+        return
     # "\n" alone ends a line: str.splitlines would cut JSON at U+2028 and others, which are legal inside a string.
     numbered = [(f"{source}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    return [_prompt_of(_parsed(line, where), where) for where, line in numbered[:limit]]
+    for where, line in numbered[:limit]:
+        yield where, _parsed(line, where)
 
 
 def _read_text(source: Path | str) -> str:

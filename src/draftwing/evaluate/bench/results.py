@@ -1,0 +1,301 @@
+"""From records to tables: groups of equal settings, and in each a row for every set, part, sampling and method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from draftwing.errors import CheckpointError
+from draftwing.evaluate.bench.records import Journal, Unit
+from draftwing.evaluate.bench.settings import settings_key
+from draftwing.evaluate.bench.statistics import STATISTICS, Estimate, Sample, alpha_of, estimate, mean_estimate
+
+__all__ = ["MEAN", "Group", "Row", "gather", "to_dict", "write_whole"]
+
+MEAN = "mean of sets"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        set, category, turn, sampling: what was answered; no category or turn: all of them.
+        method: what it was answered with, as recorded.
+        num_questions, num_answers: an answer is a turn of a question.
+        figures: by the names of ``STATISTICS``.
+        tokens_per_s, plain_tokens_per_s: means over questions.
+        alpha, reached: acceptance by depth, and how often a draft came to that depth.
+        n_alpha: the same where the n-th drafted token has read n predicted features: of a fixed chain of an EAGLE head.
+        num_identical: answers that are plain decoding's to the token.
+        promise: what the rule keeps: ``text``, ``law`` or ``nothing`` (``evaluate.compare.MethodResult``).
+        seconds, plain_seconds: of all answers.
+    """
+
+    set: str
+    category: str | None
+    turn: int | None
+    sampling: str
+    method: Mapping[str, Any]
+    num_questions: int
+    num_answers: int
+    figures: Mapping[str, Estimate]
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    alpha: list[float]
+    reached: list[int]
+    n_alpha: list[float] | None
+    num_identical: int
+    promise: str
+    lossless: bool
+    seconds: float
+    plain_seconds: float
+
+    @property
+    def part(self) -> str:
+        """Category and turn in words; empty for a whole set."""
+        turn = f"turn {self.turn}" if self.turn is not None else ""
+        return ", ".join(each for each in (self.category or "", turn) if each)
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Whether every text is plain decoding's, where the rule promises it."""
+        return self.promise != "text" or self.num_identical == self.num_answers
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        figures = {name: each.to_dict() for name, each in self.figures.items()}
+        plain = {name: value for name, value in vars(self).items() if name not in ("figures", "method")}
+        method = {name: self.method[name] for name in ("draft", "budget", "rule", "key")}
+        efficiency = self.figures["speedup"].value / self.figures["tau"].value
+        share = self.num_identical / self.num_answers
+        return {**plain, **method, **figures, "efficiency": efficiency, "identical": share}
+
+
+@dataclass
+class Group:
+    """Results of equal settings, from one folder or several.
+
+    Attributes:
+        rows: whole sets first in each set, then its turns and categories.
+        skipped: turns that had no room.
+        differences: answers that are not plain decoding's, both texts with them.
+    """
+
+    settings: dict[str, Any]
+    sets: dict[str, dict[str, Any]]
+    methods: dict[str, dict[str, Any]]
+    folders: list[str]
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def wholes(self) -> list[Row]:
+        """Rows of whole sets, and their mean."""
+        return [row for row in self.rows if row.category is None and row.turn is None]
+
+    @property
+    def parts(self) -> list[Row]:
+        """Rows of categories and of turns, those of one part side by side."""
+        found = [row for row in self.rows if (row.category is None) != (row.turn is None)]
+        order = list(dict.fromkeys((row.set, row.turn is None, row.part) for row in found))
+        order.sort(key=lambda each: (list(self.sets).index(each[0]), each[1]))
+        return sorted(found, key=lambda row: order.index((row.set, row.turn is None, row.part)))
+
+    @property
+    def keeps_promises(self) -> bool:
+        """Whether every text that a rule promises to be plain decoding's is."""
+        return all(row.keeps_promise for row in self.wholes)
+
+
+def gather(journals: Sequence[Journal]) -> list[Group]:
+    """Tables of one or several folders. Only what has the same settings and questions comes into one."""
+    together: list[list[Journal]] = []
+    for journal in journals:
+        for held in together:
+            if all(_fits(journal, other) for other in held):
+                held.append(journal)
+                break
+        else:
+            together.append([journal])
+    return [_group(each) for each in together]
+
+
+def _fits(one: Journal, other: Journal) -> bool:
+    if settings_key(one.settings) != settings_key(other.settings):
+        return False
+    shared = one.sets.keys() & other.sets.keys()
+    return all(one.sets[name]["identity"] == other.sets[name]["identity"] for name in shared)
+
+
+def _group(journals: Sequence[Journal]) -> Group:
+    first = journals[0]
+    group = Group(first.settings, {}, {}, [str(each.folder) for each in journals])
+    answers: dict[
+        tuple[str, Unit], tuple[dict[str, Any], dict[str, Any]]
+    ] = {}  # by method and unit: the first measured
+    skipped: dict[Unit, dict[str, Any]] = {}
+    for journal in journals:
+        group.sets |= journal.sets
+        group.methods |= journal.methods
+        skipped |= journal.skipped
+        for unit, records in journal.answers.items():
+            for record in records:
+                for key in record["methods"]:
+                    answers.setdefault((key, unit), (record, record["methods"][key]))
+    group.methods = _named_apart(group.methods)
+    group.skipped = list(skipped.values())
+    group.differences = [_difference(group.methods[key], *found) for (key, _), found in answers.items()]
+    group.differences = [each for each in group.differences if each]
+    group.rows = list(_rows(group, answers))
+    return group
+
+
+def _named_apart(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Two heads of one name get the beginning of what tells them apart."""
+    found = {}
+    for key, method in methods.items():
+        same = {other["identity"] for other in methods.values() if other["draft"] == method["draft"]}
+        name = f"{method['draft']} ({method['identity'][:6]})" if len(same) > 1 else method["draft"]
+        found[key] = {**method, "draft": name}
+    return found
+
+
+def _difference(method: Mapping[str, Any], record: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    if own["identical"]:
+        return {}
+    where = {name: record[name] for name in ("set", "question", "id", "turn", "sampling")}
+    what = {name: method[name] for name in ("draft", "budget", "rule")}
+    texts = {"plain_text": record["plain"]["text"], "text": own["text"]}
+    return {**where, **what, "promise": own["promise"], "differs_at": own["differs_at"], **texts}
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+Found = tuple[dict[str, Any], dict[str, Any]]  # an answer's record, and a method's part of it
+
+
+def _rows(group: Group, answers: Mapping[tuple[str, Unit], Found]) -> Iterator[Row]:
+    by_table: dict[tuple[str, str, str], list[Found]] = {}
+    for (key, unit), found in answers.items():
+        by_table.setdefault((unit[0], unit[3], key), []).append(found)
+    samplings = list(dict.fromkeys(sampling for _, sampling, _ in by_table))
+    order = [(s, t, key) for s in group.sets for t in samplings for key in group.methods if (s, t, key) in by_table]
+    wholes: list[Row] = []
+    for name, sampling, key in order:
+        rows = [
+            _row(group.methods[key], (name, *part, sampling), found)
+            for part, found in _parts(by_table[name, sampling, key])
+        ]
+        wholes.append(rows[0])
+        yield from rows
+    for sampling in samplings:
+        for key in group.methods:
+            own = [row for row in wholes if row.sampling == sampling and row.method["key"] == key]
+            if len(own) > 1 and len(own) == len(group.sets):
+                yield _mean(own)
+
+
+def _parts(found: Sequence[Found]) -> Iterator[tuple[tuple[str | None, int | None], list[Found]]]:
+    """All answers, then those of each turn, of each category, and of each turn of each category."""
+    categories = list(dict.fromkeys(name for record, _ in found for name in record["categories"]))
+    turns = sorted({record["turn"] for record, _ in found})
+    for category in [None, *(categories if len(categories) > 1 else ())]:
+        for turn in [None, *(turns if len(turns) > 1 else ())]:
+            part = [
+                each
+                for each in found
+                if (category is None or category in each[0]["categories"]) and (turn is None or turn == each[0]["turn"])
+            ]
+            if part:
+                yield (category, turn), part
+
+
+def _row(method: Mapping[str, Any], of: tuple[str, str | None, int | None, str], found: Sequence[Found]) -> Row:
+    sample = Sample.of((record["question"], own, record["plain"]) for record, own in found)
+    alpha, reached = alpha_of([own for _, own in found])
+    return Row(
+        *of,
+        method=method,
+        num_questions=sample.size,
+        num_answers=len(found),
+        # The same questions are drawn for every method: what is compared is resampled alike.
+        figures=estimate(sample, f"{of[0]} {of[1]} {of[2]}"),
+        tokens_per_s=float(sample.rate.mean()),
+        plain_tokens_per_s=float(sample.plain_rate.mean()),
+        alpha=alpha,
+        reached=reached,
+        n_alpha=alpha if method["is_feature_chain"] else None,
+        num_identical=sum(own["identical"] for _, own in found),
+        promise=found[0][1]["promise"],
+        lossless=all(own["lossless"] for _, own in found),
+        seconds=float(sample.seconds.sum()),
+        plain_seconds=float(sample.plain_seconds.sum()),
+    )
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    """As the papers' last column: each set counts alike."""
+    first = rows[0]
+    return Row(
+        set=MEAN,
+        category=None,
+        turn=None,
+        sampling=first.sampling,
+        method=first.method,
+        num_questions=sum(row.num_questions for row in rows),
+        num_answers=sum(row.num_answers for row in rows),
+        figures={name: mean_estimate([row.figures[name] for row in rows]) for name in STATISTICS},
+        tokens_per_s=sum(row.tokens_per_s for row in rows) / len(rows),
+        plain_tokens_per_s=sum(row.plain_tokens_per_s for row in rows) / len(rows),
+        alpha=[],
+        reached=[],
+        n_alpha=None,
+        num_identical=sum(row.num_identical for row in rows),
+        promise=first.promise,
+        lossless=all(row.lossless for row in rows),
+        seconds=sum(row.seconds for row in rows),
+        plain_seconds=sum(row.plain_seconds for row in rows),
+    )
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
+    """As plain JSON values."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "groups": [
+            {
+                "settings": group.settings,
+                "folders": group.folders,
+                "sets": list(group.sets.values()),
+                "methods": list(group.methods.values()),
+                "all_identical": group.keeps_promises,
+                "rows": [row.to_dict() for row in group.rows],
+                "skipped": group.skipped,
+                "differences": group.differences,
+            }
+            for group in groups
+        ],
+    }
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Put a text into a file, whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    fresh = file.with_name(f"{file.name}.partial")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, file)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be written ({error}): check the disk and the folder's owner") from error
