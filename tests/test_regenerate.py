@@ -11,8 +11,10 @@ import draftwing as dw
 from conftest import TEXTS, add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.answers.regenerate import Dialogue, LMAnswerer, read_tasks, regenerate, seed_of
+from draftwing.train.answers.local import LMAnswerer
+from draftwing.train.answers.regenerate import regenerate
 from draftwing.train.answers.server import ServerAnswerer
+from draftwing.train.answers.tasks import Dialogue, read_tasks, seed_of
 from draftwing.train.data.files import read_examples
 
 TEMPLATE = (
