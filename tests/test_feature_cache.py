@@ -317,7 +317,7 @@ def test_another_cache_is_not_written_over(target, corpus, exact, copy):
         ({"batches": batches_of(corpus, seed=6)}, "belongs to another cache (seed 5 and 6)"),
         (
             {"batches": batches_of(corpus, tokens=999)},
-            "belongs to another cache (its rows are batched otherwise, or of other data)",
+            "belongs to another cache (its rows are batched otherwise",
         ),
     ]
     for change, part in cases:
@@ -344,7 +344,7 @@ def test_folders_that_are_no_cache(target, corpus, exact, copy, tmp_path):
         (text.replace('"dtype": "float32"', '"dtype": "int3"'), ["expected the description of a cache"]),
         (
             text.replace("features-00001", "../features-00001"),
-            ["expected the description of a cache", "../features-0000"],
+            ["the description of a cache", "../features-0000"],
         ),
         (text.replace('"num_rows": ', '"num_rows": 1'), ["rows, each once, found"]),
         (text.replace('"seed": 5', '"seed": 6'), ["belongs to another cache than index.json", "seed 5 and 6"]),
