@@ -92,6 +92,10 @@ def lines_of(file):
     return {entry["id"]: entry for entry in map(json.loads, file.read_text().splitlines())}
 
 
+def words_of(file):
+    return {key: entry["messages"] for key, entry in lines_of(file).items()}
+
+
 def rows_of(folder):
     cache = FeatureCache(folder)
     rows = [cache.row(number) for number in range(len(cache.lengths))]
@@ -135,9 +139,7 @@ def test_states_are_those_of_the_whole_text(draft, lm, target, tasks, whole, tmp
     assert (done.num_written, len(list(folder.glob("*.safetensors")))) == (len(tasks), 1)
     cache, rows = FeatureCache(folder), rows_of(folder)
     assert (cache.info.states, cache.info.quantize, cache.info.max_length) == ((*TAPS, 3), None, None)
-    assert lines_of(out) == lines_of(whole / "out.jsonl") | {
-        key: entry | {"source": lines_of(out)[key]["source"]} for key, entry in lines_of(whole / "out.jsonl").items()
-    }
+    assert words_of(out) == words_of(whole / "out.jsonl")
     tokenizer = lm().tokenizer
     for task in tasks:
         messages, answers = [], []
@@ -152,10 +154,9 @@ def test_states_are_those_of_the_whole_text(draft, lm, target, tasks, whole, tmp
         check_states(target, ids, states)
         start = len(own.prompt_ids)
         assert mask[start:].all()
-        assert mask[:start].sum() <= sum(len(each.token_ids) + 1 for each in answers[:-1])
         said = tokenizer.decode(ids[:start][mask[:start]].tolist())
-        for earlier in answers[:-1]:
-            assert earlier.text.strip() in said
+        # Spaces at an answer's ends may share a token with the template's.
+        assert "".join(said.split()) == "".join("".join(each.text for each in answers[:-1]).split())
     assert not rows
     # Whatever drafts, and however many there are at once.
     assert same(rows_of(folder), rows_of(whole / "features"))
@@ -202,9 +203,7 @@ def test_ctrl_c_keeps_what_was_finished(lm, target, tasks, whole, tmp_path):
     done = answer(tasks, lm(), out, cache_of(folder, target, shard_bytes=10**9), max_batch=1)
     assert (done.num_kept, done.num_written) == (2, len(tasks) - 2)
     assert same(rows_of(folder), rows_of(whole / "features"))
-    assert {key: entry["messages"] for key, entry in lines_of(out).items()} == {
-        key: entry["messages"] for key, entry in lines_of(whole / "out.jsonl").items()
-    }
+    assert words_of(out) == words_of(whole / "out.jsonl")
     done = answer(tasks, lm(), out, cache_of(folder, target))
     assert (done.num_kept, done.num_written, done.num_tokens) == (len(tasks), 0, 0)
 
