@@ -175,7 +175,7 @@ def regenerate(
     tasks = asked.read(data, out, tokenizer)
     if cache is not None:
         _tell_size(cache, tasks, answers.max_tokens)
-    with progress("answering", token_rate(lambda: answerer.num_tokens)) as on_progress:
+    with progress("answering", token_rate(lambda: answerer.num_tokens), resumes=True) as on_progress:
         done = run(tasks, answerer, out, cache=cache, on_progress=on_progress)
     if as_json:
         kept_states = None if cache is None else {"rows": cache.num_rows, **dataclasses.asdict(cache.size)}

@@ -32,15 +32,18 @@ EVERY = 30.0
 
 
 @contextmanager
-def progress(title: str, detail: Callable[[], str] | None = None) -> Iterator[Callable[[int, int], None]]:
+def progress(
+    title: str, detail: Callable[[], str] | None = None, *, resumes: bool = False
+) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, or a line every half minute; yields what to call with (done, total).
 
     Args:
         detail: what else there is to say at the moment.
+        resumes: the first call tells what was done before this run: the time left is reckoned without it.
     """
     console = new_console(stderr=True)
     if not console.is_terminal:
-        counted = _Counted(title, detail)
+        counted = _Counted(title, detail, resumes=resumes)
         with _telling(counted.text):
             yield counted
         return
@@ -111,9 +114,9 @@ def _telling(text: Callable[[], str]) -> Iterator[None]:
 class _Counted:
     """Called with what is done and the total; tells it in words."""
 
-    def __init__(self, title: str, detail: Callable[[], str] | None = None) -> None:
+    def __init__(self, title: str, detail: Callable[[], str] | None = None, *, resumes: bool = False) -> None:
         self._title, self._detail, self._done, self._total = title, detail, 0, 0
-        self._kept: int | None = None  # done before this run
+        self._kept = None if resumes else 0  # done before this run; None: the first call tells
         self._began = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
