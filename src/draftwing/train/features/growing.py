@@ -87,15 +87,15 @@ class GrowingCache:
         path = self._folder.path
         with writing_cache(path):
             path.mkdir(parents=True, exist_ok=True)
-            with locked(path, DataError):
-                shards = self._folder.shards()
-                if shards:  # one is enough: other weights are others everywhere
-                    next(iter(shards.values())).check_weights(self._target)
-                for number, shard in shards.items():
-                    self._sizes[number] = len(shard.rows), len(shard.ids)
-                    self._places |= {key: (shard, place) for place, key in enumerate(shard.rows.tolist())}
-                self.check_room()
-                yield
+        with locked(path, DataError):
+            shards = self._folder.shards()
+            if shards:  # one is enough: other weights are others everywhere
+                next(iter(shards.values())).check_weights(self._target)
+            for number, shard in shards.items():
+                self._sizes[number] = len(shard.rows), len(shard.ids)
+                self._places |= {key: (shard, place) for place, key in enumerate(shard.rows.tolist())}
+            self.check_room()
+            yield
 
     def has(self, key: int) -> bool:
         """Whether the row was there before this run."""
