@@ -572,6 +572,21 @@ def test_a_long_run_in_a_pipe_tells_how_far_it_is(monkeypatch, capsys):
     assert capsys.readouterr().err == ""  # and no more once it has ended
 
 
+def test_a_resumed_run_tells_its_own_speed(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    now = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+    rate = progress.token_rate(lambda: 1200)
+    assert rate() == "1,200 tokens, 120 tokens/s"
+    with progress.progress("answering", lambda: "1,200 tokens", resumes=True) as on_progress:
+        on_progress(3000, 4000)
+        on_progress(3010, 4000)
+        time.sleep(0.1)
+    line = capsys.readouterr().err.splitlines()[0]
+    found = re.fullmatch(r"answering: 3,010 of 4,000, 1,200 tokens, 0:10 so far, about (.*) left", line)
+    assert found[1] == "16:30"  # ten took ten seconds, and 990 are left
+
+
 def test_training_in_a_pipe_tells_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(progress, "EVERY", 0.05)
     with progress.training() as show:

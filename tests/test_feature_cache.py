@@ -19,7 +19,7 @@ from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.eagle_initial import initialise
 from draftwing.train.data.batches import Batches
 from draftwing.train.data.corpus import Corpus, Example
-from draftwing.train.features import cache_writer
+from draftwing.train.features import store
 from draftwing.train.features.cache import CachedFeatures, FeatureCache
 from draftwing.train.features.cache_writer import CacheForm, estimate, write_cache
 from draftwing.train.features.source import OnlineFeatures
@@ -262,7 +262,7 @@ def test_what_is_missing_is_made_again(target, corpus, exact, copy):
 
 def test_no_room_is_known_before_anything_is_written(target, corpus, exact, copy, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: usage)
     size = estimate(target, batches_of(corpus), TAPS, torch.float32)
     with refused(DataError, f"needs {size.num_bytes:,} bytes", "has 1,000 bytes (1.0 kB) free: make room"):
         write(tmp_path / "new", target, corpus)
@@ -271,14 +271,14 @@ def test_no_room_is_known_before_anything_is_written(target, corpus, exact, copy
 
 
 def test_a_full_disk_loses_nothing_that_is_whole(target, corpus, exact, tmp_path, monkeypatch):
-    save = cache_writer.save_file
+    save = store.save_file
 
     def full(tensors, path, metadata):
         save(tensors, path, metadata)
         if "00003" in path.name:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache_writer, "save_file", full)
+    monkeypatch.setattr(store, "save_file", full)
     with refused(DataError, str(tmp_path), "No space left", "the disk is full: make room", "goes on from there"):
         write(tmp_path, target, corpus)
     assert sorted(contents(tmp_path)) == sorted(contents(exact))[:2]
@@ -315,7 +315,10 @@ def test_another_cache_is_not_written_over(target, corpus, exact, copy):
         ({"validation_share": 0.1}, "belongs to another cache (validation_share 0.0 and 0.1)"),
         ({"corpus": other}, "belongs to another cache"),
         ({"batches": batches_of(corpus, seed=6)}, "belongs to another cache (seed 5 and 6)"),
-        ({"batches": batches_of(corpus, tokens=999)}, "belongs to another cache (num_shards "),
+        (
+            {"batches": batches_of(corpus, tokens=999)},
+            "belongs to another cache (its rows are batched otherwise",
+        ),
     ]
     for change, part in cases:
         with refused(DataError, str(copy), part, "choose another folder"):
@@ -337,8 +340,13 @@ def test_folders_that_are_no_cache(target, corpus, exact, copy, tmp_path):
     for content, parts in [
         ("{", ["not readable as JSON"]),
         ("[1]", ["expected the description of a cache"]),
-        (text.replace('"version": 1', '"version": 7'), ["version 7, expected 1", "make it again"]),
+        (text.replace('"version": 2', '"version": 1'), ["version 1, expected 2", "make it again"]),
         (text.replace('"dtype": "float32"', '"dtype": "int3"'), ["expected the description of a cache"]),
+        (
+            text.replace("features-00001", "../features-00001"),
+            ["the description of a cache", "../features-0000"],
+        ),
+        (text.replace('"num_rows": ', '"num_rows": 1'), ["rows, each once, found"]),
         (text.replace('"seed": 5', '"seed": 6'), ["belongs to another cache than index.json", "seed 5 and 6"]),
     ]:
         index.write_text(content)
@@ -423,10 +431,12 @@ def test_cache_and_train(method, folder, tmp_path):
     for change, parts in [
         ({"max_length": 16}, ["max_length 24, and this run has 16", "--max-length 24"]),
         ({"validation_share": 0.1}, ["validation_share 0.2, and this run has 0.1", "--validation-share 0.2"]),
-        ({"data_share": 0.5}, ["read whole", "data_share 0.5"]),
     ]:
         with refused(ConfigError, str(tmp_path / "cache"), *parts):
             prepare(cached, dataclasses.replace(options, **change), tmp_path / "no", **settings)
+    half = prepare(cached, dataclasses.replace(options, data_share=0.5), tmp_path / "half", **settings)
+    assert 0.2 < half.training.num_tokens / session.training.num_tokens < 0.8
+    assert np.array_equal(half.validation.stream, online.validation.stream)
 
 
 def test_the_command_refuses(folder, tmp_path):

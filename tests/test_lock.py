@@ -11,7 +11,8 @@ import pytest
 
 from conftest import refused
 from draftwing.errors import CheckpointError, DataError
-from draftwing.train.answers.regenerate import Answer, Task, regenerate
+from draftwing.train.answers.regenerate import regenerate
+from draftwing.train.answers.tasks import Answer, Task
 from draftwing.train.lock import locked
 
 HOLD = """

@@ -11,8 +11,10 @@ import draftwing as dw
 from conftest import TEXTS, add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.answers.regenerate import Dialogue, LMAnswerer, read_tasks, regenerate, seed_of
+from draftwing.train.answers.local import LMAnswerer
+from draftwing.train.answers.regenerate import regenerate
 from draftwing.train.answers.server import ServerAnswerer
+from draftwing.train.answers.tasks import Dialogue, read_tasks, sampling_of, seed_of
 from draftwing.train.data.files import read_examples
 
 TEMPLATE = (
@@ -168,6 +170,8 @@ def test_every_user_turn_is_answered_in_the_models_own_words(kind, sampling, dia
                 "source": task.where,
                 "messages": messages,
                 "finish_reason": own[-1].finish_reason,
+                "num_tokens": sum(len(answer.token_ids) for answer in own),
+                "temperature": 0.9,
             }
         num_tokens += sum(len(answer.token_ids) for answer in own)
         finishes |= {answer.finish_reason for answer in own}
@@ -198,6 +202,26 @@ def test_no_more_than_max_batch_at_once_and_no_fewer(lm, documents, tmp_path, mo
     tasks = read_tasks([documents], tokenizer=lm.tokenizer)
     regenerate(tasks, LMAnswerer(lm, SAMPLED, max_batch=2), tmp_path / "out.jsonl")
     assert max(running) == running[0] == 2
+
+
+def test_each_task_has_one_of_several_temperatures_whatever_comes_before_it(lm, documents, tmp_path):
+    tasks = read_tasks([documents], prompt_tokens=8, per_document=2, tokenizer=lm.tokenizer)
+    mixed = [Sampling(temperature=each, max_tokens=6, seed=2) for each in (0.0, 1.0)]
+    regenerate(tasks, LMAnswerer(lm, mixed, max_batch=3), tmp_path / "whole.jsonl")
+    out = tmp_path / "resumed.jsonl"
+    regenerate(tasks[2:3], LMAnswerer(lm, mixed), out)
+    regenerate(tasks[::-1], LMAnswerer(lm, mixed, max_batch=2), out)
+    whole, resumed = ({entry["id"]: entry for entry in lines_of(tmp_path / name)} for name in ("whole.jsonl", out.name))
+    assert whole == resumed
+    assert {entry["temperature"] for entry in whole.values()} == {0.0, 1.0}
+    for task in tasks:
+        (alone,) = lm.generate([task.text], sampling_of(mixed, task.id))
+        assert whole[task.id]["text"] == task.text + alone.text
+    chosen = [[sampling_of(mixed, str(i)).temperature for i in range(400)] for _ in range(2)]
+    assert chosen[0] == chosen[1]
+    assert 150 < sum(chosen[0]) < 250
+    other = [Sampling(temperature=each, seed=3) for each in (0.0, 1.0)]
+    assert [sampling_of(other, str(i)).temperature for i in range(400)] != chosen[0]
 
 
 def test_seeds_differ_by_task_and_by_run():
@@ -365,6 +389,7 @@ def test_dialogues_of_a_server(server, dialogues, tmp_path):
     tasks = read_tasks([dialogues])
     done = regenerate(tasks, answerer(server, api_key="secret", num_parallel=1), tmp_path / "out.jsonl")
     assert done == type(done)(3, 0, 12, ())
+    assert done.tokens_per_s == 12 / done.seconds > 0
     first = lines_of(tmp_path / "out.jsonl")[0]
     assert [message["content"] for message in first["messages"]] == [
         "Be brief.",

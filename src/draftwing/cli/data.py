@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,18 +11,42 @@ import typer
 
 from draftwing.cli import screen
 from draftwing.cli.options import Data, Json, Model, Target, or_of, sampling_option, taps_of, with_options
-from draftwing.cli.progress import progress
+from draftwing.cli.progress import progress, token_rate
 from draftwing.drafters.kinds import method_named, methods
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, shown
 
 if TYPE_CHECKING:
+    from draftwing.api import LM
     from draftwing.sampling import Sampling
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.answers.regenerate import Answerer, Task
+    from draftwing.train.answers.server import ServerAnswerer
+    from draftwing.train.answers.tasks import Task
+    from draftwing.train.features.growing import GrowingCache
 
 __all__ = ["register"]
 
 _app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`.")
+
+
+Method = Annotated[
+    str,
+    typer.Option(
+        "--method", help=f"Keep what it reads: {or_of(methods())}; eagle3's hidden states serve eagle1 and hass too."
+    ),
+]
+Taps = Annotated[str | None, typer.Option("--taps", help="Other hidden states than the method's, such as 2,16,29.")]
+
+
+def tap_chooser(method: str, taps: str | None) -> Callable[[int], tuple[int, ...]]:
+    """What says which hidden states to keep of a target of so many layers, beside its last, which always is.
+
+    Raises:
+        ConfigError: at once, where ``method`` or ``taps`` cannot be meant.
+    """
+    if method not in methods():
+        raise ConfigError(f"--method must be one of {', '.join(methods())}, found {method!r}")
+    kind, own = method_named(method)[0], taps_of(taps)
+    return lambda num_layers: own or tuple(tap for tap in kind.taps(num_layers) if tap != num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +68,29 @@ class Answers:
     draft: Annotated[str | None, typer.Option("--draft", "-d", help="As in generate; it only saves time.")] = None
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Prompts decoded at once here.")] = 16
     max_tokens: Annotated[int, sampling_option("Of each answer.", "--max-tokens", "-n")] = 512
-    temperature: Annotated[float, sampling_option("0 is greedy.", "--temperature", "-T")] = 0.0
+    temperature: Annotated[
+        str,
+        sampling_option(
+            "0 is greedy. Several, such as 0,1: each prompt gets one of them, by a hash of it.", "--temperature", "-T"
+        ),
+    ] = "0"
     top_p: Annotated[float, sampling_option("Draw from the fewest tokens of this probability.", "--top-p")] = 1.0
     seed: Annotated[int, sampling_option("Each prompt gets one of its own made of it.", "--seed")] = 0
 
-    def to_sampling(self) -> Sampling:
-        """The checked parameters."""
+    def to_sampling(self) -> list[Sampling]:
+        """The checked parameters, for each temperature."""
         from draftwing.sampling import Sampling
 
-        return Sampling(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, seed=self.seed)
+        try:
+            temperatures = sorted(map(float, self.temperature.split(",")))
+        except ValueError:
+            raise ConfigError(
+                f"--temperature must be a number, or several such as 0,0.7,1, found {shown(self.temperature)}"
+            ) from None
+        return [
+            Sampling(temperature=each, top_p=self.top_p, max_tokens=self.max_tokens, seed=self.seed)
+            for each in temperatures
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +103,38 @@ class Asked:
 
     def read(self, data: Data, out: Path, tokenizer: Tokenizer | None) -> list[Task]:
         """The data's prompts."""
-        from draftwing.train.answers.regenerate import read_tasks
+        from draftwing.train.answers.tasks import read_tasks
 
-        return read_tasks(data.data, **vars(self), tokenizer=tokenizer, exclude=data.exclude, output=out)
+        return read_tasks(data.sources, **vars(self), tokenizer=tokenizer, exclude=data.exclude, output=out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What is kept beside the answers."""
+
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            "--features",
+            help="Folder for the hidden states that the target has on the way: `train --cache` reads them, and needs "
+            "no pass of the target.",
+        ),
+    ] = None
+    method: Method = "eagle3"
+    taps: Taps = None
+
+    def load(self, model: Model, draft: str | None) -> tuple[LM, GrowingCache | None]:
+        """The model, and the cache of its states where one is wanted."""
+        from draftwing.api import load
+        from draftwing.heads.identity import target_id
+        from draftwing.train.features.growing import GrowingCache
+
+        taps = tap_chooser(self.method, self.taps)
+        lm = load(**vars(model), draft=draft)
+        if self.features is None:
+            return lm, None
+        identity = target_id(lm.target, lm.tokenizer)
+        return lm, GrowingCache(self.features, lm.target, taps(lm.target.num_layers), identity=identity)
 
 
 @_app.command("regenerate")
@@ -78,6 +146,7 @@ def regenerate(
     server: Server,
     answers: Answers,
     asked: Asked,
+    kept: Kept,
     as_json: Json = False,
 ) -> None:
     """Answer the data's prompts with the target itself: a head learns to guess what its own target says.
@@ -86,37 +155,60 @@ def regenerate(
 
     - `draftwing data regenerate --data dialogues.jsonl -o answered.jsonl -T 0.7`
 
+    - `draftwing data regenerate --data dialogues.jsonl -o answered.jsonl -T 0,1 --features features`
+
     - `draftwing data regenerate --data chats.jsonl -o out.jsonl --server http://localhost:8000 --served-model my-model`
     """
+    from draftwing.train.answers.local import LMAnswerer
     from draftwing.train.answers.regenerate import regenerate as run
 
-    answerer, tokenizer = _answerer(model, server, answers)
+    sampling = answers.to_sampling()
+    answerer: LMAnswerer | ServerAnswerer
+    if server.server is not None:
+        if kept.features is not None:
+            raise ConfigError("--features needs a model here: a server gives no hidden states; drop --server")
+        answerer, tokenizer, cache = _served(server, sampling), None, None
+    else:
+        lm, cache = kept.load(model, answers.draft)
+        states = () if cache is None else cache.states
+        answerer, tokenizer = LMAnswerer(lm, sampling, max_batch=answers.max_batch, states=states), lm.tokenizer
     tasks = asked.read(data, out, tokenizer)
-    with progress("answering") as on_progress:
-        done = run(tasks, answerer, out, on_progress=on_progress)
+    if cache is not None:
+        _tell_size(cache, tasks, answers.max_tokens)
+    with progress("answering", token_rate(lambda: answerer.num_tokens), resumes=True) as on_progress:
+        done = run(tasks, answerer, out, cache=cache, on_progress=on_progress)
     if as_json:
-        screen.print_json({"out": str(out), **dataclasses.asdict(done)})
+        kept_states = None if cache is None else {"rows": cache.num_rows, **dataclasses.asdict(cache.size)}
+        result = {**dataclasses.asdict(done), "tokens_per_s": done.tokens_per_s, "features": kept_states}
+        screen.print_json({"out": str(out), **result})
         return
-    screen.line(f"wrote {done.num_written} records ({done.num_tokens} tokens) to {out}; {done.num_kept} were there")
+    speed = f"{done.num_tokens:,} tokens, {done.tokens_per_s:,.0f} tokens/s"
+    screen.line(f"wrote {done.num_written} records ({speed}) to {out}; {done.num_kept} were there")
+    if cache is not None:
+        screen.line(f"{kept.features} has {cache.num_rows} rows, {cache.size}")
+        screen.line(f"train on it: draftwing train {kept.method} ... --cache {kept.features}", "dim")
     if done.skipped:
         where, why = done.skipped[0]
         screen.line(f"{len(done.skipped)} could not be answered, the first {where}: {why}", "yellow")
 
 
-def _answerer(model: Model, server: Server, answers: Answers) -> tuple[Answerer, Tokenizer | None]:
-    """Who answers, and the tokenizer that counts tokens; a server's is not known."""
-    from draftwing.api import load
-    from draftwing.train.answers.regenerate import LMAnswerer
+def _served(server: Server, sampling: list[Sampling]) -> ServerAnswerer:
     from draftwing.train.answers.server import ServerAnswerer
 
-    sampling = answers.to_sampling()
-    if server.server is None:
-        lm = load(**vars(model), draft=answers.draft)
-        return LMAnswerer(lm, sampling, max_batch=answers.max_batch), lm.tokenizer
     if server.served_model is None:
         raise ConfigError("--server needs --served-model: the name under which the server knows the target")
     parallel, key = server.num_parallel, server.api_key
-    return ServerAnswerer(server.server, server.served_model, sampling, num_parallel=parallel, api_key=key), None
+    return ServerAnswerer(str(server.server), server.served_model, sampling, num_parallel=parallel, api_key=key)
+
+
+def _tell_size(cache: GrowingCache, tasks: list[Task], max_tokens: int) -> None:
+    """How large the cache may get. How long answers are nobody knows; most end long before they must."""
+    tokens = sum(task.num_prompt_tokens + task.num_turns * max_tokens for task in tasks)
+    most, each = cache.size_of(len(tasks), tokens), cache.size_of(0, 1).num_bytes
+    screen.line(
+        f"the features will have at most about {most} ({each:,} bytes each), if every answer takes its {max_tokens} "
+        f"tokens"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +216,8 @@ class Features:
     """Which hidden states of what are kept."""
 
     target: Target = None
-    method: Annotated[
-        str, typer.Option("--method", help=f"{or_of(methods())}: what eagle3 reads serves eagle1 and hass too.")
-    ] = "eagle3"
-    taps: Annotated[
-        str | None, typer.Option("--taps", help="Other hidden states than the method's, such as 2,16,29.")
-    ] = None
+    method: Method = "eagle3"
+    taps: Taps = None
     max_length: Annotated[int, typer.Option("--max-length", help="Tokens of a window or dialogue.")] = 512
     tokens_per_batch: Annotated[int, typer.Option("--tokens-per-batch", help="Tokens run at once.")] = 2048
     validation_share: Annotated[
@@ -166,21 +254,17 @@ def cache(
     from draftwing.train.data.files import read_examples, split
     from draftwing.train.features.cache_writer import estimate, write_cache
 
-    method, length, share = features.method, features.max_length, features.validation_share
-    if method not in methods():
-        raise ConfigError(f"--method must be one of {', '.join(methods())}, found {method!r}")
-    kind, _ = method_named(method)
-    taps = taps_of(features.taps)
+    length, share = features.max_length, features.validation_share
+    chosen = tap_chooser(features.method, features.taps)
     folder = resolve(features.target)
     tokenizer = Tokenizer(folder)
     with progress("reading the data") as on_data:
-        corpus = read_examples(data.data, tokenizer, max_length=length, exclude=data.exclude, on_progress=on_data)
+        corpus = read_examples(data.sources, tokenizer, max_length=length, exclude=data.exclude, on_progress=on_data)
     training, _ = split(corpus, share, features.seed)
     batches = Batches(training, features.tokens_per_batch, length, features.seed)
     name = str(features.target or "draftwing/target")
     model = load_target(folder, dtype=features.dtype, device=features.device, name=name, prepack=False)
-    if taps is None:
-        taps = tuple(tap for tap in kind.taps(model.num_layers) if tap != model.num_layers)  # which is always kept
+    taps = chosen(model.num_layers)
     screen.line(f"the cache will have {estimate(model, batches, taps)}")
     own = target_id(model, tokenizer)
     with progress("running the target") as on_progress:
@@ -190,7 +274,7 @@ def cache(
         return
     screen.line(f"wrote {done.num_shards - done.num_kept} shards to {out}; {done.num_kept} were there")
     settings = f"--max-length {length} --validation-share {share}"
-    screen.line(f"train on it: draftwing train {method} ... --cache {out} {settings}", "dim")
+    screen.line(f"train on it: draftwing train {features.method} ... --cache {out} {settings}", "dim")
 
 
 def register(app: typer.Typer) -> None:

@@ -267,16 +267,21 @@ class Data:
     """What is trained on."""
 
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--data",
             help="JSONL of dialogues (conversations, messages, turns, prompt and completion, question and answer, "
             "instruction and output) or texts, plain text files, or folders of them; repeatable.",
         ),
-    ]
+    ] = None
     exclude: Annotated[
         Path | None, typer.Option("--exclude", help="File of names (globs, or prefix/) to leave out of folders.")
     ] = None
+
+    @property
+    def sources(self) -> list[str]:
+        """The files and folders; none where none were given, which readers refuse."""
+        return self.data or []
 
 
 @dataclasses.dataclass(frozen=True)

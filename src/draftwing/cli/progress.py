@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from draftwing.cli import screen
 from draftwing.cli.screen import format_alpha, new_console
@@ -16,25 +25,57 @@ from draftwing.cli.screen import format_alpha, new_console
 if TYPE_CHECKING:
     from draftwing.train.trainer import Progress as TrainProgress
 
-__all__ = ["progress", "training"]
+__all__ = ["progress", "token_rate", "training"]
 
 # Seconds between two lines of a run that writes to a file or pipe.
 EVERY = 30.0
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, or a line every half minute; yields what to call with (done, total)."""
+def progress(
+    title: str, detail: Callable[[], str] | None = None, *, resumes: bool = False
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, or a line every half minute; yields what to call with (done, total).
+
+    Args:
+        detail: what else there is to say at the moment.
+        resumes: the first call tells what was done before this run: the time left is reckoned without it.
+    """
     console = new_console(stderr=True)
     if not console.is_terminal:
-        counted = _Counted(title)
+        counted = _Counted(title, detail, resumes=resumes)
         with _telling(counted.text):
             yield counted
         return
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns: list[ProgressColumn] = [TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    if detail is not None:
+        columns.append(_Detail(detail))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def token_rate(num_tokens: Callable[[], int]) -> Callable[[], str]:
+    """A ``detail``: the tokens since now, and how many a second. ``num_tokens``: so far, whenever it is asked."""
+    began = time.perf_counter()
+
+    def text() -> str:
+        count = num_tokens()
+        return f"{count:,} tokens, {count / max(time.perf_counter() - began, 1e-9):,.0f} tokens/s"
+
+    return text
+
+
+class _Detail(ProgressColumn):
+    """What a function says at the moment."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__()
+        self._text = text
+
+    def render(self, task: Task) -> Text:
+        """See ``ProgressColumn``."""
+        return Text(self._text())
 
 
 @contextmanager
@@ -73,11 +114,13 @@ def _telling(text: Callable[[], str]) -> Iterator[None]:
 class _Counted:
     """Called with what is done and the total; tells it in words."""
 
-    def __init__(self, title: str) -> None:
-        self._title, self._done, self._total = title, 0, 0
+    def __init__(self, title: str, detail: Callable[[], str] | None = None, *, resumes: bool = False) -> None:
+        self._title, self._detail, self._done, self._total = title, detail, 0, 0
+        self._kept = None if resumes else 0  # done before this run; None: the first call tells
         self._began = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
+        self._kept = done if self._kept is None else self._kept
         self._done, self._total = done, total
 
     def text(self) -> str:
@@ -85,8 +128,10 @@ class _Counted:
         elapsed = time.perf_counter() - self._began
         if not self._total:
             return f"{self._title}, {_clock(elapsed)} so far"
-        left = f", about {_clock(elapsed * (self._total / self._done - 1))} left" if self._done else ""
-        return f"{self._title}: {self._done:,} of {self._total:,}, {_clock(elapsed)} so far{left}"
+        own = self._done - (self._kept or 0)
+        left = f", about {_clock(elapsed * (self._total - self._done) / own)} left" if own else ""
+        detail = f", {self._detail()}" if self._detail else ""
+        return f"{self._title}: {self._done:,} of {self._total:,}{detail}, {_clock(elapsed)} so far{left}"
 
 
 def _clock(seconds: float) -> str:

@@ -78,7 +78,8 @@ class Run:
         Path | None,
         typer.Option(
             "--cache",
-            help="Read the target's features from a folder of `draftwing data cache`; --data is what that was made of.",
+            help="Train on the rows and features in a folder of `draftwing data cache` (--data is what that was made "
+            "of) or of `draftwing data regenerate --features` (which needs no --data).",
         ),
     ] = None
     regenerated: Annotated[
@@ -126,6 +127,8 @@ def train(
     - `draftwing train eagle3 -t path/or/hub-id --data chats.jsonl --draft-vocab-size 32000 --iterations 20000 -o head`
 
     - `draftwing train hass --data texts/ --unroll-steps 3 --optimizer muon --minutes 60 -o head`
+
+    - `draftwing train eagle3 --cache features --minutes 60 -o head`
     """
     session = _prepared(training, method, data, run)
     main = session.trainer.accelerator.is_main_process
@@ -154,7 +157,7 @@ def _prepared(training: Training, method: str, data: Data, run: Run) -> Session:
             "--regenerate makes data that the --cache does not have: run `draftwing data regenerate`, then `draftwing "
             "data cache` on what it wrote"
         )
-    sources: Sequence[str | Path] = [_regenerated(data, run)] if run.regenerated else data.data
+    sources: Sequence[str | Path] = [_regenerated(data, run)] if run.regenerated else data.sources
     with shown.progress("reading the data") as on_data:
         files = RunFiles(run.target, sources, data.exclude, run.cache, run.initial, run.licence)
         return prepare(files, options, run.out, dtype=run.dtype, device=run.device, on_data=on_data)
@@ -164,12 +167,14 @@ def _regenerated(data: Data, run: Run) -> Path:
     """Have the target answer prompts spread over the data. Prompt lookup saves time, and changes no text."""
     from draftwing.api import load
     from draftwing.sampling import Sampling
-    from draftwing.train.answers.regenerate import LMAnswerer, read_tasks, regenerate
+    from draftwing.train.answers.local import LMAnswerer
+    from draftwing.train.answers.regenerate import regenerate
+    from draftwing.train.answers.tasks import read_tasks
 
     out = run.out / "regenerated.jsonl"
     lm = load(run.target, "lookup", device=run.device)
     tasks = read_tasks(
-        data.data, prompt_tokens=128, per_document=8, tokenizer=lm.tokenizer, exclude=data.exclude, output=out
+        data.sources, prompt_tokens=128, per_document=8, tokenizer=lm.tokenizer, exclude=data.exclude, output=out
     )
     chosen = sorted(tasks, key=lambda task: task.id)[: run.regenerated]  # ids are hashes: any of them
     with shown.progress("answering") as on_progress:

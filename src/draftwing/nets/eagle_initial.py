@@ -52,11 +52,12 @@ class _Entries:
         wide = torch.promote_types(weight.dtype, torch.float32)
         parts = []
         for found in batches:
-            ids, real = found.batch.ids, found.batch.real[:, 2:]
-            features = found.features[:, 1:-1][real].to(weight.dtype)
+            # Entries before the last two tokens of a row: there may be no states of the last one (``FeatureBatch``).
+            ids, real = found.batch.ids, found.batch.real[:, 3:]
+            features = found.features[:, 1:-2][real].to(weight.dtype)
             features = features if net.config.version == 1 else net.fc_input(features)
             tokens = [ids[:, start : start + real.shape[1]][real] for start in range(3)]
-            parts.append((features.to(wide), *tokens, found.last[:, 2:][real].to(wide)))
+            parts.append((features.to(wide), *tokens, found.last[:, 2:-1][real].to(wide)))
         return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 

@@ -37,7 +37,7 @@ from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.calibrate import fit_calibration
 from draftwing.train.curves import read_metrics
 from draftwing.train.data.batches import Batches
-from draftwing.train.data.corpus import Corpus, split
+from draftwing.train.data.corpus import Corpus, held_out, split
 from draftwing.train.data.files import read_examples
 from draftwing.train.data.held_out import held_out_prompts
 from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
@@ -130,8 +130,9 @@ class RunFiles:
         target: folder, name or hub id; None is the shipped one.
         data: files and folders, see ``read_examples``.
         exclude: a file of names to leave out of folders.
-        cache: of ``write_cache``, from which the run then reads the target's features; of ``data`` it uses what the
-            cache held out, to evaluate.
+        cache: from which the run then reads the target's features, and what it trains on. Where the cache held out
+            some of its data (``data cache``), that is read from ``data`` to evaluate; else the run holds out some of
+            the cache's rows, and needs no ``data``.
         initial: a head to start from, in any layout; its shape and draft vocabulary are then this run's.
         licence: of the head that comes of it, an SPDX identifier for its card; None where nothing is said.
     """
@@ -168,7 +169,11 @@ def prepare(
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
     cached = None if files.cache is None else FeatureCache(files.cache)
-    training, validation = _read_data(files, options, tokenizer, cached, on_data)
+    if cached is None:
+        training, validation = _read_data(files, options, tokenizer, on_data)
+    else:
+        cached, validation = _read_cached(cached, files, options, tokenizer, on_data)
+        training = cached.corpus
     name = str(files.target or "draftwing/target")
     model = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
     own = target_id(model, tokenizer)
@@ -222,24 +227,42 @@ def _add_to_head(trainer: Trainer, prompts: Sequence[str], folder: Path) -> None
 
 
 def _read_data(
-    files: RunFiles,
-    options: TrainOptions,
-    tokenizer: Tokenizer,
-    cached: FeatureCache | None,
-    on_data: Callable[[int, int], None] | None,
+    files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: Callable[[int, int], None] | None
 ) -> tuple[Corpus, Corpus]:
     """What to train on and what is held out."""
-    if cached is not None:
-        _check_cached(cached.info, options, cached.folder)
     corpus = read_examples(
         files.data, tokenizer, max_length=options.max_length, exclude=files.exclude, on_progress=on_data
     )
-    training, validation = split(corpus, options.validation_share, options.seed if cached is None else cached.info.seed)
-    if cached is not None:
-        training = cached.corpus
-    elif options.data_share < 1:
+    training, validation = split(corpus, options.validation_share, options.seed)
+    if options.data_share < 1:
         _, training = split(training, options.data_share, options.seed + 1)
     return training, validation
+
+
+def _read_cached(
+    cached: FeatureCache,
+    files: RunFiles,
+    options: TrainOptions,
+    tokenizer: Tokenizer,
+    on_data: Callable[[int, int], None] | None,
+) -> tuple[FeatureCache, Corpus]:
+    """The rows to train on, and what is held out: of the data, where the cache did it, else of the rows."""
+    info = cached.info
+    _check_cached(info, options, cached.folder)
+    if info.max_length is None:
+        cached = cached.cut(options.max_length)
+    if info.validation_share:
+        held = dataclasses.replace(options, seed=info.seed, data_share=1.0)
+        _, validation = _read_data(files, held, tokenizer, on_data)
+    else:
+        rows = cached.corpus.examples
+        held_rows = held_out([row.ids for row in rows], options.validation_share, options.seed)
+        validation = Corpus(tuple(row for row, out in zip(rows, held_rows, strict=True) if out))
+        cached = cached.part(~held_rows)
+    if options.data_share < 1:
+        ids = [row.ids for row in cached.corpus.examples]
+        cached = cached.part(held_out(ids, options.data_share, options.seed + 1))
+    return cached, validation
 
 
 def _source_of(
@@ -272,19 +295,14 @@ def new_net(
 
 
 def _check_cached(info: CacheInfo, options: TrainOptions, where: Path) -> None:
-    """A run must cut its rows and hold out its data as the cache did that it reads."""
-    for name in ("max_length", "validation_share"):
+    """A run must cut its rows and hold out its data as the cache did that it reads; what that left open is free."""
+    for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
         kept, wanted = getattr(info, name), getattr(options, name)
-        if kept != wanted:
+        if kept != wanted and not is_open:
             raise ConfigError(
                 f"{where}: the cache was made with {name} {kept}, and this run has {wanted}: give it --"
                 f"{name.replace('_', '-')} {kept}, or make another cache"
             )
-    if options.data_share < 1:
-        raise ConfigError(
-            f"{where}: a cache is read whole, and this run asks for data_share {options.data_share}: drop that, or "
-            f"make a cache of less data"
-        )
 
 
 def _initial_net(where: Path, model: Target, options: TrainOptions, own: TargetId) -> DraftNet:

@@ -9,13 +9,13 @@ import random
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.answers.regenerate import Answer, Dialogue, Task, seed_of
+from draftwing.train.answers.tasks import Answer, Dialogue, Task, sampling_of
 
 __all__ = ["ServerAnswerer"]
 
@@ -33,12 +33,16 @@ class ServerAnswerer:
     Args:
         url: of the server, with or without ``/v1``.
         model: the name under which it serves the target.
-        sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits.
+        sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits. Of several, each task gets
+            one: see ``sampling_of``.
         num_parallel: requests at once.
         api_key: sent as a bearer token.
         timeout: seconds for one answer.
         num_retries: of a request that the server was too busy for, or that was cut off.
         backoff: seconds before the first retry; each further one waits twice as long, up to a minute.
+
+    Attributes:
+        num_tokens: written so far, of requests that are done.
 
     Raises:
         ConfigError: the URL is none, or a number is out of range.
@@ -48,7 +52,7 @@ class ServerAnswerer:
         self,
         url: str,
         model: str,
-        sampling: Sampling,
+        sampling: Sampling | Sequence[Sampling],
         *,
         num_parallel: int = 16,
         api_key: str | None = None,
@@ -63,7 +67,9 @@ class ServerAnswerer:
             raise ConfigError("num_parallel must be at least 1, num_retries at least 0, timeout above 0")
         base = url.rstrip("/")
         self._url = base if base.endswith("/v1") else base + "/v1"
-        self._model, self._sampling, self._num_parallel = model, sampling, num_parallel
+        self._model, self._num_parallel = model, num_parallel
+        self._choices = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+        self.num_tokens = 0
         self._timeout, self._num_retries, self._backoff = timeout, num_retries, backoff
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -114,26 +120,27 @@ class ServerAnswerer:
             stopping.set()
 
     def _answer(self, task: Task) -> Answer:
-        dialogue = Dialogue(task)
+        sampling = sampling_of(self._choices, task.id)
+        dialogue = Dialogue(task, sampling.temperature)
         while (prompt := dialogue.next_prompt()) is not None:
             try:
-                text, finish_reason, num_tokens = self._complete(prompt, task)
+                text, finish_reason, num_tokens = self._complete(prompt, sampling)
             except _RefusedError as error:
                 return dialogue.finish(str(error))
             if not text.strip():
                 return dialogue.finish("the answer is empty")
             dialogue.take(text, finish_reason, num_tokens)
+            self.num_tokens += num_tokens  # for show: two threads at once may lose a count
         return dialogue.finish()
 
-    def _complete(self, prompt: str | list[dict[str, str]], task: Task) -> tuple[str, str, int]:
+    def _complete(self, prompt: str | list[dict[str, str]], sampling: Sampling) -> tuple[str, str, int]:
         """Text, finish reason and number of tokens."""
-        sampling = self._sampling
         body: dict[str, Any] = {
             "model": self._model,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
-            "seed": seed_of(sampling.seed or 0, task.id) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
+            "seed": (sampling.seed or 0) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
         }
         default = Sampling()
         body |= {name: value for name in _EXTRA if (value := getattr(sampling, name)) != getattr(default, name)}

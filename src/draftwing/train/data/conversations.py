@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -59,13 +59,24 @@ class DialogueEncoder:
     strip the thinking of earlier turns, the template's own ``{% generation %}`` marks are used; without such marks
     the last turn alone counts. Without a chat template the messages are joined by empty lines, no roles named.
 
+    Args:
+        settings: what the template is told beside the dialogue.
+
     Attributes:
         skipped: why dialogues were left out, and how many.
         refusal: what the chat template said of the first dialogue that it refused.
     """
 
-    def __init__(self, tokenizer: Tokenizer, bare: FastTokenizer, prefix: tuple[int, ...], max_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        bare: FastTokenizer,
+        prefix: tuple[int, ...],
+        max_length: int,
+        settings: Mapping[str, Any] = _FIXED,
+    ) -> None:
         self._tokenizer, self._bare, self._prefix, self._max_length = tokenizer, bare, prefix, max_length
+        self._settings = dict(settings)
         self.skipped: Counter[str] = Counter()
         self.refusal = ""
 
@@ -87,6 +98,27 @@ class DialogueEncoder:
             else:
                 self.skipped["no room for an answer"] += 1
         return encoded
+
+    def mask_of_prompt(self, messages: Sequence[Message], ids: Sequence[int]) -> np.ndarray:
+        """(T,) bool: which of ``ids``, a dialogue put to the model for its next answer, are earlier answers.
+
+        None are where the template does not tell, or makes other ids of the messages.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+        if self._tokenizer.has_chat_template:
+            try:
+                found = self._by_prefix(messages, turns, ready=True) or self._by_marks(messages, ready=True)
+            except Exception:  # jinja errors, and whatever the template itself raises
+                found = None
+        else:
+            text, spans = _joined(messages)
+            found = text + _JOIN, spans
+        if found is not None:
+            encoding = self._bare.encode(found[0], add_special_tokens=False)
+            same, mask = self._mark(encoding, found[1])
+            if np.array_equal(same, ids):
+                return mask
+        return np.zeros(len(ids), dtype=bool)
 
     def check(self) -> None:
         """Raise TokenizerError where the chat template was in the way."""
@@ -124,18 +156,20 @@ class DialogueEncoder:
             self.skipped["unclear turns"] += 1
         return found
 
-    def _by_prefix(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, list[Span]] | None:
-        whole = self._render(messages)
+    def _by_prefix(
+        self, messages: Sequence[Message], turns: Sequence[int], *, ready: bool = False
+    ) -> tuple[str, list[Span]] | None:
+        whole = self._render(messages, ready=ready)
         spans = []
         for turn in turns:
             before = self._render(messages[:turn], ready=True)
-            after = whole if turn == turns[-1] else self._render(messages[: turn + 1])
+            after = whole if turn == len(messages) - 1 else self._render(messages[: turn + 1])
             if not (whole.startswith(after) and after.startswith(before)):
                 return None
             spans.append((len(before), _end(messages[turn], whole, len(before), len(after))))
         return whole, spans
 
-    def _by_marks(self, messages: Sequence[Message]) -> tuple[str, list[Span]] | None:
+    def _by_marks(self, messages: Sequence[Message], *, ready: bool = False) -> tuple[str, list[Span]] | None:
         template = self._chat.get_chat_template()
         if not _GENERATION.search(template):
             return None
@@ -145,7 +179,8 @@ class DialogueEncoder:
             conversations=[list(messages)],
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **{**self._chat.special_tokens_map, **_FIXED},
+            add_generation_prompt=ready,
+            **{**self._chat.special_tokens_map, **self._settings},
         )
         (text,), (spans,) = rendered
         return (text, spans) if spans else None
@@ -154,7 +189,9 @@ class DialogueEncoder:
         return self._by_prefix(messages, [len(messages) - 1])
 
     def _render(self, messages: Sequence[Message], *, ready: bool = False) -> str:
-        rendered = self._chat.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ready, **_FIXED)
+        rendered = self._chat.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=ready, **self._settings
+        )
         return str(rendered)
 
     @cached_property

@@ -11,7 +11,7 @@ import numpy as np
 
 from draftwing.errors import ConfigError, DataError
 
-__all__ = ["Corpus", "Example", "split"]
+__all__ = ["Corpus", "Example", "held_out", "split"]
 
 # Tokens of a document that are held out together, so that a corpus of one long file can be split too.
 _SECTION = 2**14
@@ -66,24 +66,37 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
         ConfigError: a share outside [0, 1).
         DataError: there is but one unit.
     """
-    if not 0 <= validation_share < 1:
-        raise ConfigError(f"validation_share must be in [0, 1), found {validation_share}")
-    if validation_share == 0:
-        return corpus, Corpus(prefix=corpus.prefix)
     sections = _sections(corpus)
     units = [example.ids for example in corpus.examples] + [corpus.stream[start:end] for start, end in sections]
+    held = held_out(units, validation_share, seed)
+    if not held.any():
+        return corpus, Corpus(prefix=corpus.prefix)
+    num = len(corpus.examples)
+    return (
+        _part(corpus, ~held[:num], [s for s, out in zip(sections, held[num:], strict=True) if not out]),
+        _part(corpus, held[:num], [s for s, out in zip(sections, held[num:], strict=True) if out]),
+    )
+
+
+def held_out(units: Sequence[np.ndarray], share: float, seed: int = 0) -> np.ndarray:
+    """(U,) bool: which units (ids each) a split holds out. At least one on each side, unless the share is 0.
+
+    Raises:
+        ConfigError: a share outside [0, 1).
+        DataError: no two units are different.
+    """
+    if not 0 <= share < 1:
+        raise ConfigError(f"validation_share must be in [0, 1), found {share}")
+    if share == 0:
+        return np.zeros(len(units), dtype=bool)
     hashes = np.asarray([_hash(ids, seed) for ids in units])
     if len(np.unique(hashes)) < 2:
         raise DataError(
             f"all there is are {len(units)} dialogues or sections of text, no two of them different: give more data, "
             f"or hold out nothing (validation_share 0)"
         )
-    held = ((hashes < validation_share) | (hashes == hashes.min())) & (hashes != hashes.max())
-    num = len(corpus.examples)
-    return (
-        _part(corpus, ~held[:num], [s for s, out in zip(sections, held[num:], strict=True) if not out]),
-        _part(corpus, held[:num], [s for s, out in zip(sections, held[num:], strict=True) if out]),
-    )
+    found: np.ndarray = ((hashes < share) | (hashes == hashes.min())) & (hashes != hashes.max())
+    return found
 
 
 def _sections(corpus: Corpus) -> list[tuple[int, int]]:

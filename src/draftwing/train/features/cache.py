@@ -1,18 +1,29 @@
 """The target's hidden states on disk: computed once, and read by every run that trains on them.
 
-A cache is a folder of safetensors shards, and ``index.json``, which is written last. A shard holds whole rows, one
-after another: ``states`` (N, S * H), ``ids`` and ``mask`` (N,), and of each row ``lengths`` and its number in ``rows``
-(R,). Rows are those of the first epoch of ``Batches``, and are numbered as there: a run of the same seed reads from a
-cache, in its first epoch, the very batches that it would have made itself. Documents stay cut in later epochs as they
-were in the first.
+A cache is a folder of safetensors shards, and ``index.json``, which names them. A shard holds whole rows, one after
+another: ``states`` (N, S * H), ``ids`` and ``mask`` (N,), and of each row ``lengths`` and its key in ``rows`` (R,). A
+key is any number that no other row has. Readers take rows in the order of their keys, so that it does not matter in
+which order they were written, nor how many were to come. There are two writers:
+
+- ``cache_writer``: rows of the first epoch of ``Batches``, numbered as there, and the index last. A run of the same
+  seed reads, in its first epoch, the very batches that it would have made itself. Documents stay cut in later epochs
+  as they were in the first.
+- ``growing``: answers as the target writes them (``train.answers``), whole dialogues with the hash of their prompts as
+  key, and the index anew after each shard. The target never read the last token of an answer, so that its states are
+  0; nothing that is learnt depends on the states of a row's last token.
+
+What a cache did to its data, a run that reads it must agree with (``max_length``, ``validation_share``); what it left
+open, the run does itself.
 
 Shape suffixes: R rows, N tokens of rows one after another, B rows of a batch, T tokens, S hidden states, H hidden.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,16 +42,17 @@ from draftwing.train.data.batches import Plan, collate
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features.source import FeatureBatch, hidden_states
 
-__all__ = ["DTYPES", "INDEX", "CacheInfo", "CachedFeatures", "FeatureCache", "Shard"]
+__all__ = ["DTYPES", "INDEX", "CacheIndex", "CacheInfo", "CachedFeatures", "FeatureCache", "Shard", "shard_name"]
 
 INDEX = "index.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-VERSION = 1
+VERSION = 2
 _COMMAND = "`draftwing data cache`"
-_AGAIN = f"the {_COMMAND} that made the cache again: it makes what is missing"
+_AGAIN = f"the {_COMMAND} or `data regenerate` that made the cache again: it makes what is missing"
 _DAMAGED = "expected a whole shard of a cache, found a damaged one"
 # States of the same weights differ by rounding (a few percent in bfloat16), those of others by as much as they are.
 _SAME = 0.15
+_SAME_QUANTIZED = 0.5  # int8 matrices and those that they were made from: 0.11 apart on a model of 135M
 _SAMPLE = 16  # tokens of a row that is compared, at least: first tokens look alike in many models
 
 
@@ -49,23 +61,21 @@ class CacheInfo:
     """What a cache is made of; the same in each of its shards.
 
     Attributes:
-        target: whose hidden states these are.
+        target: whose hidden states these are; ``quantize`` how its matrices were quantised, None: not at all.
         states: which ones, counted as ``FeatureSpec.taps``, each once; the target's last is always among them.
         dtype: ``bfloat16`` or ``float32``.
-        max_length: of a row.
-        seed: of the ``Batches``, and of the split that held out ``validation_share`` of the data before it.
-        num_rows, num_tokens, num_shards: in all.
+        max_length: rows were cut there; None: they are whole.
+        seed: of the ``Batches``, and of the split that held out ``validation_share`` of the data before it; with a
+            share of 0 nothing was held out.
     """
 
     target: TargetId
+    quantize: str | None
     states: tuple[int, ...]
     dtype: str
-    max_length: int
+    max_length: int | None
     seed: int
     validation_share: float
-    num_rows: int
-    num_tokens: int
-    num_shards: int
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -88,10 +98,7 @@ class CacheInfo:
             DTYPES[plain["dtype"]]
             return cls(**{**plain, "target": TargetId(**plain["target"]), "states": tuple(map(int, plain["states"]))})
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{where}: expected the description of a cache, found something else ({type(error).__name__}: "
-                f"{error}): delete the folder and make it again with {_COMMAND}"
-            ) from error
+            raise _undescribed(where, error) from error
 
     def differing(self, other: CacheInfo) -> list[str]:
         """What tells two caches apart, as ``seed 0 and 1``; the names of their targets may differ."""
@@ -99,9 +106,56 @@ class CacheInfo:
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return differences(self.target, other.target) + [f"{name} {a} and {b}" for name, a, b in pairs if a != b]
 
-    def shard(self, number: int) -> str:
-        """The file name of a shard, from 0."""
-        return f"features-{number + 1:05}-of-{self.num_shards:05}.safetensors"
+
+@dataclass(frozen=True)
+class CacheIndex:
+    """What ``index.json`` says: what the cache is made of, and which shards are part of it.
+
+    Attributes:
+        shards: their file names.
+        num_rows, num_tokens: in all of them.
+    """
+
+    info: CacheInfo
+    shards: tuple[str, ...]
+    num_rows: int
+    num_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        totals = {"num_rows": self.num_rows, "num_tokens": self.num_tokens, "shards": list(self.shards)}
+        return {**self.info.to_dict(), **totals}
+
+    @classmethod
+    def from_dict(cls, found: Any, where: str) -> CacheIndex:
+        """Read what ``to_dict`` gave.
+
+        Raises:
+            DataError: it is none, or of another version.
+        """
+        info = CacheInfo.from_dict(found, where)
+        try:
+            shards = tuple(map(str, found["shards"]))
+            if not shards or not all(map(_SHARD.fullmatch, shards)):
+                raise ValueError(f"shards {shards}")
+            return cls(info, shards, int(found["num_rows"]), int(found["num_tokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _undescribed(where, error) from error
+
+
+def _undescribed(where: str, error: Exception) -> DataError:
+    return DataError(
+        f"{where}: expected the description of a cache, found something else ({type(error).__name__}: {error}): delete "
+        f"the folder and make it again with {_COMMAND}"
+    )
+
+
+_SHARD = re.compile(r"features-\d{5,}\.safetensors")
+
+
+def shard_name(number: int) -> str:
+    """The file name of a shard, from 0."""
+    return f"features-{number + 1:05}.safetensors"
 
 
 class Shard:
@@ -146,15 +200,19 @@ class Shard:
         return found.view(end - start, len(self.info.states), -1)
 
     def check_weights(self, target: Target) -> None:
-        """Raise DataError unless the target still gives the states of a row."""
+        """Raise DataError unless the target still gives the states of a row.
+
+        Where one of the two is quantised and the other is not, they may differ more.
+        """
         long_enough = self.lengths >= min(_SAMPLE, self.lengths.max())
         row = int(np.where(long_enough, self.lengths, np.iinfo(np.int64).max).argmin())
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
         ids = torch.from_numpy(self.ids[start:end]).long()[None].to(target.device)
         found = hidden_states(target, ids, (target.num_layers,))
-        now, then = found[0].double().cpu(), self.states(start, end)[:, -1].double()
+        known = max(1, end - start - 1)  # not of an answer's last token
+        now, then = found[0, :known].double().cpu(), self.states(start, start + known)[:, -1].double()
         apart = float(((now - then).norm(dim=-1) / then.norm(dim=-1).clamp(min=1e-9)).median())
-        if not apart < _SAME:
+        if not apart < (_SAME if self.info.quantize == target.quantized else _SAME_QUANTIZED):
             raise DataError(
                 f"{self.path}: made when {self.info.target.name} had other weights than {target.name} has now (hidden "
                 f"states differ by {apart:.0%}): use the weights that it was made with, or delete its folder and make "
@@ -180,24 +238,39 @@ class FeatureCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self.info = _read_index(self.folder)
-        self._shards = [Shard(self.folder / self.info.shard(number)) for number in range(self.info.num_shards)]
+        index = _read_index(self.folder)
+        self.info = index.info
+        self._shards = [Shard(self.folder / name) for name in index.shards]
         for shard in self._shards:
             if differing := shard.info.differing(self.info):
                 raise DataError(
                     f"{shard.path}: belongs to another cache than {INDEX} beside it ({differing[0]}): delete the "
                     f"folder and make the cache again with {_COMMAND}"
                 )
-        rows = np.concatenate([shard.rows for shard in self._shards])
-        order = np.argsort(rows, kind="stable")
-        if not np.array_equal(rows[order], np.arange(self.info.num_rows)):
+        keys = np.concatenate([shard.rows for shard in self._shards])
+        order, num_keys = np.argsort(keys, kind="stable"), len(np.unique(keys))
+        if not len(keys) == num_keys == index.num_rows:
             raise DataError(
-                f"{self.folder}: expected {self.info.num_rows} rows, each once, found {len(np.unique(rows))} in "
-                f"{len(rows)}: delete the folder and make the cache again with {_COMMAND}"
+                f"{self.folder}: expected {index.num_rows} rows, each once, found {num_keys} in {len(keys)}: delete "
+                f"the folder and make the cache again with {_COMMAND}"
             )
         self.lengths = np.concatenate([shard.lengths for shard in self._shards])[order]
         self._starts = np.concatenate([shard.starts for shard in self._shards])[order]
         self._shard_of = np.repeat(np.arange(len(self._shards)), [len(shard.rows) for shard in self._shards])[order]
+
+    def part(self, chosen: np.ndarray) -> FeatureCache:
+        """The same with some of its rows alone. ``chosen``: (R,) bool."""
+        found = copy.copy(self)
+        found.lengths, found._starts, found._shard_of = (
+            each[chosen] for each in (self.lengths, self._starts, self._shard_of)
+        )
+        return found
+
+    def cut(self, max_length: int) -> FeatureCache:
+        """The same with longer rows cut there, as ``Batches`` cuts dialogues; those without an answer are left out."""
+        found = copy.copy(self)
+        found.lengths = np.minimum(self.lengths, max_length)
+        return found.part(np.asarray([bool(each.mask.any()) for each in found.corpus.examples]))
 
     def row(self, number: int) -> Example:
         """A row's ids and mask."""
@@ -216,7 +289,7 @@ class FeatureCache:
     @property
     def corpus(self) -> Corpus:
         """All rows, as dialogues."""
-        return Corpus(tuple(self.row(number) for number in range(self.info.num_rows)))
+        return Corpus(tuple(self.row(number) for number in range(len(self.lengths))))
 
     def check(self, target: Target, identity: TargetId) -> None:
         """Raise DataError unless the states are this target's: sizes, vocabulary, and what it says of one row."""
@@ -288,10 +361,10 @@ class CachedFeatures:
         return FeatureBatch(batch.to(self._device), states[:, :, :-1].flatten(2), states[:, :, -1])
 
 
-def _read_index(folder: Path) -> CacheInfo:
+def _read_index(folder: Path) -> CacheIndex:
     file = folder / INDEX
     try:
-        return CacheInfo.from_dict(json.loads(file.read_text(encoding="utf-8")), str(file))
+        return CacheIndex.from_dict(json.loads(file.read_text(encoding="utf-8")), str(file))
     except FileNotFoundError:
         begun = any(folder.glob("features-*")) if folder.is_dir() else False
         what = "an unfinished cache: run the same command again to finish it" if begun else "no cache: make one"
@@ -299,10 +372,7 @@ def _read_index(folder: Path) -> CacheInfo:
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(
-            f"{file}: not readable as JSON ({error}): run the {_COMMAND} that made the cache again: it writes this file"
-            f" anew"
-        ) from error
+        raise DataError(f"{file}: not readable as JSON ({error}): run {_AGAIN}, this file too") from error
 
 
 def _listed(taps: Sequence[int]) -> str:

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwing.errors import ConfigError, DataError, NumericsError
-from draftwing.heads.write import write_fix
+from draftwing.errors import DataError
+from draftwing.heads.identity import target_id
 from draftwing.model.target import Target
 from draftwing.nets.eagle_config import TargetId
-from draftwing.train.checkpoint import write_atomically
 from draftwing.train.data.batches import Batches
-from draftwing.train.features.cache import DTYPES, INDEX, CacheInfo, Shard
+from draftwing.train.features.cache import DTYPES, CacheInfo, Shard
 from draftwing.train.features.source import hidden_states
+from draftwing.train.features.store import (
+    SHARD_BYTES,
+    CacheFolder,
+    CacheSize,
+    dtype_name,
+    size_of,
+    states_of,
+    writing_cache,
+)
 from draftwing.train.lock import locked
 
-__all__ = ["CacheForm", "CacheSize", "CacheWritten", "estimate", "write_cache"]
-
-SHARD_BYTES = 256 * 2**20
-_BYTES_PER_ROW = 16  # its length and its number
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """How large a cache is, or would be."""
-
-    num_tokens: int
-    num_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.num_tokens:,} tokens, {_readable(self.num_bytes)}"
+__all__ = ["CacheForm", "CacheWritten", "estimate", "write_cache"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +56,8 @@ class CacheWritten:
 def estimate(target: Target, batches: Batches, taps: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> CacheSize:
     """What ``write_cache`` would write, but for a few kilobytes of headers. Arguments and errors as there."""
     plan = batches.plan
-    per_token = _bytes_per_token(target, _states(target, taps), dtype)
-    return CacheSize(
-        plan.num_tokens_per_epoch, plan.num_tokens_per_epoch * per_token + len(plan.lengths) * _BYTES_PER_ROW
-    )
+    info = _info(target, batches, taps, dtype, target_id(target), 0.0)
+    return size_of(info, len(plan.lengths), plan.num_tokens_per_epoch)
 
 
 def write_cache(
@@ -100,185 +87,106 @@ def write_cache(
             cache or a damaged one.
         NumericsError: hidden states that are not finite.
     """
-    folder, states = Path(folder), _states(target, taps)
-    shards = _cut(batches, _bytes_per_token(target, states, form.dtype), form.shard_bytes)
-    info = CacheInfo(
+    info = _info(target, batches, taps, form.dtype, identity, validation_share)
+    writer = _Writer(CacheFolder(folder, info), target, batches, form.shard_bytes)
+    with writing_cache(Path(folder)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with locked(Path(folder), DataError):
+            num_kept = writer.complete(on_progress)
+    return CacheWritten(estimate(target, batches, taps, form.dtype), len(writer.shards), num_kept)
+
+
+def _info(
+    target: Target, batches: Batches, taps: Sequence[int], dtype: torch.dtype, identity: TargetId, share: float
+) -> CacheInfo:
+    return CacheInfo(
         target=identity,
-        states=states,
-        dtype=_name(form.dtype),
+        quantize=target.quantized,
+        states=states_of(target, taps),
+        dtype=dtype_name(dtype),
         max_length=batches.max_length,
         seed=batches.seed,
-        validation_share=validation_share,
-        num_rows=len(batches.plan.lengths),
-        num_tokens=batches.num_tokens_per_epoch,
-        num_shards=len(shards),
+        validation_share=share,
     )
-    writer = _Writer(folder, target, batches, shards, info)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, DataError):
-            num_kept = _complete(writer, folder, info, on_progress)
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"{folder}: the cache cannot be written ({error}): {write_fix(error)}; what is whole stays, and the same "
-            f"command goes on from there"
-        ) from error
-    return CacheWritten(estimate(target, batches, taps, form.dtype), info.num_shards, num_kept)
-
-
-def _complete(writer: _Writer, folder: Path, info: CacheInfo, on_progress: Callable[[int, int], None] | None) -> int:
-    """Write the shards that are missing, and the index; how many were there already."""
-    missing = writer.missing()
-    left = [writer.size(number) for number in missing]
-    needed = sum(size.num_bytes for size in left)
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise DataError(
-            f"{folder}: the cache needs {needed:,} bytes ({_readable(needed)}) more, and the disk has {free:,} "
-            f"bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
-        )
-    done = info.num_tokens - sum(size.num_tokens for size in left)
-    for number in missing:
-        for num_tokens in writer.write(number):
-            done += num_tokens
-            if on_progress is not None:
-                on_progress(done, info.num_tokens)
-    write_atomically(folder / INDEX, json.dumps(info.to_dict(), indent=2) + "\n")
-    return info.num_shards - len(missing)
-
-
-def _cut(batches: Batches, bytes_per_token: int, shard_bytes: int) -> list[list[int]]:
-    """Which batches each shard holds: the same whenever it is written."""
-    shards: list[list[int]] = [[]]
-    room = shard_bytes
-    for number, rows in enumerate(batches.plan.epoch(0)):
-        num_bytes = int(batches.plan.lengths[rows].sum()) * bytes_per_token
-        if shards[-1] and num_bytes > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(number)
-        room -= num_bytes
-    return shards
 
 
 class _Writer:
-    """Makes the shards of one cache, each by itself."""
+    """Makes the shards of one cache, each by itself. ``shards``: the numbers of the batches that each holds."""
 
-    def __init__(
-        self, folder: Path, target: Target, batches: Batches, shards: Sequence[Sequence[int]], info: CacheInfo
-    ) -> None:
-        self._folder, self._target, self._batches, self._info = folder, target, batches, info
-        self._shards, self._rows = shards, batches.plan.epoch(0)
+    def __init__(self, folder: CacheFolder, target: Target, batches: Batches, shard_bytes: int) -> None:
+        self._folder, self._target, self._batches = folder, target, batches
+        self._rows = batches.plan.epoch(0)
+        self.shards: list[list[int]] = [[]]
+        room = shard_bytes
+        for number, rows in enumerate(self._rows):  # the same whenever it is written
+            num_bytes = self._size(rows).num_bytes
+            if self.shards[-1] and num_bytes > room:
+                self.shards.append([])
+                room = shard_bytes
+            self.shards[-1].append(number)
+            room -= num_bytes
 
-    def size(self, number: int) -> CacheSize:
-        """Of a shard."""
-        lengths = self._batches.plan.lengths[self._rows_of(number)]
-        per_token = _bytes_per_token(self._target, self._info.states, DTYPES[self._info.dtype])
-        return CacheSize(int(lengths.sum()), int(lengths.sum()) * per_token + len(lengths) * _BYTES_PER_ROW)
+    def _size(self, rows: np.ndarray) -> CacheSize:
+        return size_of(self._folder.info, len(rows), int(self._batches.plan.lengths[rows].sum()))
+
+    def complete(self, on_progress: Callable[[int, int], None] | None) -> int:
+        """Write the shards that are missing, and the index; how many were there already."""
+        missing, plan = self._missing(), self._batches.plan
+        left = [self._size(self._rows_of(number)) for number in missing]
+        self._folder.check_room(sum(size.num_bytes for size in left), "the cache")
+        done = plan.num_tokens_per_epoch - sum(size.num_tokens for size in left)
+        for number in missing:
+            for num_tokens in self._write(number):
+                done += num_tokens
+                if on_progress is not None:
+                    on_progress(done, plan.num_tokens_per_epoch)
+        self._folder.write_index(range(len(self.shards)), len(plan.lengths), plan.num_tokens_per_epoch)
+        return len(self.shards) - len(missing)
 
     def _rows_of(self, number: int) -> np.ndarray:
-        return np.concatenate([self._rows[batch] for batch in self._shards[number]])
+        return np.concatenate([self._rows[batch] for batch in self.shards[number]])
 
-    def missing(self) -> list[int]:
+    def _missing(self) -> list[int]:
         """The shards that are not there.
 
         Raises:
             DataError: one is there, and is damaged or belongs to another cache.
         """
-        names = [self._info.shard(number) for number in range(self._info.num_shards)]
-        for path in sorted(self._folder.glob("features-*.safetensors")):
-            if path.name not in names:
-                raise _foreign(path, next(iter(Shard(path).info.differing(self._info)), "by its name"))
-        missing = [number for number, name in enumerate(names) if not self._is_complete(self._folder / name, number)]
-        kept = [name for number, name in enumerate(names) if number not in missing]
-        if kept:  # one is enough: other weights are others everywhere
-            Shard(self._folder / kept[0]).check_weights(self._target)
-        return missing
+        found = self._folder.shards()
+        for number, shard in found.items():
+            if number >= len(self.shards) or not np.array_equal(np.sort(shard.rows), np.sort(self._rows_of(number))):
+                raise self._folder.foreign(shard.path, "its rows are batched otherwise, or of other data")
+            self._check_contents(shard, number)
+        if found:  # one is enough: other weights are others everywhere
+            next(iter(found.values())).check_weights(self._target)
+        return [number for number in range(len(self.shards)) if number not in found]
 
-    def _is_complete(self, path: Path, number: int) -> bool:
-        if not path.exists():
-            return False
-        shard = Shard(path)
-        if differing := shard.info.differing(self._info):
-            raise _foreign(path, differing[0])
+    def _check_contents(self, shard: Shard, number: int) -> None:
         expected = self._contents(number)
         if not all(np.array_equal(getattr(shard, name), expected[name].numpy()) for name in expected):
-            raise _foreign(path, "it was made of other data")
-        return True
+            raise self._folder.foreign(shard.path, "it was made of other data")
 
     def _contents(self, number: int) -> dict[str, Tensor]:
         """All of a shard but its states."""
         ids, masks, lengths = [], [], []
-        for batch in map(self._batches.batch, self._shards[number]):
+        for batch in map(self._batches.batch, self.shards[number]):
             ids.append(batch.ids[batch.real].int())
             masks.append(batch.mask[batch.real])
             lengths.append(batch.lengths)
         rows = torch.from_numpy(self._rows_of(number))
         return {"ids": torch.cat(ids), "mask": torch.cat(masks), "lengths": torch.cat(lengths), "rows": rows}
 
-    def write(self, number: int) -> Iterator[int]:
+    def _write(self, number: int) -> Iterator[int]:
         """Make a shard; yields the tokens of each batch as it is done."""
-        target, path = self._target, self._folder / self._info.shard(number)
-        taps, dtype = self._info.states, DTYPES[self._info.dtype]
-        states = torch.empty(self.size(number).num_tokens, len(taps) * target.hidden_size, dtype=dtype)
+        target, info = self._target, self._folder.info
+        num_tokens, width = self._size(self._rows_of(number)).num_tokens, len(info.states) * target.hidden_size
+        states = torch.empty(num_tokens, width, dtype=DTYPES[info.dtype])
         done = 0
-        for batch in map(self._batches.batch, self._shards[number]):
-            features = hidden_states(target, batch.ids.to(target.device), taps)
-            found = features.to(dtype).cpu()[batch.real]
+        for batch in map(self._batches.batch, self.shards[number]):
+            features = hidden_states(target, batch.ids.to(target.device), info.states)
+            found = features.to(states.dtype).cpu()[batch.real]
             states[done : done + len(found)] = found
             done += len(found)
             yield len(found)
-        if not torch.isfinite(states).all():
-            raise NumericsError(
-                f"{target.name} gives hidden states that are not finite in {target.dtype}: run it with --dtype "
-                f"{'float32' if target.dtype != torch.float32 else 'float64'}"
-            )
-        partial = path.with_name(path.name + ".partial")
-        try:
-            save_file(
-                {"states": states, **self._contents(number)},
-                partial,
-                metadata={"draftwing": json.dumps(self._info.to_dict())},
-            )
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())  # or the name might reach the disk before the numbers
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def _foreign(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{path}: belongs to another cache ({why}): choose another folder, delete this one, or give what it was made "
-        f"with to go on with it"
-    )
-
-
-def _states(target: Target, taps: Sequence[int]) -> tuple[int, ...]:
-    """The hidden states to keep, each once, in the order in which they are asked for."""
-    wrong = [tap for tap in taps if not 0 <= tap <= target.num_layers]
-    if wrong:
-        raise ConfigError(
-            f"there is no hidden state {wrong[0]} in {target.name}, which has {target.num_layers} layers: choose taps "
-            f"from 0 to {target.num_layers}"
-        )
-    return tuple(dict.fromkeys((*(tap for tap in taps if tap != target.num_layers), target.num_layers)))
-
-
-def _bytes_per_token(target: Target, states: tuple[int, ...], dtype: torch.dtype) -> int:
-    _name(dtype)
-    return len(states) * target.hidden_size * dtype.itemsize + 5  # an id and its mask
-
-
-def _name(dtype: torch.dtype) -> str:
-    for name, known in DTYPES.items():
-        if dtype == known:
-            return name
-    raise ConfigError(f"a cache is kept in {' or '.join(DTYPES)}, found {dtype}: choose one of these")
-
-
-def _readable(num_bytes: float) -> str:
-    for unit in ("kB", "MB", "GB"):
-        num_bytes /= 1000
-        if num_bytes < 1000:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1000:,.1f} TB"
+        self._folder.check_finite(states, target)
+        self._folder.write(number, {"states": states, **self._contents(number)})

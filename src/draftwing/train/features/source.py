@@ -26,7 +26,8 @@ class FeatureBatch:
     Attributes:
         batch: ids and mask.
         features: (B, T, F) the taps that the net reads.
-        last: (B, T, H) the hidden state that the LM head reads.
+        last: (B, T, H) the hidden state that the LM head reads. Here and in ``features`` a row's last token may have
+            none, which is then 0: what follows it is not known.
         logits: (B, T, V); None where they are to be computed from ``last``.
     """
 
