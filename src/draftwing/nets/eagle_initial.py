@@ -8,6 +8,7 @@ Shape suffixes: N entries, H hidden, F features (all taps), C channels of a code
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.model.attention import CausalAttention
 from draftwing.model.layers import GatedMLP
 from draftwing.model.linear import Linear
 from draftwing.model.rope import inverse_frequencies
@@ -27,6 +29,7 @@ REACH = 100  # tokens over which a rotated channel must turn by less than one ra
 MATCH = 12.0  # score of the key that agrees with the query in both of its tokens
 COPY = 2.0  # size of what attention copies from there, against the state's that it is added to
 NOISE, NOISE_OF_QUERIES = 0.3, 0.5  # how much of the random start is kept beside what is solved
+SCORED = 1024  # entries on which the head's scale is solved
 RIDGE = 1e-2  # share of the inputs' mean variance
 
 
@@ -87,6 +90,7 @@ def initialise(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) ->
         _solve_first(net, entries)
     else:
         _solve_third(net, target_head, entries)
+        _solve_temperature(net, target_head, batches)
 
 
 def _solve_first(net: EagleNet, entries: _Entries) -> None:
@@ -112,8 +116,8 @@ def _solve_third(net: EagleNet, target_head: Linear, entries: _Entries) -> None:
     head = target_head.weight.to(entries.goal.dtype)
     own = head if net.target_ids is None else head[net.target_ids]
     size_of_goal = _rms(entries.goal)
-    net.head.weight.copy_(own)
-    net.norm.weight.fill_(size_of_goal)
+    net.head.weight.copy_(own * size_of_goal)
+    net.norm.weight.fill_(1.0)  # what the head reads has one size whatever the target: so have its gradients
     features, size_of_features = _in_own_size(entries.features)
     guess = _regress(features, entries.goal / size_of_goal).T + NOISE * fc
     guess /= _rms(features @ guess.T)
@@ -124,11 +128,52 @@ def _solve_third(net: EagleNet, target_head: Linear, entries: _Entries) -> None:
         _copy_tokens(net, head, entries)
         guess = guess - quiet @ (quiet.T @ guess) + quiet @ codes
     fc.copy_(guess / size_of_features)
-    if config.norm_output:  # what is fed back has the size of the norm's weight, and fresh states get the same
-        mlp = net.layer.mlp
-        assert isinstance(mlp, GatedMLP)
-        for weight in (fc, net.layer.out.weight, mlp.down.weight):
-            weight.mul_(size_of_goal)
+
+
+def _solve_temperature(net: EagleNet, target_head: Linear, batches: Sequence[Scored]) -> None:
+    """Scale the head so that the first step's cross-entropy against the target is least.
+
+    A regression says which token is likely, not how likely: its guess has the size of the goal however poor it is, and
+    the poorer, the sharper are its logits against what they know. The loss is convex in the scale, and its slope there
+    is the mean logit under q less that under p.
+    """
+    assert net.head is not None
+    logits, probs = [], []
+    for found in batches:
+        read, known = _first_step(net, found)
+        some = torch.randperm(len(read), generator=torch.Generator().manual_seed(0))[: SCORED // len(batches)]
+        truth = target_head.forward(known[some.to(known.device)])
+        truth = truth if net.target_ids is None else truth[:, net.target_ids]
+        wide = torch.promote_types(truth.dtype, torch.float32)
+        logits.append(net.draft_logits(read[some.to(read.device)]).to(wide))
+        probs.append(truth.to(wide).softmax(-1))
+    z, p = torch.cat(logits), torch.cat(probs)
+    wanted = (p * z).sum(-1).mean()
+    low, high = -7.0, 3.0  # of the scale's logarithm
+    for _ in range(20):
+        middle = (low + high) / 2
+        slope = ((z * math.exp(middle)).softmax(-1) * z).sum(-1).mean() - wanted
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    net.head.weight.mul_(math.exp((low + high) / 2))
+
+
+def _first_step(net: EagleNet, found: Scored) -> tuple[Tensor, Tensor]:
+    """(N, H) what the head reads at every entry's first step, and (N, H) what the target's head reads to guess the same."""
+    ids, real = found.batch.ids, found.batch.real[:, 2:]
+    rows, count = real.shape
+    shape, config = net.shape, net.config
+    states = net.fuse(found.features[:, :count].reshape(rows * count, -1).to(net.dtype))
+    first = 1 if shape.is_shifted else 0
+    positions = torch.arange(count, device=ids.device).repeat(rows)
+    attend = CausalAttention(
+        rows,
+        count,
+        shape.windows,
+        config.head_dim**-0.5,
+        net.rotary.cis(positions, upto=count).view(rows * count, 1, -1),
+    )
+    read, _ = net.forward(ids[:, first : first + count].reshape(-1), states, attend)
+    return read[real.flatten()], found.last[:, 1:-1][real]
 
 
 def _look_up(net: EagleNet, channels: Tensor, quiet: Tensor, entries: _Entries, features: Tensor) -> Tensor:

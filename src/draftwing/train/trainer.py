@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from draftwing.train.features.source import FeatureSource
 from draftwing.train.lock import locked
 from draftwing.train.loss.batch import Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
+from draftwing.train.units import in_units, input_sizes
 
 __all__ = ["Progress", "Trainer"]
 
@@ -100,6 +102,7 @@ class Trainer:
         self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
         self._wide = torch.promote_types(net.dtype, torch.float32)
         self.iteration, self.iterations = 0, options.iterations or 10**9
+        self._sizes: dict[str, Tensor] = {}  # of what each matrix reads
         self._seconds = 0.0  # of training in all sessions, for timed runs
         self._replanned = 0
         self.stopping = False
@@ -213,8 +216,11 @@ class Trainer:
             number = self.iteration * options.accumulation + micro
             torch.manual_seed(_mixed(options.seed, number, accelerator.process_index))
             found = self.source.batch(number, accelerator.process_index, accelerator.num_processes)
-            truth = Truth.of(found, self._head, self.net.target_ids, self._wide)
+            with accelerator.autocast():
+                truth = Truth.of(found, self._head, self.net.target_ids, self._wide)
             last = micro + 1 == options.accumulation
+            if not self._sizes:
+                self._sizes = input_sizes(self.net, partial(self._loss, found, truth))
             with nullcontext() if last else accelerator.no_sync(self._wrapped):
                 with accelerator.autocast():
                     sums = self._wrapped(found, truth, agreement=watched)
@@ -234,11 +240,12 @@ class Trainer:
                 f"the loss is {total} at iteration {self.iteration + 1}: lower --lr, or train with --precision no; the "
                 f"last checkpoint in {self.out} is whole"
             )
-        if options.optimizer == "adamw":
-            accelerator.clip_grad_norm_(self.net.parameters(), options.clip)
-        for optimizer in self._prepared:
-            optimizer.step()
-            optimizer.zero_grad()
+        with in_units(self.net, self._sizes):
+            if options.optimizer == "adamw":
+                accelerator.clip_grad_norm_(self.net.parameters(), options.clip)
+            for optimizer in self._prepared:
+                optimizer.step()
+                optimizer.zero_grad()
         self._update_average()
         self.iteration += 1
         seconds = time.perf_counter() - began
@@ -357,5 +364,16 @@ def _optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimi
     # What maps from or to tokens is none of them: its rows are used one at a time.
     inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(("head.", "embedding"))]
     rest = [p for name, p in trained if p.ndim != 2 or name.startswith(("head.", "embedding"))]
-    muon = torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0)
-    return [muon, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else [muon]
+    import os
+
+    muon = torch.optim.Muon(
+        inner,
+        lr=20 * lr * float(os.environ.get("MU", "1")),
+        weight_decay=0.0,
+        momentum=float(os.environ.get("MOM", "0.95")),
+    )
+    return (
+        [muon, torch.optim.AdamW(rest, lr=lr * float(os.environ.get("HD", "1")), betas=(0.9, 0.95), weight_decay=0.0)]
+        if rest
+        else [muon]
+    )

@@ -32,12 +32,15 @@ def held_out_prompts(
     along with a head are left out. Dialogues are read from their files again: a corpus keeps nothing but ids.
 
     Args:
-        sources, exclude: as the corpus was read from.
+        sources, exclude: as the corpus was read from; without sources, dialogues are given as their template renders
+            them.
 
     Raises:
         DataError: a source has become unreadable since.
     """
-    dialogues = _dialogues(validation, tokenizer, sources, num, exclude)
+    dialogues = (
+        _dialogues(validation, tokenizer, sources, num, exclude) if sources else _rendered(validation, tokenizer, num)
+    )
     beginnings = _beginnings(validation, tokenizer, num)
     if dialogues and beginnings:  # half of each, or as many as there are
         half = max(num // 2, num - len(dialogues))
@@ -64,6 +67,18 @@ def _dialogues(
             if len(found) == len(wanted):
                 break
     return list(dict.fromkeys(line for where in wanted if (line := found.get(where)) is not None))
+
+
+def _rendered(validation: Corpus, tokenizer: Tokenizer, num: int) -> list[str]:
+    """Dialogues up to their first answer as text, where that text has these very ids."""
+    found = []
+    for example in _spread(validation.examples, _MORE * num):
+        ids = example.ids[: int(example.mask.argmax())].tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        line = line_of({"text": text}) if text and tokenizer.encode(text) == ids else None
+        if line is not None:
+            found.append(line)
+    return list(dict.fromkeys(found))
 
 
 def _question(messages: Sequence[Message]) -> str | None:

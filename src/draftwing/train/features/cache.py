@@ -1,7 +1,7 @@
 """The target's hidden states on disk: computed once, and read by every run that trains on them.
 
 A cache is a folder of safetensors shards, and ``index.json``, which names them. A shard holds whole rows, one after
-another: ``states`` (N, S * H), ``ids`` and ``mask`` (N,), and of each row ``lengths`` and its key in ``rows`` (R,). A
+another: ``states`` (N, S * H), ``ids``, ``mask`` and ``best`` (N,), and of each row ``lengths`` and its key in ``rows`` (R,). A
 key is any number that no other row has. Readers take rows in the order of their keys, so that it does not matter in
 which order they were written, nor how many were to come. There are two writers:
 
@@ -164,6 +164,7 @@ class Shard:
     Attributes:
         info: see ``CacheInfo``.
         ids, mask: (N,) int32 and bool.
+        best: (N,) int32 the target's best token after each; it saves readers the target's LM head.
         lengths, rows: (R,) int64.
         starts: (R,) where each row begins among the tokens.
 
@@ -175,7 +176,7 @@ class Shard:
         self.path = path
         try:
             file = _open(path)
-            found = {name: file.get_tensor(name).numpy() for name in ("ids", "mask", "lengths", "rows")}
+            found = {name: file.get_tensor(name).numpy() for name in ("ids", "mask", "best", "lengths", "rows")}
             self._states = file.get_slice("states")
             num_tokens, width = self._states.get_shape()
             described = json.loads((file.metadata() or {})["draftwing"])
@@ -184,9 +185,10 @@ class Shard:
         except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
             raise DataError(f"{path}: {_DAMAGED} ({error}); delete it, and run {_AGAIN}") from error
         self.info = CacheInfo.from_dict(described, str(path))
-        self.ids, self.mask, self.lengths, self.rows = (found[name] for name in ("ids", "mask", "lengths", "rows"))
+        self.ids, self.mask, self.best = (found[name] for name in ("ids", "mask", "best"))
+        self.lengths, self.rows = found["lengths"], found["rows"]
         self.starts = np.cumsum(self.lengths) - self.lengths
-        sizes = {num_tokens, len(self.ids), len(self.mask), int(self.lengths.sum())}
+        sizes = {num_tokens, len(self.ids), len(self.mask), len(self.best), int(self.lengths.sum())}
         wide = len(self.info.states) * self.info.target.hidden_size
         if len(sizes) > 1 or len(self.rows) != len(self.lengths) or width != wide:
             raise DataError(f"{path}: {_DAMAGED} (its tensors do not fit each other); delete it, and run {_AGAIN}")
@@ -282,6 +284,12 @@ class FeatureCache:
         shard, start, end = self._place(number)
         return shard.states(start, end)
 
+    def best(self, number: int) -> np.ndarray:
+        """(T,) the target's best token after each of a row's."""
+        shard, start, end = self._place(number)
+        found: np.ndarray = shard.best[start:end]
+        return found
+
     def _place(self, number: int) -> tuple[Shard, int, int]:
         start = int(self._starts[number])
         return self._shards[int(self._shard_of[number])], start, start + int(self.lengths[number])
@@ -355,10 +363,13 @@ class CachedFeatures:
         stored = torch.zeros(
             *batch.ids.shape, len(self._chosen), hidden, dtype=DTYPES[self._cache.info.dtype]
         )  # (B, T, S, H)
+        best = torch.zeros_like(batch.ids)
         for i, row in enumerate(rows):
             stored[i, : self._cache.lengths[row]] = self._cache.states(row)[:, self._chosen]
+            best[i, : self._cache.lengths[row]] = torch.from_numpy(self._cache.best(row).astype(np.int64))
         states = stored.to(self._device).to(self._dtype)  # as few bytes as can be go to the device
-        return FeatureBatch(batch.to(self._device), states[:, :, :-1].flatten(2), states[:, :, -1])
+        features, last = states[:, :, :-1].flatten(2), states[:, :, -1]
+        return FeatureBatch(batch.to(self._device), features, last, best=best.to(self._device))
 
 
 def _read_index(folder: Path) -> CacheIndex:

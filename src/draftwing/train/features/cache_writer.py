@@ -16,7 +16,7 @@ from draftwing.model.target import Target
 from draftwing.nets.eagle_config import TargetId
 from draftwing.train.data.batches import Batches
 from draftwing.train.features.cache import DTYPES, CacheInfo, Shard
-from draftwing.train.features.source import hidden_states
+from draftwing.train.features.source import best_tokens, hidden_states
 from draftwing.train.features.store import (
     SHARD_BYTES,
     CacheFolder,
@@ -189,4 +189,5 @@ class _Writer:
             done += len(found)
             yield len(found)
         self._folder.check_finite(states, target)
-        self._folder.write(number, {"states": states, **self._contents(number)})
+        best = best_tokens(target, states[:, -target.hidden_size :])
+        self._folder.write(number, {"states": states, "best": best, **self._contents(number)})

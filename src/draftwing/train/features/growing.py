@@ -22,6 +22,7 @@ from draftwing.model.target import Target
 from draftwing.nets.eagle_config import TargetId
 from draftwing.train.data.corpus import Example
 from draftwing.train.features.cache import DTYPES, CacheInfo, Shard
+from draftwing.train.features.source import best_tokens
 from draftwing.train.features.store import CacheFolder, CacheSize, size_of, states_of, writing_cache
 from draftwing.train.lock import locked
 
@@ -151,6 +152,7 @@ class GrowingCache:
         folder.check_finite(states, self._target)
         contents = {
             "states": states,
+            "best": best_tokens(self._target, states[:, -self._target.hidden_size :]),
             "ids": torch.from_numpy(np.concatenate([row.example.ids for row in found]).astype(np.int32)),
             "mask": torch.from_numpy(np.concatenate([row.example.mask for row in found])),
             "lengths": torch.tensor([len(row.states) for row in found]),

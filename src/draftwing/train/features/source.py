@@ -16,7 +16,9 @@ from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec, Target
 from draftwing.train.data.batches import Batch, Batches
 
-__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures", "hidden_states"]
+__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures", "best_tokens", "hidden_states"]
+
+_ROWS = 512  # whose logits are looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +31,14 @@ class FeatureBatch:
         last: (B, T, H) the hidden state that the LM head reads. Here and in ``features`` a row's last token may have
             none, which is then 0: what follows it is not known.
         logits: (B, T, V); None where they are to be computed from ``last``.
+        best: (B, T) the target's best token after each; None where it is to be found in the logits.
     """
 
     batch: Batch
     features: Tensor
     last: Tensor
     logits: Tensor | None = None
+    best: Tensor | None = None
 
     def logits_of(self, head: Linear) -> Tensor:
         """(B, T, V) the target's logits, computed by its LM head where they are not at hand."""
@@ -89,6 +93,14 @@ class OnlineFeatures:
 def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:
     """(B, T) ids -> (B, T, F) what the target has there after the layers ``taps``, one beside the other."""
     return _score(target, ids, FeatureSpec(taps))[1]
+
+
+@torch.no_grad()
+def best_tokens(target: Target, last: Tensor) -> Tensor:
+    """(N, H) what the LM head reads -> (N,) int32: the target's best token after each, on the CPU."""
+    rows = last.to(target.device).to(target.dtype)
+    found = [target.head.forward(rows[start : start + _ROWS]).argmax(-1) for start in range(0, len(rows), _ROWS)]
+    return torch.cat(found).int().cpu()
 
 
 @torch.no_grad()

@@ -134,7 +134,9 @@ def states_of(target: Target, taps: Sequence[int]) -> tuple[int, ...]:
 
 def size_of(info: CacheInfo, num_rows: int, num_tokens: int) -> CacheSize:
     """Of a cache, but for a few kilobytes of headers."""
-    per_token = len(info.states) * info.target.hidden_size * DTYPES[info.dtype].itemsize + 5  # an id and its mask
+    per_token = (
+        len(info.states) * info.target.hidden_size * DTYPES[info.dtype].itemsize + 9
+    )  # an id, its mask, and the best token after it
     return CacheSize(num_tokens, num_tokens * per_token + num_rows * _BYTES_PER_ROW)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
@@ -40,6 +41,8 @@ class Truth:
     @torch.no_grad()
     def of(cls, found: FeatureBatch, head: Linear, target_ids: Tensor | None, dtype: torch.dtype) -> Truth:
         """From the target's logits, in ``dtype`` (float32 or wider)."""
+        if found.best is not None and target_ids is not None:
+            return cls._narrow(found, found.best, head, target_ids, dtype)
         logits = found.logits_of(head)
         best = logits.argmax(-1)
         if target_ids is not None:
@@ -47,6 +50,14 @@ class Truth:
             place[target_ids] = torch.arange(len(target_ids), device=logits.device)
             best, logits = place[best], logits.index_select(-1, target_ids)
         return cls(logits.to(dtype).softmax(-1).flatten(0, 1), best, found.last.flatten(0, 1), found.batch.mask)
+
+    @classmethod
+    def _narrow(cls, found: FeatureBatch, best: Tensor, head: Linear, target_ids: Tensor, dtype: torch.dtype) -> Truth:
+        """Where the best tokens are known, no logit outside the draft vocabulary is needed."""
+        place = torch.full((head.weight.shape[0],), -1, dtype=torch.int64, device=target_ids.device)
+        place[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
+        logits = F.linear(found.last.flatten(0, 1), head.weight[target_ids].to(found.last.dtype))
+        return cls(logits.to(dtype).softmax(-1), place[best], found.last.flatten(0, 1), found.batch.mask)
 
     def rows(self, step: int, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Which of a step's ``entries`` (C,) count, and where their truth lies: (R,) into B * C and into B * T.
