@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
+    "CHAT_MODEL",
     "DRAFTS",
+    "ChatModel",
+    "ChatSampling",
     "Data",
     "Draft",
     "Drafting",
@@ -38,6 +41,7 @@ __all__ = [
     "Prompts",
     "SamplingOptions",
     "Target",
+    "drafts_of",
     "or_of",
     "sampling_option",
     "taps_of",
@@ -55,6 +59,11 @@ def _shipped(target: str | None) -> list[str]:
     """The kinds of the drafts that come with Draftwing for a target."""
     entry = entry_of(target)
     return [name for name in KINDS if entry is not None and name in entry.heads]
+
+
+def drafts_of(target: str | None) -> list[str]:
+    """The names that ``--draft`` takes for a target."""
+    return [*_NAMED, *_shipped(target)]
 
 
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
@@ -122,7 +131,7 @@ class Model:
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
-        wanted = list(drafts or [*_NAMED, *_shipped(self.target)])
+        wanted = list(drafts or drafts_of(self.target))
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again
@@ -130,6 +139,18 @@ class Model:
                 lossless = not drafting.lossy
                 lms.append(LM(plain.target, plain.tokenizer, maker, drafting.rule, budget, lossless=lossless))
         return lms
+
+
+CHAT_MODEL = "smollm2-135m-instruct"  # whom commands that talk talk to, unless they are told another target
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatModel(Model):
+    """The same for commands that talk: the model that comes with Draftwing writes Python only."""
+
+    target: Annotated[
+        str, _model(_TARGETS.replace("the model that comes with Draftwing", CHAT_MODEL), "--target", "-t")
+    ] = CHAT_MODEL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +270,19 @@ class SamplingOptions:
         if chat:
             return prompt
         return "\n\n".join(message["content"] for message in prompt if not isinstance(message, int))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSampling(SamplingOptions):
+    """The same with room for an answer."""
+
+    max_tokens: Annotated[int, sampling_option("Tokens of an answer at most.", "--max-tokens", "-n")] = 512
+    chat: Annotated[
+        bool,
+        sampling_option(
+            "Without a chat template messages are plain text, with an empty line between two.", "--chat/--no-chat"
+        ),
+    ] = True
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
