@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from draftwing.cli import screen
 from draftwing.cli.options import ChatModel, ChatSampling, Draft, Drafting, drafts_of, or_of, with_options
-from draftwing.cli.screen import format_alpha, printable
+from draftwing.cli.screen import format_alpha
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SamplingError, TokenizerError, shown
 from draftwing.model.catalogue import entry_of
 
@@ -146,11 +144,13 @@ class Conversation:
         self._are_typed = lines.are_typed
         if self._are_typed and not self._as_json:
             self._greet()
-        stopped = False  # by a Ctrl-C, and nothing came after it
-        while not self._is_over:
+        presses = 0  # of Ctrl-C, one after another
+        while not self._is_over and presses < 2:
             try:
+                if presses:
+                    self._screen.note("\nCtrl-C once more, Ctrl-D or /quit ends")
                 line = lines.next()
-                stopped = False
+                presses = 0
                 if line is None:
                     if self._are_typed:
                         self._screen.note("")
@@ -161,11 +161,7 @@ class Conversation:
             except KeyboardInterrupt:
                 if not self._are_typed:
                     raise
-                self._screen.note("")
-                if stopped:
-                    return
-                stopped = True
-                self._screen.note("Ctrl-C once more, Ctrl-D or /quit ends")
+                presses += 1
             except DraftwingError as error:
                 if not self._are_typed:
                     raise
@@ -224,7 +220,7 @@ class Conversation:
         """One line under an answer."""
         parts = [f"{len(answer.token_ids)} tokens", f"{answer.stats.tokens_per_s:.1f} tokens/s"]
         parts.append(f"tau {answer.stats.tau:.2f}" if answer.draft != "none" else "plain decoding")
-        parts += [answer.draft] if answer.draft != "none" else []
+        parts += [_label(answer.draft)] if answer.draft != "none" else []
         if answer.finish_reason == "cancelled":
             parts.append("stopped; the dialogue goes on")
         elif answer.finish_reason == "length":
@@ -236,16 +232,14 @@ class Conversation:
 
     def _greet(self) -> None:
         dialogue = self._dialogue
-        self._screen.note(f"{dialogue.lm.target.name}, drafts by {dialogue.draft}. /help lists the commands.")
+        self._screen.note(f"{dialogue.lm.target.name}, drafts by {_label(dialogue.draft)}. /help lists the commands.")
         self._screen.legend("accepted at once:", first=1)
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _help(self, _: str) -> None:
-        table = Table(box=None, show_header=False, pad_edge=False)
         for name, command in self._commands.items():
-            table.add_row(f"{name} {command.argument}".rstrip(), Text(command.help))
-        self._screen.table(table)
+            self._screen.note(f"{f'{name} {command.argument}':15} {command.help}", "")
         self._screen.note(
             "Ctrl-C stops an answer and keeps what was said. A line that ends with \\ goes on in the next."
         )
@@ -261,27 +255,20 @@ class Conversation:
             said = {"last": last.record(), "dialogue": {name: figures(each) for name, each in by_draft.items()}}
             _print_line({"stats": said})
             return
-        table = Table("", box=None, pad_edge=False)
-        for name in ("tokens", "tokens/s", "tau", "acceptance"):
-            table.add_column(name, justify="right")
-        table.add_column("by depth")
-        table.add_row(Text(printable(f"last answer, {last.draft}")), *_cells(last.stats))
+        # Lines, not a table: they stay readable on a narrow terminal.
+        self._screen.note(f"last answer, {_figures(last.stats, last.draft)}", "")
         for name, stats in by_draft.items():
-            table.add_row(Text(printable(f"dialogue, {name}")), *_cells(stats))
-        self._screen.table(table)
+            self._screen.note(f"dialogue, {_figures(stats, name)}", "")
         self._screen.note(
-            f"last answer: {last.num_prompt_tokens} tokens of prompt, first token after {last.first_s:.2f} s, "
+            f"prompt of the last answer {last.num_prompt_tokens} tokens, first token after {last.first_s:.2f} s, "
             f"{last.seconds:.2f} s in all; temperature {last.sampling.temperature:g}, seed {last.sampling.seed}"
         )
 
     def _draft(self, name: str) -> None:
         if name:
             self._dialogue.switch(name)
-        self._screen.note(
-            f"drafts by {self._dialogue.draft}: same text, another speed"
-            if name
-            else f"drafts by {self._dialogue.draft}; there are {', '.join(self._drafts)}, or a folder"
-        )
+        now = f"drafts by {_label(self._dialogue.draft)}"
+        self._screen.note(f"{now}: same text" if name else f"{now}; there are {', '.join(self._drafts)}, or a folder")
 
     def _temperature(self, text: str) -> None:
         if text:
@@ -338,11 +325,23 @@ class Conversation:
         self._is_over = True
 
 
-def _cells(stats: Stats) -> list[str]:
-    """Of the table of figures."""
-    acceptance = f"{sum(stats.taken) / sum(stats.reached):.0%}" if sum(stats.reached) else "-"
-    alpha = format_alpha(stats.alpha[:_DEPTHS]) + (" ..." if len(stats.alpha) > _DEPTHS else "")
-    return [f"{stats.num_tokens}", f"{stats.tokens_per_s:.1f}", f"{stats.tau:.2f}", acceptance, alpha or "-"]
+def _label(draft: str) -> str:
+    """What a draft is called in a line: of a folder or a hub id its last part."""
+    return Path(draft).name or draft
+
+
+def _figures(stats: Stats, draft: str) -> str:
+    """Of one answer or several, on one line."""
+    parts = [
+        f"{_label(draft)}: {stats.num_tokens} tokens",
+        f"{stats.tokens_per_s:.1f} tokens/s",
+        f"tau {stats.tau:.2f}",
+    ]
+    if sum(stats.reached):
+        more = " ..." if len(stats.alpha) > _DEPTHS else ""
+        by_depth = f"by depth {format_alpha(stats.alpha[:_DEPTHS])}{more}"
+        parts.append(f"acceptance {sum(stats.taken) / sum(stats.reached):.0%} ({by_depth})")
+    return " | ".join(parts)
 
 
 def _print_line(value: dict[str, object]) -> None:

@@ -178,10 +178,6 @@ class Screen:
         """A line about the text; on stderr where stdout is no terminal."""
         put_line(self._info, text, style)
 
-    def table(self, table: Table) -> None:
-        """A table about the text."""
-        self._info.print(table)
-
     def end_line(self) -> None:
         """Close the text's last line, where it is open."""
         if not self._at_line_start:
