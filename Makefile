@@ -34,7 +34,7 @@ test-all: $(READY)  ## Run all of it, also what the suite covers by pairs, and s
 	$(PYTEST) -m ''
 	$(BIN)/python tools/mutants.py
 
-check: $(READY)  ## Lint, format, types, floors, exports, README.
+check: $(READY)  ## Lint, format, types, floors, exports, what README and docs show.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

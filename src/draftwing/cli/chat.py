@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import ChatModel, ChatSampling, Draft, Drafting, drafts_of, or_of, with_options
+from draftwing.cli.options import ChatModel, ChatSampling, Draft, Drafting, drafts_at_hand, or_of, with_options
 from draftwing.cli.screen import format_alpha
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SamplingError, TokenizerError, shown
 from draftwing.model.catalogue import entry_of
@@ -65,7 +65,7 @@ def chat(
     name = draft or (entry.best_head if entry is not None else None) or lm.drafter_name
     put = partial(sampling.put, tokenizer=lm.tokenizer)
     dialogue = Dialogue(lm, name, checked, system=system, put=put)
-    Conversation(dialogue, drafts_of(model.target), as_json=as_json).run(_Lines())
+    Conversation(dialogue, drafts_at_hand(model.target), as_json=as_json).run(_Lines())
 
 
 class _Lines:

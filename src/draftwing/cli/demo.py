@@ -31,7 +31,7 @@ __all__ = ["register"]
 QUESTIONS = (
     "Why is the sky blue? Answer in two sentences.",
     "Write a Python function that adds up the even numbers of a list.",
-    "Put this into the past tense: The cat sits on the mat. The dog sees the cat. The cat runs up a tree.",
+    "Write a short poem about the sea.",
 )
 TEMPERATURES = (0.0, 0.7)
 _WARM_UP = 8  # tokens that each way decodes first: first steps are slow

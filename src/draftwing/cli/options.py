@@ -41,7 +41,7 @@ __all__ = [
     "Prompts",
     "SamplingOptions",
     "Target",
-    "drafts_of",
+    "drafts_at_hand",
     "or_of",
     "sampling_option",
     "taps_of",
@@ -61,8 +61,8 @@ def _shipped(target: str | None) -> list[str]:
     return [name for name in KINDS if entry is not None and name in entry.heads]
 
 
-def drafts_of(target: str | None) -> list[str]:
-    """The names that ``--draft`` takes for a target."""
+def drafts_at_hand(target: str | None) -> list[str]:
+    """The drafts that need no path: those of Draftwing, and those that come with it for a target."""
     return [*_NAMED, *_shipped(target)]
 
 
@@ -131,7 +131,7 @@ class Model:
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
-        wanted = list(drafts or drafts_of(self.target))
+        wanted = list(drafts or drafts_at_hand(self.target))
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again
