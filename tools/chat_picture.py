@@ -17,8 +17,8 @@ from rich.console import Console
 
 import draftwing as dw
 from draftwing.cli.options import CHAT_MODEL
-from draftwing.cli.screen import Screen
-from draftwing.dialogue import Dialogue
+from draftwing.cli.screen import Screen, text_of
+from draftwing.dialogue import Dialogue, Said
 from draftwing.model.catalogue import entry_of
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +43,9 @@ def picture(draft: str | None, questions: tuple[str, ...], budget: dw.Budget, ma
     for question in questions:
         screen.note("")
         screen.prompt(f"> {question}\n")
-        answer = dialogue.ask(question, lambda said: screen.pieces(said.pieces, said.num_accepted))
-        screen.end_line()
+        said: list[Said] = []
+        answer = dialogue.ask(question, said.append)
+        console.print(text_of(said))  # as a whole: a terminal folds long lines, a picture would cut them off
         screen.note(
             f"{len(answer.token_ids)} tokens in {answer.stats.num_forwards} forwards of the model | tau "
             f"{answer.stats.tau:.2f} | {dialogue.draft}"
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--draft", help="as in `draftwing chat`; the best one that comes with the model, else lookup")
     parser.add_argument("--question", action="append", help="repeatable")
     parser.add_argument("--depth", type=int, default=5, help="of the chains that are drafted")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--width", type=int, default=88, help="columns")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "chat.svg")
     args = parser.parse_args()

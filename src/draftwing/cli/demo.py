@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from draftwing.cli import screen
 from draftwing.cli.options import ChatModel, Draft, Drafting, Json, sampling_option, with_options
-from draftwing.cli.progress import progress
-from draftwing.cli.screen import STYLES, new_console, printable, put_line
+from draftwing.cli.screen import new_console, printable, put_line, text_of
 from draftwing.errors import CheckpointError
 from draftwing.model.catalogue import entry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from rich.console import Console
 
-    from draftwing.dialogue import Answer, Piece
+    from draftwing.dialogue import Answer, Said
     from draftwing.lm import LM
 
 __all__ = ["register"]
@@ -39,10 +38,10 @@ _WARM_UP = 8  # tokens that each way decodes first: first steps are slow
 
 @dataclass(frozen=True)
 class Shown:
-    """One answer, as a demonstration shows it: ``pieces`` each with how many drafted tokens its step accepted."""
+    """One answer, and the steps in which it came."""
 
     answer: Answer
-    pieces: list[tuple[Piece, int]]
+    said: list[Said]
 
 
 @dataclass(frozen=True)
@@ -88,17 +87,18 @@ def demo(
         return
     lm = model.load(draft, Drafting())
     name = draft or (entry.best_head if entry is not None else None) or lm.drafter_name
-    console = new_console()
-    with progress("answering") as on_progress:
-        pairs = _answer_all(lm, name, max_tokens, on_progress)
-    totals = [_totals(name, [pair for pair in pairs if pair[0].answer.sampling.temperature == t]) for t in TEMPERATURES]
+    console, pairs = new_console(), []
+    screen.line(f"{lm.target.name} answers {len(QUESTIONS)} questions, plainly and with {name}", "dim")
+    for plain, drafted in _answers(lm, name, max_tokens):
+        pairs.append((plain.answer, drafted.answer))
+        if not as_json:
+            _print_pair(console, plain, drafted)
+    totals = [_totals(name, [pair for pair in pairs if pair[0].sampling.temperature == t]) for t in TEMPERATURES]
     if as_json:
-        answers = [{"plain": plain.answer.record(), "drafted": drafted.answer.record()} for plain, drafted in pairs]
+        answers = [{"plain": plain.record(), "drafted": drafted.record()} for plain, drafted in pairs]
         rows = [{**asdict(each), "speedup": each.speedup} for each in totals]
         screen.print_json({"target": lm.target.name, "draft": name, "answers": answers, "totals": rows})
     else:
-        for plain, drafted in pairs:
-            _print_pair(console, plain, drafted)
         _print_totals(console, lm.target.name, totals)
     if any(each.num_identical < each.num_questions for each in totals):
         raise typer.Exit(1)
@@ -119,9 +119,7 @@ def _is_here(target: str) -> bool:
     return True
 
 
-def _answer_all(
-    lm: LM, name: str, max_tokens: int, on_progress: Callable[[int, int], None]
-) -> list[tuple[Shown, Shown]]:
+def _answers(lm: LM, name: str, max_tokens: int) -> Iterator[tuple[Shown, Shown]]:
     """Every question at every temperature: plainly, and drafted. Which of them comes first takes turns."""
     from draftwing.lm import LM
     from draftwing.sampling import Sampling
@@ -130,30 +128,24 @@ def _answer_all(
     sampling = Sampling(max_tokens=max_tokens, seed=1)
     for way, each in both.items():
         _answer(each, way, QUESTIONS[0], replace(sampling, max_tokens=min(_WARM_UP, max_tokens)))
-    pairs: list[tuple[Shown, Shown]] = []
-    for temperature in TEMPERATURES:
-        for question in QUESTIONS:
-            on_progress(len(pairs), len(TEMPERATURES) * len(QUESTIONS))
-            order = list(both) if len(pairs) % 2 else list(reversed(both))
-            drawn = replace(sampling, temperature=temperature)
-            found = {way: _answer(both[way], way, question, drawn) for way in order}
-            pairs.append((found["none"], found[name]))
-    return pairs
+    turns = itertools.cycle((list(both), list(reversed(both))))
+    for temperature, question in itertools.product(TEMPERATURES, QUESTIONS):
+        drawn = replace(sampling, temperature=temperature)
+        found = {way: _answer(both[way], way, question, drawn) for way in next(turns)}
+        yield found["none"], found[name]
 
 
 def _answer(lm: LM, way: str, question: str, sampling: Any) -> Shown:
     from draftwing.dialogue import Dialogue
 
-    pieces: list[tuple[Piece, int]] = []
-    dialogue = Dialogue(lm, way, sampling)
-    answer = dialogue.ask(question, lambda said: pieces.extend((piece, said.num_accepted) for piece in said.pieces))
-    return Shown(answer, pieces)
+    said: list[Said] = []
+    return Shown(Dialogue(lm, way, sampling).ask(question, said.append), said)
 
 
-def _totals(draft: str, pairs: list[tuple[Shown, Shown]]) -> Totals:
+def _totals(draft: str, pairs: list[tuple[Answer, Answer]]) -> Totals:
     from draftwing.stats import Stats
 
-    plain, drafted = ([pair[side].answer for pair in pairs] for side in (0, 1))
+    plain, drafted = ([pair[side] for pair in pairs] for side in (0, 1))
     plain_stats, draft_stats = (Stats.sum(answer.stats for answer in side) for side in (plain, drafted))
     return Totals(
         temperature=plain[0].sampling.temperature,
@@ -175,18 +167,8 @@ def _print_pair(console: Console, plain: Shown, drafted: Shown) -> None:
     for title, each in (("plain decoding", plain), (drafted.answer.draft, drafted)):
         answer = each.answer
         table.add_column(Text(printable(f"{title}: {answer.seconds:.2f} s, {answer.stats.tokens_per_s:.0f} tokens/s")))
-    table.add_row(*(_text(each) for each in (plain, drafted)))
+    table.add_row(*(text_of(each.said) for each in (plain, drafted)))
     console.print(table)
-
-
-def _text(shown: Shown) -> Text:
-    """An answer; what was accepted from drafts is coloured by how many tokens came at once."""
-    text = Text(overflow="fold")
-    for piece, accepted in shown.pieces:
-        style = STYLES[min(accepted, len(STYLES) - 1)] if piece.is_drafted else Style.null()
-        text.append(printable(piece.text), style)
-    text.rstrip()
-    return text
 
 
 def _print_totals(console: Console, target: str, totals: list[Totals]) -> None:

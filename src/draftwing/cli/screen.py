@@ -23,6 +23,7 @@ from rich.text import Text
 from draftwing.errors import DraftwingWarning
 
 if TYPE_CHECKING:
+    from draftwing.dialogue import Said
     from draftwing.stats import Logprob
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "put_line",
     "quiet",
     "silence",
+    "text_of",
 ]
 
 # By how many drafted tokens a step kept; the last is for that many and more.
@@ -121,6 +123,17 @@ def _finite(value: Any) -> Any:
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
+
+
+def text_of(said: Iterable[Said]) -> Text:
+    """The steps of a whole answer, coloured as ``Screen.pieces`` colours each."""
+    text = Text(overflow="fold")
+    for step in said:
+        accepted = STYLES[min(step.num_accepted, len(STYLES) - 1)]
+        for piece in step.pieces:
+            text.append(printable(piece.text), accepted if piece.is_drafted else Style.null())
+    text.rstrip()
+    return text
 
 
 class Screen:
