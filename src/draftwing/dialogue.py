@@ -125,6 +125,7 @@ class Dialogue:
         self.draft = draft
         self.turns: list[Message] = []
         self.answers: list[Answer] = []
+        lm.decoder()  # what has to be measured for its budget is measured now, not in the first answer
         self._lms, self._put = {draft: lm}, put
 
     @property
@@ -149,7 +150,9 @@ class Dialogue:
         if draft not in self._lms:
             lm = self.lm
             maker = load_drafter(draft, lm.target, lm.tokenizer, device=lm.target.device)
-            self._lms[draft] = LM(lm.target, lm.tokenizer, maker, lm.rule, lm.budget, lossless=lm.lossless)
+            other = LM(lm.target, lm.tokenizer, maker, lm.rule, lm.budget, lossless=lm.lossless)
+            other.decoder()  # see above
+            self._lms[draft] = other
         self.draft = draft
 
     def reset(self) -> None:

@@ -55,6 +55,9 @@ def chat(
 
     drafting.check()
     checked = sampling.to_sampling()
+    lines = _Lines()
+    if lines.are_typed and not as_json:
+        screen.line(f"loading {model.target} ...", "dim")
     lm = model.load(draft, drafting)
     if sampling.chat and not lm.tokenizer.has_chat_template:
         raise TokenizerError(
@@ -65,7 +68,7 @@ def chat(
     name = draft or (entry.best_head if entry is not None else None) or lm.drafter_name
     put = partial(sampling.put, tokenizer=lm.tokenizer)
     dialogue = Dialogue(lm, name, checked, system=system, put=put)
-    Conversation(dialogue, drafts_at_hand(model.target), as_json=as_json).run(_Lines())
+    Conversation(dialogue, drafts_at_hand(model.target), as_json=as_json).run(lines)
 
 
 class _Lines:
