@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import ChatModel, ChatSampling, Draft, Drafting, drafts_at_hand, or_of, with_options
+from draftwing.cli.options import ChatModel, ChatSampling, Draft, Drafting, drafts_at_hand, with_options
 from draftwing.cli.screen import format_alpha
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SamplingError, TokenizerError, shown
 from draftwing.model.catalogue import entry_of
@@ -122,12 +122,13 @@ class Conversation:
     def __init__(
         self, dialogue: Dialogue, drafts: list[str], *, as_json: bool = False, shown: screen.Screen | None = None
     ) -> None:
-        self._dialogue, self._drafts, self._as_json = dialogue, drafts, as_json
+        self._dialogue, self._as_json = dialogue, as_json
+        self._choices = f"{', '.join(drafts)} or the folder of a head or a smaller model"
         self._screen = shown or screen.Screen()
         self._is_over, self._are_typed, self._is_first = False, False, True
         self._commands = {
             "/stats": _Command("", "tokens/s, tau and acceptance of the last answer and of the dialogue", self._stats),
-            "/draft": _Command("NAME", f"draft with {or_of(drafts)}, or with the draft in a folder", self._draft),
+            "/draft": _Command("NAME", f"draft with another one: {self._choices}", self._draft),
             "/temperature": _Command("T", "how freely to sample; 0 is greedy", self._temperature),
             "/seed": _Command("N", "an answer is a function of model, dialogue and seed; random draws one", self._seed),
             "/system": _Command("TEXT", "set the system message; off removes it", self._system),
@@ -271,7 +272,7 @@ class Conversation:
         if name:
             self._dialogue.switch(name)
         now = f"drafts by {_label(self._dialogue.draft)}"
-        self._screen.note(f"{now}: same text" if name else f"{now}; there are {', '.join(self._drafts)}, or a folder")
+        self._screen.note(f"{now}: same text" if name else f"{now}. Choose {self._choices}.")
 
     def _temperature(self, text: str) -> None:
         if text:
