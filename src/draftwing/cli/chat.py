@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import ChatModel, ChatSampling, Draft, Drafting, drafts_at_hand, with_options
+from draftwing.cli.options import CHAT_MODEL, ChatModel, ChatSampling, Draft, Drafting, drafts_at_hand, with_options
 from draftwing.cli.screen import format_alpha
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SamplingError, TokenizerError, shown
 from draftwing.model.catalogue import entry_of
@@ -62,7 +62,7 @@ def chat(
     if sampling.chat and not lm.tokenizer.has_chat_template:
         raise TokenizerError(
             f"{lm.target.name}: this model has no chat template, so it was not made to talk: choose another one, such "
-            f"as --target smollm2-135m-instruct, or put messages as plain text with --no-chat"
+            f"as --target {CHAT_MODEL}, or put messages as plain text with --no-chat"
         )
     entry = entry_of(model.target)
     name = draft or (entry.best_head if entry is not None else None) or lm.drafter_name
@@ -102,7 +102,7 @@ class _Lines:
 
 
 class _Command(NamedTuple):
-    """What is done for ``/name argument``; ``run`` returns whether the conversation is over."""
+    """What is done for ``/name argument``; where ``argument`` is empty, there must be none."""
 
     argument: str
     help: str
@@ -116,15 +116,12 @@ class Conversation:
         dialogue: with whom.
         drafts: names for ``/draft``, beside any folder or hub id.
         as_json: answers and figures as an object of JSON a line.
-        shown: where it is written.
     """
 
-    def __init__(
-        self, dialogue: Dialogue, drafts: list[str], *, as_json: bool = False, shown: screen.Screen | None = None
-    ) -> None:
+    def __init__(self, dialogue: Dialogue, drafts: list[str], *, as_json: bool = False) -> None:
         self._dialogue, self._as_json = dialogue, as_json
         self._choices = f"{', '.join(drafts)} or the folder of a head or a smaller model"
-        self._screen = shown or screen.Screen()
+        self._screen = screen.Screen()
         self._is_over, self._are_typed, self._is_first = False, False, True
         self._commands = {
             "/stats": _Command("", "tokens/s, tau and acceptance of the last answer and of the dialogue", self._stats),
