@@ -20,8 +20,9 @@ $(READY): pyproject.toml tools/install_torch.py
 
 setup: $(READY)  ## Create .venv with everything needed.
 
-demo: $(READY)  ## Decode held-out Python plainly and speculatively: the same text, and the speed of each.
+demo: $(READY)  ## Decode plainly and speculatively, Python offline and a chat model: the same text, and the speed of each.
 	$(BIN)/draftwing compare --texts
+	$(BIN)/draftwing demo
 
 # A worker of pytest-xdist for each processor; files stay together, since what their tests share is made once for a file.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
@@ -33,7 +34,7 @@ test-all: $(READY)  ## Run all of it, also what the suite covers by pairs, and s
 	$(PYTEST) -m ''
 	$(BIN)/python tools/mutants.py
 
-check: $(READY)  ## Lint, format, types, floors, exports, README.
+check: $(READY)  ## Lint, format, types, floors, exports, what README and docs show.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

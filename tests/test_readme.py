@@ -1,4 +1,4 @@
-"""What the README shows runs, and its commands exist."""
+"""What the README and the pages behind it show runs, its commands exist, and links lead somewhere."""
 
 import re
 import shlex
@@ -11,28 +11,46 @@ from draftwing.cli.main import app
 from draftwing.shipped import SHIPPED
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
-COMMANDS = sorted({line[2:] for line in README.splitlines() if line.startswith("$ draftwing ")})
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+# What extending.md shows registers kinds of drafts: tests/test_own_net.py runs it, and takes them back.
+RUN = [page for page in PAGES if page.name != "extending.md"]
+BLOCKS = [
+    pytest.param(block, page.name, id=f"{page.stem}-{number}")
+    for page in RUN
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+]
+COMMANDS = sorted(
+    {
+        found
+        for page in PAGES
+        for found in re.findall(r"^ *\$ (?:.* \| )?(draftwing .+)$", page.read_text(), re.M)
+        + re.findall(r"^    (draftwing .+)$", page.read_text(), re.M)
+    }
+)
+GROUPS = ("data", "models")  # commands with commands of their own
 needs_models = pytest.mark.skipif(not (SHIPPED / "target").exists(), reason="the shipped models are not in this tree")
 
 
 @needs_models
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_python_blocks_run(block, capsys):
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize(("block", "page"), BLOCKS)
+def test_python_blocks_run(block, page, capsys):
+    exec(compile(block, page, "exec"), {"__name__": "readme"})
 
 
 def test_there_is_something_to_run():
-    assert BLOCKS
-    assert COMMANDS
+    assert {page for param in BLOCKS for page in param.values[1:]} >= {"README.md", "use.md", "transformers.md"}
+    shown = {shlex.split(command)[1] for command in COMMANDS}
+    assert shown >= {"chat", "demo", "generate", "compare", "verify", "train", "data", "doctor", "export", "import"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_and_their_options_exist(command):
     words = shlex.split(command)[1:]
+    is_group = words[0] in GROUPS and len(words) > 1 and not words[1].startswith("-")
     shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(
-        app, [*words[: 2 if words[0] == "data" else 1], "--help"]
+        app, [*words[: 2 if is_group else 1], "--help"]
     )
     assert shown.exit_code == 0
     for word in words[1:]:
@@ -40,6 +58,33 @@ def test_commands_and_their_options_exist(command):
             assert word.split("=")[0] in shown.output
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
+def headings(page):
+    """The anchors that GitHub gives a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        other = page.parent / path if path else page
+        assert other.exists(), link
+        assert not anchor or anchor in headings(other), link
+
+
+def test_the_readme_is_a_front_page():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    for page in DOCS:
+        assert f"docs/{page.name}" in text, f"nothing leads to {page.name}"
+
+
+def test_the_picture_is_small_and_needs_nothing_from_elsewhere():
+    picture = (ROOT / "docs" / "chat.svg").read_text()
+    assert len(picture.encode()) < 60_000
+    assert set(re.findall(r"https?://[^\"' )]+", picture)) <= {
+        "http://www.w3.org/2000/svg",
+        "https://www.textualize.io",
+    }

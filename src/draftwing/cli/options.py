@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
 
 __all__ = [
+    "CHAT_MODEL",
     "DRAFTS",
+    "ChatModel",
+    "ChatSampling",
     "Data",
     "Draft",
     "Drafting",
@@ -136,6 +139,18 @@ class Model:
                 lossless = not drafting.lossy
                 lms.append(LM(plain.target, plain.tokenizer, maker, drafting.rule, budget, lossless=lossless))
         return lms
+
+
+CHAT_MODEL = "smollm2-135m-instruct"  # whom commands that talk talk to, unless they are told another target
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatModel(Model):
+    """The same for commands that talk: the model that comes with Draftwing writes Python only."""
+
+    target: Annotated[
+        str, _model(_TARGETS.replace("the model that comes with Draftwing", CHAT_MODEL), "--target", "-t")
+    ] = CHAT_MODEL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +267,19 @@ class SamplingOptions:
         from draftwing.text.prompts import as_put
 
         return as_put(prompt, tokenizer.has_chat_template if self.chat is None else self.chat)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSampling(SamplingOptions):
+    """The same with room for an answer."""
+
+    max_tokens: Annotated[int, sampling_option("Tokens of an answer at most.", "--max-tokens", "-n")] = 512
+    chat: Annotated[
+        bool,
+        sampling_option(
+            "Without a chat template messages are plain text, with an empty line between two.", "--chat/--no-chat"
+        ),
+    ] = True
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

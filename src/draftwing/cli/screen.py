@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +23,7 @@ from rich.text import Text
 from draftwing.errors import DraftwingWarning
 
 if TYPE_CHECKING:
+    from draftwing.dialogue import Said
     from draftwing.stats import Logprob
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "put_line",
     "quiet",
     "silence",
+    "text_of",
     "to_json",
 ]
 
@@ -129,11 +131,26 @@ def _finite(value: Any) -> Any:
 # --- generate --------------------------------------------------------------------------------------------------------
 
 
-class Screen:
-    """Where ``generate`` writes: text on stdout, everything about it on stdout too if that is a terminal."""
+def text_of(said: Iterable[Said]) -> Text:
+    """The steps of a whole answer, coloured as ``Screen.pieces`` colours each."""
+    text = Text(overflow="fold")
+    for step in said:
+        accepted = STYLES[min(step.num_accepted, len(STYLES) - 1)]
+        for piece in step.pieces:
+            text.append(printable(piece.text), accepted if piece.is_drafted else Style.null())
+    text.rstrip()
+    return text
 
-    def __init__(self) -> None:
-        self._out = new_console()
+
+class Screen:
+    """Where ``generate`` and ``chat`` write: text on stdout, all about it on stdout too if that is a terminal.
+
+    Args:
+        console: on stdout where it is left out.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._out = console or new_console()
         self.is_terminal = self._out.is_terminal
         self._info = self._out if self.is_terminal else new_console(stderr=True)
         self._at_line_start = True
@@ -158,25 +175,41 @@ class Screen:
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    def pieces(self, pieces: Iterable[tuple[str, bool]], num_accepted: int) -> None:
+        """The text of one step in pieces, each with whether it was drafted: only those are coloured."""
+        accepted = STYLES[min(num_accepted, len(STYLES) - 1)]
+        parts = [(text, accepted if drafted else Style.null()) for text, drafted in pieces]
+        if self.is_terminal and parts:
+            self._segments(parts)
+        else:
+            self.write("".join(text for text, _ in parts), num_accepted)
+
     def _segment(self, text: str, style: Style) -> None:
-        self._at_line_start = text.endswith("\n")  # before writing: Ctrl-C may come in between
-        # A segment, not a Text: rich would expand tabs and strip spaces.
-        self._out.print(Segments([Segment(printable(text), style)]), crop=False, end="")
+        self._segments([(text, style)])
+
+    def _segments(self, parts: Sequence[tuple[str, Style]]) -> None:
+        self._at_line_start = parts[-1][0].endswith("\n")  # before writing: Ctrl-C may come in between
+        # Segments, not a Text: rich would expand tabs and strip spaces.
+        self._out.print(Segments([Segment(printable(text), style) for text, style in parts]), crop=False, end="")
         self._out.file.flush()
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """A line about the text; on stderr where stdout is no terminal."""
+        put_line(self._info, text, style)
 
     def end_line(self) -> None:
         """Close the text's last line, where it is open."""
         if not self._at_line_start:
-            print(flush=True)
+            self._out.print()
         self._at_line_start = True
 
-    def legend(self) -> None:
-        """What the colours mean, where there are any."""
+    def legend(self, title: str = "accepted at once:", first: int = 0) -> None:
+        """What the colours mean, where there are any; ``first`` leaves out those of fewer accepted tokens."""
         if not self.is_terminal or self._out.no_color or self._out.color_system is None:
             return
         names = [str(number) for number in range(len(STYLES))]
         names[-1] += "+"
-        put_line(self._out, Text(" ").join([Text("accepted at once:"), *map(Text, names, STYLES)]))
+        put_line(self._out, Text(" ").join([Text(title), *map(Text, names[first:], STYLES[first:])]))
 
     def closing(self, record: Mapping[str, Any], *, profile: bool = False) -> None:
         """Speed and acceptance of one generation in one line; ``record`` as in ``--json``. And where time went."""

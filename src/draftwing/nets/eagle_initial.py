@@ -158,7 +158,7 @@ def _solve_temperature(net: EagleNet, target_head: Linear, batches: Sequence[Sco
 
 
 def _first_step(net: EagleNet, found: Scored) -> tuple[Tensor, Tensor]:
-    """(N, H) what the head reads at every entry's first step, and (N, H) what the target's head reads to guess the same."""
+    """(N, H) what the head reads at the first step of every entry, and (N, H) what the target's reads to guess it."""
     ids, real = found.batch.ids, found.batch.real[:, 2:]
     rows, count = real.shape
     shape, config = net.shape, net.config

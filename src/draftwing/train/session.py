@@ -16,24 +16,23 @@ from accelerate import Accelerator
 
 from draftwing.api import load_target
 from draftwing.drafters.base import Budget, Drafter
-from draftwing.drafters.kinds import NewNet, kind_of_folder, net_kind_of
+from draftwing.drafters.kinds import net_kind_of
 from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.evaluate.forecast.collect import collect, fitting
 from draftwing.evaluate.forecast.held_out import FILE, HeldOut
 from draftwing.evaluate.machine import describe_machine
 from draftwing.heads.card import write_card
 from draftwing.heads.identity import chat_template_hash, head_id, target_id
 from draftwing.heads.prompts import write_stored
-from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.resolve import resolve
 from draftwing.model.target import Target
 from draftwing.nets.base import DraftNet
-from draftwing.nets.eagle_config import TargetId
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.begin import net_of_head, new_net
 from draftwing.train.calibrate import fit_calibration
 from draftwing.train.curves import read_metrics
 from draftwing.train.data.batches import Batches
@@ -47,7 +46,7 @@ from draftwing.train.loss.batch import Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
 
-__all__ = ["RunFiles", "Session", "measure_tau", "new_net", "prepare", "validation_prompts"]
+__all__ = ["RunFiles", "Session", "measure_tau", "prepare", "validation_prompts"]
 
 PROMPT_LENGTH = 128  # tokens of a document from which tau is measured
 VALIDATION_BATCHES = 4
@@ -185,7 +184,7 @@ def prepare(
         net = new_net(model, folder, options, vocabulary, own)
         coverage = vocabulary.coverage
     else:
-        net = _initial_net(files.initial, model, options, own)
+        net = net_of_head(files.initial, model, options, own)
         coverage = coverage_of(training, net.target_ids, model.vocab_size)
     source = _source_of(model, training, options, net.config.taps, cached)
     start = net_kind_of(net).start
@@ -275,25 +274,6 @@ def _source_of(
     return CachedFeatures(cached, taps, options.tokens_per_batch, options.seed, device=model.device, dtype=model.dtype)
 
 
-def new_net(
-    target: Target, folder: Path, options: TrainOptions, vocabulary: DraftVocabulary, own: TargetId
-) -> DraftNet:
-    """A net of the target's own shape, with random weights in float32."""
-    kind, shape = options.kind, _shape_of(target, folder)
-    whole = len(vocabulary.target_ids) == target.vocab_size
-    return kind.new(
-        NewNet(
-            like=shape,
-            taps=kind.taps(shape.num_layers),
-            target=own,
-            embedding=target.embedding.plain().float(),
-            head=target.head,
-            target_ids=None if whole else vocabulary.target_ids.to(target.device),
-            settings=options.settings,
-        )
-    )
-
-
 def _check_cached(info: CacheInfo, options: TrainOptions, where: Path) -> None:
     """A run must cut its rows and hold out its data as the cache did that it reads; what that left open is free."""
     for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
@@ -303,54 +283,6 @@ def _check_cached(info: CacheInfo, options: TrainOptions, where: Path) -> None:
                 f"{where}: the cache was made with {name} {kept}, and this run has {wanted}: give it --"
                 f"{name.replace('_', '-')} {kept}, or make another cache"
             )
-
-
-def _initial_net(where: Path, model: Target, options: TrainOptions, own: TargetId) -> DraftNet:
-    """The net of the head that the run starts from; the options that shape a net must be its own."""
-    kind = kind_of_folder(where)
-    if kind.net is not options.kind:
-        raise ConfigError(
-            f"{where} holds a draft of kind {kind.name!r}, and method {options.method!r} trains another: start from "
-            f"another head, from nothing, or choose another method"
-        )
-    net = options.kind.read(where, model.embedding.plain().float(), model.head, own)
-    wanted: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    if "inputs" in options.settings:
-        wanted["inputs"], found["inputs"] = options.inputs, net.config.inputs
-    if options.draft_vocab_size:
-        wanted["draft_vocab_size"], found["draft_vocab_size"] = options.draft_vocab_size, net.num_draft_tokens
-    for name, value in wanted.items():
-        if found[name] != value:
-            raise ConfigError(
-                f"{where} is a head with {name} {found[name]!r}, and this run asks for {value!r}: start from another "
-                f"head, from nothing, or drop the option"
-            )
-    return net
-
-
-def _shape_of(target: Target, folder: Path) -> ModelConfig:
-    """The target's shape as the lean decoder reads it; for other architectures, a Llama of their size."""
-    config = read_config(folder)
-    try:
-        return dataclasses.replace(
-            ModelConfig.from_hf(config, str(folder / "config.json")), vocab_size=target.vocab_size
-        )
-    except UnsupportedError:
-        heads = config.get("num_attention_heads") or config.get("n_head")
-        if not isinstance(heads, int) or target.hidden_size % heads:
-            raise
-        length = min(target.max_length, 1 << 17)
-        llama = {
-            "model_type": "llama",
-            "vocab_size": target.vocab_size,
-            "hidden_size": target.hidden_size,
-            "intermediate_size": config.get("intermediate_size") or 4 * target.hidden_size,
-            "num_hidden_layers": target.num_layers,
-            "num_attention_heads": heads,
-            "max_position_embeddings": length,
-        }
-        return ModelConfig.from_hf(llama, str(folder / "config.json"))
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -170,6 +170,7 @@ class Trainer:
                 "net": self.net.state_dict(),
                 "calibration": dataclasses.asdict(self.net.config.calibration),
                 "average": self._average,
+                "input_sizes": self._sizes,
                 "optimizers": [each.state_dict() for each in self._optimizers],
             },
         )
@@ -195,6 +196,7 @@ class Trainer:
             optimizer.load_state_dict(saved)
         device = self.net.device
         self._average = {name: each.to(device) for name, each in state["average"].items()}
+        self._sizes = {name: each.to(device) for name, each in state.get("input_sizes", {}).items()}
         self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
         self._seconds, self._replanned = state["seconds"], state["replanned"]
         if self.accelerator.is_main_process:
@@ -364,16 +366,5 @@ def _optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimi
     # What maps from or to tokens is none of them: its rows are used one at a time.
     inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(("head.", "embedding"))]
     rest = [p for name, p in trained if p.ndim != 2 or name.startswith(("head.", "embedding"))]
-    import os
-
-    muon = torch.optim.Muon(
-        inner,
-        lr=20 * lr * float(os.environ.get("MU", "1")),
-        weight_decay=0.0,
-        momentum=float(os.environ.get("MOM", "0.95")),
-    )
-    return (
-        [muon, torch.optim.AdamW(rest, lr=lr * float(os.environ.get("HD", "1")), betas=(0.9, 0.95), weight_decay=0.0)]
-        if rest
-        else [muon]
-    )
+    muon = torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0)
+    return [muon, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else [muon]

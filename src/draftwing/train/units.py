@@ -1,10 +1,10 @@
 """Every matrix learns in the units of what it reads.
 
-A target's hidden states have a few channels a hundred times larger than the rest. An optimizer that moves all weights of a
-matrix alike (Muon makes all singular values of an update equal, Adam all its entries) moves what such a channel
-adds a hundred times as far. So matrices are trained as ``W' = W diag(s)``, s being the root mean square of each input channel
-on the first batch, which is to read inputs of size one: gradients are divided by s, weights multiplied by it before a
-step and divided after it. s is a power of two, so nothing is rounded. Nets and files keep W.
+A target's hidden states have a few channels a hundred times larger than the rest. An optimizer that moves all weights
+of a matrix alike (Muon makes all singular values of an update equal, Adam all its entries) moves what such a channel
+adds a hundred times as far. So matrices are trained as ``W' = W diag(s)``, where s is the root mean square of each
+input channel on the first batch, as if every input had size one: around an optimizer's step weights are multiplied by
+s, and gradients divided by it. s is a power of two, so nothing is rounded. Nets and files keep W.
 """
 
 from __future__ import annotations

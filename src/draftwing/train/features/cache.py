@@ -1,9 +1,9 @@
 """The target's hidden states on disk: computed once, and read by every run that trains on them.
 
 A cache is a folder of safetensors shards, and ``index.json``, which names them. A shard holds whole rows, one after
-another: ``states`` (N, S * H), ``ids``, ``mask`` and ``best`` (N,), and of each row ``lengths`` and its key in ``rows`` (R,). A
-key is any number that no other row has. Readers take rows in the order of their keys, so that it does not matter in
-which order they were written, nor how many were to come. There are two writers:
+another: ``states`` (N, S * H), ``ids``, ``mask`` and ``best`` (N,), and of each row ``lengths`` and its key in ``rows``
+(R,). A key is any number that no other row has. Readers take rows in the order of their keys, so that it does not
+matter in which order they were written, nor how many were to come. There are two writers:
 
 - ``cache_writer``: rows of the first epoch of ``Batches``, numbered as there, and the index last. A run of the same
   seed reads, in its first epoch, the very batches that it would have made itself. Documents stay cut in later epochs

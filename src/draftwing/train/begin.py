@@ -1,0 +1,85 @@
+"""The net that a run begins with: a new one of the target's shape, or that of a head."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from draftwing.drafters.kinds import NewNet, kind_of_folder
+from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.target import Target
+from draftwing.nets.base import DraftNet
+from draftwing.nets.eagle_config import TargetId
+from draftwing.train.data.vocabulary import DraftVocabulary
+from draftwing.train.options import TrainOptions
+
+__all__ = ["net_of_head", "new_net"]
+
+
+def new_net(
+    target: Target, folder: Path, options: TrainOptions, vocabulary: DraftVocabulary, own: TargetId
+) -> DraftNet:
+    """A net of the target's own shape, with random weights in float32."""
+    kind, shape = options.kind, _shape_of(target, folder)
+    whole = len(vocabulary.target_ids) == target.vocab_size
+    return kind.new(
+        NewNet(
+            like=shape,
+            taps=kind.taps(shape.num_layers),
+            target=own,
+            embedding=target.embedding.plain().float(),
+            head=target.head,
+            target_ids=None if whole else vocabulary.target_ids.to(target.device),
+            settings=options.settings,
+        )
+    )
+
+
+def net_of_head(where: Path, model: Target, options: TrainOptions, own: TargetId) -> DraftNet:
+    """The net of the head that the run starts from; the options that shape a net must be its own."""
+    kind = kind_of_folder(where)
+    if kind.net is not options.kind:
+        raise ConfigError(
+            f"{where} holds a draft of kind {kind.name!r}, and method {options.method!r} trains another: start from "
+            f"another head, from nothing, or choose another method"
+        )
+    net = options.kind.read(where, model.embedding.plain().float(), model.head, own)
+    wanted: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    if "inputs" in options.settings:
+        wanted["inputs"], found["inputs"] = options.inputs, net.config.inputs
+    if options.draft_vocab_size:
+        wanted["draft_vocab_size"], found["draft_vocab_size"] = options.draft_vocab_size, net.num_draft_tokens
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise ConfigError(
+                f"{where} is a head with {name} {found[name]!r}, and this run asks for {value!r}: start from another "
+                f"head, from nothing, or drop the option"
+            )
+    return net
+
+
+def _shape_of(target: Target, folder: Path) -> ModelConfig:
+    """The target's shape as the lean decoder reads it; for other architectures, a Llama of their size."""
+    config = read_config(folder)
+    try:
+        return dataclasses.replace(
+            ModelConfig.from_hf(config, str(folder / "config.json")), vocab_size=target.vocab_size
+        )
+    except UnsupportedError:
+        heads = config.get("num_attention_heads") or config.get("n_head")
+        if not isinstance(heads, int) or target.hidden_size % heads:
+            raise
+        length = min(target.max_length, 1 << 17)
+        llama = {
+            "model_type": "llama",
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "intermediate_size": config.get("intermediate_size") or 4 * target.hidden_size,
+            "num_hidden_layers": target.num_layers,
+            "num_attention_heads": heads,
+            "max_position_embeddings": length,
+        }
+        return ModelConfig.from_hf(llama, str(folder / "config.json"))

@@ -1,0 +1,396 @@
+"""A conversation: in a terminal, from a pipe, and what becomes of it when it is interrupted."""
+
+import json
+import os
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import draftwing as dw
+from conftest import add_tokenizer, refused
+from draftwing.cli import main as cli
+from draftwing.cli import screen as console
+from draftwing.dialogue import Dialogue
+from draftwing.errors import CheckpointError, PromptError
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+QUESTIONS = ["def add(a, b):", "for row in rows:"]
+LENGTH = 20
+
+
+@pytest.fixture(scope="module")
+def bare(folder_of, tmp_path_factory):
+    """A model that is not for chats."""
+    folder = tmp_path_factory.mktemp("bare") / "target"
+    return add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder))
+
+
+@pytest.fixture(scope="module")
+def target(bare, tmp_path_factory):
+    return add_tokenizer(shutil.copytree(bare, tmp_path_factory.mktemp("chat") / "target"), chat_template=TEMPLATE)
+
+
+def plain_answers(target, questions, **options):
+    """What plain decoding answers, each question after the answers before it."""
+    lm, messages, answers = dw.load(target, draft="none"), [], []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        answers.append(lm.generate([messages], max_tokens=LENGTH, **options)[0].text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return plain_answers(target, QUESTIONS)
+
+
+def run(*args, stdin="", **env):
+    return CliRunner().invoke(cli.app, ["chat", "--tree", "chain:3", *map(str, args)], input=stdin, env=env)
+
+
+def lines(*said):
+    return "".join(f"{line}\n" for line in said)
+
+
+# --- from a pipe -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_answers_are_plain_decodings_with_any_draft(target, temperature):
+    script = lines(QUESTIONS[0], f"/draft {target}", QUESTIONS[1], "/draft none", "/retry")
+    args = ["-t", target, "-d", "lookup", "-n", LENGTH, "-T", temperature, "--seed", 5, "--json"]
+    result = run(*args, stdin=script)
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    first, second = plain_answers(target, QUESTIONS, temperature=temperature, seed=5)
+    assert [each["text"] for each in answers] == [first, second, second]
+    assert [each["draft"] for each in answers] == ["lookup", str(target), "none"]
+    assert answers[1]["tau"] > 1
+    assert answers[2]["tau"] == 1
+    assert answers[1]["num_prompt_tokens"] == answers[2]["num_prompt_tokens"] > answers[0]["num_prompt_tokens"]
+    assert [each["seed"] for each in answers] == [5] * 3
+
+
+def test_a_script_gets_answers_on_stdout_and_the_rest_on_stderr(target, expected):
+    result = run("-t", target, "-d", target, "-n", LENGTH, stdin=lines(QUESTIONS[0], "", "/stats", QUESTIONS[1]))
+    assert result.exit_code == 0, result.output
+    first, second = (text if text.endswith("\n") else text + "\n" for text in expected)
+    assert result.stdout == f"{first}\n{second}"
+    assert "\x1b" not in result.stderr
+    assert re.search(
+        r"^dialogue, target: \d+ tokens \| [\d.]+ tokens/s \| tau \d\.\d\d \| acceptance \d+%", result.stderr, re.M
+    ), result.stderr
+    assert "first token after" in result.stderr
+
+
+def test_figures_as_json(target):
+    result = run(
+        "-t", target, "-d", "lookup", "-n", 4, "--json", stdin=lines("x = 1", "/draft none", "y = 2", "/stats")
+    )
+    *answers, stats = map(json.loads, result.stdout.splitlines())
+    assert len(answers) == 2
+    assert stats["stats"]["last"] == answers[1]
+    assert {name: each["num_tokens"] for name, each in stats["stats"]["dialogue"].items()} == {"lookup": 4, "none": 4}
+
+
+def test_sampling_and_system_message_are_changed_on_the_way(target):
+    script = lines("/system Be brief.", "/temperature 0.7", "/seed 9", "x = 1", "/system off", "/reset", "x = 1")
+    result = run("-t", target, "-d", "none", "-n", 6, "--json", stdin=script)
+    assert result.exit_code == 0, result.output
+    with_system, without = (json.loads(line) for line in result.stdout.splitlines())
+    lm, question = dw.load(target, draft="none"), {"role": "user", "content": "x = 1"}
+    options = {"temperature": 0.7, "seed": 9, "max_tokens": 6}
+    for found, messages in (
+        (with_system, [{"role": "system", "content": "Be brief."}, question]),
+        (without, [question]),
+    ):
+        assert found["text"] == lm.generate(messages, **options)[0].text
+        assert found["num_prompt_tokens"] == len(lm.encode(messages))
+
+
+def test_saved_dialogues_are_training_data(target, expected, tmp_path):
+    file = tmp_path / "chat.jsonl"
+    script = lines(QUESTIONS[0], f"/save {file}", QUESTIONS[1], f"/save {file}", "/quit", "never asked")
+    result = run("-t", target, "-d", "none", "-n", LENGTH, "--system", "s", stdin=script)
+    assert result.exit_code == 0, result.output
+    one, two = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    assert [message["role"] for message in two] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message["content"] for message in two[2::2]] == expected_with_system(target)
+    assert one == two[:3]
+
+
+def expected_with_system(target):
+    lm, messages, answers = dw.load(target, draft="none"), [{"role": "system", "content": "s"}], []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        answers.append(lm.generate(messages, max_tokens=LENGTH)[0].text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/frobnicate", "there is no command '/frobnicate': the commands are /stats, /draft"),
+        ("/reset now", "/reset takes no argument, found 'now'"),
+        ("/temperature hot", "temperature must be a number, found 'hot'"),
+        ("/temperature -1", "temperature must be"),
+        ("/seed x", "seed must be a whole number or random, found 'x'"),
+        ("/draft eagle3", "does not come with|EAGLE|trained for another|hidden"),
+        ("/draft no/such", "no/such"),
+        ("/stats", "there is no answer yet"),
+        ("/retry", "there is no question to ask again"),
+        ("/save x.txt", "a file that ends in .jsonl, found 'x.txt'"),
+        ("/save x.jsonl", "there is nothing to save yet"),
+        ("\\", ""),
+        ("x " * 400, "the question has [0-9]+ tokens, and .* reads at most 256: ask something shorter"),
+    ],
+)
+def test_what_is_wrong_is_said_and_ends_a_script(target, line, said):
+    result = run("-t", target, "-d", "none", "-n", 4, stdin=lines(line, "/reset"))
+    assert result.exit_code == (2 if said else 0)
+    assert re.search(said, result.stderr), result.stderr
+    assert ("the dialogue is empty" in result.stderr) == (not said)
+
+
+def test_a_dialogue_that_outgrows_the_context(target):
+    script = lines("x " * 50, "y " * 50, "z " * 50, "/reset")
+    result = run("-t", target, "-d", "none", "-n", 4, "--json", stdin=script)
+    assert result.exit_code == 2
+    assert re.search("the dialogue with this question has .* tokens.*: start anew with /reset", result.stderr)
+
+
+def test_an_answer_that_fills_the_context(target):
+    result = run("-t", target, "-d", "none", "-n", 300, "--ignore-eos", stdin=lines("x = 1"))
+    assert "the context is full: /reset" in result.stderr
+    result = run("-t", target, "-d", "none", "-n", 3, "--ignore-eos", stdin=lines("x = 1"))
+    assert "cut off: --max-tokens allows more" in result.stderr
+
+
+def test_a_model_that_is_not_for_chats(bare):
+    result = run("-t", bare, "-d", "none", "-n", 4, stdin="x = 1\n")
+    assert result.exit_code == 2
+    assert "has no chat template" in result.stderr
+    assert "--no-chat" in result.stderr
+    result = run("-t", bare, "-d", "none", "-n", 4, "--no-chat", "--json", stdin=lines("x = 1", "y = 2"))
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    lm = dw.load(bare, draft="none")
+    assert second["num_prompt_tokens"] == len(lm.encode(f"x = 1\n\n{first['text']}\n\ny = 2"))
+
+
+def test_the_default_model_is_one_that_talks():
+    shown = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.app, ["chat", "--help"]).output
+    assert "smollm2-135m-instruct" in shown
+    assert "comes with Draftwing]" not in shown
+
+
+# --- the dialogue itself ---------------------------------------------------------------------------------------------
+
+
+def dialogue(target, draft, **options):
+    return Dialogue(
+        dw.load(target, draft=draft, budget=dw.Budget(3)), str(draft), dw.Sampling(max_tokens=LENGTH, **options)
+    )
+
+
+def test_pieces_are_the_text_and_only_drafted_tokens_are_marked(target, expected):
+    talk, said = dialogue(target, target), []
+    answer = talk.ask(QUESTIONS[0], said.append)
+    assert "".join(each.text for each in said) == answer.text == expected[0]
+    assert max(each.num_accepted for each in said) > 1
+    for each in said[:-1]:  # the last one may be cut
+        assert sum(piece.is_drafted for piece in each.pieces) <= each.num_accepted
+    assert any(piece.is_drafted for each in said for piece in each.pieces)
+    assert not any(piece.is_drafted for piece in dialogue_pieces(target))
+
+
+def dialogue_pieces(target):
+    said = []
+    dialogue(target, "none").ask(QUESTIONS[0], said.append)
+    return [piece for each in said for piece in each.pieces]
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_interrupted_answer_keeps_what_was_said(target, expected, after):
+    talk, said = dialogue(target, "none"), []
+
+    def interrupt(step):
+        said.append(step.text)
+        if len(said) == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        talk.ask(QUESTIONS[0], interrupt)
+    assert talk.turns[1] == {"role": "assistant", "content": "".join(said)}
+    assert expected[0].startswith("".join(said))
+    assert talk.answers[-1].finish_reason == "cancelled"
+    talk.switch("lookup")
+    followed = talk.ask(QUESTIONS[1])
+    again = dw.load(target, draft="none").generate(talk.turns[:3], max_tokens=LENGTH)[0]
+    assert followed.text == again.text
+
+
+def test_a_question_that_got_no_answer_is_forgotten(target, monkeypatch):
+    talk = dialogue(target, "none")
+    talk.ask(QUESTIONS[0])
+    before = list(talk.turns)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("draftwing.dialogue._pieces", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            talk.ask("more")
+        with pytest.raises(KeyboardInterrupt):
+            talk.retry()
+    assert talk.turns == before
+    assert len(talk.answers) == 1
+    with refused(PromptError, "the question is empty"):
+        talk.ask(" \n")
+    with refused(CheckpointError, "no/such"):
+        talk.switch("no/such")
+    assert talk.draft == "none"
+
+
+def test_model_text_is_neither_markup_nor_terminal_commands(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console.Screen().pieces([("[bold]x", True), ("\x1b[2J", False), ("漢字 **m**\t", True)], 2)
+    found = capsys.readouterr().out
+    assert re.sub(r"\x1b\[[0-9;]*m", "", found) == "[bold]x␛[2J漢字 **m**\t"
+    assert "\x1b[32m[bold]x\x1b[0m␛[2J\x1b[32m" in found  # of two tokens that were accepted at once
+
+
+# --- in a terminal ---------------------------------------------------------------------------------------------------
+
+# Steps take long enough for a Ctrl-C to come in between, and the terminal is the process's own.
+DRIVER = """
+import fcntl, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+import torch
+torch.set_num_threads(1)
+from draftwing.engine.decode import Decoder
+step = Decoder.step
+def slow(self):
+    time.sleep(0.03)
+    return step(self)
+Decoder.step = slow
+from draftwing.cli.main import main
+sys.argv = ["draftwing", *sys.argv[1:]]
+main()
+"""
+
+
+PATIENCE = 180  # seconds, on a machine that is busy
+
+
+class Terminal:
+    """``draftwing chat`` in a terminal of 30 columns, and who types there."""
+
+    def __init__(self, *args, **env):
+        import fcntl
+        import pty
+        import termios
+
+        self._own, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+        sources = str(Path(dw.__file__).parents[1])
+        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": sources, "PYTHONUTF8": "1", **env}
+        environment.pop("COLUMNS", None)
+        command = [sys.executable, "-c", DRIVER, "chat", *map(str, args)]
+        self.process = subprocess.Popen(
+            command, stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True
+        )
+        os.close(other)
+        self.raw, self._read = "", 0
+
+    def until(self, pattern):
+        """Read until a pattern comes; what was shown up to and with it, without colours."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.raw).replace("\r", "")
+            found = re.compile(pattern).search(plain, self._read)
+            if found:
+                text, self._read = plain[self._read : found.end()], found.end()
+                return text
+            assert time.monotonic() < end, f"{pattern!r} did not come: {plain[self._read :]!r}"
+            if select.select([self._own], [], [], 1)[0]:
+                try:
+                    self.raw += os.read(self._own, 1 << 16).decode()
+                except OSError:  # closed by the other side
+                    assert re.search(pattern, plain[self._read :]), f"it ended before {pattern!r}: {plain!r}"
+
+    def type(self, text):
+        os.write(self._own, text.encode())
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._own)
+
+
+@pytest.fixture
+def terminal(target):
+    pytest.importorskip("pty")
+    opened = Terminal("-t", target, "-d", target, "-n", 150, "--ignore-eos", "--tree", "chain:3")
+    yield opened
+    opened.close()
+
+
+def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
+    terminal.until("/help lists the commands")
+    terminal.until("accepted at once: 1 2 3 4\\+\n.*> ")
+    terminal.type("/frobnicate\n")
+    terminal.until("error: there is no command '/frobnicate'")
+    terminal.type("x = 1\n")
+    terminal.until("x = 1\n")
+    terminal.until("[^\n]{3}")  # it talks
+    terminal.type("\x03")
+    terminal.until("stopped; the dialogue goes on")
+    assert re.search(r"\x1b\[(33|1;35)m", terminal.raw)  # three or more accepted at once
+    terminal.type("/draft none\n")
+    terminal.until("drafts by none: same text")
+    terminal.type(f"/save {tmp_path / 'chat.jsonl'}\n")
+    terminal.until("2 messages appended")
+    question, answer = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
+    whole = dw.load(target, draft="none").generate([question], max_tokens=150, ignore_eos=True)[0].text
+    assert answer["content"]
+    assert whole.startswith(answer["content"])
+    assert len(answer["content"]) < len(whole)
+    terminal.type("/stats\n")
+    terminal.until("dialogue, target: .*tau")
+    terminal.until("seed 0[^>]*> ")  # before it asks, readline may not yet see control keys
+    terminal.type("\x03")
+    terminal.until("Ctrl-C once more[^>]*> ")
+    terminal.type("/seed\n")  # something else: the next Ctrl-C is a first one again
+    terminal.until("seed 0[^>]*> ")
+    terminal.type("\x03")
+    terminal.until("Ctrl-C once more[^>]*> ")
+    terminal.type("\x03")
+    assert terminal.process.wait(PATIENCE) == 0
+    assert "Traceback" not in terminal.raw
+
+
+def test_the_end_of_input_ends_a_conversation(target):
+    pytest.importorskip("pty")
+    opened = Terminal("-t", target, "-d", "none", "-n", 3, "--ignore-eos", NO_COLOR="1")
+    try:
+        opened.until("> ")
+        opened.type("x = 1\n")
+        opened.until("3 tokens[^>]*> ")
+        opened.type("\x04")
+        assert opened.process.wait(PATIENCE) == 0
+        assert not re.search(r"\x1b\[3\d", opened.raw)
+    finally:
+        opened.close()
