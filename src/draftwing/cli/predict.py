@@ -150,7 +150,7 @@ def _folder(model: Model, draft: str | None) -> Path:
     draft = draft or (entry.best_head if entry is not None else None)
     kind = KINDS.get(str(draft))
     folder: Path | None = None
-    if entry is not None and draft in entry.heads:
+    if entry is not None and draft is not None and draft in entry.heads:
         folder = entry.head(draft)
     elif draft is not None and (kind is None or kind.recognises is not None):
         folder = resolve(draft)
