@@ -304,9 +304,9 @@ constexpr int MANY = 6;
 template <int R> constexpr int parts_of_rows() { return 1; }
 #endif
 
-// Parts of a tile that are summed at a time: their sums, scales and offsets stay in registers.
+// Parts of a tile in blocks that are summed at a time: their sums, scales and offsets stay in registers.
 #if defined(__AVX512F__)
-template <int R> constexpr int parts_at_once() { return PARTS; }
+template <int R> constexpr int parts_at_once() { return R <= 4 ? PARTS : 2; }
 #else
 template <int R> constexpr int parts_at_once() { return R == 1 ? 2 : 1; }
 #endif
@@ -328,7 +328,7 @@ void plain_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
         for (int i = 0; i < count; ++i) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const v16 value = spread(x[r * stride + k + i]);
+                const v16 value = spread_from(x + r * stride + k + i);
 #pragma GCC unroll 4
                 for (int c = 0; c < PARTS; ++c) acc[r][c] += value * T::weight(bits[c], i);
             }
@@ -344,40 +344,64 @@ void plain_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
         for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
 }
 
-template <typename T, int R>
-void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
-    constexpr int P = parts_at_once<R>(), FOURS = T::UNIT / 4;
+// Adds the products of a unit's inputs to the sums of R rows and P parts of a tile. Unrolled just so far that shifts are
+// known when this is compiled: a whole block would not fit where decoded instructions are kept.
+template <typename T, int R, int P>
+__attribute__((always_inline)) inline void block_unit(const float* x, size_t stride, const char* w, int unit, int part,
+                                                      const char* ahead, v16 (*acc)[P]) {
+    constexpr int FOURS = T::UNIT / 4;
     constexpr int STEP = T::BYTES / (T::UNITS * FOURS * (PARTS / P));  // bytes to fetch for each four inputs
-    const char* ahead = w + AHEAD;
-    for (int k = 0; k < num_in; k += T::INPUTS, w += T::BYTES) {
-        for (int unit = 0; unit < T::UNITS; ++unit) {
-            const float* own = x + k + unit * T::UNIT;
-            for (int part = 0; part < PARTS; part += P) {
-                v16 acc[R][P];
-                Scale scale[P];
+    Scale scale[P];
+    for (int c = 0; c < P; ++c) scale[c] = T::scale(w, unit, part + c);
+#pragma GCC unroll 2
+    for (int half = 0; half < FOURS; half += 4) {
+        for (int i = 0; i < 4; ++i, ahead += STEP) {
+            const int four = half | i;
+            fetch<STEP>(ahead);
+            typename T::Bits bits[P];
+            for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 4
                 for (int c = 0; c < P; ++c) {
-                    scale[c] = T::scale(w, unit, part + c);
-                    for (int r = 0; r < R; ++r) acc[r][c] = sum[r][part + c];
-                }
-                for (int four = 0; four < FOURS; ++four, ahead += STEP) {
-                    fetch<STEP>(ahead);
-                    typename T::Bits bits[P];
-                    for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
-#pragma GCC unroll 4
-                    for (int i = 0; i < 4; ++i) {
-#pragma GCC unroll 4
-                        for (int c = 0; c < P; ++c) {
-                            const v16 weight = T::weight(bits[c], i, scale[c]);
+                    const v16 weight = T::weight(bits[c], j, scale[c]);
 #pragma GCC unroll 8
-                            for (int r = 0; r < R; ++r) acc[r][c] += spread(own[r * stride + 4 * four + i]) * weight;
-                        }
-                    }
+                    for (int r = 0; r < R; ++r) acc[r][c] += spread_from(x + r * stride + 4 * four + j) * weight;
                 }
-                for (int c = 0; c < P; ++c)
-                    for (int r = 0; r < R; ++r) sum[r][part + c] = acc[r][c];
             }
         }
     }
+}
+
+template <typename T, int R>
+void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
+    constexpr int P = parts_at_once<R>(), PAIR = std::min(2, T::UNITS);
+    constexpr bool AT_ONCE = P == PARTS;
+    v16 acc[R][P];
+    const auto read = [&](int part) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < P; ++c) acc[r][c] = sum[r][part + c];
+    };
+    const auto write = [&](int part) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < P; ++c) sum[r][part + c] = acc[r][c];
+    };
+    const char* ahead = w + AHEAD;
+    if (AT_ONCE) read(0);
+    for (int k = 0; k < num_in; k += T::INPUTS, w += T::BYTES) {
+        for (int first = 0; first < T::UNITS; first += PAIR) {
+#pragma GCC unroll 2
+            for (int odd = 0; odd < PAIR; ++odd) {
+                const int unit = first | odd;
+                for (int part = 0; part < PARTS; part += P, ahead += T::BYTES / T::UNITS / (PARTS / P)) {
+                    if (!AT_ONCE) read(part);
+                    block_unit<T, R, P>(x + k + unit * T::UNIT, stride, w, unit, part, ahead, acc);
+                    if (!AT_ONCE) write(part);
+                }
+            }
+        }
+    }
+    if (AT_ONCE) write(0);
 }
 
 // Inputs from `from` on of a tile in blocks, in float32: (count, 64).
@@ -421,7 +445,7 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
                 for (int c = 0; c < WIDE; ++c) weight[c] = T::weight(bits[c], i);
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    const v16 value = spread(x[r * stride + k + i]);
+                    const v16 value = spread_from(x + r * stride + k + i);
 #pragma GCC unroll 4
                     for (int c = 0; c < WIDE; ++c) acc[r][c] += value * weight[c];
                 }
@@ -467,7 +491,7 @@ void row_sums(const float* x, size_t stride, const char* w, int num_in, int coun
         case 3: return rows_of<T, 3>(x, stride, w, num_in, sums);
 #endif
     }
-    if constexpr (!T::IS_BLOCKS && MAX_ROWS == 6) {
+    if constexpr (MAX_ROWS == 6) {
         if (count == 4) return rows_of<T, 4>(x, stride, w, num_in, sums);
         if (count == 5) return rows_of<T, 5>(x, stride, w, num_in, sums);
         if (count == 6) return rows_of<T, 6>(x, stride, w, num_in, sums);
