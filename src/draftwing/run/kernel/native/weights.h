@@ -404,17 +404,27 @@ void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
     if (AT_ONCE) write(0);
 }
 
-// Inputs from `from` on of a tile in blocks, in float32: (count, 64).
+// Inputs from `from` on of a tile, in float32: (count, 64).
 template <typename T> void widen(const char* w, int from, int count, float* out) {
-    for (int k = from; k < from + count; k += T::UNIT, out += T::UNIT * TILE) {
-        const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
-        const int unit = k % T::INPUTS / T::UNIT;
-        for (int part = 0; part < PARTS; ++part) {
-            const Scale scale = T::scale(block, unit, part);
-            for (int four = 0; four < T::UNIT / 4; ++four) {
-                const auto bits = T::bits(block, unit, four, part);
+    if constexpr (T::IS_BLOCKS) {
+        for (int k = from; k < from + count; k += T::UNIT, out += T::UNIT * TILE) {
+            const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
+            const int unit = k % T::INPUTS / T::UNIT;
+            for (int part = 0; part < PARTS; ++part) {
+                const Scale scale = T::scale(block, unit, part);
+                for (int four = 0; four < T::UNIT / 4; ++four) {
+                    const auto bits = T::bits(block, unit, four, part);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) store(out + (4 * four + i) * TILE + 16 * part, T::weight(bits, i, scale));
+                    for (int i = 0; i < 4; ++i) store(out + (4 * four + i) * TILE + 16 * part, T::weight(bits, i, scale));
+                }
+            }
+        }
+    } else {
+        w += static_cast<size_t>(from) / T::GROUP * T::GROUP_BYTES;
+        for (int k = 0; k < count; k += T::GROUP, w += T::GROUP_BYTES, out += T::GROUP * TILE) {
+            for (int part = 0; part < PARTS; ++part) {
+                const auto bits = T::bits(w, part);
+                for (int i = 0; i < std::min(T::GROUP, count - k); ++i) store(out + i * TILE + 16 * part, T::weight(bits, i));
             }
         }
     }
@@ -432,9 +442,9 @@ template <typename T, int R>
 void tall_rows(const float* x, size_t stride, const char* w, int count, const char* ahead, int lines, v16 (*sum)[PARTS]) {
     constexpr int WIDE = parts_of_rows<R>();
     for (int part = 0; part < PARTS; part += WIDE) {
-        v16 acc[R][WIDE];
+        std::conditional_t<std::is_same_v<T, Float32>, Sums, v16> acc[R][WIDE];
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < WIDE; ++c) acc[r][c] = sum[r][part + c];
+            for (int c = 0; c < WIDE; ++c) set(acc[r][c], sum[r][part + c]);
         const char* from = w;
         const auto group = [&](int k, int inputs) __attribute__((always_inline)) {
             typename T::Bits bits[WIDE];
@@ -447,7 +457,7 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
                 for (int r = 0; r < R; ++r) {
                     const v16 value = spread_from(x + r * stride + k + i);
 #pragma GCC unroll 4
-                    for (int c = 0; c < WIDE; ++c) acc[r][c] += value * weight[c];
+                    for (int c = 0; c < WIDE; ++c) add_product(acc[r][c], value, weight[c]);
                 }
             }
         };
@@ -458,12 +468,12 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
         }
         if (k < count) group(k, count - k);
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < WIDE; ++c) sum[r][part + c] = acc[r][c];
+            for (int c = 0; c < WIDE; ++c) get(acc[r][c], sum[r][part + c]);
     }
 }
 
-// The same for 2 to MANY rows.
-template <typename T, int R = 2>
+// The same for 1 to MANY rows.
+template <typename T, int R = 1>
 void some_rows(int num, const float* x, size_t stride, const char* w, int count, const char* ahead, int lines,
                v16 (*sum)[PARTS]) {
     if (num == R) return tall_rows<T, R>(x, stride, w, count, ahead, lines, sum);
@@ -479,24 +489,27 @@ inline void rows_of(const float* x, size_t stride, const char* w, int num_in, v1
 }
 
 // A tile times all rows. Few are summed in registers from the tile's first input to its last. More share a chunk of it,
-// of blocks one that was widened for all of them, and fetch the next one meanwhile: memory and arithmetic go on at the
-// same time.
+// one that was widened for all of them where that takes work, and fetch the next one meanwhile: memory and arithmetic go
+// on at the same time.
 template <typename T>
 void row_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
     memset(sums, 0, sizeof(sums[0]) * count);
+#if defined(__AVX512F__)
+    constexpr bool AS_IS = !T::IS_BLOCKS;
     switch (count) {
         case 1: return rows_of<T, 1>(x, stride, w, num_in, sums);
         case 2: return rows_of<T, 2>(x, stride, w, num_in, sums);
-#if defined(__AVX512F__)
         case 3: return rows_of<T, 3>(x, stride, w, num_in, sums);
+        case 4: return rows_of<T, 4>(x, stride, w, num_in, sums);
+        case 5: return rows_of<T, 5>(x, stride, w, num_in, sums);
+        case 6: return rows_of<T, 6>(x, stride, w, num_in, sums);
+    }
+#else
+    constexpr bool AS_IS = std::is_same_v<T, Float32>;
+    if constexpr (!AS_IS) {
+        if (count == 1) return rows_of<T, 1>(x, stride, w, num_in, sums);
+    }
 #endif
-    }
-    if constexpr (MAX_ROWS == 6) {
-        if (count == 4) return rows_of<T, 4>(x, stride, w, num_in, sums);
-        if (count == 5) return rows_of<T, 5>(x, stride, w, num_in, sums);
-        if (count == 6) return rows_of<T, 6>(x, stride, w, num_in, sums);
-    }
-    constexpr bool AS_IS = !T::IS_BLOCKS;
     typedef std::conditional_t<AS_IS, T, Float32> Kind;
     const int most = count > MANY && std::is_same_v<Kind, Float32> ? std::min(MANY, 6) : MANY;
     const int passes = (count + most - 1) / most;
