@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["MappedFile"]
+__all__ = ["MappedFile", "as_numbers"]
 
 
 class MappedFile:
@@ -36,9 +36,7 @@ class MappedFile:
         if not count:
             return torch.empty(tuple(shape), dtype=dtype)
         found = torch.frombuffer(self._map, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
-        if start % dtype.itemsize:
-            found = found.clone()
-        return found.view(dtype).view(tuple(shape))
+        return as_numbers(found, dtype).view(tuple(shape))
 
     def drop(self, tensor: Tensor) -> None:
         """Give back the pages under a tensor of this file; they are read again if they are looked at again."""
@@ -46,3 +44,8 @@ class MappedFile:
         if 0 <= start < self.size and hasattr(mmap, "MADV_DONTNEED"):
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, min(start + tensor.nbytes, self.size) - first)
+
+
+def as_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes (..., bytes) uint8 as numbers; copied only where they do not lie as the processor wants them."""
+    return (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype)
