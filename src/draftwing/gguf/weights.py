@@ -194,7 +194,7 @@ class GgufWeights(Weights):
                 f"{self.folder}: {name} must hold floating-point numbers, found {info.kind}. Convert the model again."
             )
         if info.kind in _PLAIN:
-            for part in rows.split(max(1, _PIECE // info.shape[-1])):
+            for part in torch.split(rows, max(1, _PIECE // info.shape[-1])):
                 yield as_numbers(part, _PLAIN[info.kind])
             return
         try:
