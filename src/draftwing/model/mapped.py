@@ -17,6 +17,9 @@ __all__ = ["MappedFile", "as_numbers"]
 class MappedFile:
     """A file, mapped: pages come as they are read. Tensors stay valid when this object is gone.
 
+    A file that is cut short while it is mapped ends the process where a page that is gone is read (SIGBUS). That it is
+    still whole is looked at for each tensor, which leaves little time for it; nothing can rule it out.
+
     Raises:
         OSError, ValueError: it cannot be opened or mapped, or is empty.
     """
@@ -31,6 +34,8 @@ class MappedFile:
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The numbers from byte ``start`` on. They may lie at any address. Raises ValueError beyond the file's end."""
         count = math.prod(shape)
+        if self._map.size() < self.size:
+            raise ValueError(f"the file was cut short to {self._map.size()} of {self.size} bytes")
         if start < 0 or start + count * dtype.itemsize > self.size:
             raise ValueError(f"bytes {start} to {start + count * dtype.itemsize} of a file of {self.size}")
         if not count:

@@ -175,7 +175,12 @@ class WeightFiles(Weights):
         if file not in self._mapped:
             self._mapped[file] = _map(self.folder / file)
         mapped, starts = self._mapped[file]
-        numbers = mapped.tensor(starts[name], entry.get_shape(), dtype)
+        try:
+            numbers = mapped.tensor(starts[name], entry.get_shape(), dtype)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.folder / file}: {name} cannot be read ({error}). Download it again."
+            ) from error
         return Stored(kind.name, numbers.shape[-1], numbers)
 
     def drop(self, stored: Stored) -> None:
