@@ -265,36 +265,9 @@ def inflate_target(
         raise UnsupportedError(f"{source}: only a Llama can be inflated, this is of type {config.model_type!r}")
     if shape.hidden_size % shape.num_heads:  # transformers refuses such a config
         raise ConfigError(f"hidden size {shape.hidden_size} is not divisible by {shape.num_heads} heads: change one")
-    axis(config.num_layers, shape.num_layers, "number of layers")
-    hidden = axis(config.hidden_size, shape.hidden_size, "hidden size")
-    queries, keys = head_axes(config.num_heads, config.num_kv_heads, shape, config.head_dim)
-    axes = {
-        "vocab": torch.arange(config.vocab_size),
-        "hidden": hidden,
-        "attended": hidden,
-        "queries": queries,
-        "keys": keys,
-        "inner": axis(config.intermediate_size, shape.intermediate_size, "intermediate size"),
-    }
-    inflation = Inflation(axes, dtype, torch.Generator().manual_seed(seed))
+    inflation = Inflation(target_axes(config, shape), dtype, torch.Generator().manual_seed(seed))
     out.mkdir(parents=True)
-    shards, first = Shards(out), "model.layers.0."
-    with WeightFiles(source) as files:
-
-        def put(name: str, *, is_new: bool = False) -> None:
-            shards.add(name, inflation.tensor(name, None if is_new else files.get(name)))
-
-        put("model.embed_tokens.weight")
-        stored = files.keys()
-        names = [key.removeprefix(first) for key in stored if key.startswith(first)]
-        for layer in range(shape.num_layers):
-            for part in names:
-                if not part.endswith("inv_freq"):
-                    put(f"model.layers.{layer}.{part}", is_new=layer >= config.num_layers)
-        put("model.norm.weight")
-        if not config.tie_word_embeddings:
-            put("lm_head.weight")
-    shards.close()
+    shards = write_tensors(source, out, config, shape, inflation)
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in COPIED):
             shutil.copyfile(file, out / file.name)
@@ -317,6 +290,42 @@ def inflate_target(
     # Last: a folder with a config is whole.
     (out / "config.json").write_text(json.dumps({**raw, **changes}, indent=2) + "\n", encoding="utf-8")
     return inflation
+
+
+def target_axes(config: ModelConfig, shape: Shape) -> dict[str, Tensor]:
+    axis(config.num_layers, shape.num_layers, "number of layers")
+    hidden = axis(config.hidden_size, shape.hidden_size, "hidden size")
+    queries, keys = head_axes(config.num_heads, config.num_kv_heads, shape, config.head_dim)
+    return {
+        "vocab": torch.arange(config.vocab_size),
+        "hidden": hidden,
+        "attended": hidden,
+        "queries": queries,
+        "keys": keys,
+        "inner": axis(config.intermediate_size, shape.intermediate_size, "intermediate size"),
+    }
+
+
+def write_tensors(source: Path, out: Path, config: ModelConfig, shape: Shape, inflation: Inflation) -> Shards:
+    """Write the weights of ``source`` into ``out``, inflated."""
+    shards, first = Shards(out), "model.layers.0."
+    with WeightFiles(source) as files:
+
+        def put(name: str, *, is_new: bool = False) -> None:
+            shards.add(name, inflation.tensor(name, None if is_new else files.get(name)))
+
+        put("model.embed_tokens.weight")
+        stored = files.keys()
+        names = [key.removeprefix(first) for key in stored if key.startswith(first)]
+        for layer in range(shape.num_layers):
+            for part in names:
+                if not part.endswith("inv_freq"):
+                    put(f"model.layers.{layer}.{part}", is_new=layer >= config.num_layers)
+        put("model.norm.weight")
+        if not config.tie_word_embeddings:
+            put("lm_head.weight")
+    shards.close()
+    return shards
 
 
 def write_card(folder: Path, notice: str, small: ModelConfig, shape: Shape) -> None:
@@ -469,6 +478,25 @@ def inflate(
     return inflation, [out / folder for folder in names[1:]]
 
 
+def write_and_check(
+    target: Path, heads: Sequence[Path], out: Path, shape: Shape, dtype: torch.dtype, seed: int, *, check: bool
+) -> bool:
+    """Inflate, and say what was written; whether it says what the small one says, as far as that was looked at."""
+    began = time.perf_counter()
+    inflation, wide_heads = inflate(target, heads, out, shape, dtype, seed)
+    print(f"written in {time.perf_counter() - began:.0f} s:")
+    for folder in (out / "target", *wide_heads):
+        print(f"  {folder}: {sum(file.stat().st_size for file in folder.iterdir()) / 1e9:.2f} GB")
+    reason = room_for_check(out / "target") if check else "--no-check"
+    same = True
+    if reason is None:
+        same = compare(say(target, heads), say(out / "target", wide_heads), heads, rounded=inflation.rounded)
+    else:
+        print(f"not checked: {reason}")
+    print(read_config(out / "target")["draftwing_inflated"]["notice"])
+    return same
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="Folder to write OUT/target and OUT/HEAD's name into.")],
     target: Annotated[
@@ -515,18 +543,7 @@ def main(
         shape = replace(shape_of(model) if like is None else shape_like(like, model.head_dim), **given)
         heads = [SHIPPED / "eagle3", SHIPPED / "eagle1"] if target == SHIPPED / "target" else []
         heads = heads if head is None else list(head)
-        began = time.perf_counter()
-        inflation, wide_heads = inflate(target, heads, out, shape, DTYPES[dtype], seed)
-        print(f"written in {time.perf_counter() - began:.0f} s:")
-        for folder in (out / "target", *wide_heads):
-            print(f"  {folder}: {sum(file.stat().st_size for file in folder.iterdir()) / 1e9:.2f} GB")
-        reason = room_for_check(out / "target") if check else "--no-check"
-        same = True
-        if reason is None:
-            same = compare(say(target, heads), say(out / "target", wide_heads), heads, rounded=inflation.rounded)
-        else:
-            print(f"not checked: {reason}")
-        print(read_config(out / "target")["draftwing_inflated"]["notice"])
+        same = write_and_check(target, heads, out, shape, DTYPES[dtype], seed, check=check)
     except DraftwingError as error:
         console.error(str(error))
         raise typer.Exit(2) from None

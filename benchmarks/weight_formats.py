@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,9 @@ from draftwing.evaluate.machine import describe_machine, read_bandwidth
 from draftwing.model.lean import LeanTarget
 from draftwing.model.resolve import resolve
 from draftwing.shipped import SHIPPED
+from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
 from draftwing.text.tokenizer import Tokenizer
+from plain_decoding import commit
 
 
 def load(folder: Path, draft: str, *, expand: bool) -> dict[str, dw.LM]:
@@ -47,14 +50,13 @@ def load(folder: Path, draft: str, *, expand: bool) -> dict[str, dw.LM]:
     return found
 
 
-def prompts_of(path: Path | None, count: int) -> list[str]:
-    file = path or SHIPPED / "prompts.jsonl"
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    texts = [line.get("prompt") or line.get("question") or line["turns"][0] for line in lines]
+def prompts_of(path: Path | None, count: int) -> list[Prompt]:
+    """So many, from the first again where there are fewer."""
+    texts: Sequence[Prompt] = shipped_prompts() if path is None else read_prompts(path)
     return [texts[index % len(texts)] for index in range(count)]
 
 
-def decode(lm: dw.LM, prompt: str, sampling: dw.Sampling) -> tuple[list[int], tuple[int, int, float]]:
+def decode(lm: dw.LM, prompt: Prompt, sampling: dw.Sampling) -> tuple[list[int], tuple[int, int, float]]:
     """The text's ids, and tokens, steps and seconds after the first step, whose time is the prompt's."""
     engine = lm.engine()
     request = engine.submit(lm.encode(prompt), sampling)
@@ -65,9 +67,18 @@ def decode(lm: dw.LM, prompt: str, sampling: dw.Sampling) -> tuple[list[int], tu
     return request.token_ids, (len(request.token_ids) - before, steps, time.perf_counter() - began)
 
 
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+@dataclass
+class Figures:
+    """What was measured: by decoding and copy, a figure for each round, and the texts of each prompt."""
+
+    rates: dict[str, list[float]] = field(default_factory=dict)  # tokens/s; of "limit", what the memory allows
+    forwards: dict[str, list[float]] = field(default_factory=dict)  # tokens a forward
+    texts: dict[tuple[float, int], set[tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def identical(self) -> int:
+        """Prompts and temperatures that have one text."""
+        return sum(len(each) == 1 for each in self.texts.values())
 
 
 def main(
@@ -87,79 +98,94 @@ def main(
     folder = resolve(target)
     models = {name: load(folder, draft, expand=name == "float32") for name in ("own", "float32")}
     asked = prompts_of(prompts, num_prompts)
-    if texts:
-        compare_texts(models, draft, asked, [float(each) for each in temperatures.split(",")], tokens, batch, output)
-        return
-    rates: dict[str, list[float]] = {}
-    wording: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
-    forwards: dict[str, list[float]] = {}
     wanted = [float(each) for each in temperatures.split(",")]
-    warm_up = 1 if rounds > 1 else 0
+    if texts:
+        compare_texts(models, draft, asked, wanted, tokens, batch, output)
+        return
+    figures, warm_up = Figures(), 1 if rounds > 1 else 0
     own = models["own"]["plain"].target
     for turn in track(range(rounds + warm_up), "decoding", console=Console(stderr=True)):
-        for temperature in wanted:
-            for way in models["own"]:
-                for name, lms in models.items():
-                    count, steps, seconds = 0, 0, 0.0
-                    for index, prompt in enumerate(asked):
-                        sampling = dw.Sampling(temperature=temperature, seed=7, max_tokens=tokens, ignore_eos=True)
-                        ids, timed = decode(lms[way], prompt, sampling)
-                        wording.setdefault((temperature, index), set()).add(tuple(ids))
-                        count, steps, seconds = count + timed[0], steps + timed[1], seconds + timed[2]
-                    key = f"{way}, T={temperature:g}, {name}"
-                    if turn >= warm_up:
-                        rates.setdefault(key, []).append(count / seconds)
-                        forwards.setdefault(key, []).append(count / steps)
-        if limit and turn >= warm_up:
+        is_counted = turn >= warm_up
+        run_round(models, asked, wanted, tokens, figures, is_counted=is_counted)
+        if limit and is_counted:
             bandwidth = read_bandwidth(own.num_weight_bytes) * 1e9 / own.num_weight_bytes
-            rates.setdefault("limit", []).append(bandwidth)
-    identical = sum(len(each) == 1 for each in wording.values())
+            figures.rates.setdefault("limit", []).append(bandwidth)
+    rows = rows_of(models["own"], wanted, figures)
+    report(folder, models, rows, figures.identical, len(figures.texts))
+    if output is not None:
+        settings = {"target": Path(target).name, "draft": Path(draft).name, "num_prompts": num_prompts}
+        settings |= {"tokens": tokens, "rounds": rounds, "batch": batch, "temperatures": wanted}
+        write(output, {"settings": {**settings, "kernel_arch": kernel_arch()}, **results(models, rows, figures)})
+
+
+def run_round(
+    models: dict[str, dict[str, dw.LM]],
+    asked: list[Prompt],
+    temperatures: list[float],
+    tokens: int,
+    figures: Figures,
+    *,
+    is_counted: bool,
+) -> None:
+    """Every prompt by every copy, plainly and drafted; in a warm-up only the texts count."""
+    for temperature in temperatures:
+        for way in models["own"]:
+            for name, lms in models.items():
+                count, steps, seconds = 0, 0, 0.0
+                for index, prompt in enumerate(asked):
+                    sampling = dw.Sampling(temperature=temperature, seed=7, max_tokens=tokens, ignore_eos=True)
+                    ids, timed = decode(lms[way], prompt, sampling)
+                    figures.texts.setdefault((temperature, index), set()).add(tuple(ids))
+                    count, steps, seconds = count + timed[0], steps + timed[1], seconds + timed[2]
+                if is_counted:
+                    key = f"{way}, T={temperature:g}, {name}"
+                    figures.rates.setdefault(key, []).append(count / seconds)
+                    figures.forwards.setdefault(key, []).append(count / steps)
+
+
+def rows_of(ways: Iterable[str], temperatures: list[float], figures: Figures) -> dict[str, dict[str, float]]:
     rows = {}
-    for way in models["own"]:
-        for temperature in wanted:
+    for way in ways:
+        for temperature in temperatures:
             key = f"{way}, T={temperature:g}"
-            ours, theirs = rates[f"{key}, own"], rates[f"{key}, float32"]
+            ours, theirs = figures.rates[f"{key}, own"], figures.rates[f"{key}, float32"]
             rows[key] = {
                 "own": statistics.median(ours),
                 "float32": statistics.median(theirs),
                 "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
-                "tau": statistics.median(forwards[f"{key}, own"]),
+                "tau": statistics.median(figures.forwards[f"{key}, own"]),
             }
-            if way == "plain" and "limit" in rates:
-                shares = [a / b for a, b in zip(ours, rates["limit"], strict=True)]
+            if way == "plain" and "limit" in figures.rates:
+                shares = [a / b for a, b in zip(ours, figures.rates["limit"], strict=True)]
                 rows[key]["share_of_limit"] = statistics.median(shares)
-    report(folder, models, rows, identical, len(wording))
-    if output is not None:
-        settings = {
-            "target": Path(target).name,
-            "draft": Path(draft).name,
-            "num_prompts": num_prompts,
-            "tokens": tokens,
-        }
-        result = {
-            "settings": {
-                **settings,
-                "rounds": rounds,
-                "batch": batch,
-                "temperatures": wanted,
-                "kernel_arch": os.environ.get("DRAFTWING_KERNEL_ARCH", "native"),
-            },
-            "matrices": {name: lms["plain"].target.runs_as for name, lms in models.items()},
-            "mb_per_token": {name: lms["plain"].target.num_weight_bytes / 1e6 for name, lms in models.items()},
-            "tokens_per_s": rows,
-            "limit_tokens_per_s": statistics.median(rates["limit"]) if "limit" in rates else None,
-            "identical": [identical, len(wording)],
-            "machine": describe_machine(),
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": commit(),
-        }
-        output.write_text(json.dumps(result, indent=1) + "\n")
+    return rows
+
+
+def results(models: dict[str, dict[str, dw.LM]], rows: dict[str, dict[str, float]], figures: Figures) -> dict[str, Any]:
+    limit = figures.rates.get("limit")
+    return {
+        "matrices": {name: lms["plain"].target.runs_as for name, lms in models.items()},
+        "mb_per_token": {name: lms["plain"].target.num_weight_bytes / 1e6 for name, lms in models.items()},
+        "tokens_per_s": rows,
+        "limit_tokens_per_s": statistics.median(limit) if limit else None,
+        "identical": [figures.identical, len(figures.texts)],
+    }
+
+
+def kernel_arch() -> str:
+    return os.environ.get("DRAFTWING_KERNEL_ARCH", "native")
+
+
+def write(output: Path, result: dict[str, Any]) -> None:
+    """The result as JSON, with where and when it was found."""
+    result |= {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def compare_texts(
     models: dict[str, dict[str, dw.LM]],
     draft: str,
-    asked: list[str],
+    asked: list[Prompt],
     temperatures: list[float],
     tokens: int,
     batch: int,
@@ -180,15 +206,12 @@ def compare_texts(
             "target": Path(own.name).name,
             "draft": Path(draft).name,
             "matrices": own.runs_as,
-            "kernel_arch": os.environ.get("DRAFTWING_KERNEL_ARCH", "native"),
+            "kernel_arch": kernel_arch(),
             "num_prompts": len(asked),
             "tokens": tokens,
             "identical": same,
-            "machine": describe_machine(),
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": commit(),
         }
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        write(output, result)
 
 
 def report(folder: Path, models: Any, rows: dict[str, dict[str, float]], identical: int, count: int) -> None:

@@ -246,6 +246,34 @@ def test_the_folder_is_made_once_and_anew_for_another_file(source_of, tmp_path):
         GgufWeights.from_folder(folder)
 
 
+def test_folders_of_files_that_are_gone_go_with_the_next_new_one(source_of, tmp_path):
+    gone, there = write(source_of(), tmp_path / "gone.gguf"), write(source_of(), tmp_path / "there.gguf")
+    old, kept = open_gguf(gone), open_gguf(there)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "model.gguf").symlink_to(tmp_path / "nothing")
+    link, other = old.parent / "link", old.parent / "other"
+    link.symlink_to(elsewhere)
+    other.mkdir(exist_ok=True)
+    gone.unlink()
+    assert open_gguf(there) == kept
+    assert old.exists()
+    new = open_gguf(write(source_of(), tmp_path / "new.gguf"))
+    assert not old.exists()
+    assert all(each.exists() for each in (new, kept, other))
+    assert (elsewhere / "model.gguf").is_symlink()
+    link.unlink()
+    other.rmdir()
+
+
+def test_a_file_that_was_cut_short_after_it_was_opened(source_of, tmp_path):
+    file = write(source_of(), tmp_path / "short.gguf")
+    with GgufWeights(file) as weights:
+        os.truncate(file, file.stat().st_size // 2)
+        with refused(CheckpointError, "short.gguf", "cut short", "Download the file again"):
+            weights.get("model.embed_tokens.weight")
+
+
 def test_many_make_one_folder(source_of, tmp_path):
     file, found = write(source_of(), tmp_path / "race.gguf"), []
     threads = [threading.Thread(target=lambda: found.append(open_gguf(file))) for _ in range(8)]

@@ -126,6 +126,16 @@ def test_damaged_files(single):
         WeightFiles(single)
 
 
+def test_a_file_that_was_cut_short_after_it_was_opened(single):
+    file = single / "model.safetensors"
+    with WeightFiles(single) as files:
+        assert files.stored("model.embed_tokens.weight").data.shape == (4, 3)
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size - 8)
+        with refusal("model.safetensors", "model.embed_tokens.weight", "cut short", "Download it again"):
+            files.stored("model.embed_tokens.weight")
+
+
 def test_damaged_indices(sharded):
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]

@@ -47,6 +47,9 @@ def open_gguf(path: Path) -> Path:
         with private_folder() as cache:
             base = cache.path / "gguf"
             base.mkdir(mode=0o700, exist_ok=True)
+            if not _is_whole(base / name, path):
+                with cache.locked("gguf.lock"):
+                    _prune(base)
             return _made(base, name, path)
     except OSError:  # nothing can be kept there
         if name not in _temporary:
@@ -123,6 +126,17 @@ def _made(base: Path, name: str, path: Path) -> Path:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return final
+
+
+def _prune(base: Path) -> None:
+    """Remove folders whose file is gone. Links are not followed: what they name may be anybody's."""
+    if base.is_symlink():
+        return
+    with os.scandir(base) as entries:
+        for entry in entries:
+            file = link_of(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else None
+            if file is not None and not os.path.lexists(file):
+                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def _link(path: Path, link: Path) -> None:

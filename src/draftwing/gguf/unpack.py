@@ -25,6 +25,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf.container import open_file
 from draftwing.gguf.folder import folder_files
 from draftwing.gguf.weights import GgufWeights
+from draftwing.model.weights import check_finite
 
 __all__ = ["DTYPES", "Unpacked", "import_gguf"]
 
@@ -166,7 +167,5 @@ def _write_header(file: BinaryIO, weights: GgufWeights, shard: dict[str, int], d
 
 def _write_tensor(file: BinaryIO, weights: GgufWeights, name: str, dtype: str) -> None:
     for part in weights.pieces(name, DTYPES[dtype]):
-        if not torch.isfinite(part.sum(dtype=torch.float32)) and not torch.isfinite(part).all():
-            fix = "float16 may not hold them: choose bfloat16" if dtype == "float16" else "download the file again"
-            raise CheckpointError(f"weight {name} must hold finite numbers, found others: {fix}")
+        check_finite(name, part)
         file.write(part.contiguous().view(torch.uint8).numpy().data)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +14,8 @@ from draftwing.gguf.config import architecture_of
 from draftwing.gguf.container import TensorInfo, open_file
 from draftwing.gguf.folder import LINK, link_of
 from draftwing.gguf.names import Place, places
-from draftwing.model.mapped import MappedFile
-from draftwing.model.stored import Stored
+from draftwing.model.mapped import MappedFile, as_numbers
+from draftwing.model.stored import Stored, dequantized, joined
 from draftwing.model.weights import Weights
 from draftwing.run.kernel.formats import FORMATS
 
@@ -26,7 +23,7 @@ __all__ = ["GgufWeights"]
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_PIECE = 1 << 22  # numbers that are expanded at a time
+_PIECE = 1 << 22  # plain numbers handed on at a time
 
 
 class GgufWeights(Weights):
@@ -99,7 +96,7 @@ class GgufWeights(Weights):
             raise CheckpointError(f"{self.folder}: {name} holds floating-point numbers, not {dtype}.")
         plain = _PLAIN.get(info.kind)
         if plain is not None:
-            return _as(rows, plain).reshape(found).to(dtype or plain)
+            return as_numbers(rows, plain).reshape(found).to(dtype or plain)
         return self._expand(name, rows, dtype or torch.float32).reshape(found)
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
@@ -116,7 +113,7 @@ class GgufWeights(Weights):
             raise CheckpointError(f"{self.folder}: {name} must be a matrix, found shape {found}. Convert it again.")
         rows = self._rows(name)
         if info.kind in _STORED:
-            return Stored(_STORED[info.kind], found[1], _as(rows, _PLAIN[info.kind]))
+            return Stored(_STORED[info.kind], found[1], as_numbers(rows, _PLAIN[info.kind]))
         if info.kind in FORMATS and FORMATS[info.kind].is_blocks:
             return Stored(info.kind, found[1], rows)
         return Stored("float32", found[1], self._expand(name, rows, torch.float32), was=info.kind)
@@ -139,11 +136,7 @@ class GgufWeights(Weights):
 
     def _find(self, name: str) -> tuple[Place, TensorInfo]:
         if name not in self._places:
-            close = difflib.get_close_matches(name, self._places, n=1) if len(self._places) < 10000 else []
-            raise CheckpointError(
-                f"{self.folder}: weight {name} is missing among {len(self._places)}"
-                f"{f'; the closest is {close[0]}' if close else ''}. Download the file again, or convert it again."
-            )
+            raise self.missing(name, "Download the file again, or convert it again.")
         place = self._places[name]
         return place, self._tensors[place.tensor]
 
@@ -190,43 +183,24 @@ class GgufWeights(Weights):
         return moved if len(info.shape) > 1 else moved.view(1, -1)
 
     def _expand(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """(rows, bytes) uint8 -> (rows, numbers), with little memory beside."""
-        out = torch.empty(rows.shape[0], self._find(name)[1].shape[-1], dtype=dtype)
-        at = 0
-        for part in self._pieces(name, rows):
-            out[at : at + part.shape[0]] = part
-            at += part.shape[0]
-        return out
+        """(rows, bytes) uint8 -> (rows, numbers)."""
+        return joined(self._pieces(name, rows), rows.shape[0], self._find(name)[1].shape[-1], dtype)
 
     def _pieces(self, name: str, rows: Tensor) -> Iterator[Tensor]:
         """(rows, bytes) uint8 -> (some rows, numbers) again and again, as PyTorch has them, blocks as float32."""
-        import gguf
-
         info = self._find(name)[1]
-        kind, plain = gguf.GGMLQuantizationType[info.kind], _PLAIN.get(info.kind)
-        if kind.name.startswith("I") and not kind.name.startswith("IQ"):
+        if info.kind.startswith("I") and not info.kind.startswith("IQ"):
             raise CheckpointError(
                 f"{self.folder}: {name} must hold floating-point numbers, found {info.kind}. Convert the model again."
             )
-        step = max(1, _PIECE // info.shape[-1])
+        if info.kind in _PLAIN:
+            for part in torch.split(rows, max(1, _PIECE // info.shape[-1])):
+                yield as_numbers(part, _PLAIN[info.kind])
+            return
         try:
-            for start in range(0, rows.shape[0], step):
-                part = rows[start : start + step]
-                if plain is not None:
-                    yield _as(part, plain)
-                    continue
-                with np.errstate(all="ignore"):  # numbers that are not finite are whoever reads them to refuse
-                    found: Any = gguf.quants.dequantize(part.numpy(), kind)
-                yield torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32))
+            yield from dequantized(rows, info.kind, info.shape[-1])
         except NotImplementedError:
             raise UnsupportedError(
                 f"{self.folder}: {name} is in the format {info.kind}, which cannot be expanded. Take a file in another "
                 "format, such as Q4_K_M or Q8_0."
             ) from None
-
-
-def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as plain numbers; copied only where they do not lie as the processor wants them."""
-    if rows.data_ptr() % dtype.itemsize:
-        rows = rows.clone()
-    return rows.view(dtype)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
 from draftwing.gguf.folder import link_of
 from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
-from draftwing.model.target import FOREIGN, NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
+from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, own_context
 from draftwing.model.weights import check_finite
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -142,8 +142,7 @@ class AdapterTarget(Target):
     @torch.inference_mode()
     def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
         """See ``Target.prefill``: the model's own causal forward."""
-        if not isinstance(ctx, AdapterContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, AdapterContext)
         self.check_prompt(prompt_ids)
         ids, cache, taps, features = list(prompt_ids), self._empty_cache(), None, ctx.features
         if len(ids) > 1:
@@ -162,8 +161,7 @@ class AdapterTarget(Target):
     @torch.inference_mode()
     def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
         """See ``Target.forward``. Rows are run one by one."""
-        if not isinstance(ctx, AdapterContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, AdapterContext)
         logits, taps, features = [], [], ctx.features
         for row, length in enumerate(ctx.lengths):
             tokens = tree.tokens[row : row + 1].clamp(min=0)
@@ -207,8 +205,7 @@ class AdapterTarget(Target):
     @torch.inference_mode()
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. Each cache holds the whole tree at its end: keep the path."""
-        if not isinstance(ctx, AdapterContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, AdapterContext)
         if tree.num_nodes == 1:
             return
         for row, (length, path) in enumerate(zip(ctx.lengths, accepted.path.tolist(), strict=True)):
@@ -221,8 +218,7 @@ class AdapterTarget(Target):
 
     def remove(self, ctx: Context, row: int) -> None:
         """See ``Target.remove``."""
-        if not isinstance(ctx, AdapterContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, AdapterContext)
         ctx.rows[row], ctx.caches[row], ctx.read[row] = ctx.rows[-1], ctx.caches[-1], ctx.read[-1]
         for column in (ctx.rows, ctx.caches, ctx.read):
             column.pop()

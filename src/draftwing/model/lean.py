@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError
 from draftwing.gguf.source import open_weights
 from draftwing.model.attention import Attend
 from draftwing.model.cache import KVCache
@@ -29,7 +29,7 @@ from draftwing.model.families import Reader, read_layer
 from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
 from draftwing.model.linear import Linear, check_quantize, runs_as
 from draftwing.model.rope import Rotary
-from draftwing.model.target import FOREIGN, NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput
+from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, own_context
 from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
 from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
@@ -228,8 +228,7 @@ class LeanTarget(Target):
     @torch.inference_mode()
     def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
         """See ``Target.prefill``. In pieces, and each row by itself, so that its bits depend on nothing else."""
-        if not isinstance(ctx, LeanContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, LeanContext)
         self.check_prompt(prompt_ids)
         ids = list(prompt_ids)
         features = ctx.runner.prefill(ctx.num_rows, ids[:-1], prompt_length=len(ids))
@@ -242,8 +241,7 @@ class LeanTarget(Target):
     @torch.inference_mode()
     def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
         """See ``Target.forward``."""
-        if not isinstance(ctx, LeanContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, LeanContext)
         runner = ctx.runner
         logits, features = runner.forward(
             Entries(tree, [row.length for row in ctx.rows], prompt_lengths=[row.prompt_length for row in ctx.rows])
@@ -272,16 +270,14 @@ class LeanTarget(Target):
     @torch.inference_mode()
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. The nodes of a line lie in their final slots already."""
-        if not isinstance(ctx, LeanContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, LeanContext)
         if not tree.is_line:
             ctx.runner.commit(ctx.lengths, accepted.path)
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:
         """See ``Target.remove``."""
-        if not isinstance(ctx, LeanContext):
-            raise ConfigError(FOREIGN)
+        ctx = own_context(ctx, LeanContext)
         ctx.cache.move_row(ctx.num_rows - 1, row)
         ctx.rows[row] = ctx.rows[-1]
         ctx.rows.pop()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftwing.run.kernel.formats import FORMATS
 
-__all__ = ["Stored", "stack"]
+__all__ = ["Stored", "dequantized", "joined", "stack"]
 
-_PIECE = 1 << 24  # weights expanded at a time: what that takes besides stays small
+_PIECE = 1 << 22  # weights expanded at a time: what that takes besides stays small
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,31 @@ class Stored:
         """(out, in) float32: exactly what the format says."""
         if not FORMATS[self.format].is_blocks:
             return self.data.float()
-        import gguf  # here, since it takes a while
+        return joined(dequantized(self.data, self.format, self.num_in), self.num_out, self.num_in)
 
-        kind = gguf.GGMLQuantizationType[self.format]
-        out = torch.empty(self.num_out, self.num_in)
-        step = max(1, _PIECE // self.num_in)
-        for start in range(0, self.num_out, step):
-            part = gguf.quants.dequantize(self.data[start : start + step].numpy(), kind)
-            out[start : start + step] = torch.from_numpy(part)
-        return out
+
+def dequantized(blocks: Tensor, kind: str, num_in: int) -> Iterator[Tensor]:
+    """GGUF's blocks (out, bytes of a row) uint8 as float32, some rows (rows, in) at a time.
+
+    Raises:
+        NotImplementedError: a format that ``gguf`` cannot expand.
+    """
+    import gguf  # here, since it takes a while
+
+    step = max(1, _PIECE // num_in)
+    for start in range(0, blocks.shape[0], step):
+        with np.errstate(all="ignore"):  # numbers that are not finite are whoever reads them to refuse
+            part: Any = gguf.quants.dequantize(blocks[start : start + step].numpy(), gguf.GGMLQuantizationType[kind])
+        yield torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
+
+
+def joined(parts: Iterable[Tensor], num_out: int, num_in: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Some rows after the other as one matrix (out, in), with little memory beside."""
+    out, at = torch.empty(num_out, num_in, dtype=dtype), 0
+    for part in parts:
+        out[at : at + part.shape[0]] = part
+        at += part.shape[0]
+    return out
 
 
 def stack(parts: Sequence[Stored]) -> list[Stored]:

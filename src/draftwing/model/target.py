@@ -8,18 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from draftwing.errors import PromptError
+from draftwing.errors import ConfigError, PromptError
 from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
 from draftwing.run.forward import on_device
 from draftwing.sampling import History
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["FOREIGN", "NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput"]
+__all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput", "own_context"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class FeatureSpec:
 
 
 NO_FEATURES = FeatureSpec()
-FOREIGN = "this context is of another kind of target: take the one that this target's new_context() made"
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,18 @@ class Context:
             self.tensor(self.lengths),
             self.tensor([row.prompt_length for row in self.rows]),
         )
+
+
+C = TypeVar("C", bound=Context)
+
+
+def own_context(ctx: Context, kind: type[C]) -> C:
+    """The context as a target's own kind. Raises ConfigError if it is of another kind of target."""
+    if not isinstance(ctx, kind):
+        raise ConfigError(
+            "this context is of another kind of target: take the one that this target's new_context() made"
+        )
+    return ctx
 
 
 class Target(ABC):

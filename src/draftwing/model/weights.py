@@ -23,12 +23,19 @@ __all__ = ["WeightFiles", "Weights", "check_finite"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MANY = 10_000  # tensors among which looking for the closest name would take long
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights(ABC):
-    """Where a model's tensors come from: ``WeightFiles``, or a GGUF file. Closed at the end of a ``with`` block."""
+    """Where a model's tensors come from: ``WeightFiles``, or a GGUF file. Closed at the end of a ``with`` block.
+
+    Attributes:
+        folder: where messages say that they are.
+    """
+
+    folder: Path
 
     def __enter__(self) -> Self:
         return self
@@ -69,6 +76,15 @@ class Weights(ABC):
     def unused(self, used: set[str]) -> list[str]:
         """The tensors that are not in ``used``, sorted: a strict loader wants none left."""
         return [name for name in self.keys() if name not in used]
+
+    def missing(self, name: str, fix: str) -> CheckpointError:
+        """What is to be raised where there is no tensor ``name``; ``fix`` says what to do about it."""
+        names = self.keys()
+        close = difflib.get_close_matches(name, names, n=1) if len(names) < _MANY else []
+        return CheckpointError(
+            f"{self.folder}: weight {name} is missing among {len(names)}"
+            f"{f'; the closest is {close[0]}' if close else ''}. {fix}"
+        )
 
 
 class WeightFiles(Weights):
@@ -159,7 +175,12 @@ class WeightFiles(Weights):
         if file not in self._mapped:
             self._mapped[file] = _map(self.folder / file)
         mapped, starts = self._mapped[file]
-        numbers = mapped.tensor(starts[name], entry.get_shape(), dtype)
+        try:
+            numbers = mapped.tensor(starts[name], entry.get_shape(), dtype)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.folder / file}: {name} cannot be read ({error}). Download it again."
+            ) from error
         return Stored(kind.name, numbers.shape[-1], numbers)
 
     def drop(self, stored: Stored) -> None:
@@ -169,12 +190,7 @@ class WeightFiles(Weights):
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
-            close = difflib.get_close_matches(name, self._file_of, n=1)
-            raise CheckpointError(
-                f"{self.folder}: weight {name} is missing among {len(self._file_of)}"
-                f"{f'; the closest is {close[0]}' if close else ''}. Does config.json belong to these weights? "
-                "Download both again from one place."
-            )
+            raise self.missing(name, "Does config.json belong to these weights? Download both again from one place.")
         if not self._open:
             raise CheckpointError(f"{self.folder}: the weight files are closed. Open WeightFiles again to read {name}.")
         return self._open[self._file_of[name]].get_slice(name)

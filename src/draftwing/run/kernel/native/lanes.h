@@ -48,9 +48,59 @@ struct Scratch {
     }
 };
 
+#if defined(__AVX512F__)
 inline v16 load(const float* from) { return *reinterpret_cast<const v16u*>(from); }
 inline void store(float* to, v16 value) { *reinterpret_cast<v16u*>(to) = value; }
+#else
+// In two halves: 64 bytes at once GCC moves through memory, 16 at a time.
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v8u __attribute__((vector_size(32), aligned(4)));
+inline v16 load(const float* from) {
+    v16 found;
+    for (int h = 0; h < 2; ++h) {
+        const v8 half = *reinterpret_cast<const v8u*>(from + 8 * h);
+        memcpy(reinterpret_cast<char*>(&found) + 32 * h, &half, 32);
+    }
+    return found;
+}
+inline void store(float* to, v16 value) {
+    *reinterpret_cast<v8u*>(to) = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7);
+    *reinterpret_cast<v8u*>(to + 8) = __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#endif
 inline v16 spread(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+// The number at an address, sixteen times. Zen 4 loads a word into all lanes at no cost, but takes a vector unit's time for
+// the same instruction on a float.
+inline v16 spread_from(const float* from) {
+#if defined(__AVX512F__)
+    int32_t bits;
+    memcpy(&bits, from, 4);
+    return (v16)_mm512_set1_epi32(bits);
+#else
+    return spread(*from);
+#endif
+}
+
+// Sixteen sums that stay in registers: without AVX-512 only as two halves.
+#if defined(__AVX512F__)
+typedef v16 Sums;
+#else
+struct Sums {
+    v8 half[2];
+};
+inline void set(Sums& sums, const v16& from) { memcpy(&sums, &from, 64); }
+inline void get(const Sums& sums, v16& to) { memcpy(&to, &sums, 64); }
+inline void add_product(Sums& sums, const v16& x, const v16& weight) {
+    v8 xs[2], weights[2];
+    memcpy(xs, &x, 64);
+    memcpy(weights, &weight, 64);
+    for (int h = 0; h < 2; ++h) sums.half[h] += xs[h] * weights[h];
+}
+#endif
+inline void set(v16& sums, const v16& from) { sums = from; }
+inline void get(const v16& sums, v16& to) { to = sums; }
+inline void add_product(v16& sums, const v16& x, const v16& weight) { sums += x * weight; }
 
 inline float sum_of(v16 lanes) {
     float half[8], sum[4];

@@ -304,9 +304,9 @@ constexpr int MANY = 6;
 template <int R> constexpr int parts_of_rows() { return 1; }
 #endif
 
-// Parts of a tile that are summed at a time: their sums, scales and offsets stay in registers.
+// Parts of a tile in blocks that are summed at a time: their sums, scales and offsets stay in registers.
 #if defined(__AVX512F__)
-template <int R> constexpr int parts_at_once() { return PARTS; }
+template <int R> constexpr int parts_at_once() { return R <= 4 ? PARTS : 2; }
 #else
 template <int R> constexpr int parts_at_once() { return R == 1 ? 2 : 1; }
 #endif
@@ -328,7 +328,7 @@ void plain_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
         for (int i = 0; i < count; ++i) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const v16 value = spread(x[r * stride + k + i]);
+                const v16 value = spread_from(x + r * stride + k + i);
 #pragma GCC unroll 4
                 for (int c = 0; c < PARTS; ++c) acc[r][c] += value * T::weight(bits[c], i);
             }
@@ -344,53 +344,87 @@ void plain_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*
         for (int c = 0; c < PARTS; ++c) sum[r][c] = acc[r][c];
 }
 
-template <typename T, int R>
-void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
-    constexpr int P = parts_at_once<R>(), FOURS = T::UNIT / 4;
+// Adds the products of a unit's inputs to the sums of R rows and P parts of a tile. Unrolled just so far that shifts are
+// known when this is compiled: a whole block would not fit where decoded instructions are kept.
+template <typename T, int R, int P>
+__attribute__((always_inline)) inline void block_unit(const float* x, size_t stride, const char* w, int unit, int part,
+                                                      const char* ahead, v16 (*acc)[P]) {
+    constexpr int FOURS = T::UNIT / 4;
     constexpr int STEP = T::BYTES / (T::UNITS * FOURS * (PARTS / P));  // bytes to fetch for each four inputs
-    const char* ahead = w + AHEAD;
-    for (int k = 0; k < num_in; k += T::INPUTS, w += T::BYTES) {
-        for (int unit = 0; unit < T::UNITS; ++unit) {
-            const float* own = x + k + unit * T::UNIT;
-            for (int part = 0; part < PARTS; part += P) {
-                v16 acc[R][P];
-                Scale scale[P];
+    Scale scale[P];
+    for (int c = 0; c < P; ++c) scale[c] = T::scale(w, unit, part + c);
+#pragma GCC unroll 2
+    for (int half = 0; half < FOURS; half += 4) {
+        for (int i = 0; i < 4; ++i, ahead += STEP) {
+            const int four = half | i;
+            fetch<STEP>(ahead);
+            typename T::Bits bits[P];
+            for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 4
                 for (int c = 0; c < P; ++c) {
-                    scale[c] = T::scale(w, unit, part + c);
-                    for (int r = 0; r < R; ++r) acc[r][c] = sum[r][part + c];
-                }
-                for (int four = 0; four < FOURS; ++four, ahead += STEP) {
-                    fetch<STEP>(ahead);
-                    typename T::Bits bits[P];
-                    for (int c = 0; c < P; ++c) bits[c] = T::bits(w, unit, four, part + c);
-#pragma GCC unroll 4
-                    for (int i = 0; i < 4; ++i) {
-#pragma GCC unroll 4
-                        for (int c = 0; c < P; ++c) {
-                            const v16 weight = T::weight(bits[c], i, scale[c]);
+                    const v16 weight = T::weight(bits[c], j, scale[c]);
 #pragma GCC unroll 8
-                            for (int r = 0; r < R; ++r) acc[r][c] += spread(own[r * stride + 4 * four + i]) * weight;
-                        }
-                    }
+                    for (int r = 0; r < R; ++r) acc[r][c] += spread_from(x + r * stride + 4 * four + j) * weight;
                 }
-                for (int c = 0; c < P; ++c)
-                    for (int r = 0; r < R; ++r) sum[r][part + c] = acc[r][c];
             }
         }
     }
 }
 
-// Inputs from `from` on of a tile in blocks, in float32: (count, 64).
+template <typename T, int R>
+void block_rows(const float* x, size_t stride, const char* w, int num_in, v16 (*sum)[PARTS]) {
+    constexpr int P = parts_at_once<R>(), PAIR = std::min(2, T::UNITS);
+    constexpr bool AT_ONCE = P == PARTS;
+    v16 acc[R][P];
+    const auto read = [&](int part) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < P; ++c) acc[r][c] = sum[r][part + c];
+    };
+    const auto write = [&](int part) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < P; ++c) sum[r][part + c] = acc[r][c];
+    };
+    const char* ahead = w + AHEAD;
+    if (AT_ONCE) read(0);
+    for (int k = 0; k < num_in; k += T::INPUTS, w += T::BYTES) {
+        for (int first = 0; first < T::UNITS; first += PAIR) {
+#pragma GCC unroll 2
+            for (int odd = 0; odd < PAIR; ++odd) {
+                const int unit = first | odd;
+                for (int part = 0; part < PARTS; part += P, ahead += T::BYTES / T::UNITS / (PARTS / P)) {
+                    if (!AT_ONCE) read(part);
+                    block_unit<T, R, P>(x + k + unit * T::UNIT, stride, w, unit, part, ahead, acc);
+                    if (!AT_ONCE) write(part);
+                }
+            }
+        }
+    }
+    if (AT_ONCE) write(0);
+}
+
+// Inputs from `from` on of a tile, in float32: (count, 64).
 template <typename T> void widen(const char* w, int from, int count, float* out) {
-    for (int k = from; k < from + count; k += T::UNIT, out += T::UNIT * TILE) {
-        const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
-        const int unit = k % T::INPUTS / T::UNIT;
-        for (int part = 0; part < PARTS; ++part) {
-            const Scale scale = T::scale(block, unit, part);
-            for (int four = 0; four < T::UNIT / 4; ++four) {
-                const auto bits = T::bits(block, unit, four, part);
+    if constexpr (T::IS_BLOCKS) {
+        for (int k = from; k < from + count; k += T::UNIT, out += T::UNIT * TILE) {
+            const char* block = w + static_cast<size_t>(k / T::INPUTS) * T::BYTES;
+            const int unit = k % T::INPUTS / T::UNIT;
+            for (int part = 0; part < PARTS; ++part) {
+                const Scale scale = T::scale(block, unit, part);
+                for (int four = 0; four < T::UNIT / 4; ++four) {
+                    const auto bits = T::bits(block, unit, four, part);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) store(out + (4 * four + i) * TILE + 16 * part, T::weight(bits, i, scale));
+                    for (int i = 0; i < 4; ++i) store(out + (4 * four + i) * TILE + 16 * part, T::weight(bits, i, scale));
+                }
+            }
+        }
+    } else {
+        w += static_cast<size_t>(from) / T::GROUP * T::GROUP_BYTES;
+        for (int k = 0; k < count; k += T::GROUP, w += T::GROUP_BYTES, out += T::GROUP * TILE) {
+            for (int part = 0; part < PARTS; ++part) {
+                const auto bits = T::bits(w, part);
+                for (int i = 0; i < std::min(T::GROUP, count - k); ++i) store(out + i * TILE + 16 * part, T::weight(bits, i));
             }
         }
     }
@@ -408,9 +442,9 @@ template <typename T, int R>
 void tall_rows(const float* x, size_t stride, const char* w, int count, const char* ahead, int lines, v16 (*sum)[PARTS]) {
     constexpr int WIDE = parts_of_rows<R>();
     for (int part = 0; part < PARTS; part += WIDE) {
-        v16 acc[R][WIDE];
+        std::conditional_t<std::is_same_v<T, Float32>, Sums, v16> acc[R][WIDE];
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < WIDE; ++c) acc[r][c] = sum[r][part + c];
+            for (int c = 0; c < WIDE; ++c) set(acc[r][c], sum[r][part + c]);
         const char* from = w;
         const auto group = [&](int k, int inputs) __attribute__((always_inline)) {
             typename T::Bits bits[WIDE];
@@ -421,9 +455,9 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
                 for (int c = 0; c < WIDE; ++c) weight[c] = T::weight(bits[c], i);
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    const v16 value = spread(x[r * stride + k + i]);
+                    const v16 value = spread_from(x + r * stride + k + i);
 #pragma GCC unroll 4
-                    for (int c = 0; c < WIDE; ++c) acc[r][c] += value * weight[c];
+                    for (int c = 0; c < WIDE; ++c) add_product(acc[r][c], value, weight[c]);
                 }
             }
         };
@@ -434,12 +468,12 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
         }
         if (k < count) group(k, count - k);
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < WIDE; ++c) sum[r][part + c] = acc[r][c];
+            for (int c = 0; c < WIDE; ++c) get(acc[r][c], sum[r][part + c]);
     }
 }
 
-// The same for 2 to MANY rows.
-template <typename T, int R = 2>
+// The same for 1 to MANY rows.
+template <typename T, int R = 1>
 void some_rows(int num, const float* x, size_t stride, const char* w, int count, const char* ahead, int lines,
                v16 (*sum)[PARTS]) {
     if (num == R) return tall_rows<T, R>(x, stride, w, count, ahead, lines, sum);
@@ -455,24 +489,27 @@ inline void rows_of(const float* x, size_t stride, const char* w, int num_in, v1
 }
 
 // A tile times all rows. Few are summed in registers from the tile's first input to its last. More share a chunk of it,
-// of blocks one that was widened for all of them, and fetch the next one meanwhile: memory and arithmetic go on at the
-// same time.
+// one that was widened for all of them where that takes work, and fetch the next one meanwhile: memory and arithmetic go
+// on at the same time.
 template <typename T>
 void row_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
     memset(sums, 0, sizeof(sums[0]) * count);
+#if defined(__AVX512F__)
+    constexpr bool AS_IS = !T::IS_BLOCKS;
     switch (count) {
         case 1: return rows_of<T, 1>(x, stride, w, num_in, sums);
         case 2: return rows_of<T, 2>(x, stride, w, num_in, sums);
-#if defined(__AVX512F__)
         case 3: return rows_of<T, 3>(x, stride, w, num_in, sums);
+        case 4: return rows_of<T, 4>(x, stride, w, num_in, sums);
+        case 5: return rows_of<T, 5>(x, stride, w, num_in, sums);
+        case 6: return rows_of<T, 6>(x, stride, w, num_in, sums);
+    }
+#else
+    constexpr bool AS_IS = std::is_same_v<T, Float32>;
+    if constexpr (!AS_IS) {
+        if (count == 1) return rows_of<T, 1>(x, stride, w, num_in, sums);
+    }
 #endif
-    }
-    if constexpr (!T::IS_BLOCKS && MAX_ROWS == 6) {
-        if (count == 4) return rows_of<T, 4>(x, stride, w, num_in, sums);
-        if (count == 5) return rows_of<T, 5>(x, stride, w, num_in, sums);
-        if (count == 6) return rows_of<T, 6>(x, stride, w, num_in, sums);
-    }
-    constexpr bool AS_IS = !T::IS_BLOCKS;
     typedef std::conditional_t<AS_IS, T, Float32> Kind;
     const int most = count > MANY && std::is_same_v<Kind, Float32> ? std::min(MANY, 6) : MANY;
     const int passes = (count + most - 1) / most;
