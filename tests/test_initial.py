@@ -119,3 +119,23 @@ def test_padding_is_not_learnt_from():
     initialise(whole, head, [padded])
     for name, value in whole.state_dict().items():
         assert torch.allclose(value, short.state_dict()[name], atol=1e-4), name
+
+
+def test_the_scale_of_the_logits_is_solved_too():
+    """A guess that knows little is not sure of itself: no other scale of the head has less cross-entropy."""
+    embedding, head = parts()
+    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
+    found = batch_of(random, embedding, head, 3)
+    net = net_of(3, embedding, head)
+    initialise(net, head, [found])
+    assert (net.norm.weight == 1).all()
+    with torch.no_grad():
+        step = next(unroll(net, random, found.features, 1))
+        logits = net.draft_logits(step.read)
+        probs = head.forward(found.last[:, 1:-1].reshape(-1, HIDDEN)).softmax(-1)
+
+        def entropy(scale):
+            return float(-(probs * (logits * scale).log_softmax(-1)).sum(-1).mean())
+
+    assert entropy(1.0) < min(entropy(0.7), entropy(1.4))
+    assert entropy(1.0) < 1.1 * torch.log(torch.tensor(float(VOCAB)))  # no worse than knowing nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from draftwing.nets.eagle import EagleNet
 from draftwing.nets.objectives import OBJECTIVES, head_loss
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss.batch import Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Trainer, _mixed, _optimizers
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text
@@ -196,8 +197,8 @@ def test_an_updates_loss_and_gradients_are_the_papers(name, tmp_path):
 
     def watch(parameters, norm):  # called between the backward and the step
         own = [parameter.data for parameter in net.parameters()]
-        for parameter in net.parameters():
-            parameter.data = parameter.grad.clone()
+        for key, parameter in net.named_parameters():
+            parameter.data = parameter.grad * trainer._sizes.get(key, torch.ones(())).to(parameter.dtype)
         found.update(net.tensors())
         for parameter, data in zip(net.parameters(), own, strict=True):
             parameter.data = data
@@ -264,3 +265,17 @@ def test_half_precision_products_keep_a_wide_loss():
     ):
         assert one.dtype == torch.float32
         assert (one - other).norm() < 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_known_best_tokens_leave_the_truth_as_it_is(version):
+    """With them no logit outside the draft vocabulary is computed."""
+    net = random_net(version, target_ids=DRAFT_IDS if version == 3 else None)
+    head = Linear(torch.randn(VOCAB, HIDDEN, dtype=torch.float64))
+    found = Texts(net, has_logits=False).batch(0)
+    whole = Truth.of(found, head, net.target_ids, torch.float64)
+    known = replace(found, best=found.logits_of(head).argmax(-1))
+    narrow = Truth.of(known, head, net.target_ids, torch.float64)
+    torch.testing.assert_close(narrow.probs, whole.probs)
+    for name in ("best", "last", "counts"):
+        assert torch.equal(getattr(narrow, name), getattr(whole, name)), name

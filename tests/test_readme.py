@@ -41,13 +41,13 @@ def test_python_blocks_run(block, page, capsys):
 
 def test_there_is_something_to_run():
     assert {page for param in BLOCKS for page in param.values[1:]} >= {"README.md", "use.md", "transformers.md"}
-    shown = {shlex.split(command)[1] for command in COMMANDS}
+    shown = {shlex.split(command, comments=True)[1] for command in COMMANDS}
     assert shown >= {"chat", "demo", "generate", "compare", "verify", "train", "data", "doctor", "export", "import"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_and_their_options_exist(command):
-    words = shlex.split(command)[1:]
+    words = shlex.split(command, comments=True)[1:]
     is_group = words[0] in GROUPS and len(words) > 1 and not words[1].startswith("-")
     shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}).invoke(
         app, [*words[: 2 if is_group else 1], "--help"]

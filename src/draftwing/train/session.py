@@ -29,6 +29,7 @@ from draftwing.heads.prompts import write_stored
 from draftwing.model.resolve import resolve
 from draftwing.model.target import Target
 from draftwing.nets.base import DraftNet
+from draftwing.nets.eagle_config import TargetId
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
@@ -178,14 +179,7 @@ def prepare(
     own = target_id(model, tokenizer)
     if cached is not None:
         cached.check(model, own)
-    if files.initial is None:
-        wanted = options.draft_vocab_size or model.vocab_size
-        vocabulary = DraftVocabulary.build(training, model.vocab_size, wanted, always=model.eos_ids)
-        net = new_net(model, folder, options, vocabulary, own)
-        coverage = vocabulary.coverage
-    else:
-        net = net_of_head(files.initial, model, options, own)
-        coverage = coverage_of(training, net.target_ids, model.vocab_size)
+    net, coverage = _net_of(files, options, model, training, own)
     source = _source_of(model, training, options, net.config.taps, cached)
     start = net_kind_of(net).start
     if files.initial is None and start is not None:
@@ -207,6 +201,18 @@ def prepare(
         prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
         trainer.on_saved = partial(_add_to_head, trainer, prompts)
     return Session(trainer, model, tokenizer, training, validation, coverage)
+
+
+def _net_of(
+    files: RunFiles, options: TrainOptions, model: Target, training: Corpus, own: TargetId
+) -> tuple[DraftNet, float]:
+    """The net to train, and the share of the training tokens in its draft vocabulary."""
+    if files.initial is not None:
+        net = net_of_head(files.initial, model, options, own)
+        return net, coverage_of(training, net.target_ids, model.vocab_size)
+    wanted = options.draft_vocab_size or model.vocab_size
+    vocabulary = DraftVocabulary.build(training, model.vocab_size, wanted, always=model.eos_ids)
+    return new_net(model, resolve(files.target), options, vocabulary, own), vocabulary.coverage
 
 
 def _about_data(files: RunFiles, training: Corpus, validation: Corpus) -> dict[str, Any]:

@@ -130,6 +130,7 @@ class Trainer:
 
     def _run(self) -> Progress:
         self._resume()
+        self._sizes = self._sizes or self._measured()
         progress, saved = Progress(self.iteration, self.iterations), self.iteration
         options, began = self.options, time.perf_counter()
         while self.iteration < self.iterations and not self._everyone_stops():
@@ -202,6 +203,13 @@ class Trainer:
         if self.accelerator.is_main_process:
             self._drop_later_metrics()
 
+    def _measured(self) -> dict[str, Tensor]:
+        """The sizes of what matrices read: of one batch whole, so that all processes find the same."""
+        found = self.source.batch(0)
+        with self.accelerator.autocast():
+            truth = Truth.of(found, self._head, self.net.target_ids, self._wide)
+            return input_sizes(self.net, partial(self._loss.eval(), found, truth))
+
     def _update(self) -> dict[str, Any]:
         """One update; returns its metrics."""
         options, accelerator = self.options, self.accelerator
@@ -221,8 +229,6 @@ class Trainer:
             with accelerator.autocast():
                 truth = Truth.of(found, self._head, self.net.target_ids, self._wide)
             last = micro + 1 == options.accumulation
-            if not self._sizes:
-                self._sizes = input_sizes(self.net, partial(self._loss, found, truth))
             with nullcontext() if last else accelerator.no_sync(self._wrapped):
                 with accelerator.autocast():
                     sums = self._wrapped(found, truth, agreement=watched)

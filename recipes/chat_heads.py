@@ -1,0 +1,105 @@
+"""Heads for a chat model: EAGLE-3 and EAGLE-1 for SmolLM2-135M-Instruct, from prompts to what is shipped.
+
+    python recipes/chat_heads.py answers --prompts prompts.jsonl     # the target's own words: hours on two cores
+    python recipes/chat_heads.py train                               # resumes where it was stopped
+    python recipes/chat_heads.py export                              # bfloat16, with cards, into the package
+
+Each step runs the command that a user would run for a model of their own, and says it. Every step goes on where it was
+stopped. The prompts are dialogues in any form that ``draftwing data regenerate`` reads; half of them are answered
+greedily, half at temperature 1, since a head has to guess both.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from draftwing.api import load_target
+from draftwing.heads.card import write_card
+from draftwing.heads.identity import target_id
+from draftwing.heads.prompts import copy_stored
+from draftwing.heads.read import read_head
+from draftwing.heads.write import write_head
+from draftwing.model.resolve import resolve
+from draftwing.shipped import SHIPPED
+from draftwing.text.tokenizer import Tokenizer
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+Out = Annotated[Path, typer.Option(help="Folder of answers, features and runs.")]
+Target = Annotated[str, typer.Option(help="Folder, GGUF file or name.")]
+
+TARGET = "smollm2-135m-instruct"
+COMMON = {"--optimizer": "muon", "--tokens-per-batch": "2048", "--eval-every": "200", "--validation-share": "0.01"}
+RUNS: dict[str, dict[str, str]] = {
+    "eagle3": {**COMMON, "--draft-vocab-size": "8192", "--unroll-steps": "5", "--later-share": "0.34"},
+    "eagle1": COMMON,
+}
+
+
+def run(*words: str) -> None:
+    """Say a command, and run it in this Python."""
+    typer.echo(f"$ draftwing {shlex.join(words)}", err=True)
+    code = subprocess.call([sys.executable, "-m", "draftwing.cli.main", *words])
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def answers(
+    prompts: Annotated[list[str], typer.Option(help="JSONL files of prompts; repeatable.")],
+    out: Out = Path("build/chat-heads"),
+    target: Target = TARGET,
+    max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 512,
+    max_batch: Annotated[int, typer.Option(help="Prompts decoded at once.")] = 64,
+) -> None:
+    """Let the target answer, and keep its hidden states: 4.6 kB a token."""
+    data = [word for each in prompts for word in ("--data", each)]
+    places = ["--out", str(out / "answers.jsonl"), "--features", str(out / "features")]
+    how = ["-T", "0,1", "--max-tokens", str(max_tokens), "--max-batch", str(max_batch), "--quantize", "int8"]
+    run("data", "regenerate", "--target", target, *data, *places, *how)
+
+
+@app.command()
+def train(
+    out: Out = Path("build/chat-heads"),
+    target: Target = TARGET,
+    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNS)}; default all.")] = None,
+    minutes: Annotated[float, typer.Option(help="Of each head.")] = 180,
+) -> None:
+    """Train the heads one after the other; a run that is complete is skipped."""
+    for name, options in RUNS.items():
+        if only in (None, name):
+            said = [word for pair in options.items() for word in pair]
+            where = ["--target", target, "--cache", str(out / "features"), "--out", str(out / name)]
+            run("train", name, *where, "--minutes", str(minutes), "--licence", "Apache-2.0", *said)
+
+
+@app.command()
+def export(
+    out: Out = Path("build/chat-heads"),
+    to: Annotated[Path, typer.Option(help="Folder that gets eagle3/ and eagle1/.")] = SHIPPED / TARGET,
+    target: Target = TARGET,
+) -> None:
+    """Write the heads in bfloat16, with cards and the prompts that they are tried on."""
+    folder = resolve(target)
+    model = load_target(folder, prepack=False)
+    own = target_id(model, Tokenizer(folder), TARGET)
+    for name in RUNS:
+        source = out / name / "head"
+        net = read_head(source, model.embedding, model.head, own, torch.bfloat16)
+        training: dict[str, Any] = json.loads((source / "config.json").read_text())["draftwing"]["training"]
+        write_head(to / name, net, training=training)
+        copy_stored(source, to / name)
+        write_card(to / name)
+        typer.echo(f"wrote {to / name}")
+
+
+if __name__ == "__main__":
+    app()
