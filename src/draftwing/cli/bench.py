@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import bench_tables, screen
-from draftwing.cli.options import DRAFTS, Drafting, Json, Model, drafts_at_hand, sampling_option, with_options
+from draftwing.cli.options import Drafting, Drafts, Json, Model, drafts_at_hand, sampling_option, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import ConfigError
 
@@ -56,14 +56,7 @@ class Asked:
 class Measured:
     """What drafts, and how much."""
 
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            "-d",
-            help=f"{DRAFTS} Repeatable. [default: lookup, and all that come with Draftwing for the target]",
-        ),
-    ] = None
+    draft: Drafts = None
     tree: Annotated[
         list[str] | None,
         typer.Option(

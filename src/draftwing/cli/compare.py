@@ -9,9 +9,9 @@ import typer
 from draftwing.cli import screen, tables
 from draftwing.cli.generate import namer
 from draftwing.cli.options import (
-    DRAFTS,
     Draft,
     Drafting,
+    Drafts,
     Examples,
     Json,
     Model,
@@ -30,14 +30,7 @@ def compare(
     drafting: Drafting,
     sampling: SamplingOptions,
     examples: Examples,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            "-d",
-            help=f"{DRAFTS} Repeatable. [default: lookup, and all that come with Draftwing for the target]",
-        ),
-    ] = None,
+    draft: Drafts = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decode every prompt so often.")] = 1,
     texts: Annotated[bool, typer.Option("--texts", help="Show what each wrote after the first prompt.")] = False,
     as_json: Json = False,

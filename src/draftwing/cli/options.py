@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHAT_MODEL",
-    "DRAFTS",
     "ChatModel",
     "ChatSampling",
     "Data",
     "Draft",
     "Drafting",
+    "Drafts",
     "Examples",
     "FewExamples",
     "Json",
@@ -69,7 +69,7 @@ def drafts_at_hand(target: str | None) -> list[str]:
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
 _FOLDERS = [kind.help for kind in KINDS.values() if kind.recognises is not None]
 _TARGETS = "Folder, GGUF file, name (see draftwing models) or hub id. [default: the model that comes with Draftwing]"
-DRAFTS = (
+_DRAFTS = (
     f"{', '.join(f'{name} ({KINDS[name].help})' for name in _NAMED)}, or a folder, name or hub id of "
     f"{or_of(_FOLDERS)}; for the shipped target {or_of(_shipped(None))} too."
 )
@@ -80,7 +80,15 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        help=f"{DRAFTS} [default: what comes with Draftwing for the target (eagle3 for the shipped one), else lookup]",
+        help=f"{_DRAFTS} [default: what comes with Draftwing for the target (eagle3 for the shipped one), else lookup]",
+    ),
+]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        help=f"{_DRAFTS} Repeatable. [default: lookup, and all that come with Draftwing for the target]",
     ),
 ]
 Prompts = Annotated[

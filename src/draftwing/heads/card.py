@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError
-from draftwing.heads.write import write_fix
+from draftwing.heads.write import write_fix, write_text
 from draftwing.model.config import read_config
 from draftwing.model.weights import WeightFiles
 
@@ -36,14 +35,7 @@ def write_card(folder: Path, layout: str = "draftwing", serve: str = "", *, seco
     file = Path(folder) / _FILE
     if not _is_ours(file):
         return
-    partial = file.with_name(f"{_FILE}.{os.getpid()}.partial")
-    text = render_card(Path(folder), layout, serve, seconds=seconds)
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(f"{file}: cannot be written ({error}): {write_fix(error)}") from error
+    write_text(file, render_card(Path(folder), layout, serve, seconds=seconds))
 
 
 def copy_card(source: Path, destination: Path, layout: str, serve: str = "") -> None:

@@ -6,14 +6,13 @@ prompts.jsonl    a prompt a line: ``{"messages": [...]}`` up to a question, or `
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from draftwing.errors import CheckpointError
-from draftwing.heads.write import write_fix
+from draftwing.heads.write import write_fix, write_text
 from draftwing.text.prompts import Prompt, read_prompts
 
 __all__ = ["MOST_BYTES", "copy_stored", "line_of", "read_stored", "write_stored"]
@@ -38,15 +37,12 @@ def write_stored(folder: Path, lines: Sequence[str]) -> None:
         CheckpointError: the folder cannot be written.
     """
     file = Path(folder) / _FILE
-    partial = file.with_name(f"{_FILE}.{os.getpid()}.partial")
+    if lines:
+        write_text(file, "".join(f"{line}\n" for line in lines))
+        return
     try:
-        if lines:
-            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            os.replace(partial, file)
-        else:
-            file.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise CheckpointError(f"{file}: cannot be written ({error}): {write_fix(error)}") from error
 
 

@@ -21,7 +21,7 @@ from draftwing.heads.read import WEIGHTS, is_head, weight_files
 from draftwing.model.config import read_config
 from draftwing.nets.eagle import EagleNet
 
-__all__ = ["check_destination", "save_head", "write_fix", "write_folder", "write_head"]
+__all__ = ["check_destination", "save_head", "write_fix", "write_folder", "write_head", "write_text"]
 
 _FIXES = {
     errno.ENOSPC: "the disk is full: make room, or write elsewhere",
@@ -123,3 +123,18 @@ def write_fix(error: Exception) -> str:
     if code is None:  # the safetensors writer has the system's message, not its number
         code = next((code for code in _FIXES if os.strerror(code) in str(error)), None)
     return _FIXES.get(code or 0, "check the path and the disk")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Put a text file into a head's folder in one step.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{file}: cannot be written ({error}): {write_fix(error)}") from error

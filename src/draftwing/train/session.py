@@ -179,7 +179,7 @@ def prepare(
     own = target_id(model, tokenizer)
     if cached is not None:
         cached.check(model, own)
-    net, coverage = _net_of(files, options, model, training, own)
+    net, coverage = _net_of(files.initial, folder, options, model, training, own)
     source = _source_of(model, training, options, net.config.taps, cached)
     start = net_kind_of(net).start
     if files.initial is None and start is not None:
@@ -204,15 +204,15 @@ def prepare(
 
 
 def _net_of(
-    files: RunFiles, options: TrainOptions, model: Target, training: Corpus, own: TargetId
+    initial: Path | None, folder: Path, options: TrainOptions, model: Target, training: Corpus, own: TargetId
 ) -> tuple[DraftNet, float]:
     """The net to train, and the share of the training tokens in its draft vocabulary."""
-    if files.initial is not None:
-        net = net_of_head(files.initial, model, options, own)
+    if initial is not None:
+        net = net_of_head(initial, model, options, own)
         return net, coverage_of(training, net.target_ids, model.vocab_size)
     wanted = options.draft_vocab_size or model.vocab_size
     vocabulary = DraftVocabulary.build(training, model.vocab_size, wanted, always=model.eos_ids)
-    return new_net(model, resolve(files.target), options, vocabulary, own), vocabulary.coverage
+    return new_net(model, folder, options, vocabulary, own), vocabulary.coverage
 
 
 def _about_data(files: RunFiles, training: Corpus, validation: Corpus) -> dict[str, Any]:
