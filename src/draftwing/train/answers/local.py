@@ -123,7 +123,8 @@ class _Rows:
             return None
         mask = np.ones(len(ids), dtype=bool)
         mask[: len(request.prompt_ids)] = self._answers(dialogue.asked, request.prompt_ids)
-        return Row(Example(np.asarray(ids, dtype=np.int32), mask), F.pad(states, (0, 0, 0, 1)))
+        example = Example(np.asarray(ids, dtype=np.int32), mask)
+        return Row(example, F.pad(states, (0, 0, 0, 1)), greedy=request.sampling.takes_best)
 
     def _answers(self, asked: Sequence[Message], prompt_ids: Sequence[int]) -> np.ndarray:
         """(T,) which tokens of a prompt are earlier answers."""

@@ -164,7 +164,8 @@ class Shard:
     Attributes:
         info: see ``CacheInfo``.
         ids, mask: (N,) int32 and bool.
-        best: (N,) int32 the target's best token after each; it saves readers the target's LM head.
+        best: (N,) int32 the target's best token after each, at least where the token after it counts; it saves readers
+            the target's LM head.
         lengths, rows: (R,) int64.
         starts: (R,) where each row begins among the tokens.
 

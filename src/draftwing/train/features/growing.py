@@ -38,10 +38,12 @@ class Row:
     Attributes:
         example: ids and mask (T,).
         states: (T, S * H); 0 where the target never read the last token.
+        greedy: every token that counts is known to be the target's best.
     """
 
     example: Example
     states: Tensor
+    greedy: bool = False
 
 
 class GrowingCache:
@@ -152,7 +154,7 @@ class GrowingCache:
         folder.check_finite(states, self._target)
         contents = {
             "states": states,
-            "best": best_tokens(self._target, states[:, -self._target.hidden_size :]),
+            "best": self._best(found, states[:, -self._target.hidden_size :]),
             "ids": torch.from_numpy(np.concatenate([row.example.ids for row in found]).astype(np.int32)),
             "mask": torch.from_numpy(np.concatenate([row.example.mask for row in found])),
             "lengths": torch.tensor([len(row.states) for row in found]),
@@ -163,6 +165,16 @@ class GrowingCache:
             self._sizes[number] = len(found), len(states)
             numbers = sorted(self._sizes)
             folder.write_index(numbers, self.num_rows, self.size.num_tokens)
+
+    def _best(self, rows: Sequence[Row], last: Tensor) -> Tensor:
+        """(N, H) -> (N,) int32: see ``Shard.best``. The LM head runs only where nothing else tells: it is a quarter of
+        the time of answering otherwise."""
+        found = torch.from_numpy(np.concatenate([np.append(row.example.ids[1:], 0) for row in rows]).astype(np.int32))
+        counts = [np.append(row.example.mask[1:], False) & (not row.greedy) for row in rows]
+        wanted = torch.from_numpy(np.concatenate(counts))
+        if wanted.any():
+            found[wanted] = best_tokens(self._target, last[wanted])
+        return found
 
     def check_room(self) -> None:
         """Raise DataError unless the disk has room for one more shard: known before it is worked for."""
