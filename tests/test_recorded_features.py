@@ -162,6 +162,22 @@ def test_states_are_those_of_the_whole_text(draft, lm, target, tasks, whole, tmp
     assert same(rows_of(folder), rows_of(whole / "features"))
 
 
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.8,), (0.0, 0.8)])
+def test_the_best_tokens_are_known_wherever_the_next_one_counts(temperatures, lm, target, tasks, tmp_path):
+    choices = [Sampling(temperature=each, max_tokens=14, seed=3) for each in temperatures]
+    answer(tasks, lm(), tmp_path / "out.jsonl", cache_of(tmp_path / "features", target), choices)
+    cache, others = FeatureCache(tmp_path / "features"), 0
+    for number in range(len(cache.lengths)):
+        row = cache.row(number)
+        counts = torch.from_numpy(np.append(row.mask[1:], False))
+        assert counts.any()
+        logits = target.head.forward(cache.states(number)[:, -1].float())[counts]
+        known = torch.from_numpy(cache.best(number))[counts].long()
+        assert (logits.amax(-1) - logits.gather(1, known[:, None])[:, 0]).max() < 2e-2  # states are kept in bfloat16
+        others += int((torch.from_numpy(row.ids)[1:][counts[:-1]] != known).sum())
+    assert (others > 0) == (max(temperatures) > 0)  # else the row's own tokens would do for all
+
+
 def test_a_document_counts_from_where_the_target_goes_on(lm, target, tmp_path):
     file = tmp_path / "a.py"
     file.write_text(TEXTS[1] * 4)

@@ -124,7 +124,8 @@ class _Rows:
         mask = np.ones(len(ids), dtype=bool)
         mask[: len(request.prompt_ids)] = self._answers(dialogue.asked, request.prompt_ids)
         example = Example(np.asarray(ids, dtype=np.int32), mask)
-        return Row(example, F.pad(states, (0, 0, 0, 1)), greedy=request.sampling.takes_best)
+        drawn_best = len(request.prompt_ids) if request.sampling.takes_best else None
+        return Row(example, F.pad(states, (0, 0, 0, 1)), drawn_best)
 
     def _answers(self, asked: Sequence[Message], prompt_ids: Sequence[int]) -> np.ndarray:
         """(T,) which tokens of a prompt are earlier answers."""

@@ -38,12 +38,12 @@ class Row:
     Attributes:
         example: ids and mask (T,).
         states: (T, S * H); 0 where the target never read the last token.
-        greedy: every token that counts is known to be the target's best.
+        greedy_from: every token from this position on is known to be the target's best after those before it.
     """
 
     example: Example
     states: Tensor
-    greedy: bool = False
+    greedy_from: int | None = None
 
 
 class GrowingCache:
@@ -170,8 +170,10 @@ class GrowingCache:
         """(N, H) -> (N,) int32: see ``Shard.best``. The LM head runs only where nothing else tells: it is a quarter of
         the time of answering otherwise."""
         found = torch.from_numpy(np.concatenate([np.append(row.example.ids[1:], 0) for row in rows]).astype(np.int32))
-        counts = [np.append(row.example.mask[1:], False) & (not row.greedy) for row in rows]
-        wanted = torch.from_numpy(np.concatenate(counts))
+        unknown = [np.append(row.example.mask[1 : row.greedy_from], False) for row in rows]
+        wanted = np.concatenate(
+            [np.pad(each, (0, len(row.example.ids) - len(each))) for row, each in zip(rows, unknown)]
+        )
         if wanted.any():
             found[wanted] = best_tokens(self._target, last[wanted])
         return found
