@@ -175,7 +175,7 @@ def test_the_best_tokens_are_known_wherever_the_next_one_counts(temperatures, lm
         known = torch.from_numpy(cache.best(number))[counts].long()
         assert (logits.amax(-1) - logits.gather(1, known[:, None])[:, 0]).max() < 2e-2  # states are kept in bfloat16
         others += int((torch.from_numpy(row.ids)[1:][counts[:-1]] != known).sum())
-    assert (others > 0) == (max(temperatures) > 0)  # else the row's own tokens would do for all
+    assert others  # else the rows' own tokens would do for all; earlier turns, read again, are not always the best
 
 
 def test_a_document_counts_from_where_the_target_goes_on(lm, target, tmp_path):
