@@ -116,6 +116,7 @@ def test_the_first_epoch_is_the_online_one(target, corpus, exact, taps):
             assert torch.equal(getattr(found.batch, name), getattr(expected.batch, name))
         assert torch.equal(found.features[real], expected.features[real])
         assert torch.equal(found.last[real], expected.last[real])
+        assert torch.equal(found.best[real], expected.logits[real].argmax(-1))
         assert not found.features[~real].any()
         assert (found.features.shape, found.features.dtype) == (expected.features.shape, expected.features.dtype)
         assert found.logits is None

@@ -16,7 +16,7 @@ from draftwing.model.target import Target
 from draftwing.nets.eagle_config import TargetId
 from draftwing.train.data.batches import Batches
 from draftwing.train.features.cache import DTYPES, CacheInfo, Shard
-from draftwing.train.features.source import best_tokens, hidden_states
+from draftwing.train.features.source import read_text
 from draftwing.train.features.store import (
     SHARD_BYTES,
     CacheFolder,
@@ -181,13 +181,14 @@ class _Writer:
         target, info = self._target, self._folder.info
         num_tokens, width = self._size(self._rows_of(number)).num_tokens, len(info.states) * target.hidden_size
         states = torch.empty(num_tokens, width, dtype=DTYPES[info.dtype])
+        best = torch.empty(num_tokens, dtype=torch.int32)
         done = 0
         for batch in map(self._batches.batch, self.shards[number]):
-            features = hidden_states(target, batch.ids.to(target.device), info.states)
+            features, following = read_text(target, batch.ids.to(target.device), info.states)
             found = features.to(states.dtype).cpu()[batch.real]
             states[done : done + len(found)] = found
+            best[done : done + len(found)] = following.cpu()[batch.real]
             done += len(found)
             yield len(found)
         self._folder.check_finite(states, target)
-        best = best_tokens(target, states[:, -target.hidden_size :])
         self._folder.write(number, {"states": states, "best": best, **self._contents(number)})

@@ -16,7 +16,7 @@ from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec, Target
 from draftwing.train.data.batches import Batch, Batches
 
-__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures", "best_tokens", "hidden_states"]
+__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures", "best_tokens", "hidden_states", "read_text"]
 
 _ROWS = 512  # whose logits are looked at together
 
@@ -93,6 +93,12 @@ class OnlineFeatures:
 def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:
     """(B, T) ids -> (B, T, F) what the target has there after the layers ``taps``, one beside the other."""
     return _score(target, ids, FeatureSpec(taps))[1]
+
+
+def read_text(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(B, T) ids -> (B, T, F) what the target has there after the layers ``taps``, and (B, T) its best token after."""
+    logits, states = _score(target, ids, FeatureSpec(taps))
+    return states, logits.argmax(-1)
 
 
 @torch.no_grad()
