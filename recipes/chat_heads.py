@@ -36,9 +36,9 @@ Out = Annotated[Path, typer.Option(help="Folder of answers, features and runs.")
 Target = Annotated[str, typer.Option(help="Folder, GGUF file or name.")]
 
 TARGET = "smollm2-135m-instruct"
-COMMON = {"--optimizer": "muon", "--tokens-per-batch": "2048", "--eval-every": "200", "--validation-share": "0.01"}
+COMMON = {"--lr": "2e-3", "--tokens-per-batch": "2048", "--eval-every": "250", "--validation-share": "0.01"}
 RUNS: dict[str, dict[str, str]] = {
-    "eagle3": {**COMMON, "--draft-vocab-size": "8192", "--unroll-steps": "5", "--later-share": "0.34"},
+    "eagle3": {**COMMON, "--draft-vocab-size": "8192", "--unroll-steps": "5", "--later-share": "0.15"},
     "eagle1": COMMON,
 }
 
@@ -56,7 +56,7 @@ def answers(
     prompts: Annotated[list[str], typer.Option(help="JSONL files of prompts; repeatable.")],
     out: Out = Path("build/chat-heads"),
     target: Target = TARGET,
-    max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 256,
     max_batch: Annotated[int, typer.Option(help="Prompts decoded at once.")] = 64,
 ) -> None:
     """Let the target answer, and keep its hidden states: 4.6 kB a token."""
