@@ -36,7 +36,14 @@ Out = Annotated[Path, typer.Option(help="Folder of answers, features and runs.")
 Target = Annotated[str, typer.Option(help="Folder, GGUF file or name.")]
 
 TARGET = "smollm2-135m-instruct"
-COMMON = {"--lr": "2e-3", "--tokens-per-batch": "2048", "--eval-every": "250", "--validation-share": "0.01"}
+COMMON = {
+    "--lr": "2e-3",
+    "--tokens-per-batch": "2048",
+    "--validation-share": "0.02",
+    "--eval-every": "250",
+    "--eval-prompts": "24",
+    "--forecast-prompts": "40",
+}
 RUNS: dict[str, dict[str, str]] = {
     "eagle3": {**COMMON, "--draft-vocab-size": "8192", "--unroll-steps": "5", "--later-share": "0.15"},
     "eagle1": COMMON,
