@@ -15,6 +15,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,13 +89,27 @@ def train(
             run("train", name, *where, "--minutes", str(minutes), "--licence", "Apache-2.0", *said)
 
 
+def measured_of(name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """What was measured of a head, a line for each set, temperature and tree: for its card."""
+    for group in groups:
+        settings = group["settings"]
+        precision = settings["dtype"] if settings["quantize"] == "none" else settings["quantize"]
+        for row in group["rows"]:
+            if row["category"] is None and row["turn"] is None and name in Path(row["draft"]).parts:
+                figures = {key: f"{row[key]['value']:.2f}" for key in ("tau", "speedup")}
+                key = f"{row['set']}, {row['sampling']}, {row['budget']}, {precision}"
+                yield key, {**figures, "same text": f"{row['num_identical']} of {row['num_answers']}"}
+
+
 @app.command()
 def export(
     out: Out = Path("build/chat-heads"),
     to: Annotated[Path, typer.Option(help="Folder that gets eagle3/ and eagle1/.")] = SHIPPED / TARGET,
     target: Target = TARGET,
+    results: Annotated[list[Path] | None, typer.Option(help="results.json of `draftwing bench`; repeatable.")] = None,
 ) -> None:
     """Write the heads in bfloat16, with cards and the prompts that they are tried on."""
+    measured = [group for file in results or [] for group in json.loads(file.read_text())["groups"]]
     folder = resolve(target)
     model = load_target(folder, prepack=False)
     own = target_id(model, Tokenizer(folder), TARGET)
@@ -102,7 +117,8 @@ def export(
         source = out / name / "head"
         net = read_head(source, model.embedding, model.head, own, torch.bfloat16)
         training: dict[str, Any] = json.loads((source / "config.json").read_text())["draftwing"]["training"]
-        write_head(to / name, net, training=training)
+        found = dict(measured_of(name, measured))
+        write_head(to / name, net, training={**training, "results": found} if found else training)
         copy_stored(source, to / name)
         write_card(to / name)
         typer.echo(f"wrote {to / name}")
