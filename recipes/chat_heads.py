@@ -47,7 +47,7 @@ COMMON = {
 }
 RUNS: dict[str, dict[str, str]] = {
     "eagle3": {**COMMON, "--draft-vocab-size": "8192", "--unroll-steps": "5", "--later-share": "0.15"},
-    "eagle1": COMMON,
+    "eagle1": {**COMMON, "--loss-vocab-size": "8192"},
 }
 
 

@@ -23,6 +23,7 @@ from draftwing.train.features import store
 from draftwing.train.features.cache import CachedFeatures, FeatureCache
 from draftwing.train.features.cache_writer import CacheForm, estimate, write_cache
 from draftwing.train.features.source import OnlineFeatures
+from draftwing.train.loss.batch import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
@@ -177,7 +178,7 @@ def train(method, target, source, out):
     net = EagleNet(config, target.embedding, target.head)
     initialise(net, target.head, [source.batch(0)])
     losses = []
-    trainer = Trainer(net, target.head, source, options, out)
+    trainer = Trainer(net, Teacher(target.head, net.target_ids), source, options, out)
     trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
     trainer.run()
     return torch.cat([p.detach().flatten() for p in net.parameters() if p.requires_grad]), torch.tensor(losses)

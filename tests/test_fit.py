@@ -13,7 +13,7 @@ import draftwing as dw
 from conftest import add_tokenizer, build, refused
 from draftwing.api import load_drafter
 from draftwing.cli import main as cli
-from draftwing.errors import PromptError
+from draftwing.errors import ConfigError, PromptError
 from draftwing.evaluate import fit as fit_module
 from draftwing.evaluate.fit import Trial, by_chance, measure_fit, trial_of, wilson
 from draftwing.heads.prompts import line_of
@@ -135,6 +135,22 @@ def test_prompts_can_be_kept_back(target, run, tmp_path, monkeypatch):
     (tmp_path / "head" / "prompts.jsonl").write_text('{"text": "of an older head"}\n')
     prepare(RunFiles(target, [run[1]]), options, tmp_path, dtype="float32", device="cpu").run()
     assert not (tmp_path / "head" / "prompts.jsonl").exists()
+
+
+def test_losses_may_look_at_the_most_frequent_tokens_alone(run, target, tmp_path, monkeypatch):
+    """A whole run of a net that uses the target's LM head; one that trains its own would leave rows as they began."""
+    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
+    options = TrainOptions(
+        "eagle1", iterations=2, max_length=64, tokens_per_batch=512, precision="no", loss_vocab_size=50, eval_prompts=0
+    )
+    files = RunFiles(target, [run[1], run[2]])
+    session = prepare(files, options, tmp_path, dtype="float32", device="cpu")
+    assert len(session.trainer._teacher.target_ids) == 50
+    assert session.trainer.net.num_draft_tokens == session.target.vocab_size
+    session.run()
+    assert (tmp_path / "head" / "config.json").exists()
+    with refused(ConfigError, "or give draft_vocab_size"):
+        prepare(files, replace(options, method="eagle3"), tmp_path / "other", dtype="float32", device="cpu")
 
 
 def test_long_prompts_stay_behind():

@@ -16,7 +16,7 @@ from draftwing.nets.eagle import EagleNet
 from draftwing.nets.objectives import OBJECTIVES, head_loss
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth
+from draftwing.train.loss.batch import Teacher, Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Trainer, _mixed, _optimizers
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text
@@ -27,17 +27,24 @@ DRAFT_IDS = torch.tensor([0, 2, 3, 5, 8, 9, 11])
 
 @dataclass(frozen=True)
 class Case:
-    """A run's options, the net's, and whether the features come with logits."""
+    """A run's options, the net's, whether the features come with logits, and the tokens that losses look at."""
 
     options: dict
     net: dict
     has_logits: bool = True
+    seen: torch.Tensor | None = None
+
+    @property
+    def target_ids(self):
+        return self.net.get("target_ids", self.seen)
 
 
 CASES = {
     "eagle1": Case({"method": "eagle1"}, {"fc_bias": True}, has_logits=False),  # with its noise
     "eagle1-unrolled": Case({"method": "hass", "objective": "eagle1", "unroll_steps": 2}, {}),
+    "eagle1-narrowed": Case({"method": "eagle1"}, {}, has_logits=False, seen=DRAFT_IDS),
     "hass": Case({"method": "hass"}, {}, has_logits=False),
+    "hass-narrowed": Case({"method": "hass", "later_share": 0.5}, {}, seen=DRAFT_IDS),
     "hass-tv": Case({"method": "hass", "objective": "tv", "accumulation": 2}, {}),
     "eagle3": Case({"method": "eagle3"}, {"target_ids": DRAFT_IDS}),  # its last steps have no entries here
     "eagle3-whole": Case({"method": "eagle3", "unroll_steps": 2, "accumulation": 3}, {}, has_logits=False),
@@ -139,12 +146,13 @@ def log_softmax(scores):
     return [score - norm for score in scores]
 
 
-def slow_micro_batch(net, weights, head, found, options, number):
+def slow_micro_batch(net, weights, head, found, case, number):
     """Loss of one micro-batch, and (agreed, counted) of each step."""
+    options = TrainOptions(iterations=1, precision="no", **case.options)
     recipe = options.recipe
     decay, formula = FORMULAS[options.objective or options.method]
     slow, features = SlowNet(net, weights), found.features.clone()
-    drafted = list(range(VOCAB)) if net.target_ids is None else net.target_ids.tolist()
+    drafted = list(range(VOCAB)) if case.target_ids is None else case.target_ids.tolist()
     torch.manual_seed(_mixed(options.seed, number, 0))
     if recipe.noise:  # in +-0.1
         features[:, : LENGTH - 2] += (torch.rand(3, LENGTH - 2, features.shape[2], dtype=torch.float64) - 0.5) * 0.2
@@ -166,7 +174,8 @@ def slow_micro_batch(net, weights, head, found, options, number):
                 if not found.batch.mask[row, guessed] or best not in drafted or (step and entry not in going_on):
                     continue
                 p = [value.exp() for value in log_softmax([target[v] for v in drafted])]
-                scores = weights.get("lm_head.weight", head) @ read
+                rows = weights.get("lm_head.weight", head)
+                scores = (rows if case.seen is None else rows[case.seen]) @ read
                 log_q = log_softmax([*scores])
                 losses[step].append(formula(p, log_q, state, truth))
                 agreed[step] += max(range(len(log_q)), key=lambda v, log_q=log_q: log_q[v].item()) == drafted.index(
@@ -188,11 +197,18 @@ def test_an_updates_loss_and_gradients_are_the_papers(name, tmp_path):
     weights = {key: value.requires_grad_() for key, value in net.tensors().items()}
     total, counts = 0.0, []
     for number in range(options.accumulation):
-        loss, counted = slow_micro_batch(net, weights, head.weight, source.batch(number), options, number)
+        loss, counted = slow_micro_batch(net, weights, head.weight, source.batch(number), case, number)
         total, counts = total + loss / options.accumulation, counted
     wanted = torch.autograd.grad(total, list(weights.values()))
 
-    trainer = Trainer(net, head, source, options, tmp_path, accelerator=Accelerator(mixed_precision="no", cpu=True))
+    trainer = Trainer(
+        net,
+        Teacher(head, case.target_ids),
+        source,
+        options,
+        tmp_path,
+        accelerator=Accelerator(mixed_precision="no", cpu=True),
+    )
     found = {}
 
     def watch(parameters, norm):  # called between the backward and the step

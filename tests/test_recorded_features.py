@@ -32,6 +32,7 @@ from draftwing.train.features.cache import CachedFeatures, FeatureCache
 from draftwing.train.features.cache_writer import write_cache
 from draftwing.train.features.growing import GrowingCache
 from draftwing.train.features.source import hidden_states
+from draftwing.train.loss.batch import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
@@ -321,7 +322,7 @@ def losses_of(method, target, source, out):
     net = EagleNet(config, target.embedding, target.head)
     initialise(net, target.head, [source.batch(0)])
     losses = []
-    trainer = Trainer(net, target.head, source, options, out)
+    trainer = Trainer(net, Teacher(target.head, net.target_ids), source, options, out)
     trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
     trainer.run()
     return losses

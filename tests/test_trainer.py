@@ -31,6 +31,7 @@ from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
 from draftwing.train.data.batches import Batch, Batches
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features.source import FeatureBatch, OnlineFeatures
+from draftwing.train.loss.batch import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Trainer
 
@@ -68,7 +69,9 @@ def make(
     )
     initialise(net, target.head, [source.batch(0)])
     accelerator = Accelerator(mixed_precision="no", cpu=True)
-    trainer = Trainer(net, target.head, source, options, out, evaluate=evaluate, accelerator=accelerator)
+    trainer = Trainer(
+        net, Teacher(target.head, net.target_ids), source, options, out, evaluate=evaluate, accelerator=accelerator
+    )
     trainer.on_progress = on_progress
     return trainer
 

@@ -47,6 +47,9 @@ class Training:
         float, _panel("Net", "Share of the entries that go on after the first unrolled step; less is faster.")
     ] = 1.0
     draft_vocab_size: Annotated[int | None, _panel("Net", "EAGLE-3's draft vocabulary. [default: the whole]")] = None
+    loss_vocab_size: Annotated[
+        int | None, _panel("Net", "Where a net uses the target's LM head: tokens that losses look at. [default: all]")
+    ] = None
     inputs: Annotated[str, _panel("Net", "token, feature, feature-unshifted or feature-shifted.")] = "feature-shifted"
     fc_norm: Annotated[bool, _panel("Net", "EAGLE-3.1: a norm for each tap.", "--fc-norm")] = False
     norm_output: Annotated[bool, _panel("Net", "EAGLE-3.1: feed back the normed state.", "--norm-output")] = False

@@ -36,6 +36,8 @@ class TrainOptions:
         later_share: share of the entries that the unroll goes on with after its first step; less is faster.
         inputs: what an entry reads (the EAGLE paper's ablation).
         draft_vocab_size: of EAGLE-3's own head; None is the whole vocabulary.
+        loss_vocab_size: of a net that uses the target's LM head: losses look at so many tokens, the most frequent ones,
+            which is faster; None is all.
         fc_norm, norm_output: EAGLE-3.1.
         max_length: tokens of a window or dialogue. ``tokens_per_batch``: of an update's micro-batch.
         accumulation: micro-batches of one update.
@@ -61,6 +63,7 @@ class TrainOptions:
     later_share: float = 1.0
     inputs: Inputs = "feature-shifted"
     draft_vocab_size: int | None = None
+    loss_vocab_size: int | None = None
     fc_norm: bool = False
     norm_output: bool = False
     max_length: int = 512
@@ -92,6 +95,7 @@ class TrainOptions:
             (self.precision in ("bf16", "no"), "precision", "bf16 or no"),
             (self.unroll_steps is None or 1 <= self.unroll_steps <= 16, "unroll_steps", "from 1 to 16"),
             (0 < self.later_share <= 1, "later_share", "in (0, 1]"),
+            (self.loss_vocab_size is None or self.loss_vocab_size >= 1, "loss_vocab_size", "at least 1"),
             (self.max_length >= 8, "max_length", "at least 8"),
             (self.accumulation >= 1, "accumulation", "at least 1"),
             (self.iterations is None or self.iterations >= 1, "iterations", "at least 1"),

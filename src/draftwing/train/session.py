@@ -43,7 +43,7 @@ from draftwing.train.data.held_out import held_out_prompts
 from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
 from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCache
 from draftwing.train.features.source import FeatureSource, OnlineFeatures
-from draftwing.train.loss.batch import Truth, UnrolledLoss
+from draftwing.train.loss.batch import Teacher, Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
 
@@ -180,6 +180,7 @@ def prepare(
     if cached is not None:
         cached.check(model, own)
     net, coverage = _net_of(files.initial, folder, options, model, training, own)
+    teacher = _teacher_of(model, net, training, options)
     source = _source_of(model, training, options, net.config.taps, cached)
     start = net_kind_of(net).start
     if files.initial is None and start is not None:
@@ -194,9 +195,7 @@ def prepare(
         "machine": describe_machine(),
     }
     evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
-    trainer = Trainer(
-        net, model.head, source, options, out, evaluate=evaluate, accelerator=accelerator, describe=describe
-    )
+    trainer = Trainer(net, teacher, source, options, out, evaluate=evaluate, accelerator=accelerator, describe=describe)
     if accelerator.is_main_process:
         prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
         trainer.on_saved = partial(_add_to_head, trainer, prompts)
@@ -213,6 +212,19 @@ def _net_of(
     wanted = options.draft_vocab_size or model.vocab_size
     vocabulary = DraftVocabulary.build(training, model.vocab_size, wanted, always=model.eos_ids)
     return new_net(model, folder, options, vocabulary, own), vocabulary.coverage
+
+
+def _teacher_of(model: Target, net: DraftNet, training: Corpus, options: TrainOptions) -> Teacher:
+    """The target, as a net's losses see it."""
+    if options.loss_vocab_size is None:
+        return Teacher(model.head, net.target_ids)
+    if net.head is not None:
+        raise ConfigError(
+            f"training: loss_vocab_size belongs to nets that use the target's LM head, and a net of method "
+            f"{options.method!r} trains its own, all of it: leave it out, or give draft_vocab_size"
+        )
+    found = DraftVocabulary.build(training, model.vocab_size, options.loss_vocab_size, always=model.eos_ids)
+    return Teacher(model.head, found.target_ids.to(model.device))
 
 
 def _about_data(files: RunFiles, training: Corpus, validation: Corpus) -> dict[str, Any]:

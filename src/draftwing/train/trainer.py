@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from draftwing.drafters.kinds import net_kind_of
 from draftwing.errors import CheckpointError, NumericsError
-from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.calibration import Calibration
 from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features.source import FeatureSource
 from draftwing.train.lock import locked
-from draftwing.train.loss.batch import Truth, UnrolledLoss
+from draftwing.train.loss.batch import Teacher, UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.units import in_units, input_sizes
 
@@ -60,7 +59,7 @@ class Trainer:
 
     Args:
         net: to be trained, in float32 (or float64).
-        target_head: the target's LM head, plain (not prepacked).
+        teacher: the target's LM head, and the tokens that losses look at.
         source: batches with features.
         options: see ``TrainOptions``.
         out: folder of checkpoint, metrics and head.
@@ -77,7 +76,7 @@ class Trainer:
     def __init__(
         self,
         net: DraftNet,
-        target_head: Linear,
+        teacher: Teacher,
         source: FeatureSource,
         options: TrainOptions,
         out: Path,
@@ -88,13 +87,15 @@ class Trainer:
     ) -> None:
         self.net, self.source, self.options, self.out = net, source, options, out
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
-        self._head, self._evaluate = target_head, evaluate
+        self._teacher, self._evaluate = teacher, evaluate
         self.on_progress: Callable[[Progress], None] | None = None
         self.on_saved: Callable[[Path], None] | None = None
         self._judged: dict[str, Any] = {}  # the last evaluation's metrics
         self._describe = describe or {}
         recipe = options.recipe
-        self._loss = UnrolledLoss(net, recipe.objective, recipe.unroll_steps, recipe.noise, options.later_share)
+        self._loss = UnrolledLoss(
+            net, recipe.objective, recipe.unroll_steps, recipe.noise, options.later_share, teacher.target_ids
+        )
         self._optimizers = _optimizers(net, options)
         self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
         prepared = self.accelerator.prepare(self._loss, *self._optimizers)
@@ -207,7 +208,7 @@ class Trainer:
         """The sizes of what matrices read: of one batch whole, so that all processes find the same."""
         found = self.source.batch(0)
         with self.accelerator.autocast():
-            truth = Truth.of(found, self._head, self.net.target_ids, self._wide)
+            truth = self._teacher.truth(found, self._wide)
             return input_sizes(self.net, partial(self._loss.eval(), found, truth))
 
     def _update(self) -> dict[str, Any]:
@@ -227,7 +228,7 @@ class Trainer:
             torch.manual_seed(_mixed(options.seed, number, accelerator.process_index))
             found = self.source.batch(number, accelerator.process_index, accelerator.num_processes)
             with accelerator.autocast():
-                truth = Truth.of(found, self._head, self.net.target_ids, self._wide)
+                truth = self._teacher.truth(found, self._wide)
             last = micro + 1 == options.accumulation
             with nullcontext() if last else accelerator.no_sync(self._wrapped):
                 with accelerator.autocast():

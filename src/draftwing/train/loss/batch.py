@@ -18,7 +18,7 @@ from draftwing.nets.objectives import Objective, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.unroll import unroll
 
-__all__ = ["StepSums", "Truth", "UnrolledLoss"]
+__all__ = ["StepSums", "Teacher", "Truth", "UnrolledLoss"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +74,23 @@ class Truth:
 
 
 @dataclass(frozen=True, eq=False)
+class Teacher:
+    """Whose words a net is to guess.
+
+    Attributes:
+        head: the target's LM head, plain (not prepacked).
+        target_ids: (V,) ascending: what losses look at: a net's draft vocabulary, if it has one; None: all tokens.
+    """
+
+    head: Linear
+    target_ids: Tensor | None = None
+
+    def truth(self, found: FeatureBatch, dtype: torch.dtype) -> Truth:
+        """What it says of a batch."""
+        return Truth.of(found, self.head, self.target_ids, dtype)
+
+
+@dataclass(frozen=True, eq=False)
 class StepSums:
     """Sums over the entries of one step: loss (with gradient), entries, and greedy agreements."""
 
@@ -90,13 +107,20 @@ class UnrolledLoss(nn.Module):
         objective: see ``OBJECTIVES``.
         num_steps: of the unroll.
         noise, later_share: see ``unroll``; not in evaluation.
+        target_ids: of ``Teacher``: what the losses of a net without a draft vocabulary look at.
 
     Raises:
         ConfigError: a net whose own LM head has a bias.
     """
 
     def __init__(
-        self, net: DraftNet, objective: Objective, num_steps: int, noise: float = 0.0, later_share: float = 1.0
+        self,
+        net: DraftNet,
+        objective: Objective,
+        num_steps: int,
+        noise: float = 0.0,
+        later_share: float = 1.0,
+        target_ids: Tensor | None = None,
     ) -> None:
         super().__init__()
         if net.head is not None and net.head.bias is not None:
@@ -106,6 +130,7 @@ class UnrolledLoss(nn.Module):
             )
         self.net, self.objective, self.num_steps = net, objective, num_steps
         self.noise, self.later_share = noise, later_share
+        self._narrowed = target_ids if net.target_ids is None else None
 
     def forward(self, found: FeatureBatch, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         """Sums for every step.
@@ -115,7 +140,7 @@ class UnrolledLoss(nn.Module):
         """
         device = found.features.device.type
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.dtype
-        weight = self.net.head_weight
+        weight = self.net.head_weight if self._narrowed is None else self.net.head_weight[self._narrowed]
         features = found.features.to(self.net.dtype)
         noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
         sums = []
