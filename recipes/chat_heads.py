@@ -41,7 +41,7 @@ COMMON = {
     "--lr": "2e-3",
     "--tokens-per-batch": "2048",
     "--validation-share": "0.02",
-    "--eval-every": "250",
+    "--eval-every": "400",
     "--eval-prompts": "24",
     "--forecast-prompts": "40",
 }
