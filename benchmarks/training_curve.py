@@ -33,9 +33,9 @@ from plain_decoding import commit
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-COMMON: dict[str, Any] = {"tokens_per_batch": 2048, "lr": 2e-3, "eval_prompts": 0, "eval_every": 10**6}
+COMMON: dict[str, Any] = {"tokens_per_batch": 2048, "eval_prompts": 0, "eval_every": 10**6}
 METHODS: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab_size": 8192, "unroll_steps": 5, "later_share": 0.15},
+    "eagle3": {"lr": 2e-3, "draft_vocab_size": 8192, "unroll_steps": 5, "later_share": 0.15},
     "eagle1": {"loss_vocab_size": 8192},
     "hass": {"loss_vocab_size": 8192, "later_share": 0.15},
 }

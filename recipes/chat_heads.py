@@ -38,16 +38,16 @@ Target = Annotated[str, typer.Option(help="Folder, GGUF file or name.")]
 
 TARGET = "smollm2-135m-instruct"
 COMMON = {
-    "--lr": "2e-3",
     "--tokens-per-batch": "2048",
+    "--later-share": "0.15",
     "--validation-share": "0.02",
     "--eval-every": "400",
     "--eval-prompts": "24",
     "--forecast-prompts": "40",
 }
 RUNS: dict[str, dict[str, str]] = {
-    "eagle3": {**COMMON, "--draft-vocab-size": "8192", "--unroll-steps": "5", "--later-share": "0.15"},
-    "eagle1": {**COMMON, "--loss-vocab-size": "8192"},
+    "eagle3": {**COMMON, "--lr": "2e-3", "--draft-vocab-size": "8192", "--unroll-steps": "5"},
+    "eagle1": {**COMMON, "--lr": "1e-3", "--loss-vocab-size": "8192", "--unroll-steps": "3"},
 }
 
 
