@@ -111,11 +111,6 @@ class Sampling:
             raise SamplingError(f"banned_tokens bans all {vocab_size} tokens: nothing is left to draw; leave one out")
 
     @property
-    def takes_best(self) -> bool:
-        """Whether every token is the target's best, by its logits as they are."""
-        return not (self.temperature or self.penalises or self.logit_bias or self.banned_tokens)
-
-    @property
     def penalises(self) -> bool:
         """Whether the scores depend on the tokens that came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -168,20 +168,16 @@ def prepare(
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
-    cached = None if files.cache is None else FeatureCache(files.cache)
-    if cached is None:
-        training, validation = _read_data(files, options, tokenizer, on_data)
-    else:
-        cached, validation = _read_cached(cached, files, options, tokenizer, on_data)
-        training = cached.corpus
+    data = _read(files, options, tokenizer, on_data)
+    training, validation = data.training, data.validation
     name = str(files.target or "draftwing/target")
     model = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
     own = target_id(model, tokenizer)
-    if cached is not None:
-        cached.check(model, own)
+    if data.cached is not None:
+        data.cached.check(model, own)
     net, coverage = _net_of(files.initial, folder, options, model, training, own)
     teacher = _teacher_of(model, net, training, options)
-    source = _source_of(model, training, options, net.config.taps, cached)
+    source = _source_of(model, training, options, net.config.taps, data.cached)
     start = net_kind_of(net).start
     if files.initial is None and start is not None:
         num_batches = -(-ENTRIES // options.tokens_per_batch)
@@ -194,7 +190,7 @@ def prepare(
         **_about_data(files, training, validation),
         "machine": describe_machine(),
     }
-    evaluate = partial(_evaluate, model, validation, options) if validation.num_tokens else None
+    evaluate = _evaluation(model, validation, options, net.config.taps, data.held)
     trainer = Trainer(net, teacher, source, options, out, evaluate=evaluate, accelerator=accelerator, describe=describe)
     if accelerator.is_main_process:
         prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
@@ -243,6 +239,28 @@ def _add_to_head(trainer: Trainer, prompts: Sequence[str], folder: Path) -> None
     write_card(folder, seconds=trainer.seconds)  # not in the head: a resumed run's is to the bit an unbroken one's
 
 
+@dataclass(frozen=True)
+class _Data:
+    """What to train on and what is held out.
+
+    Attributes:
+        cached, held: the features of both, where a cache has them.
+    """
+
+    training: Corpus
+    validation: Corpus
+    cached: FeatureCache | None = None
+    held: FeatureCache | None = None
+
+
+def _read(
+    files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: Callable[[int, int], None] | None
+) -> _Data:
+    if files.cache is None:
+        return _Data(*_read_data(files, options, tokenizer, on_data))
+    return _read_cached(FeatureCache(files.cache), files, options, tokenizer, on_data)
+
+
 def _read_data(
     files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: Callable[[int, int], None] | None
 ) -> tuple[Corpus, Corpus]:
@@ -262,24 +280,25 @@ def _read_cached(
     options: TrainOptions,
     tokenizer: Tokenizer,
     on_data: Callable[[int, int], None] | None,
-) -> tuple[FeatureCache, Corpus]:
-    """The rows to train on, and what is held out: of the data, where the cache did it, else of the rows."""
+) -> _Data:
+    """Rows to train on; what is held out is data, where the cache held it out, or else rows too."""
     info = cached.info
     _check_cached(info, options, cached.folder)
     if info.max_length is None:
         cached = cached.cut(options.max_length)
+    held = None
     if info.validation_share:
-        held = dataclasses.replace(options, seed=info.seed, data_share=1.0)
-        _, validation = _read_data(files, held, tokenizer, on_data)
+        as_then = dataclasses.replace(options, seed=info.seed, data_share=1.0)
+        _, validation = _read_data(files, as_then, tokenizer, on_data)
     else:
         rows = cached.corpus.examples
         held_rows = held_out([row.ids for row in rows], options.validation_share, options.seed)
         validation = Corpus(tuple(row for row, out in zip(rows, held_rows, strict=True) if out))
-        cached = cached.part(~held_rows)
+        cached, held = cached.part(~held_rows), cached.part(held_rows)
     if options.data_share < 1:
         ids = [row.ids for row in cached.corpus.examples]
         cached = cached.part(held_out(ids, options.data_share, options.seed + 1))
-    return cached, validation
+    return _Data(cached.corpus, validation, cached, held)
 
 
 def _source_of(
@@ -327,12 +346,20 @@ def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]],
     return Stats.of(engine.steps())
 
 
-def _evaluate(target: Target, validation: Corpus, options: TrainOptions, net: DraftNet) -> dict[str, Any]:
+def _evaluation(
+    model: Target, validation: Corpus, options: TrainOptions, taps: tuple[int, ...], held: FeatureCache | None
+) -> Callable[[DraftNet], dict[str, Any]] | None:
+    """What judges a net; None where nothing was held out. Features come from the cache where that has them."""
+    if not validation.num_tokens:
+        return None
+    return partial(_evaluate, model, validation, _source_of(model, validation, options, taps, held), options)
+
+
+def _evaluate(
+    target: Target, validation: Corpus, source: FeatureSource, options: TrainOptions, net: DraftNet
+) -> dict[str, Any]:
     """Loss and agreement on held-out data, tau through the real decoder; the net's calibration is fitted too."""
     began = time.perf_counter()
-    source = OnlineFeatures(
-        target, Batches(validation, options.tokens_per_batch, options.max_length, options.seed), net.config.taps
-    )
     recipe = options.recipe
     scorer = UnrolledLoss(net, recipe.objective, recipe.unroll_steps).eval()
     wide = torch.promote_types(net.dtype, torch.float32)

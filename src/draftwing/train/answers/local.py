@@ -98,6 +98,11 @@ class LMAnswerer:
         self._recorded[_key(ids)] = states
 
 
+def _takes_best(sampling: Sampling) -> bool:
+    """Whether every token is the target's best, by its logits as they are."""
+    return not (sampling.temperature or sampling.penalises or sampling.logit_bias or sampling.banned_tokens)
+
+
 def _key(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype=np.int64).tobytes()
 
@@ -124,7 +129,7 @@ class _Rows:
         mask = np.ones(len(ids), dtype=bool)
         mask[: len(request.prompt_ids)] = self._answers(dialogue.asked, request.prompt_ids)
         example = Example(np.asarray(ids, dtype=np.int32), mask)
-        drawn_best = len(request.prompt_ids) if request.sampling.takes_best else None
+        drawn_best = len(request.prompt_ids) if _takes_best(request.sampling) else None
         return Row(example, F.pad(states, (0, 0, 0, 1)), drawn_best)
 
     def _answers(self, asked: Sequence[Message], prompt_ids: Sequence[int]) -> np.ndarray:

@@ -56,6 +56,11 @@ class FeatureSource(Protocol):
         """Tokens of an epoch."""
         ...
 
+    @property
+    def num_batches_per_epoch(self) -> int:
+        """Batches of an epoch."""
+        ...
+
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         """See ``Batches.batch``."""
         ...
