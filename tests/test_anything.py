@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -226,6 +226,7 @@ RECORDS = st.dictionaries(st.sampled_from(FORMS), PARTS, max_size=3)
 
 @settings(max_examples=300)
 @given(RECORDS | VALUES)
+@example({"instruction": [], "input": "0"})
 def test_a_record(record):
     for problem in (PromptError, DataError):
         with suppress(problem):

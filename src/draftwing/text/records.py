@@ -143,6 +143,8 @@ def _asked(entry: dict[str, Any], key: str, where: str, problem: type[DraftwingE
     messages = _said(entry, key, "user", where, problem)
     for name in more:
         if entry.get(name):
+            if not messages:
+                raise problem(f"{where}: expected a question under {key!r}, found none: write it, or delete the entry")
             messages[-1]["content"] += "\n\n" + _string(entry, name, where, problem)
             break
     answer = next((name for name in answers if name in entry), None)
