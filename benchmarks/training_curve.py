@@ -34,10 +34,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 COMMON: dict[str, Any] = {"tokens_per_batch": 2048, "eval_prompts": 0, "eval_every": 10**6}
-METHODS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {  # as recipes/chat_heads.py trains: its heads are points of the same curves
     "eagle3": {"lr": 2e-3, "draft_vocab_size": 8192, "unroll_steps": 5, "later_share": 0.15},
-    "eagle1": {"loss_vocab_size": 8192},
-    "hass": {"loss_vocab_size": 8192, "later_share": 0.15},
+    "eagle1": {"lr": 1e-3, "loss_vocab_size": 8192, "unroll_steps": 3, "later_share": 0.15},
+    "hass": {"lr": 1e-3, "loss_vocab_size": 8192, "unroll_steps": 3, "later_share": 0.15},
 }
 TREES = {"chain of 5": dw.Budget(5), "60 nodes": dw.Budget(8, 10, 60)}
 
@@ -69,13 +69,14 @@ def measure(plain: LM, head: Path, prompts: list[Prompt], max_tokens: int) -> di
     return found
 
 
-def forecast(points: list[dict[str, Any]], tree: str) -> dict[str, float] | None:
-    """Tau by the slope of the last three points: a line over the logarithm of the tokens; None of fewer than two."""
-    last = points[-3:]
-    if len(last) < 2:
-        return None
-    slope, _ = np.polyfit([np.log10(each["tokens"]) for each in last], [each["tau"][tree] for each in last], 1)
-    return {"per_decade": round(float(slope), 3), "at_ten_times": round(last[-1]["tau"][tree] + float(slope), 3)}
+def forecast(points: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Tau of each tree by the slope of the last three points, a line over the logarithm of the tokens; of one none."""
+    last, found = points[-3:], {}
+    for tree in TREES if len(last) > 1 else ():
+        taus = [each["tau"][tree] for each in last]
+        slope = float(np.polyfit([np.log10(each["tokens"]) for each in last], taus, 1)[0])
+        found[tree] = {"per_decade": round(slope, 3), "at_ten_times": round(taus[-1] + slope, 3)}
+    return found
 
 
 def draw(curves: dict[str, list[dict[str, Any]]], file: Path) -> None:
@@ -120,22 +121,19 @@ def main(
             points.append({"tokens": tokens_of(place), "tau": measure(plain, place, todo, max_tokens)})
             console.print(f"{name}, {points[-1]['tokens']:,} tokens: {points[-1]['tau']}")
         points.sort(key=lambda point: point["tokens"])
+    slopes = {name: forecast(points) for name, points in curves.items()}
     table = Table("head", "tokens read", *(f"tau, {tree}" for tree in TREES))
     for name, points in curves.items():
         for point in points:
             table.add_row(name, f"{point['tokens']:,}", *(f"{point['tau'][tree]:.2f}" for tree in TREES))
-        last = {tree: forecast(points, tree) for tree in TREES}
-        if all(last.values()):
-            at_ten_times = [f"{each['at_ten_times']:.2f}" for each in last.values() if each]
+        if slopes[name]:
+            at_ten_times = [f"{each['at_ten_times']:.2f}" for each in slopes[name].values()]
             table.add_row(f"{name}, by its slope", f"{10 * points[-1]['tokens']:,}", *at_ten_times, end_section=True)
     console.print(table)
     if png is not None:
         draw(curves, png)
     if output is not None:
-        found = {
-            name: {"points": points, "slope": {t: forecast(points, t) for t in TREES}}
-            for name, points in curves.items()
-        }
+        found = {name: {"points": points, "slope": slopes[name]} for name, points in curves.items()}
         settings = {"target": plain.target.name, "num_prompts": len(todo), "max_tokens": max_tokens, "temperature": 0}
         where = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}
         output.write_text(json.dumps({"curves": found, "settings": settings, **where}, indent=2) + "\n")

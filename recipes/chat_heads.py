@@ -96,9 +96,9 @@ def measured_of(name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, 
         precision = settings["dtype"] if settings["quantize"] == "none" else settings["quantize"]
         for row in group["rows"]:
             if row["category"] is None and row["turn"] is None and name in Path(row["draft"]).parts:
-                figures = {key: f"{row[key]['value']:.2f}" for key in ("tau", "speedup")}
-                key = f"{row['set']}, {row['sampling']}, {row['budget']}, {precision}"
-                yield key, {**figures, "same text": f"{row['num_identical']} of {row['num_answers']}"}
+                figures = {figure: f"{row[figure]['value']:.2f}" for figure in ("tau", "speedup")}
+                where = f"{row['set']}, {row['sampling']}, {row['budget']}, {precision}"
+                yield where, {**figures, "same text": f"{row['num_identical']} of {row['num_answers']}"}
 
 
 @app.command()
