@@ -203,12 +203,13 @@ def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> None
 def _finish(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
     """Tables on stdout; results and page in ``out``."""
     from draftwing.evaluate.bench.page import render
-    from draftwing.evaluate.bench.results import gather, to_dict, write_whole
+    from draftwing.evaluate.bench.results import gather, to_dict
+    from draftwing.heads.write import write_text
 
     groups = gather([each for each in journals if each.answers or each.skipped])
     if out is not None and groups:
-        write_whole(out / RESULTS, screen.to_json(to_dict(groups)) + "\n")
-        write_whole(out / PAGE, render(groups))
+        write_text(out / RESULTS, screen.to_json(to_dict(groups)) + "\n")
+        write_text(out / PAGE, render(groups))
     if as_json:
         screen.print_json(to_dict(groups))
     else:

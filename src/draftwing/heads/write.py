@@ -126,7 +126,7 @@ def write_fix(error: Exception) -> str:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Put a text file into a head's folder in one step.
+    """Put a text into a file, whole or not at all.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from draftwing.errors import CheckpointError
 from draftwing.evaluate.bench.records import Journal, Unit
 from draftwing.evaluate.bench.settings import settings_key
 from draftwing.evaluate.bench.statistics import STATISTICS, Estimate, Sample, alpha_of, estimate, mean_estimate
 
-__all__ = ["MEAN", "Group", "Row", "gather", "to_dict", "write_whole"]
+__all__ = ["MEAN", "Group", "Row", "gather", "to_dict"]
 
 MEAN = "mean of sets"
 
@@ -285,17 +282,3 @@ def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
             for group in groups
         ],
     }
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Put a text into a file, whole or not at all.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    fresh = file.with_name(f"{file.name}.partial")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, file)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be written ({error}): check the disk and the folder's owner") from error
