@@ -80,12 +80,15 @@ def train(
     target: Target = TARGET,
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNS)}; default all.")] = None,
     minutes: Annotated[float, typer.Option(help="Of each head.")] = 180,
+    after: Annotated[Path | None, typer.Option(help="OUT of a run before, whose heads these begin as.")] = None,
 ) -> None:
     """Train the heads one after the other; a run that is complete is skipped."""
     for name, options in RUNS.items():
         if only in (None, name):
             said = [word for pair in options.items() for word in pair]
             where = ["--target", target, "--cache", str(out / "features"), "--out", str(out / name)]
+            if after is not None:
+                where += ["--init-from", str(after / name / "head")]
             run("train", name, *where, "--minutes", str(minutes), "--licence", "Apache-2.0", *said)
 
 

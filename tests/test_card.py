@@ -18,6 +18,7 @@ from draftwing.model.config import ModelConfig
 from draftwing.model.linear import Linear
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.train.begin import training_before
 
 SHAPE = {
     "model_type": "llama",
@@ -87,6 +88,20 @@ def test_what_is_known_is_said(head):
         "## Licence\n\nApache-2.0.",
     ):
         assert part in card, part
+
+
+def test_training_adds_up_over_the_heads_that_it_began_as(head, tmp_path):
+    before = training_before(head)
+    assert before == {"iterations": 1000, "tokens_seen": 4_096_000}
+    second = head_of(
+        tmp_path / "second", training={**TRAINING, "iterations": 10, "initial": {"name": "head", **before}}
+    )
+    assert "40,960 tokens seen, 2.5 hours, after 4,096,000 tokens seen by the head it began as" in render_card(second)
+    assert training_before(second) == {"iterations": 10, "tokens_seen": 4_136_960}
+    silent = head_of(tmp_path / "silent")
+    assert training_before(silent) == {}
+    third = head_of(tmp_path / "third", training={**TRAINING, "initial": {"name": "silent"}})
+    assert "2.5 hours, after the training of the head it began as" in render_card(third)
 
 
 def test_what_is_not_known_is_left_out(tmp_path):

@@ -99,6 +99,8 @@ class NetKind:
             drafts unless given.
         start: sets a new net's weights from the target's LM head and texts that it scored; None leaves them random.
         settings: names of the training options that shape its nets (``train.options.NET_SETTINGS``).
+        loss: makes what an update minimises, of the arguments of ``train.loss.batch.UnrolledLoss``, which it is
+            unless given: a module called as that one is, with sums for every drafted token.
     """
 
     read: Callable[..., DraftNet]
@@ -112,6 +114,7 @@ class NetKind:
     drafter: Callable[[Any, Target, str, str], Drafter]
     start: Callable[[Any, Linear, Sequence[Scored]], None] | None = None
     settings: tuple[str, ...] = ()
+    loss: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

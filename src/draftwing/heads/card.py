@@ -148,6 +148,7 @@ def _training(training: Facts) -> list[tuple[str, str]]:
         if per_update and isinstance(get("iterations"), int)
         else "",
         _duration(get("seconds") or 60 * (get("minutes") or 0)),
+        _before(_table(get("initial"))),
     ]
     machine = _table(get("machine"))
     hardware = [
@@ -180,6 +181,13 @@ def _duration(seconds: object) -> str:
     if not isinstance(seconds, int | float) or not seconds:
         return ""
     return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{max(1, round(seconds / 60))} minutes"
+
+
+def _before(initial: Facts) -> str:
+    if not initial:
+        return ""
+    seen = initial.get("tokens_seen")
+    return f"after {f'{seen:,} tokens seen by' if isinstance(seen, int) else 'the training of'} the head it began as"
 
 
 def _held_out(found: Facts, training: Facts) -> str:

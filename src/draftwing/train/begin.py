@@ -15,7 +15,7 @@ from draftwing.nets.eagle_config import TargetId
 from draftwing.train.data.vocabulary import DraftVocabulary
 from draftwing.train.options import TrainOptions
 
-__all__ = ["net_of_head", "new_net"]
+__all__ = ["net_of_head", "new_net", "training_before"]
 
 
 def new_net(
@@ -59,6 +59,27 @@ def net_of_head(where: Path, model: Target, options: TrainOptions, own: TargetId
                 f"head, from nothing, or drop the option"
             )
     return net
+
+
+def training_before(where: Path) -> dict[str, int]:
+    """What the head that a run starts from was trained for: updates, and tokens seen with those before its own start.
+
+    Empty for a head that does not say, one of another project's.
+    """
+    block = read_config(where).get("draftwing")
+    match block:
+        case {
+            "training": {
+                "iterations": int(updates),
+                "tokens_per_batch": int(tokens),
+                "accumulation": int(batches),
+            } as said
+        }:
+            initial = said.get("initial")
+            before = initial.get("tokens_seen", 0) if isinstance(initial, dict) else 0
+            return {"iterations": updates, "tokens_seen": updates * tokens * batches + before}
+        case _:
+            return {}
 
 
 def _shape_of(target: Target, folder: Path) -> ModelConfig:

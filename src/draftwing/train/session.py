@@ -33,7 +33,7 @@ from draftwing.nets.eagle_config import TargetId
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.begin import net_of_head, new_net
+from draftwing.train.begin import net_of_head, new_net, training_before
 from draftwing.train.calibrate import fit_calibration
 from draftwing.train.curves import read_metrics
 from draftwing.train.data.batches import Batches
@@ -225,12 +225,16 @@ def _teacher_of(model: Target, net: DraftNet, training: Corpus, options: TrainOp
 
 def _about_data(files: RunFiles, training: Corpus, validation: Corpus) -> dict[str, Any]:
     """What a head's card says of its data: names, without the folders that they lay in."""
-    found = {
+    found: dict[str, Any] = {
         "data": [Path(each).name for each in files.data],
         "num_dialogues": len(training.examples),
         "tokens_held_out": validation.num_tokens,
     }
-    return found if files.licence is None else {**found, "licence": files.licence}
+    if files.licence is not None:
+        found["licence"] = files.licence
+    if files.initial is not None:
+        found["initial"] = {"name": files.initial.name, **training_before(files.initial)}
+    return found
 
 
 def _add_to_head(trainer: Trainer, prompts: Sequence[str], folder: Path) -> None:
@@ -361,7 +365,7 @@ def _evaluate(
     """Loss and agreement on held-out data, tau through the real decoder; the net's calibration is fitted too."""
     began = time.perf_counter()
     recipe = options.recipe
-    scorer = UnrolledLoss(net, recipe.objective, recipe.unroll_steps).eval()
+    scorer = (net_kind_of(net).loss or UnrolledLoss)(net, recipe.objective, recipe.unroll_steps).eval()
     wide = torch.promote_types(net.dtype, torch.float32)
     loss = torch.zeros(recipe.unroll_steps)
     count, agreed = torch.zeros_like(loss), torch.zeros_like(loss)

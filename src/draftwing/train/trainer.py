@@ -93,7 +93,8 @@ class Trainer:
         self._judged: dict[str, Any] = {}  # the last evaluation's metrics
         self._describe = describe or {}
         recipe = options.recipe
-        self._loss = UnrolledLoss(
+        new_loss = net_kind_of(net).loss or UnrolledLoss
+        self._loss = new_loss(
             net, recipe.objective, recipe.unroll_steps, recipe.noise, options.later_share, teacher.target_ids
         )
         self._optimizers = _optimizers(net, options)
