@@ -22,7 +22,7 @@ setup: $(READY)  ## Create .venv with everything needed.
 
 demo: $(READY)  ## Decode plainly and speculatively, Python offline and a chat model: the same text, and the speed of each.
 	$(BIN)/draftwing compare --texts
-	$(BIN)/draftwing demo
+	$(BIN)/draftwing demo --quantize int8
 
 # A worker of pytest-xdist for each processor; files stay together, since what their tests share is made once for a file.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile

@@ -22,15 +22,23 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from draftwing.api import load_target
+from draftwing.api import load_drafter, load_target
+from draftwing.cli.progress import progress
+from draftwing.errors import CheckpointError
+from draftwing.evaluate.forecast.collect import collect, fitting
+from draftwing.evaluate.forecast.held_out import HeldOut
 from draftwing.heads.card import write_card
-from draftwing.heads.identity import target_id
+from draftwing.heads.identity import head_id, target_id
 from draftwing.heads.prompts import copy_stored
 from draftwing.heads.read import read_head
 from draftwing.heads.write import write_head
 from draftwing.model.resolve import resolve
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data.corpus import Corpus, held_out
+from draftwing.train.features.cache import FeatureCache
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import validation_prompts
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option(help="Folder of answers, features and runs.")]
@@ -104,6 +112,22 @@ def measured_of(name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, 
                 yield where, {**figures, "same text": f"{row['num_identical']} of {row['num_answers']}"}
 
 
+def held_out_prompts(out: Path) -> list[list[int]]:
+    """What training held out, up to the answers."""
+    rows = FeatureCache(out / "features").cut(TrainOptions("eagle3", iterations=1).max_length).corpus.examples
+    held = held_out([row.ids for row in rows], float(COMMON["--validation-share"]), seed=0)
+    corpus = Corpus(tuple(row for row, is_held in zip(rows, held, strict=True) if is_held))
+    return validation_prompts(corpus, int(COMMON["--forecast-prompts"]))
+
+
+def _statistics(head: Path) -> HeldOut | None:
+    """What forecasts of a head are made of, where that was collected before; writing a head removes it."""
+    try:
+        return HeldOut.read(head)
+    except CheckpointError:
+        return None
+
+
 @app.command()
 def export(
     out: Out = Path("build/chat-heads"),
@@ -111,19 +135,26 @@ def export(
     target: Target = TARGET,
     results: Annotated[list[Path] | None, typer.Option(help="results.json of `draftwing bench`; repeatable.")] = None,
 ) -> None:
-    """Write the heads in bfloat16, with cards and the prompts that they are tried on."""
+    """Write the heads in bfloat16, with cards, the prompts that they are tried on, and what forecasts are made of."""
     measured = [group for file in results or [] for group in json.loads(file.read_text())["groups"]]
     folder = resolve(target)
     model = load_target(folder, prepack=False)
-    own = target_id(model, Tokenizer(folder), TARGET)
+    tokenizer = Tokenizer(folder)
+    own, fast = target_id(model, tokenizer, TARGET), load_target(folder, quantize="int8", name=TARGET)
+    prompts = fitting(held_out_prompts(out), fast)
     for name in RUNS:
-        source = out / name / "head"
+        source, known = out / name / "head", _statistics(to / name)
         net = read_head(source, model.embedding, model.head, own, torch.bfloat16)
         training: dict[str, Any] = json.loads((source / "config.json").read_text())["draftwing"]["training"]
         found = dict(measured_of(name, measured))
         write_head(to / name, net, training={**training, "results": found} if found else training)
         copy_stored(source, to / name)
         write_card(to / name)
+        if known is None or known.head != head_id(to / name):
+            with progress("collecting statistics for forecasts") as on_progress:
+                drafter = load_drafter(to / name, fast, tokenizer)
+                known = collect(fast, drafter, head_id(to / name), prompts, on_progress=on_progress)
+        known.write(to / name)
         typer.echo(f"wrote {to / name}")
 
 
