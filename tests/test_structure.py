@@ -1,6 +1,7 @@
 """The floors, the public names, and that the project speaks of itself alone."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -112,3 +113,13 @@ def test_files_and_functions_stay_small():
 
 def test_the_version_is_one():
     assert f'version = "{draftwing.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_scripts_import_nothing_that_is_not_there():
+    missing = []
+    for path in sorted(each for room in ("benchmarks", "recipes", "tools") for each in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "draftwing":
+                module = importlib.import_module(node.module)
+                missing += [f"{path.name}: {node.module}.{a.name}" for a in node.names if not hasattr(module, a.name)]
+    assert not missing
