@@ -120,6 +120,10 @@ def test_scripts_import_nothing_that_is_not_there():
     for path in sorted(each for room in ("benchmarks", "recipes", "tools") for each in (ROOT / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "draftwing":
-                module = importlib.import_module(node.module)
-                missing += [f"{path.name}: {node.module}.{a.name}" for a in node.names if not hasattr(module, a.name)]
+                module, names = importlib.import_module(node.module), {name for name, _ in modules()}
+                missing += [
+                    f"{path.name}: {node.module}.{a.name}"
+                    for a in node.names
+                    if not hasattr(module, a.name) and f"{node.module}.{a.name}".removeprefix("draftwing.") not in names
+                ]
     assert not missing
