@@ -43,7 +43,7 @@ from draftwing.train.data.held_out import held_out_prompts
 from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
 from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCache
 from draftwing.train.features.source import FeatureSource, OnlineFeatures
-from draftwing.train.loss.batch import Teacher, Truth, UnrolledLoss
+from draftwing.train.loss.batch import Teacher, Truth, loss_of
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
 
@@ -365,7 +365,7 @@ def _evaluate(
     """Loss and agreement on held-out data, tau through the real decoder; the net's calibration is fitted too."""
     began = time.perf_counter()
     recipe = options.recipe
-    scorer = (net_kind_of(net).loss or UnrolledLoss)(net, recipe.objective, recipe.unroll_steps).eval()
+    scorer = loss_of(net, recipe.objective, recipe.unroll_steps).eval()
     wide = torch.promote_types(net.dtype, torch.float32)
     loss = torch.zeros(recipe.unroll_steps)
     count, agreed = torch.zeros_like(loss), torch.zeros_like(loss)

@@ -28,7 +28,7 @@ from draftwing.nets.calibration import Calibration
 from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
 from draftwing.train.features.source import FeatureSource
 from draftwing.train.lock import locked
-from draftwing.train.loss.batch import Teacher, UnrolledLoss
+from draftwing.train.loss.batch import Teacher, loss_of
 from draftwing.train.options import TrainOptions
 from draftwing.train.units import in_units, input_sizes
 
@@ -93,8 +93,7 @@ class Trainer:
         self._judged: dict[str, Any] = {}  # the last evaluation's metrics
         self._describe = describe or {}
         recipe = options.recipe
-        new_loss = net_kind_of(net).loss or UnrolledLoss
-        self._loss = new_loss(
+        self._loss = loss_of(
             net, recipe.objective, recipe.unroll_steps, recipe.noise, options.later_share, teacher.target_ids
         )
         self._optimizers = _optimizers(net, options)

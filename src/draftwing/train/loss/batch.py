@@ -6,11 +6,13 @@ Shape suffixes: B rows, T tokens, E = T - 2 entries, H hidden, V draft vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.drafters.kinds import net_kind_of
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
@@ -18,7 +20,7 @@ from draftwing.nets.objectives import Objective, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.unroll import unroll
 
-__all__ = ["StepSums", "Teacher", "Truth", "UnrolledLoss"]
+__all__ = ["StepSums", "Teacher", "Truth", "UnrolledLoss", "loss_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,3 +160,8 @@ class UnrolledLoss(nn.Module):
                     agreed = (guess == truth.best.flatten()[where]).sum()
             sums.append(StepSums(loss, len(entries), agreed))
         return sums
+
+
+def loss_of(net: DraftNet, *said: Any) -> Any:
+    """What an update minimises: the loss of the net's kind, or ``UnrolledLoss``; ``said``: its further arguments."""
+    return (net_kind_of(net).loss or UnrolledLoss)(net, *said)
