@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -334,6 +335,14 @@ class Terminal:
     def type(self, text):
         os.write(self._own, text.encode())
 
+    def interrupt(self):
+        """Ctrl-C at a prompt; one that comes after the prompt is shown but before Python waits for a key is lost."""
+        process, end = psutil.Process(self.process.pid), time.monotonic() + PATIENCE
+        while process.status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < end, "it never waits for a key"
+            time.sleep(0.01)
+        self.type("\x03")
+
     def close(self):
         self.process.kill()
         self.process.wait()
@@ -370,14 +379,14 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     assert len(answer["content"]) < len(whole)
     terminal.type("/stats\n")
     terminal.until("dialogue, target: .*tau")
-    terminal.until("seed 0[^>]*> ")  # before it asks, readline may not yet see control keys
-    terminal.type("\x03")
+    terminal.until("seed 0[^>]*> ")
+    terminal.interrupt()
     terminal.until("Ctrl-C once more[^>]*> ")
     terminal.type("/seed\n")  # something else: the next Ctrl-C is a first one again
     terminal.until("seed 0[^>]*> ")
-    terminal.type("\x03")
+    terminal.interrupt()
     terminal.until("Ctrl-C once more[^>]*> ")
-    terminal.type("\x03")
+    terminal.interrupt()
     assert terminal.process.wait(PATIENCE) == 0
     assert "Traceback" not in terminal.raw
 
