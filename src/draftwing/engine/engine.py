@@ -59,7 +59,12 @@ class Engine:
         return len(self._waiting)
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, speculation: Speculation = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        speculation: Speculation = None,
+        references: Sequence[Sequence[int]] = (),
     ) -> Request:
         """Put a request into the queue; a bad one is refused here, before any work is done.
 
@@ -68,6 +73,7 @@ class Engine:
             sampling: greedy decoding of 128 tokens where it is None.
             speculation: how much to draft for it: a ``Budget``, ``"none"``, or None for as much as the engine drafts.
                 In a batch whose rows differ, all are drafted as wide as the widest, and each as deep as it says.
+            references: texts, as ids, that are likely to be repeated; draft ``"llma"`` copies from them.
 
         Raises:
             PromptError, SamplingError, ConfigError: it cannot be decoded.
@@ -75,7 +81,7 @@ class Engine:
         sampling = sampling or Sampling()
         self._decoder.check(prompt_ids, sampling)
         budget = self._budget_of(speculation)
-        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer)
+        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer, references)
         self._waiting.append(request)
         return request
 
