@@ -84,8 +84,10 @@ def _make_rest(source: Source) -> NewDrafter:
     from draftwing.drafters.retrieval.store import check_tokenizer
 
     store = read_datastore(source.folder)
-    check_tokenizer(source.folder, store.about, source.tokenizer, source.target.vocab_size)
-    return partial(RestDrafter, source.target.vocab_size, store, **source.options)
+    fix = "build a datastore with --target set to this target"
+    check_tokenizer(source.folder, store.about, source.tokenizer, source.target.vocab_size, fix)
+    identity = str(store.about["identity"])
+    return partial(RestDrafter, source.target.vocab_size, store.parts[0], identity=identity, **source.options)
 
 
 def _is_rest(config: Mapping[str, Any], folder: Path) -> bool:
@@ -102,7 +104,8 @@ def _make_suffix(source: Source) -> NewDrafter:
     options, target = {**source.options}, source.target
     file, most = options.pop("memory", None), options.pop("memory_tokens", _MOST_TOKENS)
     if file is not None and file.exists():
-        check_tokenizer(file, read_store(file).about, source.tokenizer, target.vocab_size)
+        fix = "name another file, or delete this one"
+        check_tokenizer(file, read_store(file).about, source.tokenizer, target.vocab_size, fix)
     about = {
         "target": target.name,
         "vocab_size": target.vocab_size,

@@ -6,12 +6,11 @@ Gains where the datastore holds texts like those that are written: the files of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from draftwing.drafters.base import Traits
+from draftwing.drafters.retrieval.array import SuffixArray
 from draftwing.drafters.retrieval.drafter import RetrievalDrafter
 from draftwing.drafters.retrieval.following import Match
-from draftwing.drafters.retrieval.store import Store
 from draftwing.model.target import Row
 
 __all__ = ["RestDrafter"]
@@ -21,16 +20,19 @@ class RestDrafter(RetrievalDrafter):
     """Looks for the longest end of the text that stands in the datastore, exactly, and proposes what followed it there.
 
     Args:
-        store: from ``read_datastore``; drafters of any number of threads may share it.
+        texts: a datastore's; drafters of any number of threads may share them.
         min_match, max_match: tokens of that end, at least and at most.
+        identity: of the datastore.
     """
 
     name = "rest"
 
-    def __init__(self, vocab_size: int, store: Store, min_match: int = 2, max_match: int = 16) -> None:
+    def __init__(
+        self, vocab_size: int, texts: SuffixArray, min_match: int = 2, max_match: int = 16, *, identity: str = ""
+    ) -> None:
         super().__init__(vocab_size)
-        self._texts, self._min_match, self._max_match = store.parts[0], min_match, max(min_match, max_match)
-        self.traits = replace(Traits(costs_forwards=False), identity=str(store.about["identity"]))
+        self._texts, self._min_match, self._max_match = texts, min_match, max(min_match, max_match)
+        self.traits = Traits(costs_forwards=False, identity=identity)
 
     def matches(self, index: int, row: Row) -> Iterable[Match]:
         """The longest one."""

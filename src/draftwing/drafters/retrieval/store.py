@@ -202,15 +202,19 @@ def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path}: this file is damaged ({why}): copy it again, or delete it and make it anew")
 
 
-def check_tokenizer(path: Path, about: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int) -> None:
+def check_tokenizer(
+    path: Path, about: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, fix: str
+) -> None:
     """Raise TokenizerError unless a file's ids mean what the target's do.
 
-    Without a tokenizer only the number of ids is compared.
+    Args:
+        tokenizer: the target's; without one only the number of ids is compared.
+        vocab_size: of the target.
+        fix: what to do otherwise.
     """
-    same = tokenizer is None or not about["vocab_hash"] or tokenizer.vocab_hash == about["vocab_hash"]
-    if not same or about["vocab_size"] > vocab_size:
+    theirs, ours = about["vocab_hash"], "" if tokenizer is None else tokenizer.vocab_hash
+    if (theirs and ours and theirs != ours) or about["vocab_size"] > vocab_size:
         raise TokenizerError(
-            f"{path}: was made with the tokenizer of {about.get('target') or 'another target'} "
-            f"({about['vocab_size']:,} tokens), which is not this target's ({vocab_size:,}): build one with "
-            f"--target set to this target, or delete it where it is a memory"
+            f"{path}: holds ids of the tokenizer of {about['target']} ({about['vocab_size']:,} tokens), which is not "
+            f"this target's ({vocab_size:,}): {fix}"
         )
