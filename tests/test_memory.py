@@ -153,6 +153,20 @@ def test_a_smaller_bound_holds_for_what_is_read(tmp_path):
     assert len(Memory(300, file, ABOUT)) <= 300
 
 
+def test_it_forgets_what_came_after_it_was_read(tmp_path):
+    file = tmp_path / "memory"
+    memory = filled([[1, 2, 3]], file=file, about=ABOUT)
+    memory.save()
+    memory.forget()
+    assert len(memory) == 0
+    again = Memory(1000, file, ABOUT)
+    again.add([4, 5, 6])
+    again.forget()
+    assert texts_in(again) == {(1, 2, 3): 1}
+    again.save()
+    assert texts_in(Memory(1000, file, ABOUT)) == {(1, 2, 3): 1}
+
+
 def test_it_is_written_now_and_then_where_requests_never_pause(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_SAVE_EVERY", 10)
     memory = Memory(1000, tmp_path / "memory", ABOUT)

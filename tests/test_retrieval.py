@@ -19,6 +19,7 @@ from draftwing.drafters.retrieval.memory import Memory
 from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
 from draftwing.errors import CheckpointError, ConfigError, DataError, TokenizerError
+from draftwing.evaluate.compare import compare
 from draftwing.model.target import Context, Row
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
@@ -248,6 +249,15 @@ def test_former_requests_are_remembered(target, tmp_path):
     assert second.tau > max(first.tau, 4)
     assert third.tau > 4
     assert fresh_one.tau == first.tau
+
+
+def test_comparisons_do_not_draft_from_the_last_round(target):
+    plain, model = lm(target, "none"), lm(target, "suffix")
+    first = lm(target, "suffix").generate(PROMPT, **WANTED)[0]
+    model.generate(PROMPT, **WANTED)
+    found = compare([plain, model], [PROMPT], Sampling(**WANTED), rounds=2).methods[1]
+    assert found.tau == pytest.approx(first.tau)
+    plain.forget()  # there is nothing to forget
 
 
 def test_threads_that_share_a_memory_write_the_plain_texts(target):

@@ -171,6 +171,11 @@ class LM:
         """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""
         return costs_of(self.target, self.new_drafter, loop_of(self.target), again=again)
 
+    def forget(self) -> None:
+        """Drop what drafters have kept of former requests, where they keep anything: a measurement starts from here."""
+        if self.traits.forget is not None:
+            self.traits.forget()
+
     def decoder(self) -> Decoder:
         """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
         with self._turn:

@@ -51,6 +51,7 @@ class Memory:
             # In memory: the file may be replaced, and a mapped one would stay on the disk for as long.
             parts = [SuffixArray(np.array(part.tokens), np.array(part.order)) for part in store.parts]
             self._parts = self._bounded(parts)
+        self._read = self._parts
 
     def __len__(self) -> int:
         """Tokens that are kept."""
@@ -115,6 +116,11 @@ class Memory:
         while sum(map(len, parts)) > self._most:
             parts.pop(0)
         return tuple(parts)
+
+    def forget(self) -> None:
+        """Go back to what was read from the file, or to nothing."""
+        with self._changing:
+            self._parts, self._unsaved = self._read, 0
 
     def save(self) -> None:
         """Write the file, where one is named and something is new. What cannot be written is a warning: texts go on."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from draftwing.drafters.base import Traits
 from draftwing.drafters.retrieval.drafter import OwnTexts, RetrievalDrafter
 from draftwing.drafters.retrieval.following import Match
 from draftwing.drafters.retrieval.memory import Memory
@@ -37,6 +38,7 @@ class SuffixDrafter(RetrievalDrafter):
         super().__init__(vocab_size)
         self._memory, self._alpha, self._min_match = memory, alpha, min_match
         self._own = OwnTexts()
+        self.traits = Traits(costs_forwards=False, forget=memory.forget)
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Start an automaton; it reads the prompt at the first proposal."""
