@@ -192,6 +192,15 @@ def test_what_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
     assert texts_in(Memory(1000, tmp_path / "memory", ABOUT)) == {(1, 2, 3): 1, (4, 5): 1}
 
 
+def test_what_a_killed_writer_left_is_swept(tmp_path):
+    """What a process that still runs is writing is not."""
+    (tmp_path / ".memory.99999999.partial").write_text("half")
+    running = tmp_path / f".memory.{os.getppid()}.partial"
+    running.write_text("under way")
+    filled([[1, 2, 3]], file=tmp_path / "memory", about=ABOUT).save()
+    assert {path.name for path in tmp_path.iterdir()} == {"memory", running.name}
+
+
 def test_a_damaged_file_is_refused_by_name(tmp_path):
     file = tmp_path / "memory"
     filled([[1, 2, 3]] * 9, file=file, about=ABOUT).save()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.drafters.retrieval.array import SuffixArray
-from draftwing.drafters.retrieval.store import Store, identity_of, read_store, write_store
+from draftwing.drafters.retrieval.store import Store, identity_of, partial_name, read_store, sweep, write_store
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.heads.write import write_fix
 from draftwing.model.config import read_config
@@ -35,19 +34,7 @@ def check_new(folder: Path) -> None:
     """
     if folder.exists() or folder.is_symlink():
         raise ConfigError(f"{folder}: is there already: choose another folder, or delete it first")
-    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):
-        if not _is_running(leftover.suffixes[-2].removeprefix(".")):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_running(process: str) -> bool:
-    if os.name != "posix" or not process.isdigit():
-        return True
-    try:
-        os.kill(int(process), 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
+    sweep(folder)
 
 
 def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) -> Store:
@@ -62,7 +49,7 @@ def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) 
     """
     check_new(folder)
     said = {**about, "num_tokens": len(texts) - about["num_texts"], "identity": identity_of([texts])}
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial = partial_name(folder)
     try:
         partial.mkdir(parents=True)
         write_store(partial / TEXTS, [texts], said)

@@ -14,9 +14,11 @@ when it is whole.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ from draftwing.drafters.retrieval.array import SuffixArray
 from draftwing.errors import CheckpointError, TokenizerError, shown
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["Store", "check_tokenizer", "identity_of", "read_store", "write_store"]
+__all__ = ["Store", "check_tokenizer", "identity_of", "partial_name", "read_store", "sweep", "write_store"]
 
 MAGIC, VERSION = b"DWTEXTS\n", 1
 _ALIGN, _BLOCK = 64, 4 << 20
@@ -69,7 +71,8 @@ def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, An
     """
     header = {**about, "version": VERSION, "sizes": [len(part) for part in parts]}
     said = json.dumps(header).encode()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    sweep(path)
+    partial = partial_name(path)
     try:
         with partial.open("wb") as file:
             file.write(MAGIC + struct.pack("<II", len(said), zlib.crc32(said)) + said)
@@ -84,6 +87,29 @@ def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, An
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def partial_name(path: Path) -> Path:
+    """Where a file or folder is written before it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def sweep(path: Path) -> None:
+    """Remove what writers of ``path`` that were killed have left behind."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        if not _is_running(leftover.suffixes[-2].removeprefix(".")):
+            with suppress(OSError):
+                leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover)
+
+
+def _is_running(process: str) -> bool:
+    if os.name != "posix" or not process.isdigit():
+        return True
+    try:
+        os.kill(int(process), 0)
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 class _Blocks:
