@@ -12,13 +12,14 @@ import torch
 import draftwing as dw
 from conftest import refused
 from draftwing.api import load_drafter
+from draftwing.cli.options import drafts_at_hand, drafts_compared
 from draftwing.drafters.base import Budget
 from draftwing.drafters.retrieval.array import SuffixArray, joined
 from draftwing.drafters.retrieval.llma import LlmaDrafter
 from draftwing.drafters.retrieval.memory import Memory
 from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
-from draftwing.errors import CheckpointError, ConfigError, DataError, TokenizerError
+from draftwing.errors import CheckpointError, ConfigError, DataError, PromptError, TokenizerError
 from draftwing.evaluate.compare import compare
 from draftwing.model.target import Context, Row
 from draftwing.noise import KeyedNoise
@@ -230,11 +231,17 @@ def test_references_as_texts(target):
     assert seen == [[*ids], [*ids], [ids[1]]]
 
 
-@pytest.mark.parametrize("references", ["a text", [1, 2], [["a"]], [None]])
+@pytest.mark.parametrize("references", ["a text", [1, 2], [["a"]], [None], None, 5])
 def test_what_is_no_list_of_references(references, target):
     for call in (lm(target, "none").generate, lm(target, "none").stream):
         with refused(ConfigError, "references must be a list of texts, found", "put each text into it"):
             call(PROMPT, references=references)
+
+
+@pytest.mark.parametrize("references", ["a", ["a"], [["a"]], [1], [[1, 300]], [[-1]], [None], None, [[1.5]]])
+def test_references_that_are_no_ids(references, target):
+    with refused(PromptError, "references must be lists of token ids from 0 to 299, found", "encode each text"):
+        lm(target, "none").engine().submit([1, 2], references=references)
 
 
 def test_former_requests_are_remembered(target, tmp_path):
@@ -287,6 +294,14 @@ def test_a_memory_of_another_tokenizer_is_refused(target, tmp_path, folder_of):
     file.write_bytes(file.read_bytes()[:-9])
     with refused(CheckpointError, str(file), "damaged"):
         lm(target, "suffix", memory=file)
+
+
+def test_what_is_measured_where_no_draft_is_named():
+    """As the help says; every kind that needs no folder is still at hand."""
+    assert drafts_compared("a/hub-id") == ["lookup"]
+    assert drafts_compared(None)[0] == "lookup"
+    assert "suffix" not in drafts_compared(None)
+    assert {"none", "lookup", "llma", "suffix"} <= set(drafts_at_hand("a/hub-id"))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from draftwing.drafters.retrieval.array import END, SuffixArray, joined, sort_su
 from draftwing.drafters.retrieval.following import Match, grow
 from draftwing.drafters.suffix import SuffixAutomaton
 
+EVERYWHERE = settings(deadline=None, derandomize=True)  # the same examples on every machine, however busy it is
 TOKENS = st.integers(0, 3)
 TEXT = st.lists(TOKENS, max_size=24)
 TEXTS = st.lists(TEXT, max_size=5)
@@ -59,6 +60,7 @@ def brute_tree(texts: list[list[int]], pattern: list[int], most: int, depth: int
 
 
 @given(st.lists(st.integers(-1, 3), max_size=40))
+@EVERYWHERE
 def test_suffixes_are_sorted(tokens):
     wanted = sorted(range(len(tokens)), key=lambda start: tokens[start:])
     given_ids = np.array(tokens, dtype=np.int32)
@@ -93,6 +95,7 @@ def test_texts_are_joined():
 
 
 @given(TEXTS, WORD)
+@EVERYWHERE
 def test_every_occurrence_is_found(texts, pattern):
     found = SuffixArray(joined(texts))
     low, high = found.find(pattern)
@@ -102,6 +105,7 @@ def test_every_occurrence_is_found(texts, pattern):
 
 
 @given(TEXTS, st.lists(TOKENS, max_size=10), st.integers(1, 3), st.integers(1, 6))
+@EVERYWHERE
 def test_the_longest_match_and_what_follows_it(texts, ending, least, most):
     found = SuffixArray(joined(texts))
     lengths = [n for n in range(least, min(most, len(ending)) + 1) if followers(texts, ending[-n:])]
@@ -136,7 +140,7 @@ def test_ids_outside_of_the_vocabulary_follow_nothing():
 
 
 @given(st.lists(TOKENS, max_size=40))
-@settings(deadline=None)
+@EVERYWHERE
 def test_the_automaton_counts_as_often_as_there_are_occurrences(tokens):
     automaton = SuffixAutomaton(tokens)
     earlier = [n for n in range(1, len(tokens)) if followers([tokens], tokens[-n:])]
@@ -171,7 +175,7 @@ def test_matches_of_an_automaton_end_where_they_are_told_to():
 
 
 @given(TEXTS, WORD, st.integers(1, 12), st.integers(0, 4), st.integers(1, 4))
-@settings(deadline=None)
+@EVERYWHERE
 def test_a_tree_has_the_likeliest_paths_of_the_trie(texts, pattern, most, depth, width):
     indexed = SuffixArray(joined(texts))
     grown = grow(9, Match(indexed, len(pattern), indexed.place(pattern)), most, depth, width)

@@ -209,7 +209,7 @@ class LM:
         return self.tokenizer.encode_chat(checked) if checked and isinstance(checked[0], Mapping) else checked
 
     def _encode_references(self, references: Sequence[str]) -> list[list[int]]:
-        if isinstance(references, str) or not all(isinstance(text, str) for text in references):
+        if not isinstance(references, list | tuple) or not all(isinstance(text, str) for text in references):
             raise ConfigError(f"references must be a list of texts, found {shown(references)}: put each text into it")
         return [self.tokenizer.encode_plain(text) for text in references]
 

@@ -130,7 +130,7 @@ class Memory:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 write_store(self._file, self._parts, self._about)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # a name may be none
                 warnings.warn(
                     f"{self._file}: what was learnt of former requests cannot be kept ({error}): check the path and "
                     f"the disk",

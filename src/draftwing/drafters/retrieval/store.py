@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -39,6 +40,8 @@ __all__ = ["Store", "check_tokenizer", "identity_of", "partial_name", "read_stor
 MAGIC, VERSION = b"DWTEXTS\n", 1
 _ALIGN, _BLOCK = 64, 4 << 20
 _CHECKED = 64  # blocks that are checked when a file is opened: the first and last, and at even distances between them
+
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, An
 
 
 def partial_name(path: Path) -> Path:
-    """Where a file or folder is written before it is whole."""
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Where a file or folder is written before it is whole; another name for each writer."""
+    return path.with_name(f".{path.name}.{next(_NUMBERS)}.{os.getpid()}.partial")
 
 
 def sweep(path: Path) -> None:
