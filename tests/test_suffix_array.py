@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftwing.drafters import suffix
@@ -16,7 +16,8 @@ from draftwing.drafters.retrieval.array import END, SuffixArray, joined, sort_su
 from draftwing.drafters.retrieval.following import Match, grow
 from draftwing.drafters.suffix import SuffixAutomaton
 
-EVERYWHERE = settings(deadline=None, derandomize=True)  # the same examples on every machine, however busy it is
+# The same examples on every machine, however busy it is.
+EVERYWHERE = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 TOKENS = st.integers(0, 3)
 TEXT = st.lists(TOKENS, max_size=24)
 TEXTS = st.lists(TEXT, max_size=5)
