@@ -24,6 +24,11 @@ from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.drafters.retrieval.array import SuffixArray, joined
+from draftwing.drafters.retrieval.llma import LlmaDrafter
+from draftwing.drafters.retrieval.memory import Memory
+from draftwing.drafters.retrieval.rest import RestDrafter
+from draftwing.drafters.retrieval.suffixes import SuffixDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
@@ -144,6 +149,23 @@ def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
 
+def texts_of(lab: Lab, kind: str) -> list[list[int]]:
+    """What the target says, with a wrong turn in it, and beside it what it says of its other prompts."""
+    found = [[*PROMPTS[row], *lab.plain(kind, row)] for row in range(3)]
+    return [*found, *([*text[:-6], *text[4:9], *text[-6:]] for text in found)]
+
+
+def rest(lab: Lab, kind: str) -> Drafter:
+    return RestDrafter(VOCAB, SuffixArray(joined(texts_of(lab, kind))), min_match=1)
+
+
+def remembering(lab: Lab, kind: str) -> Drafter:
+    memory = Memory(200)  # which is soon full
+    for text in texts_of(lab, kind):
+        memory.add(text)
+    return SuffixDrafter(VOCAB, memory)
+
+
 def erratic(depth: int, width: int, most: int | None = None, seed: int = 4) -> Budget:
     """A budget whose rule is made by dice and believes in odd chances: no decision may change the text."""
     rng = np.random.default_rng(seed)
@@ -191,11 +213,20 @@ DRAFTERS = {
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
+    "llma-chain": Case(lambda lab, kind: LlmaDrafter(VOCAB, texts_of(lab, kind), 1), Budget(5)),
+    "llma-tree": Case(lambda lab, kind: LlmaDrafter(VOCAB, texts_of(lab, kind), 1), Budget(4, 3)),
+    "rest-chain": Case(rest, Budget(5)),
+    "rest-tree": Case(rest, Budget(5, 4, 12)),
+    "rest-rule": Case(rest, erratic(4, 3, 9), anything),
+    "suffix-chain": Case(remembering, Budget(6)),
+    "suffix-tree": Case(remembering, Budget(5, 4, 12)),
+    "suffix-rule": Case(remembering, erratic(4, 3, 9), anything),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain")  # they give q, for the classic rules
+# They give q, for the classic rules.
+WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain", "llma-chain", "rest-chain")
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),
@@ -463,7 +494,7 @@ def test_logprobs_are_those_of_plain_decoding(drafter, lab):
 # --- the classic rules -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", WEIGHED)
+@pytest.mark.parametrize("drafter", [*WEIGHED, "suffix-chain"])
 @pytest.mark.parametrize("rule", CLASSIC)
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
 def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab):
@@ -480,7 +511,7 @@ def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab
 @pytest.mark.parametrize("rule", CLASSIC)
 @pytest.mark.parametrize("kind", ["t1", "penalties"])
 def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
-    """Whatever shares the batch. (Their law is the subject of test_laws.)"""
+    """Whatever shares the batch, but for drafters that remember it. (Their law is the subject of test_laws.)"""
     here, case = lab("llama"), DRAFTERS[drafter]
     requests = [here.request(kind, row) for row in range(3)]
     together, stats = run(here.target, requests, case.make(here, kind), CLASSIC[rule], rule)

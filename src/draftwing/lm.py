@@ -18,7 +18,7 @@ from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.engine.decode import Decoder, loop_of
 from draftwing.engine.engine import Engine, Speculation
 from draftwing.engine.request import Request
-from draftwing.errors import ConfigError, DraftwingError
+from draftwing.errors import ConfigError, DraftwingError, shown
 from draftwing.model.target import Target
 from draftwing.noise import hash_bits
 from draftwing.sampling import Sampling
@@ -171,6 +171,11 @@ class LM:
         """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""
         return costs_of(self.target, self.new_drafter, loop_of(self.target), again=again)
 
+    def forget(self) -> None:
+        """Drop what drafters have kept of former requests, where they keep anything: a measurement starts from here."""
+        if self.traits.forget is not None:
+            self.traits.forget()
+
     def decoder(self) -> Decoder:
         """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
         with self._turn:
@@ -203,12 +208,18 @@ class LM:
             return self.tokenizer.encode(checked)
         return self.tokenizer.encode_chat(checked) if checked and isinstance(checked[0], Mapping) else checked
 
+    def _encode_references(self, references: Sequence[str]) -> list[list[int]]:
+        if not isinstance(references, list | tuple) or not all(isinstance(text, str) for text in references):
+            raise ConfigError(f"references must be a list of texts, found {shown(references)}: put each text into it")
+        return [self.tokenizer.encode_plain(text) for text in references]
+
     def stream(
         self,
         prompt: Prompt,
         sampling: Sampling | Mapping[str, Any] | None = None,
         *,
         speculation: Speculation = None,
+        references: Sequence[str] = (),
         **options: Any,
     ) -> Iterator[StreamStep]:
         """Decode one prompt and yield the text of every step as it comes.
@@ -220,13 +231,15 @@ class LM:
             prompt: a text, a dialogue or token ids.
             sampling: how to sample, on which ``options`` are laid.
             speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
+            references: texts that are likely to be repeated; draft ``"llma"`` copies from them.
 
         Raises:
             PromptError, SamplingError, ConfigError: refused at once, before any work is done.
             NumericsError: the target's logits are not finite.
         """
-        engine = self.engine()
-        request = engine.submit(self.encode(prompt), _sampling(sampling, options), speculation=speculation)
+        engine, ids = self.engine(), self._encode_references(references)
+        sampling = _sampling(sampling, options)
+        request = engine.submit(self.encode(prompt), sampling, speculation=speculation, references=ids)
         return self._stream(engine, request)
 
     def _stream(self, engine: Engine, request: Request) -> Iterator[StreamStep]:
@@ -244,6 +257,7 @@ class LM:
         sampling: Sampling | Mapping[str, Any] | None = None,
         *,
         speculation: Speculation = None,
+        references: Sequence[str] = (),
         **options: Any,
     ) -> AsyncIterator[StreamStep]:
         """``stream`` for asyncio: each step runs in a worker thread, so that the event loop goes on meanwhile.
@@ -251,7 +265,7 @@ class LM:
         Whoever stops listening, by ``break``, ``aclose`` or cancelling the task, ends the text after the step that is
         under way.
         """
-        steps = self.stream(prompt, sampling, speculation=speculation, **options)
+        steps = self.stream(prompt, sampling, speculation=speculation, references=references, **options)
         loop, under_way = asyncio.get_running_loop(), None
         while True:
             under_way = loop.run_in_executor(None, next, steps, None)
@@ -272,6 +286,7 @@ class LM:
         n: int = 1,
         max_batch: int = 8,
         speculation: Speculation = None,
+        references: Sequence[str] = (),
         on_step: Callable[[int, StreamStep], None] | None = None,
         **options: Any,
     ) -> list[Generation]:
@@ -284,6 +299,7 @@ class LM:
             n: texts of each prompt. With a seed, the first one has it, and each other one another that follows from it.
             max_batch: texts decoded at once.
             speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
+            references: texts that are likely to be repeated; draft ``"llma"`` copies from them.
             on_step: called with a text's place in the result and what a step adds to it.
             options: ``Sampling``'s fields.
 
@@ -300,9 +316,9 @@ class LM:
             raise ConfigError(f"n must be at least 1, found {n!r}: give a whole number")
         wanted = as_list(prompts)
         each = _one_each(sampling, len(wanted), options)
-        engine = self.engine(max_batch=max_batch)
+        engine, given = self.engine(max_batch=max_batch), self._encode_references(references)
         requests = [
-            engine.submit(ids, _nth(own, number), speculation=speculation)
+            engine.submit(ids, _nth(own, number), speculation=speculation, references=given)
             for ids, own in zip([self.encode(prompt) for prompt in wanted], each, strict=True)
             for number in range(n)
         ]

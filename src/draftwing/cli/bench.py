@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import bench_tables, screen
-from draftwing.cli.options import Drafting, Drafts, Json, Model, drafts_at_hand, sampling_option, with_options
+from draftwing.cli.options import Drafting, Drafts, Json, Model, drafts_compared, sampling_option, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import ConfigError
 
@@ -84,7 +84,7 @@ class Measured:
         from draftwing.evaluate.bench.settings import Method
 
         found = []
-        for name in dict.fromkeys(self.draft or drafts_at_hand(model.target)):
+        for name in dict.fromkeys(self.draft or drafts_compared(model.target)):
             if name == "none":  # that is plain decoding, and measured anyhow
                 continue
             maker = load_drafter(name, plain.target, plain.tokenizer, device=model.device)

@@ -42,6 +42,7 @@ __all__ = [
     "SamplingOptions",
     "Target",
     "drafts_at_hand",
+    "drafts_compared",
     "or_of",
     "sampling_option",
     "taps_of",
@@ -64,6 +65,11 @@ def _shipped(target: str | None) -> list[str]:
 def drafts_at_hand(target: str | None) -> list[str]:
     """The drafts that need no path: those of Draftwing, and those that come with it for a target."""
     return [*_NAMED, *_shipped(target)]
+
+
+def drafts_compared(target: str | None) -> list[str]:
+    """The drafts that are measured where none is named: as the help of ``Drafts`` says."""
+    return ["lookup", *_shipped(target)]
 
 
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
@@ -139,7 +145,7 @@ class Model:
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
-        wanted = list(drafts or drafts_at_hand(self.target))
+        wanted = list(drafts or drafts_compared(self.target))
         lms = [plain]
         for draft in wanted:
             if draft != "none":  # that is plain decoding again

@@ -5,6 +5,7 @@ Shape suffixes: B rows, N nodes, T tokens, F features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
@@ -36,6 +37,8 @@ class Traits:
         identity: tells apart, beside ``Drafter.name``, what caches must not mix up: two heads of one name.
         num_bytes: of weights that one pass of its net reads, the LM head's too.
         runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a net.
+        forget: drops what drafters of its maker have kept of former requests; None where they keep nothing. Whoever
+            measures the same prompts again calls it in between (``LM.forget``).
     """
 
     drafts: bool = True
@@ -45,6 +48,7 @@ class Traits:
     identity: str = ""
     num_bytes: int = 0
     runs_as: str = ""
+    forget: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ Costs next to nothing, and gains wherever a text repeats itself or its prompt: c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.retrieval.following import Grown, as_tree
 from draftwing.drafters.suffix import SuffixAutomaton, merge_paths
 from draftwing.model.target import NO_FEATURES, Context, TargetOutput
 from draftwing.sampling import SamplingBatch
@@ -58,7 +57,7 @@ class LookupDrafter:
         drawn = budget.children in ("sampled", "distinct")
         num_paths = 1 if drawn else budget.width
         most = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)
-        all_tokens, all_parents, all_told, deepest = [], [], [], 0
+        rows = []
         for index, row in enumerate(ctx.rows):
             automaton = self._automata[index]
             automaton.extend_all(row.tokens[self._read[index] :])
@@ -66,19 +65,9 @@ class LookupDrafter:
             found = automaton.continuations(budget.depth, num_paths, self._min_match)
             tokens, parents, sources = merge_paths(row.tokens[-1], [path for _, path in found], most)
             depths = _depths(parents)
-            all_tokens.append(tokens)
-            all_parents.append(parents)
-            all_told.append(_told([length for length, _ in found], parents, sources, depths))
-            deepest = max(deepest, *depths)
-        tree = DraftTree.from_lists(all_tokens, all_parents, ctx.device)
-        padded = [[*told, *[0.0] * (tree.num_nodes - len(told))] for told in all_told]
-        tree = replace(tree, told=torch.tensor(padded, device=ctx.device), depth=deepest, is_line=num_paths == 1)
-        if not drawn:
-            return tree
-        # Node i's child is certain: q is one-hot on it (and means nothing at the last node).
-        following = torch.cat([tree.tokens[:, 1:], tree.tokens[:, -1:]], 1).clamp(min=0)
-        probs = torch.zeros(*tree.tokens.shape, self._vocab_size, device=ctx.device)
-        return replace(tree, draft_probs=probs.scatter_(2, following[:, :, None], 1.0))
+            told = _told([length for length, _ in found], parents, sources, depths)
+            rows.append(Grown(tokens, parents, told, max(depths)))
+        return as_tree(rows, ctx.device, is_line=num_paths == 1, law_of=self._vocab_size if drawn else None)
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """The automata read new tokens when they next propose."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from draftwing.drafters.retrieval.following import Follower, Match
 from draftwing.errors import ConfigError, TreeError
 
 __all__ = ["SuffixAutomaton", "merge_paths"]
@@ -17,6 +18,9 @@ __all__ = ["SuffixAutomaton", "merge_paths"]
 _REFRESH_DEPTH = 8
 # How many states ``continuations`` looks at; a sequence like "aaaa..." has as many as it has tokens.
 _WALK_DEPTH = 64
+# How many states, from the longest along its suffix links, count a new token: of short strings in such a sequence there
+# are then more than are counted.
+_COUNT_DEPTH = 64
 
 
 class SuffixAutomaton:
@@ -30,6 +34,8 @@ class SuffixAutomaton:
     date: a new token is a new occurrence of *all* states on the path of suffix links, which may be as long as the
     sequence, so only the first few states of the path (the matched one and the next longest) are told. Short matches
     below several longer ones may thus be followed by what came after an older occurrence than the last.
+
+    It is an ``Indexed`` too. A place is a state, and a token follows as often as the state behind it has occurred.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -40,6 +46,7 @@ class SuffixAutomaton:
         self._length: list[int] = [0]
         self._first_end: list[int] = [0]
         self._latest_end: list[int] = [0]
+        self._count: list[int] = [0]
         self._last = 0
         self.extend_all(tokens)
 
@@ -79,6 +86,26 @@ class SuffixAutomaton:
             state = self._link[state]
         self._link[current] = self._target(state, token) if state >= 0 else 0
         self._last = current
+        for _ in range(_COUNT_DEPTH):
+            if current <= 0:
+                break
+            self._count[current] += 1
+            current = self._link[current]
+
+    def matches(self, least: int, most: int) -> list[Match]:
+        """The ends of the sequence, of at least ``least`` tokens, that occurred earlier in it: ``most``, longest first.
+
+        Of ends that occurred at the same places there is the longest alone.
+        """
+        found, state = list[Match](), self._link[self._last]
+        while state > 0 and self._length[state] >= least and len(found) < most:
+            found.append(Match(self, self._length[state], state))
+            state = self._link[state]
+        return found
+
+    def followers(self, place: int) -> list[Follower]:
+        """See ``Indexed``; in the order in which they first occurred."""
+        return [Follower(token, self._count[state], state) for token, state in self._next[place].items()]
 
     def continuations(self, max_tokens: int, max_branches: int, min_match: int = 1) -> list[tuple[int, list[int]]]:
         """What followed earlier occurrences of the longest matching ends of the sequence.
@@ -127,6 +154,7 @@ class SuffixAutomaton:
         self._length.append(length)
         self._first_end.append(first_end)
         self._latest_end.append(latest_end)
+        self._count.append(0)
         return len(self._length) - 1
 
     def _refresh(self) -> None:
@@ -152,6 +180,7 @@ class SuffixAutomaton:
             latest_end=self._latest_end[target],
         )
         self._link[clone] = self._link[target]
+        self._count[clone] = self._count[target]
         self._link[target] = clone
         while state >= 0 and self._next[state].get(token) == target:
             self._next[state][token] = clone

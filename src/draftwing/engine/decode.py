@@ -291,7 +291,7 @@ class Decoder:
     def _add(self, ctx: Context, drafter: Drafter, request: Request) -> None:
         """A row at the end, of target and drafter, or of neither."""
         features = self.target.prefill(ctx, [*request.prompt_ids, *request.token_ids])
-        ctx.rows[-1].prompt_length = len(request.prompt_ids)
+        ctx.rows[-1].prompt_length, ctx.rows[-1].references = len(request.prompt_ids), request.references
         try:
             drafter.admit(ctx, features)
         except DraftwingError:

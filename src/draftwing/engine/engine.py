@@ -10,11 +10,12 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from operator import index
 
 from draftwing.drafters.base import Budget
 from draftwing.engine.decode import Decoder
 from draftwing.engine.request import Request
-from draftwing.errors import ConfigError, DraftwingError
+from draftwing.errors import ConfigError, DraftwingError, PromptError, shown
 from draftwing.sampling import Sampling
 from draftwing.stats import Step
 from draftwing.text.stream import TokenDecoder
@@ -59,7 +60,12 @@ class Engine:
         return len(self._waiting)
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, speculation: Speculation = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        speculation: Speculation = None,
+        references: Sequence[Sequence[int]] = (),
     ) -> Request:
         """Put a request into the queue; a bad one is refused here, before any work is done.
 
@@ -68,6 +74,7 @@ class Engine:
             sampling: greedy decoding of 128 tokens where it is None.
             speculation: how much to draft for it: a ``Budget``, ``"none"``, or None for as much as the engine drafts.
                 In a batch whose rows differ, all are drafted as wide as the widest, and each as deep as it says.
+            references: texts, as ids, that are likely to be repeated; draft ``"llma"`` copies from them.
 
         Raises:
             PromptError, SamplingError, ConfigError: it cannot be decoded.
@@ -75,7 +82,8 @@ class Engine:
         sampling = sampling or Sampling()
         self._decoder.check(prompt_ids, sampling)
         budget = self._budget_of(speculation)
-        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer)
+        ids = _checked(references, self._decoder.target.vocab_size)
+        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer, ids)
         self._waiting.append(request)
         return request
 
@@ -134,3 +142,19 @@ class Engine:
                 f"of 5 tokens"
             )
         return self._decoder.checked(speculation)
+
+
+def _checked(references: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+    """References as lists of ids. Raises PromptError where they are something else."""
+    try:
+        ids = [list(map(index, reference)) for reference in references]
+        if not any(isinstance(each, str) for each in references) and all(
+            0 <= token < vocab_size for reference in ids for token in reference
+        ):
+            return ids
+    except TypeError:
+        pass
+    raise PromptError(
+        f"references must be lists of token ids from 0 to {vocab_size - 1:,}, found {shown(references)}: encode each "
+        f"text first"
+    )

@@ -37,6 +37,7 @@ class Request:
             draw.
         speculation: how much is drafted for it; None: as much as for everyone.
         tokenizer: turns its ids into text; None: it is ids alone, and has no stop strings.
+        references: texts, as ids, that are likely to be repeated in it: a drafter may copy from them.
         token_ids: emitted so far, cut where the text ended.
         finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error`` or
             ``cancelled``.
@@ -51,6 +52,7 @@ class Request:
     sampling: Sampling
     speculation: Budget | None = None
     tokenizer: TokenDecoder | None = None
+    references: Sequence[Sequence[int]] = ()
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)

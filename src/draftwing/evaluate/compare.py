@@ -102,6 +102,8 @@ def compare(
     runs: list[list[Generation]] = [[] for _ in lms]
     total, done = rounds * len(prompts) * len(lms), 0
     for turn in range(rounds):
+        for lm in lms:
+            lm.forget()  # the answers of the last round, or of the warm-up, would be drafts that cost nothing
         for index, prompt in enumerate(prompts):
             first = (turn + index) % len(lms)
             for place in [*range(first, len(lms)), *range(first)]:

@@ -56,11 +56,15 @@ class TargetOutput:
 
 @dataclass
 class Row:
-    """One sequence: its tokens on the host. ``tokens[length]`` is pending: emitted, its keys not yet cached."""
+    """One sequence: its tokens on the host. ``tokens[length]`` is pending: emitted, its keys not yet cached.
+
+    ``references`` are texts, as ids, that its request expects to be repeated: drafters may read them.
+    """
 
     tokens: list[int]
     length: int
     prompt_length: int
+    references: Sequence[Sequence[int]] = ()
 
 
 @dataclass

@@ -93,6 +93,14 @@ class Tokenizer:
             raise PromptError("the prompt is empty: give some text to go on from")
         return list(self.fast.encode(check_text(text)).ids)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text as it stands inside of another one: no special tokens, and none for an empty text.
+
+        Raises:
+            PromptError: the text cannot be encoded.
+        """
+        return list(self.fast.encode(check_text(text), add_special_tokens=False).ids)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a dialogue through the chat template, ready for the assistant's turn.
 

@@ -154,6 +154,7 @@ class _Session:
         if not self._is_warm:
             for lm in lms.values():
                 lm.generate([prompt], replace(sampling, max_tokens=min(_WARM_UP, sampling.max_tokens)))
+                lm.forget()
             self._is_warm = True
         names = list(lms)
         first = (place + unit[2]) % len(names)  # taking turns at being first, whatever is resumed
