@@ -22,6 +22,8 @@ from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
 from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.claims import Claims
+from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
@@ -140,6 +142,27 @@ def eagle(version: int, **changes) -> Callable[[Lab, str], Drafter]:
     return lambda lab, kind: EagleDrafter(lab.head(version, tuple(changes.items())), lab.target)
 
 
+def lm(lab: Lab, kind: str) -> Drafter:
+    return CausalLMDrafter(lab.perturbed, VOCAB)
+
+
+def oneself(lab: Lab, kind: str) -> Drafter:
+    return CausalLMDrafter(lab.itself, VOCAB)
+
+
+def lookup(lab: Lab, kind: str) -> Drafter:
+    return LookupDrafter(VOCAB, 1)
+
+
+def all_of(*makers: Callable[[Lab, str], Drafter]) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, kind: CombinedDrafter([make(lab, kind) for make in makers], Claims(len(makers)))
+
+
+def all_right(stats: Stats) -> bool:
+    """Whatever others propose beside: a model that drafts for itself is always right."""
+    return bool(stats.alpha) and all(alpha == 1 for alpha in stats.alpha)
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -191,11 +214,18 @@ DRAFTERS = {
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
+    "eagle3+lookup": Case(all_of(eagle(3), lookup), Budget(4, 4, 12)),
+    "eagle3+lookup-rule": Case(all_of(eagle(3), lookup), erratic(5, 4, 20), anything),
+    "eagle3+lookup-rule-chain": Case(all_of(eagle(3), lookup), erratic(5, 1), anything),
+    "eagle1+eagle3": Case(all_of(eagle(1), eagle(3)), Budget(3, 6, 24)),
+    "lm+lookup": Case(all_of(lookup, lm), Budget(3)),
+    "self+lookup": Case(all_of(lookup, oneself), Budget(3, 2, 40), all_right),
+    "self+lm+lookup-rule": Case(all_of(oneself, lookup, lm), erratic(4, 3, 30), anything),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain")  # they give q, for the classic rules
+WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain", "lm+lookup")  # they give q, for the classic rules
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),

@@ -36,7 +36,8 @@ class DraftTree:
         draft_probs: (B, N, V) the draft distribution q from which the *children* of each node were drawn;
             only the classic rules need it.
         told: (B, N) what the drafter says of each node given its parent, before any calibration, or None.
-        effort: levels of drafting that the tree took; those that were wider than one node may count as more.
+        effort: levels of drafting that the tree took; those that were wider than one node may count as more. 0 where
+            no net was asked; None: as many as it is deep.
         is_line: whether every node follows the one before it: an accepted path then lies in its final slots already.
         depth: of the deepest node of all rows, where the host knows it.
         paths: ``ancestors`` and ``depths``, where a recorded forward has computed them.
@@ -47,7 +48,7 @@ class DraftTree:
     confidence: Tensor | None = None
     draft_probs: Tensor | None = None
     told: Tensor | None = None
-    effort: float = 0.0
+    effort: float | None = None
     is_line: bool = False
     depth: int | None = None
     paths: tuple[Tensor, Tensor] | None = None
@@ -201,9 +202,17 @@ class Accepted:
         num: (B,) kept draft nodes (the root not counted).
         bonus: (B,) the token after the last kept node: the next pending token.
         on_host: what each row emits, where a rule found it on the host: then nobody has to read it from the tensors.
+        own: the path as the drafter numbered these nodes, PAD from the first one that it did not propose, where it was
+            not the only one to propose; None: as in ``path``.
     """
 
     path: Tensor
     num: Tensor
     bonus: Tensor
     on_host: list[Emitted] | None = None
+    own: Tensor | None = None
+
+    @property
+    def own_path(self) -> Tensor:
+        """(B, D + 1) the kept nodes as their drafter numbered them: for whoever kept something for each node."""
+        return self.path if self.own is None else self.own

@@ -233,12 +233,12 @@ class Planner:
                 clock.run = 0
                 return  # as much is known from every other step, and steps may be short
             began = time.perf_counter()
-            levels = tree.effort or float(tree.max_depth)
+            levels = float(tree.max_depth) if tree.effort is None else tree.effort
             is_wide = not self.sighted and nodes > 1 and not tree.is_line
             verify, draft = clock.observe(rows, nodes, levels, is_wide, drafted_s, verified_s)
             plain = num_tokens * clock.verify(1, rows) / clock.slow / rows
             gate.all.add(plain, verify, draft)
-            if levels:
+            if levels or nodes > 1:
                 gate.drafts.add(plain, verify, draft + self._own)
             if nodes > 1:
                 self._unlearnt.append((tree.parents, accepted.path, tree.told))

@@ -16,7 +16,7 @@ import torch
 from draftwing.run.request import Drafted, GrowthRule
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["UNTOLD", "Forest", "worth_keeping"]
+__all__ = ["UNTOLD", "Forest", "Rates", "worth_keeping"]
 
 UNTOLD = 0.5  # the chance of a node whose drafter tells none: what is learnt of its depth says the rest
 
@@ -69,7 +69,7 @@ class Forest:
         self, rule: GrowthRule, roots: Sequence[int], wanted: Sequence[bool], width: int, most: int | None
     ) -> None:
         self._rule, self._width = rule, width
-        self._rate = _Rates(rule)
+        self._rate = Rates(rule.knots, rule.rates)
         self._most = len(rule.verify) - 3 if most is None else min(most, len(rule.verify) - 3)
         self._trees = [
             _Tree([root], expanded=[0 if drafts else PAD]) for root, drafts in zip(roots, wanted, strict=True)
@@ -152,9 +152,9 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
     Its drafter may have said of each node how likely it is (``tree.told``), or nothing.
     """
     if tree.num_nodes == 1:
-        return tree
+        return tree if tree.effort is not None else replace(tree, effort=0.0)
     columns = (tree.tokens.tolist(), tree.parents.tolist(), None if tree.told is None else tree.told.tolist())
-    rates, trees = _Rates(rule), []
+    rates, trees = Rates(rule.knots, rule.rates), []
     for row, (tokens, parents) in enumerate(zip(*columns[:2], strict=True)):
         told = [UNTOLD] * len(tokens) if columns[2] is None else columns[2][row]
         reached, depths = [1.0] + [0.0] * (len(parents) - 1), [0] * len(parents)
@@ -163,7 +163,7 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
                 depths[node] = depths[above] + 1
                 reached[node] = reached[above] * rates(told[node], depths[above])
         trees.append(_Tree(tokens, parents, told, reached, depths))
-    effort = tree.effort or float(max(max(each.depths) for each in trees))
+    effort = float(max(max(each.depths) for each in trees)) if tree.effort is None else tree.effort
     kept = _kept(trees, rule, len(rule.verify) - 3)
     if sum(map(len, kept)) < int(tree.valid.sum()):
         return _cut(trees, kept, effort, tree.tokens.device)
@@ -172,12 +172,12 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
     )
 
 
-class _Rates:
-    """At which rates nodes came true, by what was said of them."""
+class Rates:
+    """At which rates nodes came true, by what was said of them: the tables of a ``GrowthRule``."""
 
-    def __init__(self, rule: GrowthRule) -> None:
-        self._knots: list[list[float]] = rule.knots.tolist()
-        self._rates: list[list[float]] = rule.rates.tolist()
+    def __init__(self, knots: np.ndarray, rates: np.ndarray) -> None:
+        self._knots: list[list[float]] = knots.tolist()
+        self._rates: list[list[float]] = rates.tolist()
 
     def __call__(self, told: float, level: int) -> float:
         """Of one node; level from 0."""

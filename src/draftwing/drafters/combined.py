@@ -1,0 +1,154 @@
+"""Several drafters at once: their trees merged (SpecInfer, 2305.09781), or the first that is sure (SAM-Decoding).
+
+Drafters that cost nothing are asked first. One whose drafts take passes of a net is asked where it is worth its time
+beside what the others have proposed, and what it proposes joins theirs: a node's chance is what came true of such
+claims (``drafters.claims``), and the nodes that are worth their verification are kept.
+
+Under the classic rules a node's children must come from one q. There each row takes a drafter that costs nothing where
+that one is sure of its next token, which the text so far decides alone, and else the first of the others (2411.10666).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from draftwing.drafters.base import Budget, Drafter
+from draftwing.drafters.claims import Claims, Step
+from draftwing.drafters.merge import Proposal, by_row, proposals, together, unite
+from draftwing.drafters.parts import Parts
+from draftwing.drafters.worth import worth_keeping
+from draftwing.model.target import Context
+from draftwing.run.request import GrowthRule
+from draftwing.sampling import SamplingBatch
+from draftwing.tree import DraftTree
+
+__all__ = ["CombinedDrafter"]
+
+SURE = 0.75  # what a drafter must tell of its next token to be taken alone: for lookup, a match of three tokens
+_AS_TOLD = np.array([[0.0, 1.0]], dtype=np.float32)  # tables of a rule: chances that were weighed already
+
+
+class CombinedDrafter(Parts):
+    """Drafts with all of its ``parts``.
+
+    Args:
+        parts: drafters.
+        claims: what was learnt of them, in the order of ``Parts.parts``; shared by all decode loops of a model.
+    """
+
+    def __init__(self, parts: Sequence[Drafter], claims: Claims) -> None:
+        super().__init__(parts)
+        self._claims = claims
+        self._step: Step | None = None
+        self._budgets: dict[int, tuple[Budget, int, Budget]] = {}
+
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """The best of all that they propose, within the budget."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.teach(self._claims)
+        self.made = [None] * len(self.parts)
+        if budget.depth == 0:
+            for part in self.parts:
+                part.propose(ctx, sampling, budget)
+            return DraftTree.root(ctx.pending())
+        if budget.children in ("sampled", "distinct"):
+            return self._first_that_is_sure(ctx, sampling, budget)
+        trees, step, effort = self._ask(ctx, sampling, budget)
+        self._step, given = step, list(zip(*step.given, strict=True))
+        rule, speaking = budget.rule, [place for place, tree in enumerate(trees) if tree.num_nodes > 1]
+        if len(speaking) < 2:
+            place = speaking[0] if speaking else 0
+            tree = trees[place]
+            if rule is not None and speaking and not self.parts[place].traits.grows_by_rule:
+                tree, self.made[place] = worth_keeping(tree, self._claims.rule_of(place, rule)), given[place]
+            return replace(tree, effort=effort)
+        unions = [unite(each) for each in step.given]
+        for union in unions:
+            union.weigh(self._claims.chance)
+        step.unions = unions
+        is_free = rule is not None and budget.width > 1
+        kept = [union.ordered() if is_free else union.within(budget) for union in unions]
+        tree = together(unions, kept, ctx.device, effort)
+        if rule is not None:
+            tree = worth_keeping(tree, replace(rule, knots=_AS_TOLD, rates=_AS_TOLD))
+        self.made = [given[place] if place in speaking else None for place in range(len(trees))]
+        return tree
+
+    def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[list[DraftTree], Step, float]:
+        """Every drafter's trees, what is to be learnt from them, and the levels that they took."""
+        rule, rows, effort, worthy = budget.rule, ctx.num_rows, 0.0, 0
+        trees: list[DraftTree] = []
+        given: list[list[Proposal]] = []
+        expected, promised = [0.0] * rows, dict[int, list[float]]()
+        for place, part in enumerate(self.parts):
+            costs, asking, began = part.traits.costs_forwards, self._claims.asking[place], time.perf_counter()
+            wanted = not costs or rule is None or asking.is_worth_it(expected, worthy, rule)
+            tree = part.propose(ctx, sampling, self._budget_of(place, budget) if wanted else _nothing(budget))
+            found = proposals(tree)
+            if costs and wanted:
+                asking.took(rows, time.perf_counter() - began)
+                promised[place], effort = expected, effort + _levels(tree)
+            if rule is not None and tree.num_nodes > 1 and place + 1 < len(self.parts):
+                reached = [self._claims.reached(place, each) for each in found]
+                num_worthy = max(_num_worthy(each, rule) for each in reached)
+                if num_worthy or costs:
+                    worthy = max(worthy, num_worthy)
+                    expected = [max(old, sum(new[1:])) for old, new in zip(expected, reached, strict=True)]
+                else:  # nothing that is worth being verified
+                    tree = DraftTree.root(ctx.pending())
+            trees.append(tree)
+            given.append(found)
+        return trees, Step(list(ctx.rows), ctx.lengths, list(zip(*given, strict=True)), [None] * rows, promised), effort
+
+    def _budget_of(self, place: int, budget: Budget) -> Budget:
+        """A part's own: it grows by what came true of its own claims."""
+        if budget.rule is None or not self.parts[place].traits.grows_by_rule:
+            return budget
+        known, version = self._budgets.get(place), self._claims.version
+        if known is None or known[0] is not budget or known[1] != version:
+            own = replace(budget, rule=self._claims.rule_of(place, budget.rule))
+            known = self._budgets[place] = budget, version, own
+        return known[2]
+
+    def _first_that_is_sure(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Each row's tree from one drafter, chosen by the row's own text before anything is drawn."""
+        nobody, effort = len(self.parts), 0.0
+        chosen, trees = [nobody] * ctx.num_rows, list[DraftTree]()
+        for place, part in enumerate(self.parts):
+            costs = part.traits.costs_forwards
+            free = [row for row, other in enumerate(chosen) if other == nobody]
+            tree = part.propose(ctx, sampling, budget if free else _nothing(budget))
+            trees.append(tree)
+            if costs and free:
+                effort += _levels(tree)
+            found = proposals(tree) if free and not costs else []
+            for row in free:
+                if costs or place + 1 == nobody or _is_sure(found[row]):
+                    chosen[row] = place
+        for place, tree in enumerate(trees):
+            if any(other != place for other in chosen):
+                self.made[place] = proposals(tree)
+        return replace(by_row(trees, chosen), effort=effort)
+
+
+def _nothing(budget: Budget) -> Budget:
+    return Budget(0, children=budget.children)
+
+
+def _levels(tree: DraftTree) -> float:
+    return float(tree.max_depth) if tree.effort is None else tree.effort
+
+
+def _num_worthy(reached: Sequence[float], rule: GrowthRule) -> int:
+    """Nodes that bring more than the verification of one node takes."""
+    least = float(rule.verify[2] - rule.verify[1])
+    return sum(each * rule.worth > least for each in reached[1:])
+
+
+def _is_sure(proposal: Proposal) -> bool:
+    return len(proposal.told) > 1 and proposal.told[1] >= SURE
