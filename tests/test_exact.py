@@ -26,6 +26,7 @@ from draftwing.drafters.claims import Claims
 from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.drafters.staged import StagedDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
@@ -163,6 +164,10 @@ def all_right(stats: Stats) -> bool:
     return bool(stats.alpha) and all(alpha == 1 for alpha in stats.alpha)
 
 
+def staged(lab: Lab, kind: str) -> Drafter:
+    return StagedDrafter(lab.perturbed, VOCAB)
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -221,11 +226,23 @@ DRAFTERS = {
     "lm+lookup": Case(all_of(lookup, lm), Budget(3)),
     "self+lookup": Case(all_of(lookup, oneself), Budget(3, 2, 40), all_right),
     "self+lm+lookup-rule": Case(all_of(oneself, lookup, lm), erratic(4, 3, 30), anything),
+    "staged-chain": Case(staged, Budget(4)),
+    "staged-tree": Case(staged, Budget(5, 3, 9)),
+    "staged-rule": Case(staged, erratic(5, 3, 12)),
+    "staged-self": Case(lambda lab, kind: StagedDrafter(lab.itself, VOCAB), Budget(6), all_taken),
+    "staged+lookup": Case(all_of(lookup, staged), Budget(4, 2, 12)),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain", "lm+lookup")  # they give q, for the classic rules
+WEIGHED = (
+    "lm-chain",
+    "self-chain",
+    "lookup-chain",
+    "eagle3-chain",
+    "lm+lookup",
+    "staged-chain",
+)  # they give q, for the classic rules
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),

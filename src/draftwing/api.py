@@ -86,7 +86,8 @@ def load(
             target with recurrent layers, which cannot take drafted tokens back.
         rule, lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides it step by step.
-        draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from.
+        draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from;
+            ``{"draft": "lookup"}``: lookup drafts for the draft model.
         model: ``dtype``, ``quantize``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
 
     Raises:
