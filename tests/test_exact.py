@@ -25,6 +25,7 @@ from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.claims import Claims
 from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.lookahead import LookaheadDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.drafters.staged import StagedDrafter
 from draftwing.engine.decode import Decoder
@@ -168,6 +169,10 @@ def staged(lab: Lab, kind: str) -> Drafter:
     return StagedDrafter(lab.perturbed, VOCAB)
 
 
+def lookahead(*sizes: int) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, kind: LookaheadDrafter(VOCAB, *sizes)
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -231,6 +236,11 @@ DRAFTERS = {
     "staged-rule": Case(staged, erratic(5, 3, 12)),
     "staged-self": Case(lambda lab, kind: StagedDrafter(lab.itself, VOCAB), Budget(6), all_taken),
     "staged+lookup": Case(all_of(lookup, staged), Budget(4, 2, 12)),
+    "lookahead": Case(lookahead(5, 4, 5), Budget(4, 3), lambda stats: True),
+    "lookahead-chain": Case(lookahead(3, 2, 2), Budget(4), lambda stats: True),
+    "lookahead-rule": Case(lookahead(4, 3, 4), erratic(4, 3, 9), lambda stats: True),
+    "lookahead+eagle3": Case(all_of(lookahead(4, 3, 4), eagle(3)), Budget(4, 3, 12), anything),
+    "lookahead+lookup-rule": Case(all_of(lookahead(4, 3, 4), lookup), erratic(4, 3, 12), lambda stats: True),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
@@ -242,6 +252,7 @@ WEIGHED = (
     "eagle3-chain",
     "lm+lookup",
     "staged-chain",
+    "lookahead-chain",
 )  # they give q, for the classic rules
 CLASSIC = {
     "speculative": Budget(4),
@@ -519,7 +530,7 @@ def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab
     texts, stats = run(here.target, requests, DRAFTERS[drafter].make(here, "greedy"), CLASSIC[rule], rule)
     assert texts == {row: here.plain("greedy", row) for row in range(3)}
     assert stats.lossless
-    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain"):
+    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain", "lookahead-chain"):
         assert stats.num_accepted > 0
 
 

@@ -41,6 +41,8 @@ class DraftTree:
         is_line: whether every node follows the one before it: an accepted path then lies in its final slots already.
         depth: of the deepest node of all rows, where the host knows it.
         paths: ``ancestors`` and ``depths``, where a recorded forward has computed them.
+        num_scored: so many nodes at the end are scored for their drafter's own use, and are not proposed: see
+            ``beside``.
     """
 
     tokens: Tensor
@@ -52,6 +54,7 @@ class DraftTree:
     is_line: bool = False
     depth: int | None = None
     paths: tuple[Tensor, Tensor] | None = None
+    num_scored: int = 0
 
     @classmethod
     def chain(cls, tokens: Tensor, confidence: Tensor | None = None, draft_probs: Tensor | None = None) -> DraftTree:
@@ -144,6 +147,60 @@ class DraftTree:
         depth = self.depth if self.is_line else depth
         return replace(self, tokens=tokens, parents=parents, depth=depth, paths=None)
 
+    def beside(self, tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
+        """The same with nodes that are to be scored, but must not be kept.
+
+        Args:
+            tokens, parents: (B, K) of these nodes; a parent is another of them, -1 the root.
+            depth: of the deepest of them.
+        """
+        if not tokens.shape[1]:
+            return self
+        count = self.num_nodes
+        above = torch.where(parents < 0, 0, parents + count).masked_fill(tokens == PAD, -1)
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, tokens], 1),
+            parents=torch.cat([self.parents, above], 1),
+            confidence=_wider(self.confidence, tokens.shape[1]),
+            told=_wider(self.told, tokens.shape[1]),
+            draft_probs=_wider(self.draft_probs, tokens.shape[1]),
+            is_line=False,
+            depth=None if self.depth is None else max(self.depth, depth),
+            paths=None,
+            num_scored=tokens.shape[1],
+        )
+
+    @property
+    def scored(self) -> tuple[Tensor, Tensor, int]:
+        """What ``beside`` took."""
+        start = self.num_nodes - self.num_scored
+        tokens, parents = self.tokens[:, start:], self.parents[:, start:]
+        return tokens, torch.where(parents < start, -1, parents - start), self.max_depth
+
+    @property
+    def proposals(self) -> DraftTree:
+        """The tree without the nodes that are only scored."""
+        if not self.num_scored:
+            return self
+        count = self.num_nodes - self.num_scored
+        columns = (self.tokens, self.parents, self.confidence, self.draft_probs, self.told)
+        cut = [None if each is None else each[:, :count] for each in columns]
+        tokens, parents, confidence, draft_probs, told = cut
+        assert tokens is not None
+        assert parents is not None
+        return DraftTree(tokens, parents, confidence, draft_probs, told, self.effort)
+
+    @property
+    def offer(self) -> DraftTree:
+        """The tree without the nodes that are only scored, in their places unused ones: what may be kept."""
+        if not self.num_scored:
+            return self
+        start = self.num_nodes - self.num_scored
+        is_tail = torch.arange(self.num_nodes, device=self.tokens.device) >= start
+        tokens, parents = self.tokens.masked_fill(is_tail, PAD), self.parents.masked_fill(is_tail, -1)
+        return replace(self, tokens=tokens, parents=parents, paths=None, num_scored=0)
+
     def check(self, vocab_size: int | None = None) -> None:
         """Validate the invariants; for drafters under test and trees that a user wrote.
 
@@ -175,6 +232,13 @@ class DraftTree:
                         f"row {row}, node {node}: token {tokens[node]} is outside the target's vocabulary "
                         f"of {vocab_size}"
                     )
+
+
+def _wider(values: Tensor | None, count: int) -> Tensor | None:
+    """(B, N, ...) with zeros for ``count`` further nodes."""
+    if values is None:
+        return None
+    return torch.cat([values, values.new_zeros(values.shape[0], count, *values.shape[2:])], 1)
 
 
 class Emitted(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from draftwing.drafters.base import Budget, Drafter
 from draftwing.drafters.claims import Claims, Step
@@ -45,9 +46,22 @@ class CombinedDrafter(Parts):
         self._claims = claims
         self._step: Step | None = None
         self._budgets: dict[int, tuple[Budget, int, Budget]] = {}
+        self._scored: tuple[Tensor, Tensor, int] | None = None  # nodes that a part wants scored beside what is proposed
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """The best of all that they propose, within the budget."""
+        self.scorer = self._scored = None
+        tree = self._proposed(ctx, sampling, budget)
+        return tree if self._scored is None else tree.beside(*self._scored)
+
+    def _asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """What a part proposes; what the first part wants scored beside it is put aside."""
+        tree = self.parts[place].propose(ctx, sampling, budget)
+        if tree.num_scored and self.scorer is None:
+            self.scorer, self._scored = place, tree.scored
+        return tree.proposals
+
+    def _proposed(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         step, self._step = self._step, None
         if step is not None:
             step.teach(self._claims)
@@ -88,7 +102,7 @@ class CombinedDrafter(Parts):
         for place, part in enumerate(self.parts):
             costs, asking, began = part.traits.costs_forwards, self._claims.asking[place], time.perf_counter()
             wanted = not costs or rule is None or asking.is_worth_it(expected, worthy, rule)
-            tree = part.propose(ctx, sampling, self._budget_of(place, budget) if wanted else _nothing(budget))
+            tree = self._asked(place, ctx, sampling, self._budget_of(place, budget) if wanted else _nothing(budget))
             found = proposals(tree)
             if costs and wanted:
                 asking.took(rows, time.perf_counter() - began)
@@ -122,7 +136,7 @@ class CombinedDrafter(Parts):
         for place, part in enumerate(self.parts):
             costs = part.traits.costs_forwards
             free = [row for row, other in enumerate(chosen) if other == nobody]
-            tree = part.propose(ctx, sampling, budget if free else _nothing(budget))
+            tree = self._asked(place, ctx, sampling, budget if free else _nothing(budget))
             trees.append(tree)
             if costs and free:
                 effort += _levels(tree)

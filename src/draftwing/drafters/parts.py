@@ -42,6 +42,7 @@ class Parts:
         )
         # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row.
         self.made: list[Sequence[Proposal] | None] = [None] * len(self.parts)
+        self.scorer: int | None = None  # the part whose further nodes were scored (``DraftTree.num_scored``)
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """A new row, to all of them or to none."""
@@ -62,10 +63,12 @@ class Parts:
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Each learns what became of the whole tree, and which of its own nodes were kept."""
-        for part, made in zip(self.parts, self.made, strict=True):
+        offer = tree.offer
+        for place, (part, made) in enumerate(zip(self.parts, self.made, strict=True)):
             own = accepted if made is None else replace(accepted, own=own_path(made, tree, accepted))
             features = self._of(part, output.features)
-            part.observe(ctx, tree, own, output if features is output.features else replace(output, features=features))
+            seen = output if features is output.features else replace(output, features=features)
+            part.observe(ctx, tree if place == self.scorer else offer, own, seen)
 
     def _of(self, part: Drafter, features: Tensor | None) -> Tensor | None:
         """Of all hidden states (B, T, F) those that a part reads."""

@@ -151,6 +151,8 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
 
     Its drafter may have said of each node how likely it is (``tree.told``), or nothing.
     """
+    if tree.num_scored:
+        return worth_keeping(tree.proposals, rule).beside(*tree.scored)
     if tree.num_nodes == 1:
         return tree if tree.effort is not None else replace(tree, effort=0.0)
     columns = (tree.tokens.tolist(), tree.parents.tolist(), None if tree.told is None else tree.told.tolist())
