@@ -316,15 +316,16 @@ def folder(folder_of):
 
 
 def test_several_are_named_with_a_plus(folder, tmp_path):
-    lm = load(folder, f"{folder}+lookup", dtype="float64", draft_options={"min_match": 1})
+    lm = load(folder, f"{folder}+lookup", dtype="float64", draft_options={"min_match": 1}, budget=Budget(3, 2))
     assert lm.drafter_name == f"lookup + causal-lm ({folder.name})"
     assert lm.new_drafter().parts[0]._min_match == 1
     assert lm.new_drafter()._claims is lm.new_drafter()._claims  # what is learnt holds for the next text
-    plain = LM(lm.target, lm.tokenizer)
+    plain, planned = LM(lm.target, lm.tokenizer), LM(lm.target, lm.tokenizer, lm.new_drafter)
     for temperature in (0.0, 1.0):
         asked = {"max_tokens": 30, "temperature": temperature, "seed": 3, "ignore_eos": True}
-        found, wanted = (each.generate(["def add(a, b):", "class"], **asked) for each in (lm, plain))
+        found, same, wanted = (each.generate(["def add(a, b):", "class"], **asked) for each in (lm, planned, plain))
         assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+        assert [each.token_ids for each in same] == [each.token_ids for each in wanted]
         assert all(each.tau > 1.5 for each in found)
 
 
