@@ -21,6 +21,7 @@ from draftwing.run.request import GrowthRule
 __all__ = ["Asking", "Claims", "Step"]
 
 YOUNG, PENDING = 256, 64  # claims of a drafter that are learnt at once; later ones are gathered
+KNOWN, RARE = 128, 4  # after so many steps one of so many is learnt from
 EXPECTED = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tokens that others promise, told apart
 FIRST = 6  # times that a drafter is asked, whatever others promise, before that is judged
 LATEST = 0.03  # what the latest answer counts, once there were many
@@ -70,7 +71,12 @@ class Claims:
         self._shared: dict[tuple[int, int], _Table] = {}
         self.asking = [Asking() for _ in range(num_drafters)]
         self._lock = threading.Lock()
-        self.version = 0
+        self.version = self._steps = 0
+
+    def is_due(self) -> bool:
+        """Whether to learn from a step: as much is known from some of them later on, and steps may be short."""
+        self._steps += 1
+        return self._steps <= KNOWN or self._steps % RARE == 0
 
     def rule_of(self, drafter: int, rule: GrowthRule) -> GrowthRule:
         """A rule with what was learnt of one drafter's own claims."""

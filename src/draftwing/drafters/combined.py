@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
 
 from draftwing.drafters.base import Budget, Drafter
 from draftwing.drafters.claims import Claims, Step
-from draftwing.drafters.merge import Proposal, by_row, proposals, together, unite
-from draftwing.drafters.parts import Parts
+from draftwing.drafters.merge import Proposal, proposals, together, unite
+from draftwing.drafters.parts import Parts, levels_of, nothing
 from draftwing.drafters.worth import worth_keeping
 from draftwing.model.target import Context
 from draftwing.run.request import GrowthRule
@@ -29,7 +28,7 @@ from draftwing.tree import DraftTree
 
 __all__ = ["CombinedDrafter"]
 
-SURE = 0.75  # what a drafter must tell of its next token to be taken alone: for lookup, a match of three tokens
+COPIES = 16  # depth of what costs nothing to draft
 _AS_TOLD = np.array([[0.0, 1.0]], dtype=np.float32)  # tables of a rule: chances that were weighed already
 
 
@@ -46,24 +45,16 @@ class CombinedDrafter(Parts):
         self._claims = claims
         self._step: Step | None = None
         self._budgets: dict[int, tuple[Budget, int, Budget]] = {}
-        self._scored: tuple[Tensor, Tensor, int] | None = None  # nodes that a part wants scored beside what is proposed
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """The best of all that they propose, within the budget."""
-        self.scorer = self._scored = None
+        self.scorer = self.scored = None
         tree = self._proposed(ctx, sampling, budget)
-        return tree if self._scored is None else tree.beside(*self._scored)
-
-    def _asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """What a part proposes; what the first part wants scored beside it is put aside."""
-        tree = self.parts[place].propose(ctx, sampling, budget)
-        if tree.num_scored and self.scorer is None:
-            self.scorer, self._scored = place, tree.scored
-        return tree.proposals
+        return tree if self.scored is None else tree.beside(*self.scored)
 
     def _proposed(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         step, self._step = self._step, None
-        if step is not None:
+        if step is not None and self._claims.is_due():
             step.teach(self._claims)
         self.made = [None] * len(self.parts)
         if budget.depth == 0:
@@ -71,15 +62,18 @@ class CombinedDrafter(Parts):
                 part.propose(ctx, sampling, budget)
             return DraftTree.root(ctx.pending())
         if budget.children in ("sampled", "distinct"):
-            return self._first_that_is_sure(ctx, sampling, budget)
+            return self.first_that_is_sure(ctx, sampling, budget)
         trees, step, effort = self._ask(ctx, sampling, budget)
         self._step, given = step, list(zip(*step.given, strict=True))
         rule, speaking = budget.rule, [place for place, tree in enumerate(trees) if tree.num_nodes > 1]
         if len(speaking) < 2:
             place = speaking[0] if speaking else 0
             tree = trees[place]
-            if rule is not None and speaking and not self.parts[place].traits.grows_by_rule:
-                tree, self.made[place] = worth_keeping(tree, self._claims.rule_of(place, rule)), given[place]
+            self.made = list(given)
+            if rule is not None and not self.parts[place].traits.grows_by_rule:
+                tree = worth_keeping(tree, self._claims.rule_of(place, rule))
+            else:
+                self.made[place] = None  # its own tree, as it stands
             return replace(tree, effort=effort)
         unions = [unite(each) for each in step.given]
         for union in unions:
@@ -90,7 +84,7 @@ class CombinedDrafter(Parts):
         tree = together(unions, kept, ctx.device, effort)
         if rule is not None:
             tree = worth_keeping(tree, replace(rule, knots=_AS_TOLD, rates=_AS_TOLD))
-        self.made = [given[place] if place in speaking else None for place in range(len(trees))]
+        self.made = list(given)
         return tree
 
     def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[list[DraftTree], Step, float]:
@@ -102,11 +96,11 @@ class CombinedDrafter(Parts):
         for place, part in enumerate(self.parts):
             costs, asking, began = part.traits.costs_forwards, self._claims.asking[place], time.perf_counter()
             wanted = not costs or rule is None or asking.is_worth_it(expected, worthy, rule)
-            tree = self._asked(place, ctx, sampling, self._budget_of(place, budget) if wanted else _nothing(budget))
+            tree = self.asked(place, ctx, sampling, self._budget_of(place, budget) if wanted else nothing(budget))
             found = proposals(tree)
             if costs and wanted:
                 asking.took(rows, time.perf_counter() - began)
-                promised[place], effort = expected, effort + _levels(tree)
+                promised[place], effort = expected, effort + levels_of(tree)
             if rule is not None and tree.num_nodes > 1 and place + 1 < len(self.parts):
                 reached = [self._claims.reached(place, each) for each in found]
                 num_worthy = max(_num_worthy(each, rule) for each in reached)
@@ -120,49 +114,19 @@ class CombinedDrafter(Parts):
         return trees, Step(list(ctx.rows), ctx.lengths, list(zip(*given, strict=True)), [None] * rows, promised), effort
 
     def _budget_of(self, place: int, budget: Budget) -> Budget:
-        """A part's own: it grows by what came true of its own claims."""
-        if budget.rule is None or not self.parts[place].traits.grows_by_rule:
+        """A part's own: it grows by what came true of its own claims, and deep where that costs nothing."""
+        if budget.rule is None:
             return budget
         known, version = self._budgets.get(place), self._claims.version
         if known is None or known[0] is not budget or known[1] != version:
-            own = replace(budget, rule=self._claims.rule_of(place, budget.rule))
+            costs = self.parts[place].traits.costs_forwards
+            depth = budget.depth if costs else max(budget.depth, COPIES)
+            own = replace(budget, depth=depth, rule=self._claims.rule_of(place, budget.rule))
             known = self._budgets[place] = budget, version, own
         return known[2]
-
-    def _first_that_is_sure(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Each row's tree from one drafter, chosen by the row's own text before anything is drawn."""
-        nobody, effort = len(self.parts), 0.0
-        chosen, trees = [nobody] * ctx.num_rows, list[DraftTree]()
-        for place, part in enumerate(self.parts):
-            costs = part.traits.costs_forwards
-            free = [row for row, other in enumerate(chosen) if other == nobody]
-            tree = self._asked(place, ctx, sampling, budget if free else _nothing(budget))
-            trees.append(tree)
-            if costs and free:
-                effort += _levels(tree)
-            found = proposals(tree) if free and not costs else []
-            for row in free:
-                if costs or place + 1 == nobody or _is_sure(found[row]):
-                    chosen[row] = place
-        for place, tree in enumerate(trees):
-            if any(other != place for other in chosen):
-                self.made[place] = proposals(tree)
-        return replace(by_row(trees, chosen), effort=effort)
-
-
-def _nothing(budget: Budget) -> Budget:
-    return Budget(0, children=budget.children)
-
-
-def _levels(tree: DraftTree) -> float:
-    return float(tree.max_depth) if tree.effort is None else tree.effort
 
 
 def _num_worthy(reached: Sequence[float], rule: GrowthRule) -> int:
     """Nodes that bring more than the verification of one node takes."""
     least = float(rule.verify[2] - rule.verify[1])
     return sum(each * rule.worth > least for each in reached[1:])
-
-
-def _is_sure(proposal: Proposal) -> bool:
-    return len(proposal.told) > 1 and proposal.told[1] >= SURE

@@ -1,4 +1,4 @@
-"""Several drafters as one: what they are like together, and what each of them is told.
+"""Several drafters as one: what they are like together, what each of them is told, and one for each row.
 
 Shape suffixes: B rows, T tokens, F features.
 """
@@ -10,13 +10,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from draftwing.drafters.base import Drafter, Traits
-from draftwing.drafters.merge import Proposal, own_path
+from draftwing.drafters.base import Budget, Drafter, Traits
+from draftwing.drafters.merge import Proposal, by_row, own_path, proposals
 from draftwing.errors import DraftwingError
 from draftwing.model.target import Context, FeatureSpec, TargetOutput
+from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "levels_of", "nothing"]
+
+SURE = 0.75  # what a drafter must tell of its next token to be taken alone: for lookup, a match of three tokens
 
 
 class Parts:
@@ -42,7 +45,9 @@ class Parts:
         )
         # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row.
         self.made: list[Sequence[Proposal] | None] = [None] * len(self.parts)
-        self.scorer: int | None = None  # the part whose further nodes were scored (``DraftTree.num_scored``)
+        # The part that wants further nodes scored (``DraftTree.num_scored``), and these.
+        self.scorer: int | None = None
+        self.scored: tuple[Tensor, Tensor, int] | None = None
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """A new row, to all of them or to none."""
@@ -79,3 +84,44 @@ class Parts:
             return None
         by_tap = features.unflatten(-1, (len(self.features.taps), -1))
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
+
+    def asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """What a part proposes; what the first part wants scored beside it is put aside."""
+        tree = self.parts[place].propose(ctx, sampling, budget)
+        if tree.num_scored and self.scorer is None:
+            self.scorer, self.scored = place, tree.scored
+        return tree.proposals
+
+    def first_that_is_sure(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Each row's tree from one drafter, chosen by the row's own text before anything is drawn."""
+        nobody, effort = len(self.parts), 0.0
+        chosen, trees = [nobody] * ctx.num_rows, list[DraftTree]()
+        for place, part in enumerate(self.parts):
+            costs = part.traits.costs_forwards
+            free = [row for row, other in enumerate(chosen) if other == nobody]
+            tree = self.asked(place, ctx, sampling, budget if free else nothing(budget))
+            trees.append(tree)
+            if costs and free:
+                effort += levels_of(tree)
+            found = proposals(tree) if free and not costs else []
+            for row in free:
+                if costs or place + 1 == nobody or _is_sure(found[row]):
+                    chosen[row] = place
+        for place, tree in enumerate(trees):
+            if any(other != place for other in chosen):
+                self.made[place] = proposals(tree)
+        return replace(by_row(trees, chosen), effort=effort)
+
+
+def nothing(budget: Budget) -> Budget:
+    """For a part that is not asked."""
+    return Budget(0, children=budget.children)
+
+
+def levels_of(tree: DraftTree) -> float:
+    """Levels of drafting that a tree took."""
+    return float(tree.max_depth) if tree.effort is None else tree.effort
+
+
+def _is_sure(proposal: Proposal) -> bool:
+    return len(proposal.told) > 1 and proposal.told[1] >= SURE
