@@ -82,7 +82,7 @@ class Parts:
             return features
         if not taps:
             return None
-        by_tap = features.unflatten(-1, (len(self.features.taps), -1))
+        by_tap = features.reshape(*features.shape[:2], len(self.features.taps), -1)
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
 
     def asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
