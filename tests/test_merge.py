@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -10,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.merge import Proposal, Union, by_row, follow, own_path, proposals, together, unite
+from draftwing.drafters.merge import (
+    Proposal,
+    Union,
+    by_row,
+    follow,
+    kept_tokens,
+    own_path,
+    proposals,
+    together,
+    unite,
+)
 from draftwing.drafters.worth import UNTOLD
-from draftwing.tree import PAD, Accepted, DraftTree
+from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 ROOT = 7
 Path = tuple[int, ...]
@@ -187,7 +198,11 @@ def test_a_kept_path_in_a_drafters_own_numbers():
     own = [Proposal([ROOT, 1, 2, 3], [-1, 0, 0, 2], [1.0] * 4), Proposal([ROOT, 9], [-1, 0], [1.0] * 2)]
     tree = DraftTree.from_lists([[ROOT, 2, 1, 3, 5], [ROOT, 2]], [[-1, 0, 0, 1, 3], [-1, 0]])
     accepted = Accepted(torch.tensor([[0, 1, 3, 4], [0, 1, PAD, PAD]]), torch.tensor([3, 1]), torch.tensor([0, 0]))
-    assert own_path(own, tree, accepted).tolist() == [[0, 2, 3, PAD], [0, PAD, PAD, PAD]]
+    kept = kept_tokens(tree, accepted)
+    assert kept == [[2, 3, 5], [2]]
+    on_host = [Emitted([2, 3, 5, 0], 4, 3, True), Emitted([2, 0], 1, 1, True)]
+    assert kept_tokens(tree, replace(accepted, on_host=on_host)) == kept
+    assert own_path(own, kept, accepted.path).tolist() == [[0, 2, 3, PAD], [0, PAD, PAD, PAD]]
 
 
 def test_rows_are_taken_from_the_chosen_trees():

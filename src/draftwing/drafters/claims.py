@@ -20,7 +20,7 @@ from draftwing.run.request import GrowthRule
 
 __all__ = ["Asking", "Claims", "Step"]
 
-YOUNG, PENDING = 256, 64  # claims of a drafter that are learnt at once; later ones are gathered
+FEW, MANY = 1, 64  # claims of a drafter that are learnt at once: few at first
 KNOWN, RARE = 128, 4  # after so many steps one of so many is learnt from
 EXPECTED = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tokens that others promise, told apart
 FIRST = 6  # times that a drafter is asked, whatever others promise, before that is judged
@@ -42,8 +42,8 @@ class _Table:
         self._waiting.append((told, depth, right))
 
     def settle(self) -> bool:
-        """Learn what waits, where that is enough; whether anything changed."""
-        if not self._waiting or (self._seen > YOUNG and len(self._waiting) < PENDING):
+        """Learn what waits, where that is enough beside what is known; whether anything changed."""
+        if len(self._waiting) < min(FEW + self._seen // 4, MANY):
             return False
         told, depths, right = zip(*self._waiting, strict=True)
         self._seen += len(told)

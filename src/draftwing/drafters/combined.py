@@ -14,13 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from draftwing.drafters.base import Budget, Drafter
 from draftwing.drafters.claims import Claims, Step
 from draftwing.drafters.merge import Proposal, proposals, together, unite
 from draftwing.drafters.parts import Parts, levels_of, nothing
-from draftwing.drafters.worth import worth_keeping
+from draftwing.drafters.worth import num_worth, worth_keeping
 from draftwing.model.target import Context
 from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
@@ -29,7 +27,6 @@ from draftwing.tree import DraftTree
 __all__ = ["CombinedDrafter"]
 
 COPIES = 16  # depth of what costs nothing to draft
-_AS_TOLD = np.array([[0.0, 1.0]], dtype=np.float32)  # tables of a rule: chances that were weighed already
 
 
 class CombinedDrafter(Parts):
@@ -81,11 +78,13 @@ class CombinedDrafter(Parts):
         step.unions = unions
         is_free = rule is not None and budget.width > 1
         kept = [union.ordered() if is_free else union.within(budget) for union in unions]
-        tree = together(unions, kept, ctx.device, effort)
         if rule is not None:
-            tree = worth_keeping(tree, replace(rule, knots=_AS_TOLD, rates=_AS_TOLD))
+            ranked = [[union.reached[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
+            count = 1 + num_worth(ranked, rule, len(rule.verify) - 3)
+            pairs = zip(unions, kept, strict=True)
+            kept = [[node for node in nodes[:count] if union.reached[node] > 0] for union, nodes in pairs]
         self.made = list(given)
-        return tree
+        return together(unions, kept, ctx.device, effort)
 
     def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[list[DraftTree], Step, float]:
         """Every drafter's trees, what is to be learnt from them, and the levels that they took."""

@@ -17,7 +17,7 @@ from draftwing.drafters.base import Budget
 from draftwing.drafters.worth import UNTOLD
 from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = ["Proposal", "Union", "by_row", "follow", "own_path", "proposals", "together", "unite"]
+__all__ = ["Proposal", "Union", "by_row", "follow", "kept_tokens", "own_path", "proposals", "together", "unite"]
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,19 @@ def by_row(trees: Sequence[DraftTree], chosen: Sequence[int]) -> DraftTree:
     return DraftTree(tokens, parents, None, joined(laws, 0), is_line=is_line, depth=depth)
 
 
-def own_path(made: Sequence[Proposal], tree: DraftTree, accepted: Accepted) -> Tensor:
-    """(B, D + 1) the kept nodes in a drafter's own numbers, as far as it proposed them; then PAD."""
-    kept = tree.tokens.gather(1, accepted.path.clamp(min=0)).tolist()
-    nums, width = accepted.num.tolist(), accepted.path.shape[1]
-    paths = [follow(each, tokens[1 : num + 1]) for each, tokens, num in zip(made, kept, nums, strict=True)]
-    return torch.tensor([[*path, *[PAD] * (width - len(path))] for path in paths], device=accepted.path.device)
+def kept_tokens(tree: DraftTree, accepted: Accepted) -> list[list[int]]:
+    """Of each row the tokens of the kept nodes."""
+    if accepted.on_host is not None:
+        return [emitted.tokens[:-1] for emitted in accepted.on_host]
+    drafted = tree.tokens.gather(1, accepted.path.clamp(min=0)).tolist()
+    return [tokens[1 : num + 1] for tokens, num in zip(drafted, accepted.num.tolist(), strict=True)]
+
+
+def own_path(made: Sequence[Proposal], kept: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    """(B, D + 1) the nodes of the ``kept`` tokens in a drafter's own numbers, as far as it proposed them; then PAD.
+
+    Args:
+        like: the same in the numbers of the whole tree.
+    """
+    paths, width = [follow(each, tokens) for each, tokens in zip(made, kept, strict=True)], like.shape[1]
+    return torch.tensor([[*path, *[PAD] * (width - len(path))] for path in paths], device=like.device)

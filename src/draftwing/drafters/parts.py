@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Drafter, Traits
-from draftwing.drafters.merge import Proposal, by_row, own_path, proposals
+from draftwing.drafters.merge import Proposal, by_row, kept_tokens, own_path, proposals
 from draftwing.errors import DraftwingError
 from draftwing.model.target import Context, FeatureSpec, TargetOutput
 from draftwing.sampling import SamplingBatch
@@ -68,9 +68,10 @@ class Parts:
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Each learns what became of the whole tree, and which of its own nodes were kept."""
-        offer = tree.offer
+        offer, is_own = tree.offer, all(made is None for made in self.made)
+        kept = [] if is_own else kept_tokens(offer, accepted)
         for place, (part, made) in enumerate(zip(self.parts, self.made, strict=True)):
-            own = accepted if made is None else replace(accepted, own=own_path(made, tree, accepted))
+            own = accepted if made is None else replace(accepted, own=own_path(made, kept, accepted.path))
             features = self._of(part, output.features)
             seen = output if features is output.features else replace(output, features=features)
             part.observe(ctx, tree if place == self.scorer else offer, own, seen)

@@ -16,7 +16,7 @@ import torch
 from draftwing.run.request import Drafted, GrowthRule
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["UNTOLD", "Forest", "Rates", "worth_keeping"]
+__all__ = ["UNTOLD", "Forest", "Rates", "num_worth", "worth_keeping"]
 
 UNTOLD = 0.5  # the chance of a node whose drafter tells none: what is learnt of its depth says the rest
 
@@ -193,15 +193,17 @@ class Rates:
         return rates[right - 1] + share * (rates[right] - rates[right - 1])
 
 
-def _num_worth(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> int:
-    """How many nodes of every row are worth their verification; brings the trees' order up to date."""
+def num_worth(ranked: Sequence[Sequence[float]], rule: GrowthRule, most: int) -> int:
+    """How many nodes of every row are worth their verification, ``most`` at most.
+
+    Args:
+        ranked: of each row how likely its nodes are reached, the likeliest first.
+    """
     sums: list[float] = []  # of all rows, of the best, second best, ... node
-    for tree in trees:
-        reached = tree.reached
-        tree.order = sorted(range(1, len(reached)), key=reached.__getitem__, reverse=True)
-        sums += [0.0] * (min(most, len(tree.order)) - len(sums))
-        for rank, node in enumerate(tree.order[:most]):
-            sums[rank] += reached[node]
+    for row in ranked:
+        sums += [0.0] * (min(most, len(row)) - len(sums))
+        for rank, reached in enumerate(row[:most]):
+            sums[rank] += reached
     verify: list[float] = rule.verify.tolist()
     gain, best, greatest = 0.0, 0, -verify[1]
     for count, more in enumerate(sums, 1):
@@ -210,6 +212,16 @@ def _num_worth(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> int:
         if net > greatest:
             greatest, best = net, count
     return best
+
+
+def _num_worth(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> int:
+    """``num_worth`` of trees; brings their order up to date."""
+    ranked = []
+    for tree in trees:
+        reached = tree.reached
+        tree.order = sorted(range(1, len(reached)), key=reached.__getitem__, reverse=True)
+        ranked.append([reached[node] for node in tree.order[:most]])
+    return num_worth(ranked, rule, most)
 
 
 def _kept(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> list[list[int]]:
