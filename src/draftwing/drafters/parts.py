@@ -83,7 +83,8 @@ class Parts:
             return features
         if not taps:
             return None
-        by_tap = features.reshape(*features.shape[:2], len(self.features.taps), -1)
+        count = len(self.features.taps)
+        by_tap = features.reshape(*features.shape[:2], count, features.shape[2] // count)
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
 
     def asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
