@@ -22,13 +22,17 @@ from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
 from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.claims import Claims
+from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.lookahead import LookaheadDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.drafters.retrieval.array import SuffixArray, joined
 from draftwing.drafters.retrieval.llma import LlmaDrafter
 from draftwing.drafters.retrieval.memory import Memory
 from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
+from draftwing.drafters.staged import StagedDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
@@ -145,6 +149,35 @@ def eagle(version: int, **changes) -> Callable[[Lab, str], Drafter]:
     return lambda lab, kind: EagleDrafter(lab.head(version, tuple(changes.items())), lab.target)
 
 
+def lm(lab: Lab, kind: str) -> Drafter:
+    return CausalLMDrafter(lab.perturbed, VOCAB)
+
+
+def oneself(lab: Lab, kind: str) -> Drafter:
+    return CausalLMDrafter(lab.itself, VOCAB)
+
+
+def lookup(lab: Lab, kind: str) -> Drafter:
+    return LookupDrafter(VOCAB, 1)
+
+
+def all_of(*makers: Callable[[Lab, str], Drafter]) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, kind: CombinedDrafter([make(lab, kind) for make in makers], Claims(len(makers)))
+
+
+def all_right(stats: Stats) -> bool:
+    """Whatever others propose beside: a model that drafts for itself is always right."""
+    return bool(stats.alpha) and all(alpha == 1 for alpha in stats.alpha)
+
+
+def staged(lab: Lab, kind: str) -> Drafter:
+    return StagedDrafter(lab.perturbed, VOCAB)
+
+
+def lookahead(*sizes: int) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, kind: LookaheadDrafter(VOCAB, *sizes)
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -221,12 +254,38 @@ DRAFTERS = {
     "suffix-chain": Case(remembering, Budget(6)),
     "suffix-tree": Case(remembering, Budget(5, 4, 12)),
     "suffix-rule": Case(remembering, erratic(4, 3, 9), anything),
+    "eagle3+lookup": Case(all_of(eagle(3), lookup), Budget(4, 4, 12)),
+    "eagle3+lookup-rule": Case(all_of(eagle(3), lookup), erratic(5, 4, 20), anything),
+    "eagle3+lookup-rule-chain": Case(all_of(eagle(3), lookup), erratic(5, 1), anything),
+    "eagle1+eagle3": Case(all_of(eagle(1), eagle(3)), Budget(3, 6, 24)),
+    "lm+lookup": Case(all_of(lookup, lm), Budget(3)),
+    "self+lookup": Case(all_of(lookup, oneself), Budget(3, 2, 40), all_right),
+    "self+lm+lookup-rule": Case(all_of(oneself, lookup, lm), erratic(4, 3, 30), anything),
+    "staged-chain": Case(staged, Budget(4)),
+    "staged-tree": Case(staged, Budget(5, 3, 9)),
+    "staged-rule": Case(staged, erratic(5, 3, 12)),
+    "staged-self": Case(lambda lab, kind: StagedDrafter(lab.itself, VOCAB), Budget(6), all_taken),
+    "staged+lookup": Case(all_of(lookup, staged), Budget(4, 2, 12)),
+    "lookahead": Case(lookahead(5, 4, 5), Budget(4, 3), lambda stats: True),
+    "lookahead-chain": Case(lookahead(3, 2, 2), Budget(4), lambda stats: True),
+    "lookahead-rule": Case(lookahead(4, 3, 4), erratic(4, 3, 9), lambda stats: True),
+    "lookahead+eagle3": Case(all_of(lookahead(4, 3, 4), eagle(3)), Budget(4, 3, 12), anything),
+    "lookahead+lookup-rule": Case(all_of(lookahead(4, 3, 4), lookup), erratic(4, 3, 12), lambda stats: True),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-# They give q, for the classic rules.
-WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain", "llma-chain", "rest-chain")
+WEIGHED = (
+    "lm-chain",
+    "self-chain",
+    "lookup-chain",
+    "eagle3-chain",
+    "llma-chain",
+    "rest-chain",
+    "lm+lookup",
+    "staged-chain",
+    "lookahead-chain",
+)  # they give q, for the classic rules
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),
@@ -503,7 +562,7 @@ def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab
     texts, stats = run(here.target, requests, DRAFTERS[drafter].make(here, "greedy"), CLASSIC[rule], rule)
     assert texts == {row: here.plain("greedy", row) for row in range(3)}
     assert stats.lossless
-    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain"):
+    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain", "lookahead-chain"):
         assert stats.num_accepted > 0
 
 

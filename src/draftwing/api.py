@@ -81,12 +81,13 @@ def load(
         target: a folder, a GGUF file, a hub id, or a name of the catalogue (``draftwing models``), which is downloaded
             once; None is the small Python-writing model that comes with Draftwing.
         draft: an EAGLE head (in any layout) or a smaller causal LM with the same tokenizer, given like a target;
-            ``"lookup"`` or ``"none"``. None takes the head that comes with Draftwing for this target (EAGLE-3 for the
-            shipped one), ``"lookup"`` where none does, and ``"none"`` for a target with recurrent layers, which cannot
-            take drafted tokens back.
+            ``"lookup"`` or ``"none"``; several at once as ``"eagle3+lookup"``. None takes the head that comes with
+            Draftwing for this target (EAGLE-3 for the shipped one), ``"lookup"`` where none does, and ``"none"`` for a
+            target with recurrent layers, which cannot take drafted tokens back.
         rule, lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides it step by step.
-        draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from.
+        draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from;
+            ``{"draft": "lookup"}``: lookup drafts for the draft model.
         model: ``dtype``, ``quantize``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
 
     Raises:
@@ -161,7 +162,7 @@ def load_drafter(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[], Drafter]:
     """A maker of drafters for ``target``: ``"none"``, ``"lookup"``, or a head or a causal LM as a folder, a
-    name or a hub id.
+    name or a hub id; or several of them, joined by ``+``, as one drafter.
 
     ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` are those that come with Draftwing for this target. ``tokenizer`` is
     the target's; without it nothing is known of what the draft's ids mean but their number. What drafts for a
@@ -170,7 +171,7 @@ def load_drafter(
 
     Args:
         device: of a draft model; a head is where the target is.
-        options: see ``load``'s ``draft_options``.
+        options: see ``load``'s ``draft_options``; of several drafts each takes those that it has.
 
     Raises:
         ConfigError: an option that this drafter does not have.

@@ -36,10 +36,13 @@ class DraftTree:
         draft_probs: (B, N, V) the draft distribution q from which the *children* of each node were drawn;
             only the classic rules need it.
         told: (B, N) what the drafter says of each node given its parent, before any calibration, or None.
-        effort: levels of drafting that the tree took; those that were wider than one node may count as more.
+        effort: levels of drafting that the tree took; those that were wider than one node may count as more. 0 where
+            no net was asked; None: as many as it is deep.
         is_line: whether every node follows the one before it: an accepted path then lies in its final slots already.
         depth: of the deepest node of all rows, where the host knows it.
         paths: ``ancestors`` and ``depths``, where a recorded forward has computed them.
+        num_scored: so many nodes at the end are scored for their drafter's own use, and are not proposed: see
+            ``beside``.
     """
 
     tokens: Tensor
@@ -47,10 +50,11 @@ class DraftTree:
     confidence: Tensor | None = None
     draft_probs: Tensor | None = None
     told: Tensor | None = None
-    effort: float = 0.0
+    effort: float | None = None
     is_line: bool = False
     depth: int | None = None
     paths: tuple[Tensor, Tensor] | None = None
+    num_scored: int = 0
 
     @classmethod
     def chain(cls, tokens: Tensor, confidence: Tensor | None = None, draft_probs: Tensor | None = None) -> DraftTree:
@@ -143,6 +147,60 @@ class DraftTree:
         depth = self.depth if self.is_line else depth
         return replace(self, tokens=tokens, parents=parents, depth=depth, paths=None)
 
+    def beside(self, tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
+        """The same with nodes that are to be scored, but must not be kept.
+
+        Args:
+            tokens, parents: (B, K) of these nodes; a parent is another of them, -1 the root.
+            depth: of the deepest of them.
+        """
+        if not tokens.shape[1]:
+            return self
+        count = self.num_nodes
+        above = torch.where(parents < 0, 0, parents + count).masked_fill(tokens == PAD, -1)
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, tokens], 1),
+            parents=torch.cat([self.parents, above], 1),
+            confidence=_wider(self.confidence, tokens.shape[1]),
+            told=_wider(self.told, tokens.shape[1]),
+            draft_probs=_wider(self.draft_probs, tokens.shape[1]),
+            is_line=False,
+            depth=None if self.depth is None else max(self.depth, depth),
+            paths=None,
+            num_scored=tokens.shape[1],
+        )
+
+    @property
+    def scored(self) -> tuple[Tensor, Tensor, int]:
+        """What ``beside`` took."""
+        start = self.num_nodes - self.num_scored
+        tokens, parents = self.tokens[:, start:], self.parents[:, start:]
+        return tokens, torch.where(parents < start, -1, parents - start), self.max_depth
+
+    @property
+    def proposals(self) -> DraftTree:
+        """The tree without the nodes that are only scored."""
+        if not self.num_scored:
+            return self
+        count = self.num_nodes - self.num_scored
+        columns = (self.tokens, self.parents, self.confidence, self.draft_probs, self.told)
+        cut = [None if each is None else each[:, :count] for each in columns]
+        tokens, parents, confidence, draft_probs, told = cut
+        assert tokens is not None
+        assert parents is not None
+        return DraftTree(tokens, parents, confidence, draft_probs, told, self.effort)
+
+    @property
+    def offer(self) -> DraftTree:
+        """The tree without the nodes that are only scored, in their places unused ones: what may be kept."""
+        if not self.num_scored:
+            return self
+        start = self.num_nodes - self.num_scored
+        is_tail = torch.arange(self.num_nodes, device=self.tokens.device) >= start
+        tokens, parents = self.tokens.masked_fill(is_tail, PAD), self.parents.masked_fill(is_tail, -1)
+        return replace(self, tokens=tokens, parents=parents, paths=None, num_scored=0)
+
     def check(self, vocab_size: int | None = None) -> None:
         """Validate the invariants; for drafters under test and trees that a user wrote.
 
@@ -176,6 +234,13 @@ class DraftTree:
                     )
 
 
+def _wider(values: Tensor | None, count: int) -> Tensor | None:
+    """(B, N, ...) with zeros for ``count`` further nodes."""
+    if values is None:
+        return None
+    return torch.cat([values, values.new_zeros(values.shape[0], count, *values.shape[2:])], 1)
+
+
 class Emitted(NamedTuple):
     """What one step emits of a row, in the host's own numbers.
 
@@ -201,9 +266,17 @@ class Accepted:
         num: (B,) kept draft nodes (the root not counted).
         bonus: (B,) the token after the last kept node: the next pending token.
         on_host: what each row emits, where a rule found it on the host: then nobody has to read it from the tensors.
+        own: the path as the drafter numbered these nodes, PAD from the first one that it did not propose, where it was
+            not the only one to propose; None: as in ``path``.
     """
 
     path: Tensor
     num: Tensor
     bonus: Tensor
     on_host: list[Emitted] | None = None
+    own: Tensor | None = None
+
+    @property
+    def own_path(self) -> Tensor:
+        """(B, D + 1) the kept nodes as their drafter numbered them: for whoever kept something for each node."""
+        return self.path if self.own is None else self.own

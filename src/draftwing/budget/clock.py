@@ -123,7 +123,7 @@ class Clock:
         elif self.run > 1:  # the first plain step after drafts is not yet like those of plain decoding
             self._num_plain += 1
             self.alone += max(0.1, 1 / self._num_plain) * (ratio / self.slow - self.alone)
-        draft = min(drafted_s, HICCUP * line(levels) * share) if levels else 0.0
+        draft = min(drafted_s, HICCUP * line(levels or 1.0) * share) if levels or nodes > 1 else 0.0
         return min(verified_s / self.slow, HICCUP * verify), draft
 
     @property

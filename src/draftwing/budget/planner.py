@@ -227,7 +227,7 @@ class Planner:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         with self._lock:
             gate, clock, (rows, nodes) = self.gate, self.clock, tree.tokens.shape
-            levels = tree.effort or float(tree.max_depth)
+            levels = float(tree.max_depth) if tree.effort is None else tree.effort
             if nodes == 1 and not levels and gate.rests:
                 clock.run += 1
                 return
@@ -239,7 +239,7 @@ class Planner:
             verify, draft = clock.observe(rows, nodes, levels, is_wide, drafted_s, verified_s)
             plain = num_tokens * clock.verify(1, rows) / clock.slow / rows
             gate.all.add(plain, verify, draft)
-            if levels:
+            if levels or nodes > 1:
                 gate.drafts.add(plain, verify, draft + self._own)
             if nodes > 1:
                 self._unlearnt.append((tree.parents, accepted.path, tree.told))

@@ -77,7 +77,7 @@ _FOLDERS = [kind.help for kind in KINDS.values() if kind.recognises is not None]
 _TARGETS = "Folder, GGUF file, name (see draftwing models) or hub id. [default: the model that comes with Draftwing]"
 _DRAFTS = (
     f"{', '.join(f'{name} ({KINDS[name].help})' for name in _NAMED)}, or a folder, name or hub id of "
-    f"{or_of(_FOLDERS)}; for the shipped target {or_of(_shipped(None))} too."
+    f"{or_of(_FOLDERS)}; for the shipped target {or_of(_shipped(None))} too. Several at once: eagle3+lookup."
 )
 _MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]

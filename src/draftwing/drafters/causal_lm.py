@@ -99,7 +99,7 @@ class CausalLMDrafter:
         if drafted is None:
             return
         # The deepest level was never run: its nodes have no slots, and near the end there is no room for any.
-        path = drafted.slots_of(accepted.path)[:, : 1 + drafted.num_levels]
+        path = drafted.slots_of(accepted.own_path)[:, : 1 + drafted.num_levels]
         if drafted.places is not None:  # even of a lone path the nodes may stand apart here
             self._runner.commit(ctx.lengths, path)
         num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has handed its tokens out already

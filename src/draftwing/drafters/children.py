@@ -42,7 +42,7 @@ class Children:
             return self.draw(scores, level, count)
         ranked = self.ranked(scores, level)
         tokens = ranked.topk(count, dim=-1).indices
-        return tokens, self._log_chance(scores, ranked, tokens)
+        return tokens, self.log_chance(scores, ranked, tokens)
 
     def ranked(self, scores: Tensor, level: int) -> Tensor:
         """What the best children are the best by: the scores under the target's noise, or (``top``) without."""
@@ -80,7 +80,7 @@ class Children:
             tokens, alive = top.indices, top.values.isfinite()
         return tokens, probs.log().gather(-1, tokens).masked_fill(~alive, -torch.inf)
 
-    def _log_chance(self, scores: Tensor, ranked: Tensor, tokens: Tensor) -> Tensor:
+    def log_chance(self, scores: Tensor, ranked: Tensor, tokens: Tensor) -> Tensor:
         """Log of the chance that each of ``tokens`` (B, W, C) is what the target draws."""
         plain = scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
         if self._sampling.all_greedy or self._kind == "top":

@@ -7,7 +7,7 @@ and does not wait for PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,22 +132,56 @@ def drafter_maker(
     Raises:
         ConfigError: an option that this draft does not have, or a value that it does not take.
     """
+    parts = _several(draft)
+    found = [_found(part, target, tokenizer) for part in parts]
+    kinds = [kind for kind, _ in found]
+    for option in options or {}:
+        if not any(option in kind.options for kind in kinds):
+            known = sorted({name for kind in kinds for name in kind.options})
+            has = f"it has {', '.join(known)}" if known else "it has none, leave draft_options out"
+            raise ConfigError(f"draft_options: {draft} has no option {option!r}: {has}")
+    makers = []
+    for part, (kind, folder) in zip(parts, found, strict=True):
+        own = {name: kind.options[name](value) for name, value in (options or {}).items() if name in kind.options}
+        makers.append(kind.make(Source(target, tokenizer, str(part), folder, device, own)))
+    return makers[0] if len(makers) == 1 else _all_of(makers)
+
+
+def _several(draft: str | Path) -> Sequence[str | Path]:
+    """The drafts that a name such as ``eagle3+lookup`` joins; a folder may have a plus in its name all the same."""
+    name = str(draft)
+    if "+" not in name or isinstance(draft, Path) or Path(name).expanduser().exists():
+        return [draft]
+    parts = [part.strip() for part in name.split("+")]
+    if not all(parts):
+        raise ConfigError(f"draft {name!r} joins a draft without a name: write it like eagle3+lookup")
+    if "none" in parts:
+        raise ConfigError(f"draft {name!r} joins drafts with none at all: leave none out")
+    twice = next((part for part in parts if parts.count(part) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"draft {name!r} names {twice!r} twice: each proposes the same every time, so name it once")
+    return parts
+
+
+def _all_of(makers: list[NewDrafter]) -> NewDrafter:
+    """One drafter of several; what is learnt of their claims is shared by all that are made."""
+    from draftwing.drafters.claims import Claims
+    from draftwing.drafters.combined import CombinedDrafter
+
+    claims = Claims(len(makers))
+    return lambda: CombinedDrafter([make() for make in makers], claims)
+
+
+def _found(draft: str | Path, target: Target, tokenizer: Tokenizer | None) -> tuple[Kind, Path]:
+    """The kind of one draft, and its folder where it has one."""
     from draftwing.model.resolve import resolve
 
-    name, folder = str(draft), Path()
+    name = str(draft)
     kind = KINDS.get(name)
-    if kind is None or kind.recognises is not None:
-        folder = _shipped_head(name, target, tokenizer) or resolve(draft)
-        kind = kind_of_folder(folder)
-    checked = {}
-    for option, value in (options or {}).items():
-        if option not in kind.options:
-            has = (
-                f"it has {', '.join(sorted(kind.options))}" if kind.options else "it has none, leave draft_options out"
-            )
-            raise ConfigError(f"draft_options: {draft} has no option {option!r}: {has}")
-        checked[option] = kind.options[option](value)
-    return kind.make(Source(target, tokenizer, name, folder, device, checked))
+    if kind is not None and kind.recognises is None:
+        return kind, Path()
+    folder = _shipped_head(name, target, tokenizer) or resolve(draft)
+    return kind_of_folder(folder), folder
 
 
 def _shipped_head(kind: str, target: Target, tokenizer: Tokenizer | None) -> Path | None:

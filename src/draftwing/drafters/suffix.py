@@ -148,6 +148,32 @@ class SuffixAutomaton:
             state = self._link[state]
         return chosen
 
+    def after(self, extra: Sequence[int], max_tokens: int, min_match: int = 1) -> tuple[int, list[int]]:
+        """What followed the longest end of the sequence with ``extra`` behind it that stood in the sequence before.
+
+        Nothing is appended: ``extra`` may turn out to be wrong.
+
+        Returns:
+            The match's length and the 1 to ``max_tokens`` token ids after its latest known occurrence; ``(0, [])``
+            where no match of at least ``min_match`` tokens is followed by anything.
+        """
+        state = self._link[self._last] if self._last else 0
+        length = self._length[state]
+        for token in extra:
+            while state and token not in self._next[state]:
+                state = self._link[state]
+                length = self._length[state]
+            if token in self._next[state]:
+                state, length = self._next[state][token], length + 1
+        while state and self._first_end[state] == len(self._tokens):  # it stands at the very end alone
+            state = self._link[state]
+            length = self._length[state]
+        if not state or length < max(min_match, 1) or max_tokens < 1:
+            return 0, []
+        end = self._latest_end[state]
+        end = end if end < len(self._tokens) else self._first_end[state]
+        return length, self._tokens[end : end + max_tokens]
+
     def _add_state(self, *, length: int, transitions: dict[int, int], first_end: int, latest_end: int) -> int:
         self._next.append(transitions)
         self._link.append(0)

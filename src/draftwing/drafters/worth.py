@@ -16,7 +16,7 @@ import torch
 from draftwing.run.request import Drafted, GrowthRule
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["UNTOLD", "Forest", "worth_keeping"]
+__all__ = ["UNTOLD", "Forest", "Rates", "num_worth", "worth_keeping"]
 
 UNTOLD = 0.5  # the chance of a node whose drafter tells none: what is learnt of its depth says the rest
 
@@ -69,7 +69,7 @@ class Forest:
         self, rule: GrowthRule, roots: Sequence[int], wanted: Sequence[bool], width: int, most: int | None
     ) -> None:
         self._rule, self._width = rule, width
-        self._rate = _Rates(rule)
+        self._rate = Rates(rule.knots, rule.rates)
         self._most = len(rule.verify) - 3 if most is None else min(most, len(rule.verify) - 3)
         self._trees = [
             _Tree([root], expanded=[0 if drafts else PAD]) for root, drafts in zip(roots, wanted, strict=True)
@@ -151,10 +151,12 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
 
     Its drafter may have said of each node how likely it is (``tree.told``), or nothing.
     """
+    if tree.num_scored:
+        return worth_keeping(tree.proposals, rule).beside(*tree.scored)
     if tree.num_nodes == 1:
-        return tree
+        return tree if tree.effort is not None else replace(tree, effort=0.0)
     columns = (tree.tokens.tolist(), tree.parents.tolist(), None if tree.told is None else tree.told.tolist())
-    rates, trees = _Rates(rule), []
+    rates, trees = Rates(rule.knots, rule.rates), []
     for row, (tokens, parents) in enumerate(zip(*columns[:2], strict=True)):
         told = [UNTOLD] * len(tokens) if columns[2] is None else columns[2][row]
         reached, depths = [1.0] + [0.0] * (len(parents) - 1), [0] * len(parents)
@@ -163,7 +165,7 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
                 depths[node] = depths[above] + 1
                 reached[node] = reached[above] * rates(told[node], depths[above])
         trees.append(_Tree(tokens, parents, told, reached, depths))
-    effort = tree.effort or float(max(max(each.depths) for each in trees))
+    effort = float(max(max(each.depths) for each in trees)) if tree.effort is None else tree.effort
     kept = _kept(trees, rule, len(rule.verify) - 3)
     if sum(map(len, kept)) < int(tree.valid.sum()):
         return _cut(trees, kept, effort, tree.tokens.device)
@@ -172,12 +174,12 @@ def worth_keeping(tree: DraftTree, rule: GrowthRule) -> DraftTree:
     )
 
 
-class _Rates:
-    """At which rates nodes came true, by what was said of them."""
+class Rates:
+    """At which rates nodes came true, by what was said of them: the tables of a ``GrowthRule``."""
 
-    def __init__(self, rule: GrowthRule) -> None:
-        self._knots: list[list[float]] = rule.knots.tolist()
-        self._rates: list[list[float]] = rule.rates.tolist()
+    def __init__(self, knots: np.ndarray, rates: np.ndarray) -> None:
+        self._knots: list[list[float]] = knots.tolist()
+        self._rates: list[list[float]] = rates.tolist()
 
     def __call__(self, told: float, level: int) -> float:
         """Of one node; level from 0."""
@@ -191,15 +193,17 @@ class _Rates:
         return rates[right - 1] + share * (rates[right] - rates[right - 1])
 
 
-def _num_worth(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> int:
-    """How many nodes of every row are worth their verification; brings the trees' order up to date."""
+def num_worth(ranked: Sequence[Sequence[float]], rule: GrowthRule, most: int) -> int:
+    """How many nodes of every row are worth their verification, ``most`` at most.
+
+    Args:
+        ranked: of each row how likely its nodes are reached, the likeliest first.
+    """
     sums: list[float] = []  # of all rows, of the best, second best, ... node
-    for tree in trees:
-        reached = tree.reached
-        tree.order = sorted(range(1, len(reached)), key=reached.__getitem__, reverse=True)
-        sums += [0.0] * (min(most, len(tree.order)) - len(sums))
-        for rank, node in enumerate(tree.order[:most]):
-            sums[rank] += reached[node]
+    for row in ranked:
+        sums += [0.0] * (min(most, len(row)) - len(sums))
+        for rank, reached in enumerate(row[:most]):
+            sums[rank] += reached
     verify: list[float] = rule.verify.tolist()
     gain, best, greatest = 0.0, 0, -verify[1]
     for count, more in enumerate(sums, 1):
@@ -208,6 +212,16 @@ def _num_worth(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> int:
         if net > greatest:
             greatest, best = net, count
     return best
+
+
+def _num_worth(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> int:
+    """``num_worth`` of trees; brings their order up to date."""
+    ranked = []
+    for tree in trees:
+        reached = tree.reached
+        tree.order = sorted(range(1, len(reached)), key=reached.__getitem__, reverse=True)
+        ranked.append([reached[node] for node in tree.order[:most]])
+    return num_worth(ranked, rule, most)
 
 
 def _kept(trees: Sequence[_Tree], rule: GrowthRule, most: int) -> list[list[int]]:

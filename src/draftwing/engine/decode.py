@@ -216,6 +216,7 @@ class Decoder:
             scores = output.logits
             if sampling.changes_scores or scores.dtype not in _SCORES:
                 scores = sampling.scores(scores, tree, ctx.history() if sampling.penalises else None)
+            whole, tree = tree, tree.offer
             accepted = self.rule.apply(tree, scores, sampling, starts)
             emitted = accepted.on_host or self._read(tree, accepted, scores)  # the one place that waits for the device
             clock.append(time.perf_counter())
@@ -223,7 +224,7 @@ class Decoder:
                 _as_on_device(clock, marks)
             self._changing = True
             self.target.commit(ctx, tree, accepted)
-            self.drafter.observe(ctx, tree, accepted, output)
+            self.drafter.observe(ctx, whole, accepted, output)
             clock.append(time.perf_counter())
             rows, num_tokens = [], 0
             for place, found in enumerate(emitted):

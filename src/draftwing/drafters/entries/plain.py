@@ -31,8 +31,17 @@ def _min_match(value: Any) -> int:
     return value
 
 
+def _drafted_for_by(value: Any) -> str:
+    if value not in ("lookup", "none"):
+        raise ConfigError(
+            f"draft_options: draft says what drafts for the draft model, found {shown(value)}: choose lookup or none"
+        )
+    return str(value)
+
+
 def _make_causal_lm(source: Source) -> NewDrafter:
     from draftwing.drafters.causal_lm import CausalLMDrafter
+    from draftwing.drafters.staged import StagedDrafter
     from draftwing.model.config import LEAN_MODEL_TYPES, read_config
     from draftwing.model.lean import LeanTarget
     from draftwing.text.tokenizer import Tokenizer
@@ -49,7 +58,8 @@ def _make_causal_lm(source: Source) -> NewDrafter:
     model = LeanTarget.from_folder(
         folder, target.dtype, source.device(), name=folder.name, quantize=target.quantized, fast=True
     )
-    return partial(CausalLMDrafter, model, target.vocab_size)
+    kind = StagedDrafter if source.options.get("draft") == "lookup" else CausalLMDrafter
+    return partial(kind, model, target.vocab_size)
 
 
 def _is_causal_lm(config: Mapping[str, Any], folder: Path) -> bool:
@@ -61,5 +71,11 @@ def _is_causal_lm(config: Mapping[str, Any], folder: Path) -> bool:
 PLAIN = (
     Kind("none", "plain decoding", _make_none),
     Kind("lookup", "what followed the same words earlier in the text", _make_lookup, options={"min_match": _min_match}),
-    Kind("causal-lm", "a smaller causal LM with the same tokenizer", _make_causal_lm, _is_causal_lm),
+    Kind(
+        "causal-lm",
+        "a smaller causal LM with the same tokenizer",
+        _make_causal_lm,
+        _is_causal_lm,
+        options={"draft": _drafted_for_by},
+    ),
 )

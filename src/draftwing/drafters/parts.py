@@ -1,0 +1,129 @@
+"""Several drafters as one: what they are like together, what each of them is told, and one for each row.
+
+Shape suffixes: B rows, T tokens, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from draftwing.drafters.base import Budget, Drafter, Traits
+from draftwing.drafters.merge import Proposal, by_row, kept_tokens, own_path, proposals
+from draftwing.errors import DraftwingError
+from draftwing.model.target import Context, FeatureSpec, TargetOutput
+from draftwing.sampling import SamplingBatch
+from draftwing.tree import Accepted, DraftTree
+
+__all__ = ["Parts", "levels_of", "nothing"]
+
+SURE = 0.75  # what a drafter must tell of its next token to be taken alone: for lookup, a match of three tokens
+
+
+class Parts:
+    """Drafters over the same rows: all of a ``Drafter`` but ``propose``.
+
+    Args:
+        parts: those that cost no passes of a net come first, whatever their order.
+    """
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        self.parts = sorted(parts, key=lambda part: part.traits.costs_forwards)
+        self.name = " + ".join(part.name for part in self.parts)
+        self.features = FeatureSpec(tuple(dict.fromkeys(tap for part in self.parts for tap in part.features.taps)))
+        traits = [part.traits for part in self.parts]
+        self.traits = Traits(
+            drafts=any(each.drafts for each in traits),
+            reads_features=any(each.reads_features for each in traits),
+            costs_forwards=any(each.costs_forwards for each in traits),
+            grows_by_rule=True,  # every part by what came true of its own claims
+            identity=" + ".join(f"{part.name} {part.traits.identity}".strip() for part in self.parts),
+            num_bytes=sum(each.num_bytes for each in traits),
+            runs_as=", ".join(dict.fromkeys(each.runs_as for each in traits if each.runs_as)),
+        )
+        # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row.
+        self.made: list[Sequence[Proposal] | None] = [None] * len(self.parts)
+        # The part that wants further nodes scored (``DraftTree.num_scored``), and these.
+        self.scorer: int | None = None
+        self.scored: tuple[Tensor, Tensor, int] | None = None
+
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        """A new row, to all of them or to none."""
+        done: list[Drafter] = []
+        try:
+            for part in self.parts:
+                part.admit(ctx, self._of(part, features))
+                done.append(part)
+        except DraftwingError:
+            for part in done:
+                part.remove(ctx, ctx.num_rows - 1)
+            raise
+
+    def remove(self, ctx: Context, row: int) -> None:
+        """See ``Drafter.remove``."""
+        for part in self.parts:
+            part.remove(ctx, row)
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Each learns what became of the whole tree, and which of its own nodes were kept."""
+        offer, is_own = tree.offer, all(made is None for made in self.made)
+        kept = [] if is_own else kept_tokens(offer, accepted)
+        for place, (part, made) in enumerate(zip(self.parts, self.made, strict=True)):
+            own = accepted if made is None else replace(accepted, own=own_path(made, kept, accepted.path))
+            features = self._of(part, output.features)
+            seen = output if features is output.features else replace(output, features=features)
+            part.observe(ctx, tree if place == self.scorer else offer, own, seen)
+
+    def _of(self, part: Drafter, features: Tensor | None) -> Tensor | None:
+        """Of all hidden states (B, T, F) those that a part reads."""
+        taps = part.features.taps
+        if features is None or taps == self.features.taps:
+            return features
+        if not taps:
+            return None
+        count = len(self.features.taps)
+        by_tap = features.reshape(*features.shape[:2], count, features.shape[2] // count)
+        return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
+
+    def asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """What a part proposes; what the first part wants scored beside it is put aside."""
+        tree = self.parts[place].propose(ctx, sampling, budget)
+        if tree.num_scored and self.scorer is None:
+            self.scorer, self.scored = place, tree.scored
+        return tree.proposals
+
+    def first_that_is_sure(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Each row's tree from one drafter, chosen by the row's own text before anything is drawn."""
+        nobody, effort = len(self.parts), 0.0
+        chosen, trees = [nobody] * ctx.num_rows, list[DraftTree]()
+        for place, part in enumerate(self.parts):
+            costs = part.traits.costs_forwards
+            free = [row for row, other in enumerate(chosen) if other == nobody]
+            tree = self.asked(place, ctx, sampling, budget if free else nothing(budget))
+            trees.append(tree)
+            if costs and free:
+                effort += levels_of(tree)
+            found = proposals(tree) if free and not costs else []
+            for row in free:
+                if costs or place + 1 == nobody or _is_sure(found[row]):
+                    chosen[row] = place
+        for place, tree in enumerate(trees):
+            if any(other != place for other in chosen):
+                self.made[place] = proposals(tree)
+        return replace(by_row(trees, chosen), effort=effort)
+
+
+def nothing(budget: Budget) -> Budget:
+    """For a part that is not asked."""
+    return Budget(0, children=budget.children)
+
+
+def levels_of(tree: DraftTree) -> float:
+    """Levels of drafting that a tree took."""
+    return float(tree.max_depth) if tree.effort is None else tree.effort
+
+
+def _is_sure(proposal: Proposal) -> bool:
+    return len(proposal.told) > 1 and proposal.told[1] >= SURE

@@ -1,0 +1,352 @@
+"""Several drafters at once: what each is told, what is learnt of each, who is asked, and how they are named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import add_tokenizer, refused
+from draftwing.api import LM, load, load_drafter
+from draftwing.budget.acceptance import Acceptance
+from draftwing.budget.clock import Clock
+from draftwing.budget.costs import Costs, Curve
+from draftwing.drafters import claims as claims_module
+from draftwing.drafters.base import Budget, NoDrafter, Traits
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.claims import Asking, Claims
+from draftwing.drafters.combined import CombinedDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.drafters.merge import Proposal, unite
+from draftwing.engine.decode import Decoder
+from draftwing.errors import ConfigError
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import Context, FeatureSpec, Row
+from draftwing.noise import KeyedNoise
+from draftwing.run.request import GrowthRule
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.tree import DraftTree
+from test_merge import noisy_or, paths, proposal
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="module")
+def target(folder_of) -> LeanTarget:
+    return LeanTarget.from_folder(folder_of("llama"), torch.float64)
+
+
+class Oracle(NoDrafter):
+    """Proposes the next tokens of a text that it knows, and keeps the hidden states that it was given."""
+
+    def __init__(self, text: list[int], depth: int, taps: tuple[int, ...] = (), **traits) -> None:
+        self.name, self.features, self.traits = f"oracle {depth}", FeatureSpec(taps), Traits(**traits)
+        self.text, self.depth = text, depth
+        self.seen: dict[int, torch.Tensor] = {}
+        self.budgets: list[Budget] = []
+        self.own: list[list[int]] = []
+
+    def admit(self, ctx, features) -> None:
+        assert (features is None) == (not self.features.taps)
+        if features is not None:
+            self.seen |= dict(enumerate(features[0]))
+
+    def propose(self, ctx, sampling, budget) -> DraftTree:
+        self.budgets.append(budget)
+        tokens = [
+            [*row.tokens[-1:], *self.text[len(row.tokens) :][: min(self.depth, budget.depth)]] for row in ctx.rows
+        ]
+        return DraftTree.from_lists(tokens, [list(range(-1, len(each) - 1)) for each in tokens])
+
+    def observe(self, ctx, tree, accepted, output) -> None:
+        path = accepted.path[0][: int(accepted.num[0]) + 1].tolist()
+        self.own.append(accepted.own_path[0].tolist())
+        if output.features is not None:
+            self.seen |= {ctx.rows[0].length + i: output.features[0, node].clone() for i, node in enumerate(path)}
+
+
+# --- what the parts are told -----------------------------------------------------------------------------------------
+
+
+def decode(target: LeanTarget, drafter, prompt, budget: Budget, **sampling) -> list[int]:
+    decoder, found = Decoder(target, drafter, budget=budget), list(prompt)
+    decoder.admit(prompt, Sampling(max_tokens=20, ignore_eos=True, **sampling))
+    while decoder.num_running:
+        found += decoder.step().rows[0].token_ids
+    return found
+
+
+def test_each_part_gets_its_own_hidden_states(target):
+    """Of the prompt and of every token that was kept, whoever proposed it."""
+    text = decode(target, None, [5, 6, 7], Budget())
+    for taps in (((3,), (0, 2)), ((2,), (2,)), ((1, 3), ()), ((3, 1), (1,))):
+        parts = [Oracle(text, depth, own) for depth, own in zip((3, 1), taps, strict=True)]
+        both = CombinedDrafter(parts, Claims(2))
+        assert both.features.taps == tuple(dict.fromkeys((*taps[0], *taps[1])))
+        assert decode(target, both, [5, 6, 7], Budget(4, 2)) == text
+        for part, own in zip(parts, taps, strict=True):
+            wanted = target.score(torch.tensor([text]), FeatureSpec(own)).features
+            assert set(part.seen) >= set(range(18 if own else 0))
+            for position, found in part.seen.items():
+                assert torch.allclose(found, wanted[0, position])
+
+
+def test_each_part_hears_which_of_its_own_nodes_were_kept(target):
+    """The merged tree numbers nodes otherwise; a causal LM moves its slots by its own numbers."""
+    text = decode(target, None, [5, 6, 7], Budget())
+    short, wrong = Oracle(text, 1), Oracle([0] * 100, 2)
+    both = CombinedDrafter([wrong, Oracle(text, 3), short], Claims(3))
+    assert decode(target, both, [5, 6, 7], Budget(4, 3)) == text
+    assert both.parts[1].own[0] == [0, 1, 2, 3]
+    assert short.own[0] == [0, 1, -1, -1]
+    assert wrong.own[0] == [0, -1, -1, -1]
+
+
+def test_traits_are_those_of_all(target):
+    parts = [Oracle([], 1, (3,), reads_features=True, identity="a", num_bytes=3, runs_as="x"),
+             LookupDrafter(VOCAB)]  # fmt: skip
+    both = CombinedDrafter(parts, Claims(2))
+    assert [part.name for part in both.parts] == ["lookup", "oracle 1"]  # what costs nothing is asked first
+    assert both.name == "lookup + oracle 1"
+    wanted = Traits(reads_features=True, grows_by_rule=True, identity="lookup + oracle 1 a", num_bytes=3, runs_as="x")
+    assert both.traits == wanted
+    assert not CombinedDrafter([LookupDrafter(VOCAB)], Claims(1)).traits.costs_forwards
+
+
+def test_a_row_that_one_part_refuses_joins_none(target):
+    class Refuses(Oracle):
+        def admit(self, ctx, features) -> None:
+            raise ConfigError("not this one")
+
+    lookup = LookupDrafter(VOCAB)
+    both = CombinedDrafter([lookup, Refuses([], 1)], Claims(2))
+    decoder = Decoder(target, both)
+    with refused(ConfigError, "not this one"):
+        decoder.admit([5, 6, 7], Sampling())
+    assert lookup._automata == []
+    assert decoder.ctx.num_rows == 0
+
+
+# --- what is learnt --------------------------------------------------------------------------------------------------
+
+
+def brute(tokens_of, told_of, emitted: list[int]) -> list[tuple[float, int, bool]]:
+    """(told, depth, right) of every path whose tokens but the last came true, and are followed by another token."""
+    found = []
+    for path, told in zip(tokens_of, told_of, strict=True):
+        if path and list(path[:-1]) == emitted[: len(path) - 1] and len(path) <= len(emitted):
+            found.append((told, len(path), path[-1] == emitted[len(path) - 1]))
+    return found
+
+
+def table_of(seen: list[tuple[float, int, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    acceptance = Acceptance()
+    if seen:
+        told, depths, right = map(np.array, zip(*seen, strict=True))
+        acceptance.observe(told, depths, right)
+    return acceptance.tables()
+
+
+def rule_of(worth: float = 1.0, node: float = 0.1) -> GrowthRule:
+    ones, line = np.ones(8, np.float32), np.array([[0, 1]], np.float32)
+    return GrowthRule(line, line, ones, ones, (node * np.arange(24)).astype(np.float32), worth, 0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(proposal(), min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=4))
+def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
+    many = [distinct(each) for each in many]
+    learnt = Claims(len(many))
+    learnt.learn(many, None, emitted)
+    for drafter, each in enumerate(many):
+        wanted = table_of(brute(paths(each), each.told, emitted))
+        found = learnt.rule_of(drafter, rule_of())
+        np.testing.assert_allclose(found.knots, wanted[0], rtol=1e-5)
+        np.testing.assert_allclose(found.rates, wanted[1], rtol=1e-5)
+        reached = learnt.reached(drafter, each)
+        for node, above in enumerate(each.parents[1:], 1):
+            place = min(len(paths(each)[node]), len(wanted[0])) - 1
+            rate = np.interp(each.told[node], wanted[0][place], wanted[1][place])
+            assert reached[node] == pytest.approx(reached[above] * rate, rel=1e-4)
+
+
+def distinct(one: Proposal) -> Proposal:
+    """Without equal siblings, so that a path is a node."""
+    union = unite([one])
+    return Proposal(union.tokens, union.parents, [1.0, *(claims[0] for claims in union.claims[1:])])
+
+
+@settings(max_examples=60, deadline=None)
+@given(proposal(), proposal(), st.lists(st.integers(0, 2), min_size=1, max_size=4))
+def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted):
+    union, learnt = unite([one, other]), Claims(2)
+    own = paths(union)
+    learnt._learn_shared(union, emitted)
+    for claims in union.claims:  # as nothing is known of either, chances are taken as told, between the tables' ends
+        claims.update({drafter: min(max(told, 0.01), 0.9975) for drafter, told in claims.items()})
+    told = [noisy_or(union, node) for node in range(len(own))]
+    seen: dict[tuple[int, int], list[tuple[float, int, bool]]] = {}
+    for node in range(1, len(own)):
+        who = union.makers(node), union.speakers[union.parents[node]]
+        if who[1] == 3:
+            seen.setdefault(who, []).extend(brute([own[node]], [told[node]], emitted))
+    for who, claims in seen.items():
+        if not claims:
+            assert who not in learnt._shared
+            continue
+        table, wanted = learnt._shared[who], table_of(claims)
+        table.settle()
+        np.testing.assert_allclose(table.lines[0], wanted[0], rtol=1e-5)
+        np.testing.assert_allclose(table.lines[1], wanted[1], rtol=1e-5)
+
+
+def test_agreement_and_contradiction_come_to_mean_what_they_are_worth():
+    """One drafter is right half the time and says so, the other always where the first agrees and never else."""
+    learnt, rng = Claims(2), np.random.default_rng(0)
+    for _ in range(400):
+        true = int(rng.integers(0, 2))
+        first = Proposal([9, true if rng.random() < 0.5 else 1 - true], [-1, 0], [1.0, 0.5])
+        second = Proposal([9, first.tokens[1] if first.tokens[1] == true else 5], [-1, 0], [1.0, 0.5])
+        learnt.learn([first, second], unite([first, second]), [true, 0])
+    agreed, apart = (unite([Proposal([9, 1], [-1, 0], [1.0, 0.5]), Proposal([9, token], [-1, 0], [1.0, 0.5])])
+                     for token in (1, 5))  # fmt: skip
+    assert learnt.chance(agreed, 1) > 0.9
+    assert learnt.chance(apart, 1) < 0.1
+    assert learnt.chance(apart, 2) < 0.1
+    alone = unite([Proposal([9, 1], [-1, 0], [1.0, 0.5]), Proposal([9], [-1], [1.0])])
+    assert 0.4 < learnt.chance(alone, 1) < 0.6
+
+
+# --- who is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_is_asked_where_it_brings_more_than_it_takes():
+    asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
+    assert asking.is_worth_it([0.0], 0, rule)  # nothing is known of it
+    for _ in range(60):
+        asking.took(1, 1.0)
+        asking.brought(0.0, 2, 4)  # where nobody else says anything it adds two tokens,
+        asking.brought(3.0, 0, 4)  # and none where three are promised
+    assert asking.is_worth_it([0.0], 0, rule)
+    assert not asking.is_worth_it([3.0], 5, rule)
+    assert asking.is_worth_it([1.0], 5, rule)  # never seen
+    asking.took(2, 3.0)
+    assert asking.is_worth_it([0.0, 3.0], 5, rule)  # four seconds' worth of tokens for three
+    asking.took(3, 5.0)
+    assert not asking.is_worth_it([0.0, 3.0, 3.0], 5, rule)
+    costly = rule_of(worth=2.0, node=1.0)
+    assert not asking.is_worth_it([0.0], 5, costly)  # its nodes take what its tokens are worth
+
+
+def test_what_is_refused_is_tried_now_and_then():
+    asking, rule = Asking(), rule_of()
+    asking.took(1, 1.0)
+    for _ in range(claims_module.FIRST):
+        asking.brought(3.0, 0, 0)
+    answers = [asking.is_worth_it([3.0], 5, rule) for _ in range(3 * claims_module.LOOK)]
+    assert sum(answers) == 3
+    assert not answers[0]
+
+
+def context(texts: list[list[int]]) -> Context:
+    return Context(torch.device("cpu"), [Row(list(text), len(text) - 1, 1) for text in texts])
+
+
+def test_a_draft_without_a_pass_says_that_it_took_none():
+    """Else the clock would take the seconds of lookup for those of a net."""
+    both = CombinedDrafter([LookupDrafter(VOCAB), costly := Oracle([0] * 50, 3)], claims := Claims(2))
+    ctx, sampling = context([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]), SamplingBatch([Sampling()], KeyedNoise(VOCAB))
+    both.admit(ctx, None)
+    budget = Budget(4, 2, 16, rule=rule_of(node=0.01))
+    first = both.propose(ctx, sampling, budget)
+    assert first.effort == 3
+    assert costly.budgets[-1].depth == 4
+    asking = claims.asking[1]
+    asking.took(1, 100.0)
+    for _ in range(claims_module.FIRST):
+        asking.brought(3.0, 0, 3)
+    tree = both.propose(ctx, sampling, budget)
+    assert costly.budgets[-1].depth == 0
+    assert tree.tokens[0, :4].tolist() == [4, 5, 6, 7]
+    assert tree.effort == 0.0
+    clock = Clock(Costs(Curve(((1, 0.01), (8, 0.02))), Curve(((1, 0.001), (8, 0.008)))))
+    before = clock.draft(4, 1)
+    _, drafted = clock.observe(1, 4, 0.0, False, 1e-5, 0.014)
+    assert drafted == 1e-5
+    assert clock.draft(4, 1) == before
+
+
+def test_lone_claims_that_are_worth_nothing_are_left_out():
+    both = CombinedDrafter([LookupDrafter(VOCAB), Oracle([0] * 50, 3, grows_by_rule=True)], Claims(2))
+    ctx, sampling = context([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]), SamplingBatch([Sampling()], KeyedNoise(VOCAB))
+    both.admit(ctx, None)
+    tree = both.propose(ctx, sampling, Budget(4, 2, 16, rule=rule_of(worth=0.01, node=1.0)))
+    assert tree.tokens[0, 1:].tolist() == [0, 0, 0]  # the other grows by its own rule, as this one does not
+
+
+# --- the classic rules -----------------------------------------------------------------------------------------------
+
+
+def test_each_row_takes_lookup_where_that_is_sure_and_else_the_model(target):
+    """Before anything is drawn: children of one node come from one q."""
+    model = CausalLMDrafter(target, VOCAB)
+    both = CombinedDrafter([model, LookupDrafter(VOCAB)], Claims(2))
+    ctx = context([])
+    for text in ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [1, 2, 3, 4, 5]):
+        ctx.rows.append(Row(text, len(text) - 1, 1))
+        both.admit(ctx, None)
+    sampling = SamplingBatch([Sampling(temperature=1.0, seed=seed) for seed in (1, 2)], KeyedNoise(VOCAB))
+    tree = both.propose(ctx, sampling, Budget(3, children="sampled"))
+    assert tree.tokens[0].tolist() == [4, 5, 6, 7]
+    assert [int(tree.draft_probs[0, node].argmax()) for node in range(3)] == [5, 6, 7]
+    assert float(tree.draft_probs[0, :3].amax(-1).min()) == 1.0
+    assert float(tree.draft_probs[1, 0].max()) < 1.0
+    drawn = [float(tree.draft_probs[1, node, token]) for node, token in enumerate(tree.tokens[1, 1:].tolist())]
+    assert all(q > 0 for q in drawn)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of):
+    return add_tokenizer(folder_of("llama", vocab_size=300))
+
+
+def test_several_are_named_with_a_plus(folder, tmp_path):
+    lm = load(folder, f"{folder}+lookup", dtype="float64", draft_options={"min_match": 1}, budget=Budget(3, 2))
+    assert lm.drafter_name == f"lookup + causal-lm ({folder.name})"
+    assert lm.new_drafter().parts[0]._min_match == 1
+    assert lm.new_drafter()._claims is lm.new_drafter()._claims  # what is learnt holds for the next text
+    plain, planned = LM(lm.target, lm.tokenizer), LM(lm.target, lm.tokenizer, lm.new_drafter)
+    for temperature in (0.0, 1.0):
+        asked = {"max_tokens": 30, "temperature": temperature, "seed": 3, "ignore_eos": True}
+        found, same, wanted = (each.generate(["def add(a, b):", "class"], **asked) for each in (lm, planned, plain))
+        assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+        assert [each.token_ids for each in same] == [each.token_ids for each in wanted]
+        assert all(each.tau > 1.5 for each in found)
+
+
+def test_a_folder_may_have_a_plus_in_its_name(folder, tmp_path, monkeypatch):
+    (tmp_path / "a+b").symlink_to(folder)
+    target = LeanTarget.from_folder(folder, torch.float64)
+    assert load_drafter(f"{tmp_path}/a+b", target, None)().name == "causal-lm (a+b)"
+    assert load_drafter(tmp_path / "a+b", target, None)().name == "causal-lm (a+b)"
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "says"),
+    [
+        ("lookup+", {}, "joins a draft without a name: write it like eagle3+lookup"),
+        ("lookup+lookup", {}, "names 'lookup' twice"),
+        ("lookup+none", {}, "leave none out"),
+        ("FOLDER+lookup", {"depth": 3}, "has no option 'depth': it has"),
+        ("FOLDER+lookup", {"min_match": 0}, "min_match must be at least 1"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(draft, options, says, folder):
+    target = LeanTarget.from_folder(folder, torch.float64)
+    with refused(ConfigError, says):
+        load_drafter(draft.replace("FOLDER", str(folder)), target, None, options=options)

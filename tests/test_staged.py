@@ -1,0 +1,125 @@
+"""A draft model that lookup drafts for: the very draft that it makes alone, in fewer passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import add_tokenizer, refused
+from draftwing.api import load
+from draftwing.drafters.base import Budget
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.staged import StagedDrafter
+from draftwing.engine.decode import Decoder
+from draftwing.errors import ConfigError
+from draftwing.model.lean import LeanTarget
+from draftwing.sampling import Sampling
+
+VOCAB = 61
+# Texts that repeat themselves: what comes next is often guessed.
+PROMPTS = ([3, 4, 5, 6, 3, 4, 5, 6, 3, 4], [9], [8, 8, 8, 8, 8, 8])
+
+
+@pytest.fixture(scope="module")
+def target(folder_of) -> LeanTarget:
+    return LeanTarget.from_folder(folder_of("llama", initializer_range=0.15), torch.float64)
+
+
+@pytest.fixture(scope="module")
+def model(folder_of) -> LeanTarget:
+    return LeanTarget.from_folder(folder_of("llama", seed=3, initializer_range=0.15), torch.float64)
+
+
+def drafts(target: LeanTarget, drafter: CausalLMDrafter, budget: Budget, **sampling) -> list[tuple[list, float]]:
+    """Every draft of a decode loop whose rows join and leave: the first child of each level, and the levels run."""
+    decoder, found = Decoder(target, drafter, budget=budget), []
+    for row, prompt in enumerate(PROMPTS):
+        decoder.admit(prompt, Sampling(max_tokens=18 + 6 * row, ignore_eos=True, seed=row, **sampling))
+        found.append((*state(decoder.step()),))
+    while decoder.num_running:
+        found.append((*state(decoder.step()),))
+    return found
+
+
+def state(step) -> tuple[list, float]:
+    tree = step.tree
+    rows = []
+    for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        trunk, node = [], 0
+        while node in parents:
+            node = parents.index(node)
+            trunk.append(tokens[node])
+        rows.append(trunk)
+    return [[row.request_id for row in step.rows], rows], tree.effort or 0.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.2, 1.0])
+def test_it_drafts_what_the_model_drafts_alone(temperature, target, model):
+    wanted = drafts(target, CausalLMDrafter(model, VOCAB), Budget(6), temperature=temperature)
+    found = drafts(target, StagedDrafter(model, VOCAB), Budget(6), temperature=temperature)
+    assert [each for each, _ in found] == [each for each, _ in wanted]
+    assert sum(levels for _, levels in found) <= sum(levels for _, levels in wanted)
+
+
+class Knows:
+    """Stands for lookup, and guesses the model's own draft: all of it, or the second token wrongly."""
+
+    def __init__(self, drafts: dict[tuple[int, ...], list[int]], is_right: bool) -> None:
+        self.drafts, self.is_right, self.text = drafts, is_right, []
+
+    def extend_all(self, tokens) -> None:
+        self.text += tokens
+
+    def after(self, extra, most, least) -> tuple[int, list[int]]:
+        draft = self.drafts[tuple(self.text)]
+        assert extra == draft[: len(extra)]  # it goes on from the model's own tokens
+        guess = draft[len(extra) :][:most]
+        if not self.is_right and len(guess) > 1:
+            guess[1] = (guess[1] + 1) % VOCAB
+        return len(guess), guess
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_save_passes(temperature, is_right, target, model):
+    sampling = Sampling(max_tokens=100, ignore_eos=True, seed=1, temperature=temperature)
+    alone, known = Decoder(target, CausalLMDrafter(model, VOCAB), budget=Budget(6)), {}
+    alone.admit(PROMPTS[0], sampling)
+    for _ in range(8):
+        text = tuple(alone.ctx.rows[0].tokens)
+        known[text] = alone.step().tree.tokens[0, 1:].tolist()
+    drafter = StagedDrafter(model, VOCAB)
+    decoder = Decoder(target, drafter, budget=Budget(6))
+    decoder.admit(PROMPTS[0], sampling)
+    drafter._texts[0].guesses = Knows(known, is_right)
+    for _ in range(8):
+        text = tuple(decoder.ctx.rows[0].tokens)
+        tree = decoder.step().tree
+        draft = tree.tokens[0, 1:].tolist()
+        assert draft == known[text]
+        # One pass for all of them; or a right guess and the model's own word against the wrong one in each.
+        assert len(draft) == 6
+        assert tree.effort == (1 if is_right else 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_is_always_right_for_itself(temperature, target):
+    """With siblings beside its own tokens; what it had read of a draft that was kept need not be read again."""
+    steps = drafts(target, StagedDrafter(target, VOCAB), Budget(5, 3, 12), temperature=temperature)
+    decoder = Decoder(target, StagedDrafter(target, VOCAB), budget=Budget(5, 3, 15))
+    decoder.admit(PROMPTS[0], Sampling(max_tokens=30, ignore_eos=True, seed=1, temperature=temperature))
+    kept = [decoder.step().rows[0].num_accepted for _ in range(5)]
+    assert kept == [5] * 5
+    assert any(len(row) > 1 for (_, rows), _ in steps for row in rows)
+
+
+def test_the_option_that_chooses_it(folder_of, tmp_path):
+    folder = add_tokenizer(folder_of("llama", vocab_size=300))
+    lm = load(folder, folder, dtype="float64", draft_options={"draft": "lookup"})
+    assert lm.drafter_name == f"causal-lm ({folder.name}, drafted for by lookup)"
+    assert (
+        load(folder, folder, dtype="float64", draft_options={"draft": "none"}).drafter_name
+        == f"causal-lm ({folder.name})"
+    )
+    with refused(ConfigError, "what drafts for the draft model, found 'eagle3'", "choose lookup or none"):
+        load(folder, folder, dtype="float64", draft_options={"draft": "eagle3"})
