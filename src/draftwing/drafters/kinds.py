@@ -136,7 +136,9 @@ def drafter_maker(
 
     name, folder = str(draft), Path()
     kind = KINDS.get(name)
-    if kind is None or kind.recognises is not None:
+    if kind is not None and kind.of_target is not None:
+        folder = kind.of_target(target)
+    elif kind is None or kind.recognises is not None:
         folder = _shipped_head(name, target, tokenizer) or resolve(draft)
         kind = kind_of_folder(folder)
     checked = {}
