@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,16 +12,31 @@ import transformers
 from safetensors.torch import load_file
 
 import mtp_files
-from conftest import SMALL, refused
-from draftwing.api import load_drafter, load_target
+from conftest import SMALL, TEXTS, add_tokenizer, build, refused
+from draftwing.api import load, load_drafter, load_target
 from draftwing.drafters.base import Budget
+from draftwing.drafters.kinds import KINDS, convert, diagnose, kind_of_folder
 from draftwing.engine.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.heads.identity import target_id
 from draftwing.heads.mtp import read_modules
 from draftwing.model.attention import CausalAttention
 from draftwing.model.config import read_config
 from draftwing.model.lean import LeanTarget
-from draftwing.sampling import Sampling
+from draftwing.model.linear import Linear
+from draftwing.model.rope_config import RopeConfig
+from draftwing.nets.mtp import MtpConfig, MtpNet
+from draftwing.nets.mtp_loss import LAMBDA, MtpLoss
+from draftwing.nets.objectives import OBJECTIVES
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data.batches import Batch
+from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss.batch import Truth
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, prepare
+from draftwing.tree import PAD
 
 VOCAB, HIDDEN = SMALL["vocab_size"], SMALL["hidden_size"]
 PROMPT = [4, 7, 7, 1, 30, 12, 5, 60]
@@ -263,3 +280,286 @@ def test_architectures_whose_layers_we_lack(architecture, tmp_path):
     target = load_target(tmp_path)
     with refused(UnsupportedError, f"MTP modules of {architecture} cannot be run", "Draft with lookup"):
         load_drafter("mtp", target, None)
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+def tiny_net(modules, **changes):
+    torch.manual_seed(4)
+    rope = RopeConfig("default", 10000.0, 8, 8, 64)
+    sizes = {"intermediate_size": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
+    config = MtpConfig(
+        (3,), 13, 12, rope, num_modules=modules, activation="silu", **{**sizes, "qk_norm": True, **changes}
+    )
+    head = Linear(torch.randn(13, 12).double())
+    net = MtpNet(config, torch.randn(13, 12).double(), head, dtype=torch.float64)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return net, head
+
+
+def scored(head):
+    """Three rows of 9, 7 and 4 tokens, of which some do not count."""
+    torch.manual_seed(6)
+    lengths = torch.tensor([9, 7, 4])
+    ids = torch.randint(13, (3, 9)) * (torch.arange(9) < lengths[:, None])
+    mask = (torch.rand(3, 9) < 0.8) & (torch.arange(9) < lengths[:, None])
+    features, last = torch.randn(3, 9, 12).double(), torch.randn(3, 9, 12).double()
+    return FeatureBatch(Batch(ids, mask, lengths), features, last, last @ head.weight.T)
+
+
+def loss_by_hand(net, found, judge):
+    """lambda / D * the sum over modules of the mean over what counts: one text and one entry at a time.
+
+    ``judge``: what a guess is worth, of its logits, the row and the position guessed; None where it does not count.
+    """
+    total, num = 0, net.config.num_modules
+    states = [found.features[row] for row in range(3)]
+    for k, module in enumerate(net.modules_in_order, 1):
+        weights, terms = mtp_files.weights_of(module, heads_of(net)), []
+        for row in range(3):
+            ids = found.batch.ids[row]
+            tokens = net.embedding.plain()[ids[k:]]  # entry i reads token i + k
+            states[row] = mtp_files.by_hand(weights, tokens, states[row][: len(tokens)], heads_of(net))
+            for i in range(len(tokens)):
+                guessed = i + k + 1
+                if guessed < 9 and found.batch.mask[row, guessed]:
+                    worth = judge(net.head_weight @ states[row][i], row, guessed)
+                    terms += [] if worth is None else [worth]
+        total = total + LAMBDA / num * sum(terms) / len(terms)
+    return total
+
+
+def compared(net, found, truth, objective, judge, ids=None):
+    loss = MtpLoss(net, OBJECTIVES[objective], net.config.num_modules, target_ids=ids)
+    ours = sum(each.loss / each.count for each in loss(found, truth))
+    theirs = loss_by_hand(net, found, judge)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    parameters = list(net.parameters())
+    pairs = zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_the_loss_of_the_texts_own_tokens(modules):
+    net, head = tiny_net(modules)
+    found = scored(head)
+
+    def judge(logits, row, guessed):
+        return -logits.log_softmax(0)[found.batch.ids[row, guessed]]
+
+    compared(net, found, Truth.of(found, head, None, torch.float64), "next-token", judge)
+
+
+def test_the_loss_against_what_the_target_thinks():
+    net, head = tiny_net(2)
+    found = scored(head)
+
+    def judge(logits, row, guessed):
+        return -(found.logits[row, guessed - 1].softmax(0) * logits.log_softmax(0)).sum()
+
+    compared(net, found, Truth.of(found, head, None, torch.float64), "eagle3", judge)
+
+
+def test_the_loss_over_some_tokens():
+    """What is guessed counts where the text's token, and the target's best, are among them."""
+    net, head = tiny_net(2, qkv_bias=True)
+    found, ids = scored(head), torch.tensor([1, 2, 4, 5, 6, 7, 9, 11])
+
+    def judge(logits, row, guessed):
+        token, best = int(found.batch.ids[row, guessed]), int(found.logits[row, guessed - 1].argmax())
+        if token not in ids or best not in ids:
+            return None
+        return -logits[ids].log_softmax(0)[ids.tolist().index(token)]
+
+    compared(net, found, Truth.of(found, head, ids, torch.float64), "next-token", judge, ids)
+
+
+def test_agreement_is_with_the_targets_best():
+    net, head = tiny_net(2)
+    found = scored(head)
+    sums = MtpLoss(net, OBJECTIVES["next-token"], 2)(found, Truth.of(found, head, None, torch.float64), agreement=True)
+    states = [found.features[row] for row in range(3)]
+    for k, (module, each) in enumerate(zip(net.modules_in_order, sums, strict=True), 1):
+        agreed = count = 0
+        for row in range(3):
+            tokens = net.embedding.plain()[found.batch.ids[row][k:]]
+            weights = mtp_files.weights_of(module, heads_of(net))
+            states[row] = mtp_files.by_hand(weights, tokens, states[row][: len(tokens)], heads_of(net))
+            for i in (i for i in range(len(tokens) - 1) if found.batch.mask[row, i + k + 1]):
+                count += 1
+                guess = int((net.head_weight @ states[row][i]).argmax())
+                agreed += guess == int(found.logits[row, i + k].argmax())
+        assert (each.count, int(each.agreed)) == (count, agreed)
+
+
+def test_losses_that_cannot_be_meant():
+    net, _ = tiny_net(2)
+    with refused(ConfigError, "has 2 MTP modules, and unroll_steps is 3", "give 2"):
+        MtpLoss(net, OBJECTIVES["next-token"], 3)
+    with refused(ConfigError, "later_share is 0.5", "leave it out"):
+        MtpLoss(net, OBJECTIVES["next-token"], 2, 0.0, 0.5)
+    with refused(ConfigError, "not trained to predict states", "another objective"):
+        MtpLoss(net, OBJECTIVES["eagle1"], 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num_heads": 3}, ["3 heads cannot share 2 KV heads"]),
+        ({"head_dim": 4}, ["of width 4 cannot be rotated as one of 8"]),
+        ({"intermediate_size": 0}, ["intermediate_size must be at least 1, found 0"]),
+    ],
+)
+def test_configs_that_cannot_be_meant(changes, parts):
+    with refused(ConfigError, *parts):
+        tiny_net(1, **changes)
+    with refused(ConfigError, "one hidden state of the target, found taps (1, 2)"):
+        replace(tiny_net(1)[0].config, taps=(1, 2))
+
+
+# --- all modules of a head draft -------------------------------------------------------------------------------------
+
+
+def test_every_token_is_guessed_by_its_own_module(target_of):
+    """Ragged rows, plain steps in between, and four tokens by three modules: the last goes on on its own states."""
+    folder, weights = target_of("deepseek-three")
+    target = load_target(folder, dtype="float64")
+    drafter = load_drafter("mtp", target, None, options={"modules": 3})()
+    assert drafter.name.endswith("3 modules")
+    decoder = Decoder(target, drafter, budget=Budget(0))
+    for row, prompt in enumerate((PROMPT, [9, 2], [5])):
+        decoder.admit(prompt, Sampling(max_tokens=12 - row, ignore_eos=True))
+    sampling, seen = SamplingBatch([Sampling()] * 3, KeyedNoise(VOCAB)), 0
+    for number in range(6):
+        decoder.step()
+        if number == 2:
+            continue  # what two steps left is read at once
+        tree = drafter.propose(decoder.ctx, sampling, Budget(4))
+        for row, found in enumerate(tree.tokens.tolist()):
+            text = decoder.ctx.rows[row].tokens
+            if decoder.ctx.rows[row].length < 3:
+                assert set(found[1:]) <= {PAD}
+                continue
+            assert found == [text[-1], *drafted_by_hand(folder, weights, drafter, text)]
+            seen += 1
+    assert seen > 10
+
+
+def drafted_by_hand(folder, weights, drafter, text):
+    """Four tokens after a text, greedily, by three modules over all of it."""
+    files, eps = load_file(folder / "model.safetensors"), read_config(folder)["rms_norm_eps"]
+    embedding, head = files["model.embed_tokens.weight"], files["lm_head.weight"]
+    states, ids, read = hidden_states(folder, text[:-1]), list(text), torch.empty(0)
+    for k in (1, 2, 3, 3):
+        is_again = len(ids) == len(text) + 3  # the third module once more: one entry more, of its own state
+        read = torch.cat([read, states[-1:]]) if is_again else states
+        tokens = embedding[torch.tensor(ids[k:])]
+        states = mtp_files.by_hand(weights[k - 1], tokens, read, heads_of(drafter.net), eps=eps)
+        ids.append(int((states[-1] @ head.T).argmax()))
+    return ids[len(text) :]
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (4, ["modules is 4, and mtp has 3", "ask for fewer"]),
+        (0, ["modules must be at least 1, found 0"]),
+        (True, ["modules must be at least 1, found True"]),
+    ],
+)
+def test_modules_that_a_head_has_not(value, parts, target_of):
+    with refused(ConfigError, "draft_options", *parts):
+        load_drafter("mtp", load_target(target_of("deepseek-three")[0]), None, options={"modules": value})
+
+
+# --- a head that is trained ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A target, and a run of two modules for it."""
+    folder, place = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("run")
+    build("qwen3", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(folder)
+    add_tokenizer(folder)
+    data = place / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
+    options = TrainOptions(
+        "mtp",
+        unroll_steps=2,
+        iterations=12,
+        lr=3e-3,
+        max_length=32,
+        tokens_per_batch=256,
+        precision="no",
+        validation_share=0.2,
+        eval_prompts=1,
+        eval_tokens=4,
+    )
+    session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
+    session.run()
+    metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return folder, place / "head", session, metrics
+
+
+def test_it_trains(trained):
+    _, _, session, metrics = trained
+    losses = [line["loss"] for line in metrics]
+    assert max(losses[-3:]) < 0.9 * losses[0]
+    assert losses[0] == pytest.approx(LAMBDA * torch.tensor(300.0).log().item(), rel=0.3)
+    assert len(metrics[0]["agreement"]) == 2
+    assert metrics[-1]["tau"] >= 1
+    assert "mtp head of" in session.describe()
+
+
+def test_it_is_saved_and_loaded(trained):
+    folder, head, session, _ = trained
+    target, net = load_target(folder), session.trainer.net
+    assert kind_of_folder(head) is KINDS["mtp"]
+    found = KINDS["mtp"].net.read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
+    assert found.config == net.config
+    assert found.config.qk_norm
+    assert found.config.num_modules == 2
+    for name, tensor in net.tensors().items():
+        assert torch.equal(found.tensors()[name], tensor), name
+    assert {each.name: each.status for each in diagnose(head, folder)} == {"head": "ok", "target": "ok"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [None, {"modules": 2}])
+def test_the_text_is_the_targets(trained, options, temperature):
+    folder, head, _, _ = trained
+    settings = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    plain = load(folder, "none").generate(["def add(", "class Table:\n    def"], **settings)
+    for budget in (Budget(4), Budget(3, 3, 8), None):
+        lm = load(folder, head, draft_options=options, budget=budget)
+        found = lm.generate(["def add(", "class Table:\n    def"], **settings)
+        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+        if budget is not None:
+            assert all(each.stats.num_drafted for each in found)
+
+
+def test_one_layout_alone(trained, tmp_path):
+    _, head, _, _ = trained
+    convert(head, tmp_path / "copy", "draftwing")
+    assert (tmp_path / "copy" / "config.json").read_text() == (head / "config.json").read_text()
+    with refused(UnsupportedError, "can only be written as draftwing", "'vllm'"):
+        convert(head, tmp_path / "no", "vllm")
+
+
+def test_another_targets_head_is_refused(trained, folder_of):
+    with refused(CheckpointError, "made for", "vocab_size 300 and 61"):
+        load_drafter(trained[1], load_target(folder_of("llama")), None)
+
+
+def test_a_part_has_the_very_weights(trained):
+    folder, head, _, _ = trained
+    target = load_target(folder, prepack=False)
+    net = KINDS["mtp"].net.read(head, target.embedding, target.head)
+    part = net.part(1)
+    assert part.modules_in_order[0] is net.modules_in_order[1]
+    assert part.config.num_modules == len(part.chain) == 1
+    assert net.part(0, 2) is net

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from draftwing.drafters.kind import Kind, Method, NetKind, NewDrafter, NewNet, Source
 from draftwing.drafters.own import feature_drafter, from_head, net_kind
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError, shown
 
 if TYPE_CHECKING:
     from draftwing.drafters.base import Drafter
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MTP"]
 
-HELP = "multi-token prediction: the target's own modules, or a trained head"
+HELP = "MTP modules"
 
 
 def _plain() -> NetKind:
@@ -79,13 +79,34 @@ def _drafter(net: Any, target: Target, name: str = "", identity: str = "") -> Dr
 
 
 def _make(source: Source) -> NewDrafter:
-    """Of the first module alone, so that no other is laid out."""
+    """Of as many modules as are asked for, so that no other is laid out."""
+    count = source.options.get("modules", 1)
 
     def read(*args: Any, **said: Any) -> Any:
         net: Any = _read(*args, **said)
-        return net.part()
+        if count > net.config.num_modules:
+            raise ConfigError(
+                f"draft_options: modules is {count}, and {source.name} has {net.config.num_modules}: ask for fewer"
+            )
+        return net.part(count=count)
 
-    return from_head(replace(_NET, read=read), source)
+    if count == 1:
+        return from_head(replace(_NET, read=read), source)
+    parts: list[Any] = []  # made once, and traced once
+
+    def drafter(net: Any, target: Target, name: str, identity: str) -> Drafter:
+        from draftwing.drafters.mtp import ChainDrafter
+
+        parts.extend(net.part(place) for place in range(len(parts), count))
+        return ChainDrafter(parts, target, name, identity)
+
+    return from_head(replace(_NET, read=read, drafter=drafter), source)
+
+
+def _modules(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"draft_options: modules must be at least 1, found {shown(value)}: give a whole number")
+    return value
 
 
 def _folder_of(target: Target) -> Path:
@@ -121,4 +142,4 @@ _NET = NetKind(
     settings=("unroll_steps",),
     loss=_new_loss,
 )
-MTP = Kind("mtp", HELP, _make, _is_head, net=_NET, of_target=_folder_of)
+MTP = Kind("mtp", HELP, _make, _is_head, {"modules": _modules}, _NET, of_target=_folder_of)
