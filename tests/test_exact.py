@@ -213,13 +213,8 @@ DRAFTERS = {
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-WEIGHED = (
-    "lm-chain",
-    "self-chain",
-    "lookup-chain",
-    "eagle3-chain",
-    "mtp-modules-chain",
-)  # they give q, for the classic rules
+# They give q, for the classic rules.
+WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain", "mtp-modules-chain")
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),
