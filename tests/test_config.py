@@ -1,4 +1,4 @@
-"""Reading config.json: the seven families against transformers' own config classes, and every refusal's text."""
+"""Reading config.json: the eight families against transformers' own config classes, and every refusal's text."""
 
 import json
 
@@ -16,11 +16,19 @@ from transformers import (
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.model.config import LEAN_MODEL_TYPES, ModelConfig, read_config
 
+
+class MiMoConfig(Qwen2Config):
+    """Its own code's class, which transformers does not have, adds nothing but the number of MTP modules."""
+
+    model_type = "mimo"
+
+
 FAMILIES = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
+    "mimo": MiMoConfig,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "phi3": Phi3Config,
@@ -117,9 +125,9 @@ def test_flags_match_the_models_of_transformers():
     import torch
     from transformers import AutoModelForCausalLM
 
-    for family in FAMILIES:
+    for family, kind in {**FAMILIES, "mimo": Qwen2Config}.items():  # whose layers MiMo has
         with torch.device("meta"):
-            theirs = FAMILIES[family](**{**SIZES, "num_hidden_layers": 1, "pad_token_id": 0})
+            theirs = kind(**{**SIZES, "num_hidden_layers": 1, "pad_token_id": 0})
             names = {name for name, _ in AutoModelForCausalLM.from_config(theirs).named_parameters()}
         ours = ModelConfig.from_hf(made(family, num_hidden_layers=1))
         assert ours.qkv_bias == any(name.endswith(("q_proj.bias", "qkv_proj.bias")) for name in names)

@@ -11,12 +11,13 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count, product
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
@@ -33,6 +34,7 @@ from draftwing.drafters.retrieval.memory import Memory
 from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
 from draftwing.drafters.staged import StagedDrafter
+from draftwing.drafters.mtp import ChainDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
@@ -42,6 +44,8 @@ from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.mtp import MtpConfig, MtpNet
+from draftwing.nets.mtp_loss import MtpLoss
 from draftwing.nets.objectives import OBJECTIVES
 from draftwing.noise import KeyedNoise
 from draftwing.run.kernel.library import get_kernel
@@ -178,6 +182,15 @@ def lookahead(*sizes: int) -> Callable[[Lab, str], Drafter]:
     return lambda lab, kind: LookaheadDrafter(VOCAB, *sizes)
 
 
+def mtp(lab: Lab, kind: str) -> Drafter:
+    return EagleDrafter(lab.mtp(1), lab.target)
+
+
+def mtp_chain(lab: Lab, kind: str) -> Drafter:
+    net = lab.mtp(2)
+    return ChainDrafter([net.part(0), net.part(1)], lab.target)
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -235,6 +248,11 @@ DRAFTERS = {
     "eagle3-dynamic": Case(eagle(3), Budget(4, 8, 24)),
     "eagle3-few-tokens": Case(eagle(3, draft_vocab_size=40), Budget(4, 8, 24)),
     "eagle3.1-dynamic": Case(eagle(3, fc_norm=True, norm_output=True), Budget(3, 8, 20)),
+    "mtp-chain": Case(mtp, Budget(4), anything),
+    "mtp-dynamic": Case(mtp, Budget(3, 6, 14)),
+    "mtp-modules-chain": Case(mtp_chain, Budget(4), anything),
+    "mtp-modules-tree": Case(mtp_chain, Budget(3, 4, 10)),
+    "mtp-modules-rule": Case(mtp_chain, erratic(4, 3, 9), anything),
     "lm-rule-chain": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), erratic(4, 1)),
     "lm-rule": Case(lambda lab, kind: CausalLMDrafter(lab.perturbed, VOCAB), erratic(4, 3, 9)),
     "eagle1-rule": Case(eagle(1), erratic(5, 4, 12), anything),
@@ -280,6 +298,7 @@ WEIGHED = (
     "self-chain",
     "lookup-chain",
     "eagle3-chain",
+    "mtp-modules-chain",
     "llma-chain",
     "rest-chain",
     "lm+lookup",
@@ -325,32 +344,41 @@ class Lab:
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
         self.head = cache(self._head)
+        self.mtp = cache(self._mtp)
         self._shape = ModelConfig.from_hf(read_config(own))
 
     def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
         """A head that has seen a little of what the target says: some of its drafts are right, and some are not."""
-        torch.manual_seed(2)
         config = EagleConfig.for_target(version, self._shape, **dict(changes))
+        ids = torch.arange(40) + 20 if config.has_draft_vocab else None
+        return self._taught(EagleNet, config, ids, partial(UnrolledLoss, num_steps=2))
+
+    def _mtp(self, num_modules: int) -> MtpNet:
+        """So many MTP modules, taught in the same way."""
+        config = MtpConfig.for_target(self._shape, (self.target.num_layers,), num_modules=num_modules)
+        return self._taught(MtpNet, config, None, partial(MtpLoss, num_steps=num_modules))
+
+    def _taught(self, kind, config, ids: Tensor | None, new_loss):
+        torch.manual_seed(2)
         target = self.plain_target  # not prepacked
         embedding, head = target.embedding, target.head
         if self.is_lean:
             head.weight.requires_grad_(False)
-        ids = torch.arange(40) + 20 if config.has_draft_vocab else None
-        net = EagleNet(config, embedding, head, ids, self.dtype)
+        net = kind(config, embedding, head, ids, self.dtype)
         texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
         batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
         spec, width = FeatureSpec((*config.taps, target.num_layers)), config.hidden_size
         output = target.score(texts, spec)
         found = FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
         truth = Truth.of(found, head, ids, self.dtype)
-        loss = UnrolledLoss(net, OBJECTIVES["eagle3"], 2)
+        loss = new_loss(net, OBJECTIVES["eagle3"])
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for _ in range(25):
             optimizer.zero_grad()
             sum(each.loss / max(each.count, 1) for each in loss(found, truth)).backward()
             optimizer.step()
         if self.is_fused:  # the same net again, with the fused head of the target where it reads that
-            decoding = EagleNet(config, self.target.embedding, self.target.head, ids, self.dtype)
+            decoding = kind(config, self.target.embedding, self.target.head, ids, self.dtype)
             decoding.load_state_dict(net.state_dict())
             return decoding.prepack(self.target.quantized)
         return net.requires_grad_(False)
@@ -562,7 +590,7 @@ def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab
     texts, stats = run(here.target, requests, DRAFTERS[drafter].make(here, "greedy"), CLASSIC[rule], rule)
     assert texts == {row: here.plain("greedy", row) for row in range(3)}
     assert stats.lossless
-    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain", "lookahead-chain"):
+    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain", "mtp-modules-chain", "lookahead-chain"):
         assert stats.num_accepted > 0
 
 

@@ -66,7 +66,8 @@ class Net:
         embedding = target.embedding if size is None else torch.randn(target.vocab_size, size)
         ids = None if self.num_draft is None else torch.randperm(target.vocab_size)[: self.num_draft].sort().values
         taps, own = entry.taps(like.num_layers), target_id(target)
-        net = entry.new(NewNet(like, taps, own, embedding, target.head, ids, self.settings))
+        usual = {"unroll_steps": None} if self.kind == "mtp" else {}
+        net = entry.new(NewNet(like, taps, own, embedding, target.head, ids, {**usual, **self.settings}))
         with torch.no_grad():
             for weight in net.parameters():
                 weight.add_(0.1 * torch.randn_like(weight))
@@ -88,6 +89,8 @@ NETS = {
     "eagle3-own-embedding": Net("eagle3", {"own_embedding": True}),
     "eagle3-another-width": Net("eagle3", NARROW),
     "eagle3.1-another-width": Net("eagle3", {**NARROW, "fc_norm": True, "num_layers": 2}, num_draft=30),
+    "mtp": Net("mtp"),
+    "mtp-modules": Net("mtp", {"unroll_steps": 3}),
     "two-linear": Net("two-linear"),
 }
 
@@ -211,12 +214,12 @@ def test_a_pickled_head_is_known(tmp_path):
 
 def test_layouts_and_objectives_are_there():
     assert {layout for kind in KINDS.values() if kind.net for layout in kind.net.layouts} == set(LAYOUTS)
-    assert list(methods())[:3] == ["eagle1", "hass", "eagle3"]
+    assert list(methods())[:4] == ["eagle1", "hass", "eagle3", "mtp"]
     for _, method in methods().values():
         assert isinstance(method.objective, Objective) or method.objective in OBJECTIVES
-    with refused(ConfigError, "unknown training method 'medusa'", "eagle1, hass, eagle3"):
+    with refused(ConfigError, "unknown training method 'medusa'", "eagle1, hass, eagle3, mtp"):
         method_named("medusa")
-    with refused(ConfigError, "method must be one of eagle1, hass, eagle3", "'medusa'"):
+    with refused(ConfigError, "method must be one of eagle1, hass, eagle3, mtp", "'medusa'"):
         TrainOptions("medusa", iterations=1)
 
 

@@ -149,6 +149,7 @@ def load_target(
         )
     else:
         model = AdapterTarget.from_folder(folder, numbers, where, name=name)
+    model.folder = folder
     model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder)]))
     return model
 

@@ -74,9 +74,10 @@ def drafts_compared(target: str | None) -> list[str]:
 
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
 _FOLDERS = [kind.help for kind in KINDS.values() if kind.recognises is not None]
+_OWN = [f"{kind.name} (those in the target's own folder)" for kind in KINDS.values() if kind.of_target is not None]
 _TARGETS = "Folder, GGUF file, name (see draftwing models) or hub id. [default: the model that comes with Draftwing]"
 _DRAFTS = (
-    f"{', '.join(f'{name} ({KINDS[name].help})' for name in _NAMED)}, or a folder, name or hub id of "
+    f"{', '.join([*(f'{name} ({KINDS[name].help})' for name in _NAMED), *_OWN])}, or a folder, name or hub id of "
     f"{or_of(_FOLDERS)}; for the shipped target {or_of(_shipped(None))} too. Several at once: eagle3+lookup."
 )
 _MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take

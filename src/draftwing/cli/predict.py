@@ -152,7 +152,7 @@ def _folder(model: Model, draft: str | None) -> Path:
     folder: Path | None = None
     if entry is not None and draft is not None and draft in entry.heads:
         folder = entry.head(draft)
-    elif draft is not None and (kind is None or kind.recognises is not None):
+    elif draft is not None and (kind is None or (kind.recognises is not None and kind.of_target is None)):
         folder = resolve(draft)
     if folder is None:
         raise ConfigError(

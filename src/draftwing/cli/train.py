@@ -41,8 +41,12 @@ class Training:
     tokens_per_batch: Annotated[int, _panel("Length", "Tokens of a batch.")] = 2048
     accumulation: Annotated[int, _panel("Length", "Batches of one update.")] = 1
     data_share: Annotated[float, _panel("Length", "Train on this share of the data alone.")] = 1.0
-    objective: Annotated[str | None, _panel("Net", "eagle1, hass, eagle3 or tv, instead of the method's own.")] = None
-    unroll_steps: Annotated[int | None, _panel("Net", f"Of training-time test. [default: {_STEPS}]")] = None
+    objective: Annotated[
+        str | None, _panel("Net", "eagle1, hass, eagle3, tv or next-token, instead of the method's own.")
+    ] = None
+    unroll_steps: Annotated[
+        int | None, _panel("Net", f"Of training-time test; of mtp: its modules. [default: {_STEPS}]")
+    ] = None
     later_share: Annotated[
         float, _panel("Net", "Share of the entries that go on after the first unrolled step; less is faster.")
     ] = 1.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from draftwing.drafters.entries.eagle import EAGLE
 from draftwing.drafters.entries.lookahead import LOOKAHEAD
+from draftwing.drafters.entries.mtp import MTP
 from draftwing.drafters.entries.plain import PLAIN
 from draftwing.drafters.entries.retrieval import RETRIEVAL
 from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, *RETRIEVAL)
+BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *RETRIEVAL)

@@ -9,6 +9,8 @@ Shape suffixes: B rows, W entries, P nodes on a path, F features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,11 +78,15 @@ class EagleDrafter:
         tokens, row, count = ctx.rows[-1].tokens, len(self._fed), features.shape[1]
         features, fed = features.to(self.net.dtype), max(count - 1, 0)
         first = 1 if self.net.shape.is_shifted else 0
-        self._runner.prefill(row, tokens[first : first + fed], features[:, :fed])
+        self._prefill(row, tokens[first : first + fed], features[:, :fed])
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
         waiting, self._read = self._joined(ctx), None
         self._fed.append(fed)
         self._fresh = [(torch.cat([waiting, F.pad(last, (0, 0, 0, waiting.shape[1] - 1))]), list(self._fed))]
+
+    def _prefill(self, row: int, ids: Sequence[int], features: Tensor) -> None:
+        """Feed the entries of a prompt, (1, T, F), to an empty row."""
+        self._runner.prefill(row, ids, features)
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:

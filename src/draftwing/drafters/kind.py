@@ -129,6 +129,8 @@ class Kind:
         recognises: whether a folder, given its ``config.json`` and path, holds one; None for a kind without folders.
         options: what ``draft_options`` may say, each with a check that returns the value or raises ConfigError.
         net: of a kind that drafts by a trained net.
+        of_target: the folder to take where the kind's name is all that is said: of a draft that targets bring along.
+            Raises CheckpointError for a target that brings none.
     """
 
     name: str
@@ -137,3 +139,4 @@ class Kind:
     recognises: Callable[[Mapping[str, Any], Path], bool] | None = None
     options: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     net: NetKind | None = None
+    of_target: Callable[[Target], Path] | None = None

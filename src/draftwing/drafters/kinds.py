@@ -178,6 +178,8 @@ def _found(draft: str | Path, target: Target, tokenizer: Tokenizer | None) -> tu
 
     name = str(draft)
     kind = KINDS.get(name)
+    if kind is not None and kind.of_target is not None:
+        return kind, kind.of_target(target)
     if kind is not None and kind.recognises is None:
         return kind, Path()
     folder = _shipped_head(name, target, tokenizer) or resolve(draft)

@@ -1,9 +1,9 @@
 """A model's ``config.json``, read strictly into what the lean decoder needs.
 
-Seven families are read: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and phi3. Whatever a config leaves out
-takes the default of that family's config class in transformers (``null`` counts as left out, except where null
-means "none": windows and special tokens). Both spellings of RoPE are read: ``rope_theta`` with ``rope_scaling``
-(transformers 4) and ``rope_parameters`` (transformers 5).
+Eight families are read: llama, mistral, mixtral, qwen2, mimo (a Qwen2 with MTP modules beside it), qwen3, qwen3_moe and
+phi3. Whatever a config leaves out takes the default of that family's config class in transformers (``null`` counts as
+left out, except where null means "none": windows and special tokens). Both spellings of RoPE are read: ``rope_theta``
+with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "mistral": _Family("MistralForCausalLM", 131072, kv_heads=8, bos=1, eos=2),
     "mixtral": _Family("MixtralForCausalLM", 131072, kv_heads=8, eps=1e-5, theta=1e6, bos=1, eos=2, window=None),
     "qwen2": _Family("Qwen2ForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),
+    "mimo": _Family("MiMoForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),
     "qwen3": _Family(
         "Qwen3ForCausalLM", 32768, kv_heads=32, head_dim=128, windows="layer", qkv_bias=None, qk_norm=True
     ),

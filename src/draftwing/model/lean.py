@@ -28,6 +28,7 @@ from draftwing.model.embedding import Embedding
 from draftwing.model.families import Reader, read_layer
 from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
 from draftwing.model.linear import Linear, check_quantize, runs_as
+from draftwing.model.mtp import module_names, num_modules
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, own_context
 from draftwing.run.choose import Needs, record_with, runtime_for
@@ -145,7 +146,8 @@ class LeanTarget(Target):
         """
         device = torch.device(device)
         check_quantize(quantize, dtype, device)
-        config = ModelConfig.from_hf(read_config(folder), str(folder / "config.json"))
+        said, where = read_config(folder), str(folder / "config.json")
+        config = ModelConfig.from_hf(said, where)
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
         reader = Reader(open_weights(folder), dtype, device, replace(layout, expand=expand))
@@ -154,6 +156,9 @@ class LeanTarget(Target):
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
         embedding, head = _read_ends(reader, config)
         unused = [key for key in reader.files.unused(reader.used) if not key.endswith("rotary_emb.inv_freq")]
+        if unused and num_modules(said, where):  # modules that draft lie beside the model: `--draft mtp` reads them
+            modules = module_names(said, unused, where)
+            unused = [key for key in unused if modules is None or not modules.owns(key)]
         if unused:
             raise CheckpointError(
                 f"{folder}: {len(unused)} weights have no place in a {config.model_type} model, first {unused[0]!r}: "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -129,6 +130,7 @@ class Target(ABC):
         num_layers, hidden_size: for drafters that tap features.
         dtype, device: of its logits and caches.
         eos_ids: tokens that end a text.
+        folder: where it was loaded from, if that is known.
         supports_trees: False where a state cannot be rolled back; then only lone roots are allowed.
     """
 
@@ -140,6 +142,7 @@ class Target(ABC):
     dtype: torch.dtype
     device: torch.device
     eos_ids: tuple[int, ...]
+    folder: Path | None = None
     supports_trees: bool = True
 
     @property

@@ -5,6 +5,8 @@
     eagle3   soft cross-entropy on the draft vocabulary, no feature loss                     (2503.01840)
     tv       total variation, 1 - sum min(p, q): the chance that speculative sampling rejects (DistillSpec 2310.08461)
 
+    next-token   cross-entropy of the text's own next token, whatever the target thinks of it   (MTP, 2412.19437)
+
 Entries that do not count stay outside every mean. p = target, q = draft.
 Shape suffixes: R rows (entries), H hidden, V draft vocabulary.
 """
@@ -19,9 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["OBJECTIVES", "Divergence", "Objective", "feature_loss", "head_loss", "soft_cross_entropy", "top_k", "tv"]
+__all__ = [
+    "OBJECTIVES",
+    "Divergence",
+    "Objective",
+    "StepSums",
+    "feature_loss",
+    "head_loss",
+    "next_token",
+    "soft_cross_entropy",
+    "top_k",
+    "tv",
+]
 
-Divergence = Callable[[Tensor, Tensor], Tensor]  # logits (R, V), p (R, V) -> (R,)
+# logits (R, V), p (R, V) -> (R,); or, of an objective that is ``of_text``, the next token's id in place of p, (R, 1)
+Divergence = Callable[[Tensor, Tensor], Tensor]
 CHUNK = {"cpu": 64}  # rows whose logits fit a processor's cache; elsewhere ``GPU_CHUNK``
 GPU_CHUNK = 4096
 
@@ -42,6 +56,11 @@ def tv(logits: Tensor, probs: Tensor) -> Tensor:
     return 1 - torch.minimum(probs, logits.softmax(-1)).sum(-1)
 
 
+def next_token(logits: Tensor, ids: Tensor) -> Tensor:
+    """- log q of one token: ids (R, 1) of any dtype."""
+    return F.cross_entropy(logits, ids[:, 0].long(), reduction="none")
+
+
 def feature_loss(states: Tensor, features: Tensor) -> Tensor:
     """Smooth L1, the mean over H: (R, H), (R, H) -> (R,)."""
     return F.smooth_l1_loss(_wide(states), _wide(features), reduction="none").mean(-1)
@@ -55,11 +74,13 @@ class Objective:
         divergences: (weight, function) of p and q.
         feature_weight: of the regression onto the target's features; 0 for none.
         decay: weight of step s is ``decay ** s``.
+        of_text: the divergences compare with the text's own next token, and not with p.
     """
 
     divergences: tuple[tuple[float, Divergence], ...]
     feature_weight: float = 0.0
     decay: float = 1.0
+    of_text: bool = False
 
     def divergence(self, logits: Tensor, probs: Tensor) -> Tensor:
         """(R, V), (R, V) -> (R,)."""
@@ -67,11 +88,21 @@ class Objective:
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
 
+@dataclass(frozen=True, eq=False)
+class StepSums:
+    """Sums over the entries of one step: loss (with gradient), entries, and greedy agreements."""
+
+    loss: Tensor
+    count: int
+    agreed: Tensor | None = None
+
+
 OBJECTIVES: dict[str, Objective] = {
     "eagle1": Objective(((0.1, soft_cross_entropy),), feature_weight=1.0),
     "hass": Objective(((0.1, soft_cross_entropy), (1.0, top_k)), feature_weight=1.0),
     "eagle3": Objective(((1.0, soft_cross_entropy),), decay=0.8),
     "tv": Objective(((1.0, tv),), decay=0.8),
+    "next-token": Objective(((1.0, next_token),), of_text=True),
 }
 
 
@@ -86,7 +117,7 @@ def head_loss(
     Args:
         read: (R, H).
         weight: (V, H); gets a gradient if it wants one.
-        probs: (S, V) p, of which ``rows`` (R,) are meant.
+        probs: (S, V) p, or whatever else the divergence compares with, of which ``rows`` (R,) are meant.
         dtype: of the matrix products.
 
     Returns:

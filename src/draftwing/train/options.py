@@ -30,9 +30,9 @@ class TrainOptions:
     """How a head is trained.
 
     Attributes:
-        method: one of ``drafters.kinds.methods()``: ``eagle1``, ``hass``, ``eagle3``.
+        method: one of ``drafters.kinds.methods()``: ``eagle1``, ``hass``, ``eagle3``, ``mtp``.
         objective: overrides the method's own (``tv``: acceptance-aligned).
-        unroll_steps: of training-time test; None takes the method's own.
+        unroll_steps: of training-time test, or an MTP head's modules; None takes the method's own.
         later_share: share of the entries that the unroll goes on with after its first step; less is faster.
         inputs: what an entry reads (the EAGLE paper's ablation).
         draft_vocab_size: of EAGLE-3's own head; None is the whole vocabulary.

@@ -16,7 +16,7 @@ from draftwing.drafters.kinds import net_kind_of
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
-from draftwing.nets.objectives import Objective, feature_loss, head_loss
+from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.unroll import unroll
 
@@ -32,12 +32,15 @@ class Truth:
         best: (B, T) the draft id of the target's best token; -1 where the draft vocabulary lacks it.
         last: (B * T, H) the hidden states that EAGLE-1 predicts.
         counts: (B, T) bool: whether the prediction of the token *at* a position counts.
+        after: (B * T, 1) the draft id of the text's own next token, -1 where the draft vocabulary lacks it or the text
+            ends; in the dtype of ``probs``, whose place it takes.
     """
 
     probs: Tensor
     best: Tensor
     last: Tensor
     counts: Tensor
+    after: Tensor
 
     @classmethod
     @torch.no_grad()
@@ -46,12 +49,18 @@ class Truth:
         if found.best is not None and target_ids is not None:
             return cls._narrow(found, found.best, head, target_ids, dtype)
         logits = found.logits_of(head)
-        best = logits.argmax(-1)
+        best, after = logits.argmax(-1), found.batch.ids[:, 1:]
         if target_ids is not None:
             place = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
             place[target_ids] = torch.arange(len(target_ids), device=logits.device)
-            best, logits = place[best], logits.index_select(-1, target_ids)
-        return cls(logits.to(dtype).softmax(-1).flatten(0, 1), best, found.last.flatten(0, 1), found.batch.mask)
+            best, after, logits = place[best], place[after], logits.index_select(-1, target_ids)
+        return cls._of(found, logits.to(dtype).softmax(-1).flatten(0, 1), best, after)
+
+    @classmethod
+    def _of(cls, found: FeatureBatch, probs: Tensor, best: Tensor, after: Tensor) -> Truth:
+        """With ``after`` still (B, T - 1) int64."""
+        padded = F.pad(after, (0, 1), value=-1).reshape(-1, 1).to(probs.dtype)
+        return cls(probs, best, found.last.flatten(0, 1), found.batch.mask, padded)
 
     @classmethod
     def _narrow(cls, found: FeatureBatch, best: Tensor, head: Linear, target_ids: Tensor, dtype: torch.dtype) -> Truth:
@@ -59,18 +68,21 @@ class Truth:
         place = torch.full((head.weight.shape[0],), -1, dtype=torch.int64, device=target_ids.device)
         place[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
         logits = F.linear(found.last.flatten(0, 1), head.weight[target_ids].to(found.last.dtype))
-        return cls(logits.to(dtype).softmax(-1), place[best], found.last.flatten(0, 1), found.batch.mask)
+        return cls._of(found, logits.to(dtype).softmax(-1), place[best], place[found.batch.ids[:, 1:]])
 
-    def rows(self, step: int, entries: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, step: int, entries: Tensor, *, of_text: bool = False) -> tuple[Tensor, Tensor]:
         """Which of a step's ``entries`` (C,) count, and where their truth lies: (R,) into B * C and into B * T.
 
-        Entry i of step s guesses the token at i + 2 + s, of which position i + 1 + s knows.
+        Entry i of step s guesses the token at i + 2 + s, of which position i + 1 + s knows. ``of_text``: those alone
+        whose token in the text is in the draft vocabulary.
         """
         length = self.counts.shape[1]
         known = entries + 1 + step
         inside = known + 1 < length
         known = known.clamp(max=length - 2)
         keep = inside & self.counts[:, known + 1] & (self.best[:, known] >= 0)
+        if of_text:
+            keep &= self.after.view(self.counts.shape)[:, known] >= 0
         row, place = keep.nonzero(as_tuple=True)
         return row * len(entries) + place, row * length + known[place]
 
@@ -90,15 +102,6 @@ class Teacher:
     def truth(self, found: FeatureBatch, dtype: torch.dtype) -> Truth:
         """What it says of a batch."""
         return Truth.of(found, self.head, self.target_ids, dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class StepSums:
-    """Sums over the entries of one step: loss (with gradient), entries, and greedy agreements."""
-
-    loss: Tensor
-    count: int
-    agreed: Tensor | None = None
 
 
 class UnrolledLoss(nn.Module):
@@ -145,11 +148,12 @@ class UnrolledLoss(nn.Module):
         weight = self.net.head_weight if self._narrowed is None else self.net.head_weight[self._narrowed]
         features = found.features.to(self.net.dtype)
         noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
-        sums = []
+        sums, of_text = [], self.objective.of_text
+        wanted = truth.after if of_text else truth.probs
         for step in unroll(self.net, found.batch.ids, features, self.num_steps, noise, share):
-            entries, where = truth.rows(step.index, step.entries)
+            entries, where = truth.rows(step.index, step.entries, of_text=of_text)
             read = step.read[entries]
-            loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
+            loss = head_loss(read, weight, wanted, where, self.objective.divergence, narrow)
             if self.objective.feature_weight:
                 regression = feature_loss(step.states[entries], truth.last[where]).sum()
                 loss = loss + self.objective.feature_weight * regression

@@ -1,0 +1,133 @@
+"""What MTP modules are trained for: lambda / D * the sum of their cross-entropies (DeepSeek-V3, 2412.19437, eq. 24-25).
+
+Module k (1 to D) reads at entry i the state that module k - 1 left there, or the target's, and the token at i + k; its
+attention is causal over its own entries; its cross-entropy is that of the text's own token at i + k + 1.
+
+Shape suffixes: B rows, T tokens, E = T - 2 entries, R rows of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.model.attention import CausalAttention
+from draftwing.nets.base import Scored
+from draftwing.nets.mtp import MtpNet
+from draftwing.nets.objectives import Objective, StepSums, head_loss
+
+__all__ = ["MtpLoss"]
+
+
+LAMBDA = 0.3  # for most of DeepSeek-V3's training; here the target is frozen, and it weighs against nothing
+
+
+class Truth(Protocol):
+    """What the target says of a batch: ``train.loss.batch.Truth``."""
+
+    @property
+    def probs(self) -> Tensor:
+        """(B * T, V)."""
+        ...
+
+    @property
+    def best(self) -> Tensor:
+        """(B, T)."""
+        ...
+
+    @property
+    def after(self) -> Tensor:
+        """(B * T, 1)."""
+        ...
+
+    def rows(self, step: int, entries: Tensor, *, of_text: bool = False) -> tuple[Tensor, Tensor]:
+        """Which of ``entries`` count, and where their truth lies."""
+        ...
+
+
+class MtpLoss(nn.Module):
+    """``net`` under an objective; called as ``train.loss.batch.UnrolledLoss`` is.
+
+    Args:
+        net: in training, with a module for each step.
+        objective: ``next-token`` for the text's own tokens; others compare with what the target thinks.
+        num_steps: D.
+        noise: width of the uniform noise that is added to the target's states; not in evaluation.
+        later_share: must be 1: every entry of a module is seen by later ones.
+        target_ids: the tokens that losses look at; None for all.
+
+    Raises:
+        ConfigError: another number of modules, a regression onto states, or a share.
+    """
+
+    def __init__(
+        self,
+        net: MtpNet,
+        objective: Objective,
+        num_steps: int,
+        noise: float = 0.0,
+        later_share: float = 1.0,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if num_steps != len(net.chain):
+            raise ConfigError(
+                f"the head has {len(net.chain)} MTP modules, and unroll_steps is {num_steps}: a step is a module; give "
+                f"{len(net.chain)}"
+            )
+        if later_share != 1:
+            raise ConfigError(
+                f"later_share is {later_share}, and later MTP modules read what earlier ones leave at every entry: "
+                f"leave it out"
+            )
+        if objective.feature_weight:
+            raise ConfigError("an MTP module is not trained to predict states: choose another objective")
+        self.net, self.objective, self._noise = net, objective, noise
+        self._ids = target_ids
+
+    def forward(self, found: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
+        """Sums for every module, whose means over entries add up to the loss.
+
+        Args:
+            agreement: count too how often a module's best token is the target's.
+        """
+        net, device = self.net, found.features.device.type
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else net.dtype
+        weight = net.head_weight if self._ids is None else net.head_weight[self._ids]
+        of_text = self.objective.of_text
+        wanted = truth.after if of_text else truth.probs
+        sums = []
+        for step, read in enumerate(self._steps(found)):
+            every = torch.arange(found.batch.ids.shape[1] - 2, device=read.device)
+            entries, where = truth.rows(step, every, of_text=of_text)
+            kept = read[entries]
+            loss = head_loss(kept, weight, wanted, where, self.objective.divergence, narrow) * (LAMBDA / len(net.chain))
+            agreed = None
+            if agreement:
+                with torch.no_grad():
+                    guess = (kept.to(narrow) @ weight.to(narrow).T).argmax(-1)
+                    agreed = (guess == truth.best.flatten()[where]).sum()
+            sums.append(StepSums(loss, len(entries), agreed))
+        return sums
+
+    def _steps(self, found: Scored) -> Iterator[Tensor]:
+        """(B * E, H) what the LM head reads after each module."""
+        net, ids = self.net, found.batch.ids
+        rows, count, shape = ids.shape[0], ids.shape[1] - 2, net.shape
+        states = found.features[:, :count].to(net.dtype)
+        if self._noise and self.training:
+            states = states + (torch.rand_like(states) - 0.5) * self._noise
+        states = states.reshape(rows * count, -1)
+        padded = F.pad(ids, (0, len(net.chain)))
+        places = torch.arange(count, device=ids.device).repeat(rows)
+        for step, module in enumerate(net.modules_in_order):
+            cis = net.rotary.cis(places + step, upto=count + len(net.chain)).view(len(places), 1, -1)
+            attend = CausalAttention(rows, count, shape.windows, shape.head_dim**-0.5, cis)
+            tokens = net.embedding.forward(padded[:, 1 + step : 1 + step + count].reshape(-1))
+            states = module.forward(tokens, states, attend)
+            yield states

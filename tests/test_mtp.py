@@ -1,0 +1,565 @@
+"""Multi-token prediction: modules out of a target's checkpoint, their forward and their loss against references."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import mtp_files
+from conftest import SMALL, TEXTS, add_tokenizer, build, refused
+from draftwing.api import load, load_drafter, load_target
+from draftwing.drafters.base import Budget
+from draftwing.drafters.kinds import KINDS, convert, diagnose, kind_of_folder
+from draftwing.engine.decode import Decoder
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.heads.identity import target_id
+from draftwing.heads.mtp import read_modules
+from draftwing.model.attention import CausalAttention
+from draftwing.model.config import read_config
+from draftwing.model.lean import LeanTarget
+from draftwing.model.linear import Linear
+from draftwing.model.rope_config import RopeConfig
+from draftwing.nets.mtp import MtpConfig, MtpNet
+from draftwing.nets.mtp_loss import LAMBDA, MtpLoss
+from draftwing.nets.objectives import OBJECTIVES
+from draftwing.noise import KeyedNoise
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data.batches import Batch
+from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss.batch import Truth
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, prepare
+from draftwing.tree import PAD
+
+VOCAB, HIDDEN = SMALL["vocab_size"], SMALL["hidden_size"]
+PROMPT = [4, 7, 7, 1, 30, 12, 5, 60]
+# layout, modules, family and what is changed in it; eps and head widths follow the family.
+CHECKPOINTS = {
+    "deepseek": ("deepseek", 1, "llama", {}),
+    "deepseek-three": ("deepseek", 3, "llama", {}),
+    "deepseek-qwen3": ("deepseek", 1, "qwen3", {}),
+    "deepseek-window": ("deepseek", 1, "mistral-window", {}),
+    "deepseek-phi3": ("deepseek", 1, "phi3", {}),
+    "deepseek-biases": ("deepseek", 1, "llama-bias-tied", {"tie_word_embeddings": False}),
+    "mimo": ("mimo", 1, "qwen2", {}),
+    "mimo-two": ("mimo", 2, "qwen2", {}),
+    "qwen": ("qwen", 1, "qwen3", {}),
+    "qwen-two": ("qwen", 2, "qwen3", {}),
+}
+PLAIN = [name for name in CHECKPOINTS if name != "deepseek-phi3"]  # whose matrices ``by_hand`` knows by their names
+
+
+@pytest.fixture(scope="module")
+def target_of(tmp_path_factory):
+    """``target_of("mimo")``: a folder, and the weights of its modules."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            layout, modules, family, changes = CHECKPOINTS[name]
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = folder, mtp_files.write_target(folder, layout, modules, family, **changes)
+        return made[name]
+
+    return get
+
+
+def heads_of(net):
+    return net.config.num_heads, net.config.num_kv_heads, net.config.head_dim
+
+
+def hidden_states(folder, ids):
+    """(T, H) of a text by transformers: what the LM head reads, in float64."""
+    config = read_config(folder)
+    if config["model_type"] == "mimo":
+        config = {**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    kind = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    model = transformers.AutoModelForCausalLM.from_config(kind).double().eval()
+    found = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert not found.missing_keys
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+
+
+# --- a module's forward ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_modules_compute_what_they_do_by_hand(name, target_of):
+    """Each module of a checkpoint, in float64, with states of the wrong size to see that norms are taken."""
+    folder, weights = target_of(name)
+    target = LeanTarget.from_folder(folder, torch.float64, prepack=False)
+    net = read_modules(folder, target.embedding, target.head, dtype=torch.float64)
+    assert len(net.chain) == len(weights) == net.config.num_modules
+    ids, states = torch.tensor(PROMPT), 3 * torch.randn(len(PROMPT), HIDDEN).double()
+    tokens = load_file(folder / "model.safetensors")["model.embed_tokens.weight"][ids]
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    for place, each in enumerate(weights):
+        part = net.part(place)
+        cis = part.rotary.cis(torch.arange(len(ids)))[:, None]
+        attend = CausalAttention(1, len(ids), part.shape.windows, part.config.head_dim**-0.5, cis)
+        with torch.no_grad():
+            read, out = part.forward(ids, states, attend)
+            logits = part.logits(read)
+        eps = read_config(folder)["rms_norm_eps"]
+        wanted = mtp_files.by_hand(each, tokens, states, heads_of(net), window=net.config.window, eps=eps)
+        # Not closer: the frequencies of RoPE are float32 numbers in every precision, as in transformers.
+        torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logits, wanted @ head.T, rtol=1e-6, atol=1e-6)
+
+
+def test_fused_matrices_are_read_like_separate_ones(target_of, tmp_path):
+    """Phi-3 writes queries, keys and values, gate and up as one matrix each."""
+    folder, (weights,) = target_of("deepseek-phi3")
+    target = LeanTarget.from_folder(folder, torch.float64, prepack=False)
+    (module,) = read_modules(folder, target.embedding, target.head, dtype=torch.float64).modules_in_order
+    assert torch.equal(module.block.qkv.weight, weights["self_attn.qkv_proj.weight"])
+    assert torch.equal(module.block.mlp.gate_up.weight, weights["mlp.gate_up_proj.weight"])
+
+
+@pytest.mark.parametrize("name", ["deepseek", "deepseek-window", "mimo", "qwen"])
+def test_what_is_drafted_first(name, target_of):
+    """A chain of two: the state before the pending token with that token, then the module's own state with its guess.
+
+    The states are transformers' last ones, after the final norm; nothing but the module's first weights is used.
+    """
+    folder, weights = target_of(name)
+    target = load_target(folder, dtype="float64")
+    drafter = load_drafter("mtp", target, None)()
+    decoder = Decoder(target, drafter, budget=Budget(2))
+    decoder.admit(PROMPT, Sampling(max_tokens=8, ignore_eos=True))
+    tree = decoder.step().tree
+    files, eps = load_file(folder / "model.safetensors"), read_config(folder)["rms_norm_eps"]
+    embedding, head = files["model.embed_tokens.weight"], files["lm_head.weight"]
+    states, ids = hidden_states(folder, PROMPT[:-1]), list(PROMPT[1:])
+    for _ in range(2):
+        tokens = embedding[torch.tensor(ids)]
+        window = drafter.net.config.window
+        out = mtp_files.by_hand(weights[0], tokens, states, heads_of(drafter.net), window=window, eps=eps)
+        ids.append(int((out[-1] @ head.T).argmax()))
+        states = torch.cat([states, out[-1:]])
+    assert tree.tokens.tolist() == [[PROMPT[-1], *ids[-2:]]]
+
+
+# --- a target whose checkpoint has modules ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_target_is_what_it_is_without_its_modules(name, target_of):
+    """And drafts by them: one text, drafted or not."""
+    folder, _ = target_of(name)
+    target = load_target(folder)
+    wanted = hidden_states(folder, PROMPT) @ load_file(folder / "model.safetensors")["lm_head.weight"].T
+    logits = target.score(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-3, atol=1e-3)
+    texts = []
+    for drafter in (None, load_drafter("mtp", target, None)()):
+        decoder = Decoder(target, drafter, budget=Budget(3, 2))
+        decoder.admit(PROMPT, Sampling(max_tokens=16, temperature=1.0, seed=3, ignore_eos=True))
+        texts.append([token for _ in range(16) if decoder.num_running for token in decoder.step().rows[0].token_ids])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 16
+
+
+def test_what_no_module_owns_is_still_refused(target_of, tmp_path):
+    folder, _ = target_of("deepseek")
+    for change, said in (
+        ({"model.layers.4.enorm.weight": torch.ones(HIDDEN)}, {}),  # a second module, and the config says one
+        ({"mtp.fc.weight": torch.ones(HIDDEN, 2 * HIDDEN)}, {}),  # of another layout
+        ({}, {"num_nextn_predict_layers": 0}),
+    ):
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(folder, place)
+        mtp_files.change_tensors(place, **change)
+        mtp_files.change_config(place, **said)
+        with refused(CheckpointError, str(place), "have no place in a llama model"):
+            load_target(place)
+
+
+def test_numbers_of_modules_that_cannot_be_meant(target_of, tmp_path):
+    shutil.copytree(target_of("deepseek")[0], tmp_path / "odd")
+    for odd in (-1, "two", 1.5, True):
+        mtp_files.change_config(tmp_path / "odd", num_nextn_predict_layers=odd)
+        with refused(ConfigError, "`num_nextn_predict_layers` must be an integer of at least 0"):
+            load_target(tmp_path / "odd")
+
+
+# --- what cannot be run ----------------------------------------------------------------------------------------------
+
+
+def test_a_target_without_modules(folder_of):
+    target = load_target(folder_of("llama"))
+    with refused(CheckpointError, "(LlamaForCausalLM) has no MTP modules", "draftwing train mtp", "lookup"):
+        load_drafter("mtp", target, None)
+    with refused(CheckpointError, "LlamaForCausalLM has no MTP modules"):
+        read_modules(folder_of("llama"), target.embedding, target.head)
+    target.folder = None
+    with refused(CheckpointError, "was not loaded from a folder"):
+        load_drafter("mtp", target, None)
+
+
+def test_blocks_that_no_dense_layer_has(target_of, tmp_path):
+    folder, _ = target_of("deepseek")
+    for odd in ("mlp.experts.0.gate_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "self_attn.q_norm.weight"):
+        place = tmp_path / odd
+        shutil.copytree(folder, place)
+        mtp_files.change_tensors(place, **{f"model.layers.3.{odd}": torch.ones(HIDDEN)})
+        target = load_target(place)
+        with refused(UnsupportedError, "an MTP module of LlamaForCausalLM has", odd, "draft with lookup"):
+            load_drafter("mtp", target, None)
+
+
+def test_an_embedding_or_head_of_its_own(target_of, tmp_path):
+    folder, _ = target_of("deepseek")
+    for name, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        place = tmp_path / name
+        shutil.copytree(folder, place)
+        mtp_files.change_tensors(place, **{f"model.layers.3.{name}.weight": torch.randn(VOCAB, HIDDEN).double()})
+        with refused(UnsupportedError, f"model.layers.3.{name}.weight is not the target's {original}.weight"):
+            load_drafter("mtp", load_target(place), None)
+
+
+def test_modules_that_are_damaged(target_of, tmp_path):
+    folder, _ = target_of("mimo")
+    name = "model.mtp_layers.0.{}.weight".format
+    for number, (change, parts) in enumerate((
+        ({name("final_layernorm"): None}, ["final_layernorm.weight is missing"]),
+        ({name("self_attn.o_proj"): torch.ones(3, 4)}, ["chain.0.block.out.weight has shape (3, 4)", "(32, 32)"]),
+        ({name("input_proj"): torch.full((32, 64), torch.nan)}, ["input_proj.weight", "NaN"]),
+    )):  # fmt: skip
+        place = tmp_path / str(number)
+        shutil.copytree(folder, place)
+        mtp_files.change_tensors(place, **change)
+        with refused(CheckpointError, *parts):
+            load_drafter("mtp", load_target(place), None)
+
+
+FOREIGN = {
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "qk_nope_head_dim": 8, "num_key_value_heads": 4,
+    }),
+    "Glm4MoeForCausalLM": ("Glm4MoeConfig", {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "head_dim": 8,
+    }),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "num_hidden_layers": 4,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::draftwing.errors.DraftwingWarning")  # of recurrent layers
+@pytest.mark.parametrize("architecture", FOREIGN)
+def test_architectures_whose_layers_we_lack(architecture, tmp_path):
+    """The target is decoded all the same; its modules are refused by the architecture's name."""
+    kind, changes = FOREIGN[architecture]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**SMALL, **changes}))
+    model.float().save_pretrained(tmp_path)
+    layers = model.config.num_hidden_layers
+    base = "mtp." if "Next" in architecture else f"model.layers.{layers}."
+    join = "fc" if "Next" in architecture else "eh_proj"
+    mtp_files.change_tensors(
+        tmp_path,
+        **{f"{base}{join}.weight": torch.randn(HIDDEN, 2 * HIDDEN), "mtp.layers.0.input_layernorm.weight": None},
+        **({"mtp.layers.0.mlp.gate.weight": torch.randn(4, HIDDEN)} if "Next" in architecture else {}),
+    )
+    if "Next" not in architecture:
+        mtp_files.change_config(tmp_path, num_nextn_predict_layers=1)
+    target = load_target(tmp_path)
+    with refused(UnsupportedError, f"MTP modules of {architecture} cannot be run", "Draft with lookup"):
+        load_drafter("mtp", target, None)
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+def tiny_net(modules, **changes):
+    torch.manual_seed(4)
+    rope = RopeConfig("default", 10000.0, 8, 8, 64)
+    sizes = {"intermediate_size": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
+    config = MtpConfig(
+        (3,), 13, 12, rope, num_modules=modules, activation="silu", **{**sizes, "qk_norm": True, **changes}
+    )
+    head = Linear(torch.randn(13, 12).double())
+    net = MtpNet(config, torch.randn(13, 12).double(), head, dtype=torch.float64)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return net, head
+
+
+def scored(head):
+    """Three rows of 9, 7 and 4 tokens, of which some do not count."""
+    torch.manual_seed(6)
+    lengths = torch.tensor([9, 7, 4])
+    ids = torch.randint(13, (3, 9)) * (torch.arange(9) < lengths[:, None])
+    mask = (torch.rand(3, 9) < 0.8) & (torch.arange(9) < lengths[:, None])
+    features, last = torch.randn(3, 9, 12).double(), torch.randn(3, 9, 12).double()
+    return FeatureBatch(Batch(ids, mask, lengths), features, last, last @ head.weight.T)
+
+
+def loss_by_hand(net, found, judge):
+    """lambda / D * the sum over modules of the mean over what counts: one text and one entry at a time.
+
+    ``judge``: what a guess is worth, of its logits, the row and the position guessed; None where it does not count.
+    """
+    total, num = 0, net.config.num_modules
+    states = [found.features[row] for row in range(3)]
+    for k, module in enumerate(net.modules_in_order, 1):
+        weights, terms = mtp_files.weights_of(module, heads_of(net)), []
+        for row in range(3):
+            ids = found.batch.ids[row]
+            tokens = net.embedding.plain()[ids[k:]]  # entry i reads token i + k
+            states[row] = mtp_files.by_hand(weights, tokens, states[row][: len(tokens)], heads_of(net))
+            for i in range(len(tokens)):
+                guessed = i + k + 1
+                if guessed < 9 and found.batch.mask[row, guessed]:
+                    worth = judge(net.head_weight @ states[row][i], row, guessed)
+                    terms += [] if worth is None else [worth]
+        total = total + LAMBDA / num * sum(terms) / len(terms)
+    return total
+
+
+def compared(net, found, truth, objective, judge, ids=None):
+    loss = MtpLoss(net, OBJECTIVES[objective], net.config.num_modules, target_ids=ids)
+    ours = sum(each.loss / each.count for each in loss(found, truth))
+    theirs = loss_by_hand(net, found, judge)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    parameters = list(net.parameters())
+    pairs = zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_the_loss_of_the_texts_own_tokens(modules):
+    net, head = tiny_net(modules)
+    found = scored(head)
+
+    def judge(logits, row, guessed):
+        return -logits.log_softmax(0)[found.batch.ids[row, guessed]]
+
+    compared(net, found, Truth.of(found, head, None, torch.float64), "next-token", judge)
+
+
+def test_the_loss_against_what_the_target_thinks():
+    net, head = tiny_net(2)
+    found = scored(head)
+
+    def judge(logits, row, guessed):
+        return -(found.logits[row, guessed - 1].softmax(0) * logits.log_softmax(0)).sum()
+
+    compared(net, found, Truth.of(found, head, None, torch.float64), "eagle3", judge)
+
+
+def test_the_loss_over_some_tokens():
+    """What is guessed counts where the text's token, and the target's best, are among them."""
+    net, head = tiny_net(2, qkv_bias=True)
+    found, ids = scored(head), torch.tensor([1, 2, 4, 5, 6, 7, 9, 11])
+
+    def judge(logits, row, guessed):
+        token, best = int(found.batch.ids[row, guessed]), int(found.logits[row, guessed - 1].argmax())
+        if token not in ids or best not in ids:
+            return None
+        return -logits[ids].log_softmax(0)[ids.tolist().index(token)]
+
+    compared(net, found, Truth.of(found, head, ids, torch.float64), "next-token", judge, ids)
+
+
+def test_agreement_is_with_the_targets_best():
+    net, head = tiny_net(2)
+    found = scored(head)
+    sums = MtpLoss(net, OBJECTIVES["next-token"], 2)(found, Truth.of(found, head, None, torch.float64), agreement=True)
+    states = [found.features[row] for row in range(3)]
+    for k, (module, each) in enumerate(zip(net.modules_in_order, sums, strict=True), 1):
+        agreed = count = 0
+        for row in range(3):
+            tokens = net.embedding.plain()[found.batch.ids[row][k:]]
+            weights = mtp_files.weights_of(module, heads_of(net))
+            states[row] = mtp_files.by_hand(weights, tokens, states[row][: len(tokens)], heads_of(net))
+            for i in (i for i in range(len(tokens) - 1) if found.batch.mask[row, i + k + 1]):
+                count += 1
+                guess = int((net.head_weight @ states[row][i]).argmax())
+                agreed += guess == int(found.logits[row, i + k].argmax())
+        assert (each.count, int(each.agreed)) == (count, agreed)
+
+
+def test_losses_that_cannot_be_meant():
+    net, _ = tiny_net(2)
+    with refused(ConfigError, "has 2 MTP modules, and unroll_steps is 3", "give 2"):
+        MtpLoss(net, OBJECTIVES["next-token"], 3)
+    with refused(ConfigError, "later_share is 0.5", "leave it out"):
+        MtpLoss(net, OBJECTIVES["next-token"], 2, 0.0, 0.5)
+    with refused(ConfigError, "not trained to predict states", "another objective"):
+        MtpLoss(net, OBJECTIVES["eagle1"], 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num_heads": 3}, ["3 heads cannot share 2 KV heads"]),
+        ({"head_dim": 4}, ["of width 4 cannot be rotated as one of 8"]),
+        ({"intermediate_size": 0}, ["intermediate_size must be at least 1, found 0"]),
+    ],
+)
+def test_configs_that_cannot_be_meant(changes, parts):
+    with refused(ConfigError, *parts):
+        tiny_net(1, **changes)
+    with refused(ConfigError, "one hidden state of the target, found taps (1, 2)"):
+        replace(tiny_net(1)[0].config, taps=(1, 2))
+
+
+# --- all modules of a head draft -------------------------------------------------------------------------------------
+
+
+def test_every_token_is_guessed_by_its_own_module(target_of):
+    """Ragged rows, plain steps in between, and four tokens by three modules: the last goes on on its own states."""
+    folder, weights = target_of("deepseek-three")
+    target = load_target(folder, dtype="float64")
+    drafter = load_drafter("mtp", target, None, options={"modules": 3})()
+    assert drafter.name.endswith("3 modules")
+    decoder = Decoder(target, drafter, budget=Budget(0))
+    for row, prompt in enumerate((PROMPT, [9, 2], [5])):
+        decoder.admit(prompt, Sampling(max_tokens=12 - row, ignore_eos=True))
+    sampling, seen = SamplingBatch([Sampling()] * 3, KeyedNoise(VOCAB)), 0
+    for number in range(6):
+        decoder.step()
+        if number == 2:
+            continue  # what two steps left is read at once
+        tree = drafter.propose(decoder.ctx, sampling, Budget(4))
+        for row, found in enumerate(tree.tokens.tolist()):
+            text = decoder.ctx.rows[row].tokens
+            if decoder.ctx.rows[row].length < 3:
+                assert set(found[1:]) <= {PAD}
+                continue
+            assert found == [text[-1], *drafted_by_hand(folder, weights, drafter, text)]
+            seen += 1
+    assert seen > 10
+
+
+def drafted_by_hand(folder, weights, drafter, text):
+    """Four tokens after a text, greedily, by three modules over all of it."""
+    files, eps = load_file(folder / "model.safetensors"), read_config(folder)["rms_norm_eps"]
+    embedding, head = files["model.embed_tokens.weight"], files["lm_head.weight"]
+    states, ids, read = hidden_states(folder, text[:-1]), list(text), torch.empty(0)
+    for k in (1, 2, 3, 3):
+        is_again = len(ids) == len(text) + 3  # the third module once more: one entry more, of its own state
+        read = torch.cat([read, states[-1:]]) if is_again else states
+        tokens = embedding[torch.tensor(ids[k:])]
+        states = mtp_files.by_hand(weights[k - 1], tokens, read, heads_of(drafter.net), eps=eps)
+        ids.append(int((states[-1] @ head.T).argmax()))
+    return ids[len(text) :]
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (4, ["modules is 4, and mtp has 3", "ask for fewer"]),
+        (0, ["modules must be at least 1, found 0"]),
+        (True, ["modules must be at least 1, found True"]),
+    ],
+)
+def test_modules_that_a_head_has_not(value, parts, target_of):
+    with refused(ConfigError, "draft_options", *parts):
+        load_drafter("mtp", load_target(target_of("deepseek-three")[0]), None, options={"modules": value})
+
+
+# --- a head that is trained ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A target, and a run of two modules for it."""
+    folder, place = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("run")
+    build("qwen3", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(folder)
+    add_tokenizer(folder)
+    data = place / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
+    options = TrainOptions(
+        "mtp",
+        unroll_steps=2,
+        iterations=12,
+        lr=3e-3,
+        max_length=32,
+        tokens_per_batch=256,
+        precision="no",
+        validation_share=0.2,
+        eval_prompts=1,
+        eval_tokens=4,
+    )
+    session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
+    session.run()
+    metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return folder, place / "head", session, metrics
+
+
+def test_it_trains(trained):
+    _, _, session, metrics = trained
+    losses = [line["loss"] for line in metrics]
+    assert max(losses[-3:]) < 0.9 * losses[0]
+    assert losses[0] == pytest.approx(LAMBDA * torch.tensor(300.0).log().item(), rel=0.3)
+    assert len(metrics[0]["agreement"]) == 2
+    assert metrics[-1]["tau"] >= 1
+    assert "mtp head of" in session.describe()
+
+
+def test_it_is_saved_and_loaded(trained):
+    folder, head, session, _ = trained
+    target, net = load_target(folder), session.trainer.net
+    assert kind_of_folder(head) is KINDS["mtp"]
+    found = KINDS["mtp"].net.read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
+    assert found.config == net.config
+    assert found.config.qk_norm
+    assert found.config.num_modules == 2
+    for name, tensor in net.tensors().items():
+        assert torch.equal(found.tensors()[name], tensor), name
+    assert {each.name: each.status for each in diagnose(head, folder)} == {"head": "ok", "target": "ok"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [None, {"modules": 2}])
+def test_the_text_is_the_targets(trained, options, temperature):
+    folder, head, _, _ = trained
+    settings = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    plain = load(folder, "none").generate(["def add(", "class Table:\n    def"], **settings)
+    for budget in (Budget(4), Budget(3, 3, 8), None):
+        lm = load(folder, head, draft_options=options, budget=budget)
+        found = lm.generate(["def add(", "class Table:\n    def"], **settings)
+        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+        if budget is not None:
+            assert all(each.stats.num_drafted for each in found)
+
+
+def test_one_layout_alone(trained, tmp_path):
+    _, head, _, _ = trained
+    convert(head, tmp_path / "copy", "draftwing")
+    assert (tmp_path / "copy" / "config.json").read_text() == (head / "config.json").read_text()
+    with refused(UnsupportedError, "can only be written as draftwing", "'vllm'"):
+        convert(head, tmp_path / "no", "vllm")
+
+
+def test_another_targets_head_is_refused(trained, folder_of):
+    with refused(CheckpointError, "made for", "vocab_size 300 and 61"):
+        load_drafter(trained[1], load_target(folder_of("llama")), None)
+
+
+def test_a_part_has_the_very_weights(trained):
+    folder, head, _, _ = trained
+    target = load_target(folder, prepack=False)
+    net = KINDS["mtp"].net.read(head, target.embedding, target.head)
+    part = net.part(1)
+    assert part.modules_in_order[0] is net.modules_in_order[1]
+    assert part.config.num_modules == len(part.chain) == 1
+    assert net.part(0, 2) is net
