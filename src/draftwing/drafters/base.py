@@ -17,7 +17,7 @@ from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Traits"]
+__all__ = ["EAGLE_TREE", "Budget", "Drafter", "Learning", "NoDrafter", "Traits"]
 
 # What a budget may ask for, so that no shape asks for more memory or time than a machine has.
 MAX_DEPTH, MAX_WIDTH, MAX_NODES = 1024, 256, 4096
@@ -36,6 +36,7 @@ class Traits:
         identity: tells apart, beside ``Drafter.name``, what caches must not mix up: two heads of one name.
         num_bytes: of weights that one pass of its net reads, the LM head's too.
         runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a net.
+        learns: whether it is a ``Learning`` one.
     """
 
     drafts: bool = True
@@ -45,6 +46,7 @@ class Traits:
     identity: str = ""
     num_bytes: int = 0
     runs_as: str = ""
+    learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,14 @@ class Drafter(Protocol):
 
     def remove(self, ctx: Context, row: int) -> None:
         """A row left; the last row takes its place. Called before ``ctx.rows`` changes."""
+        ...
+
+
+class Learning(Drafter, Protocol):
+    """A drafter that changes with what it sees, between two steps of an ``Engine``."""
+
+    def learn(self) -> None:
+        """Learn from the steps since the last call; may take a share of their time."""
         ...
 
 
