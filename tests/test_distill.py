@@ -107,13 +107,15 @@ def test_other_objectives_are_refused(name):
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "mistral-window", "phi3"])
 @pytest.mark.parametrize("name", ["fkl", "jsd:0.3"])
 def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, folder_of):
     """Against transformers' own logits of target and draft model, a position at a time; gradients too."""
     target = LeanTarget.from_folder(folder_of("llama"), torch.float64, prepack=False)
-    net = read_causal_lm(folder_of(family, 1), None, CPU, torch.float64)
-    model = float64_norms(build(family, 1))
+    changes = {"tie_word_embeddings": True} if family.endswith("tied") else {}
+    family = family.removesuffix("-tied")
+    net = read_causal_lm(folder_of(family, 1, **changes), None, CPU, torch.float64)
+    model = float64_norms(build(family, 1, **changes))
     rows = [(ids, mask) for ids, mask in ((each.ids, each.mask) for each in toy_corpus().examples[2:5])]
     batch = collate(rows)
     found = scored(target, batch, ())
@@ -217,7 +219,7 @@ def test_what_it_writes_follows_its_own_law(folder_of):
 @pytest.fixture(scope="module")
 def target(folder_of, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    build("llama", vocab_size=300, head_dim=32).save_pretrained(folder)
+    build("llama", vocab_size=300, head_dim=32, max_position_embeddings=512).save_pretrained(folder)
     return add_tokenizer(folder)
 
 
@@ -282,7 +284,9 @@ def trained(target, data, tmp_path_factory) -> Path:
     """The folder of a draft model that has learnt its target's text."""
     AcceleratorState._reset_state(True)
     out = tmp_path_factory.mktemp("trained")
-    session(target, data, out, iterations=60, lr=1e-2, eval_every=30).run()
+    run = session(target, data, out, iterations=60, lr=1e-2, eval_every=30)
+    run.run()
+    assert run.collect_held_out(1) is not None
     judged = [line for line in metrics_of(out) if "tau" in line]
     assert judged[-1]["val_loss"] < judged[0]["val_loss"] < metrics_of(out)[0]["loss"]
     return out / "head"

@@ -9,4 +9,4 @@ from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, CAUSAL_LM, *EAGLE)
+BUILT_IN: tuple[Kind, ...] = (*PLAIN, *EAGLE, CAUSAL_LM)
