@@ -118,7 +118,8 @@ class OnlineDrafter:
         if places and len(ids) > 2:
             with torch.inference_mode(False):
                 where = torch.tensor([place - trail.start for place, _, _ in places])
-                tokens, probs = (torch.stack([each[part] for each in places]) for part in (1, 2))
+                tokens = torch.stack([best for _, best, _ in places])
+                probs = torch.stack([chances for _, _, chances in places])
                 self._found.append(Stretch(torch.tensor(ids), _own(features), where, tokens, probs))
         kept = _own(features[-SHARED:])
         trail.start += len(features) - len(kept)

@@ -212,7 +212,9 @@ class Learner:
         chosen = [*newest, *self._random.sample(others, min(len(others), self.pace.batch - len(newest)))]
         self._fresh = 0
         with torch.enable_grad():
-            self.loss(chosen).backward()
+            gradients = torch.autograd.grad(self.loss(chosen), list(self._trained.values()), allow_unused=True)
+        for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
+            parameter.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(list(self._trained.values()), CLIP)
         if torch.isfinite(norm):
             self._optimizer.step()

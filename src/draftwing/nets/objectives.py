@@ -64,7 +64,8 @@ def tv(logits: Tensor, probs: Tensor) -> Tensor:
 
 def forward_kl(logits: Tensor, probs: Tensor) -> Tensor:
     """KL(p || q): the soft cross-entropy less the entropy of p, so that 0 is perfect."""
-    return soft_cross_entropy(logits, probs) - torch.special.entr(probs).sum(-1)
+    entropy: Tensor = torch.special.entr(probs).sum(-1)
+    return soft_cross_entropy(logits, probs) - entropy
 
 
 def reverse_kl(logits: Tensor, probs: Tensor) -> Tensor:
