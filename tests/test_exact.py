@@ -28,13 +28,14 @@ from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookahead import LookaheadDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.drafters.mtp import ChainDrafter
+from draftwing.drafters.online import OnlineDrafter
 from draftwing.drafters.retrieval.array import SuffixArray, joined
 from draftwing.drafters.retrieval.llma import LlmaDrafter
 from draftwing.drafters.retrieval.memory import Memory
 from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
 from draftwing.drafters.staged import StagedDrafter
-from draftwing.drafters.mtp import ChainDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
@@ -44,6 +45,7 @@ from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.learner import Learner, Pace
 from draftwing.nets.mtp import MtpConfig, MtpNet
 from draftwing.nets.mtp_loss import MtpLoss
 from draftwing.nets.objectives import OBJECTIVES
@@ -191,6 +193,23 @@ def mtp_chain(lab: Lab, kind: str) -> Drafter:
     return ChainDrafter([net.part(0), net.part(1)], lab.target)
 
 
+class Restless(OnlineDrafter):
+    """Learns before every step, and much; what it has learnt is drafted with at once."""
+
+    def propose(self, ctx, sampling, budget) -> DraftTree:
+        self.learn()
+        return super().propose(ctx, sampling, budget)
+
+
+def online(version: int, **changes) -> Callable[[Lab, str], Drafter]:
+    def make(lab: Lab, kind: str) -> Drafter:
+        serving, trained = lab.learning(version, tuple(changes.items()))
+        learner = Learner(serving, trained, Pace(share=1e9, lr=1e-2, window=4, places=2))
+        return Restless(EagleDrafter(serving, lab.target), learner)
+
+    return make
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -261,6 +280,9 @@ DRAFTERS = {
     "eagle1-rule-chain": Case(eagle(1), erratic(6, 1), anything),
     "eagle3-rule-20": Case(eagle(3), erratic(4, 4, 20)),
     "eagle3-rule-few-tokens-20": Case(eagle(3, draft_vocab_size=40), erratic(6, 4, 20), anything),
+    "eagle1-online": Case(online(1), Budget(4), anything),
+    "eagle3-online": Case(online(3), Budget(3, 4, 9), anything),
+    "eagle3-online-rule": Case(online(3, draft_vocab_size=40), erratic(5, 4, 12), anything),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
@@ -343,11 +365,10 @@ class Lab:
         model.to(stored).save_pretrained(folder)
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
-        self.head = cache(self._head)
-        self.mtp = cache(self._mtp)
+        self.trained, self.head, self.mtp = cache(self._trained), cache(self._head), cache(self._mtp)
         self._shape = ModelConfig.from_hf(read_config(own))
 
-    def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
+    def _trained(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
         """A head that has seen a little of what the target says: some of its drafts are right, and some are not."""
         config = EagleConfig.for_target(version, self._shape, **dict(changes))
         ids = torch.arange(40) + 20 if config.has_draft_vocab else None
@@ -356,7 +377,8 @@ class Lab:
     def _mtp(self, num_modules: int) -> MtpNet:
         """So many MTP modules, taught in the same way."""
         config = MtpConfig.for_target(self._shape, (self.target.num_layers,), num_modules=num_modules)
-        return self._taught(MtpNet, config, None, partial(MtpLoss, num_steps=num_modules))
+        net = self._taught(MtpNet, config, None, partial(MtpLoss, num_steps=num_modules))
+        return self._again(net, self.target).prepack(self.target.quantized) if self.is_fused else net
 
     def _taught(self, kind, config, ids: Tensor | None, new_loss):
         torch.manual_seed(2)
@@ -377,11 +399,24 @@ class Lab:
             optimizer.zero_grad()
             sum(each.loss / max(each.count, 1) for each in loss(found, truth)).backward()
             optimizer.step()
-        if self.is_fused:  # the same net again, with the fused head of the target where it reads that
-            decoding = kind(config, self.target.embedding, self.target.head, ids, self.dtype)
-            decoding.load_state_dict(net.state_dict())
-            return decoding.prepack(self.target.quantized)
         return net.requires_grad_(False)
+
+    def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
+        """The same, as it drafts."""
+        net = self.trained(version, changes)
+        return self._again(net, self.target).prepack(self.target.quantized) if self.is_fused else net
+
+    def learning(self, version: int, changes: tuple[tuple[str, object], ...]) -> tuple[EagleNet, EagleNet]:
+        """The same twice, as nobody else has it: as it drafts, and as it learns."""
+        net = self.trained(version, changes)
+        serving = self._again(net, self.target).requires_grad_(False)
+        return serving.prepack(self.target.quantized) if self.is_fused else serving, self._again(net, self.plain_target)
+
+    def _again(self, net, target: Target):
+        """With the fused head of the target where it is to be fused itself."""
+        found = type(net)(net.config, target.embedding, target.head, net.target_ids, self.dtype)
+        found.load_state_dict(net.state_dict())
+        return found
 
     def _plain(self, kind: str, row: int) -> tuple[int, ...]:
         """The row by itself, without a drafter."""
@@ -581,7 +616,7 @@ def test_logprobs_are_those_of_plain_decoding(drafter, lab):
 # --- the classic rules -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", [*WEIGHED, "suffix-chain"])
+@pytest.mark.parametrize("drafter", [*WEIGHED, "suffix-chain", "eagle1-online"])
 @pytest.mark.parametrize("rule", CLASSIC)
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
 def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab):
@@ -590,7 +625,8 @@ def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab
     texts, stats = run(here.target, requests, DRAFTERS[drafter].make(here, "greedy"), CLASSIC[rule], rule)
     assert texts == {row: here.plain("greedy", row) for row in range(3)}
     assert stats.lossless
-    if here.is_lean and drafter not in ("lookup-chain", "eagle3-chain", "mtp-modules-chain", "lookahead-chain"):
+    seldom = ("lookup-chain", "eagle3-chain", "mtp-modules-chain", "lookahead-chain", "eagle1-online")
+    if here.is_lean and drafter not in seldom:
         assert stats.num_accepted > 0
 
 
@@ -626,7 +662,7 @@ def test_siblings_are_drawn_as_the_rule_asks(drafter, lab):
         assert (equal == 0) == distinct
 
 
-@pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain"])
+@pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain", "eagle1-online"])
 @pytest.mark.parametrize("rule", ["match", "match-top", *CLASSIC])
 def test_the_law_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""

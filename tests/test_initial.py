@@ -8,9 +8,9 @@ from draftwing.model.rope_config import RopeConfig
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.eagle_initial import initialise
+from draftwing.nets.unroll import unroll
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.unroll import unroll
 
 VOCAB, HIDDEN, HALF = 97, 128, 40
 HEAD_DIM = 32

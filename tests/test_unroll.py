@@ -19,9 +19,9 @@ from draftwing.model.rope_config import RopeConfig
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.unroll import unroll
 from draftwing.run.eager import EagerRunner
 from draftwing.sampling import Sampling
-from draftwing.train.loss.unroll import unroll
 from draftwing.tree import PAD
 
 VOCAB, HIDDEN, LENGTH, STEPS = 13, 12, 7, 4

@@ -87,7 +87,8 @@ def load(
         rule, lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides it step by step.
         draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from;
-            ``{"draft": "lookup"}``: lookup drafts for the draft model.
+            ``{"draft": "lookup"}``: lookup drafts for the draft model; of a head ``{"online": True}``: it learns while
+            it serves, in a tenth of the time, or in the share that is said.
         model: ``dtype``, ``quantize``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
 
     Raises:

@@ -42,7 +42,8 @@ class Training:
     accumulation: Annotated[int, _panel("Length", "Batches of one update.")] = 1
     data_share: Annotated[float, _panel("Length", "Train on this share of the data alone.")] = 1.0
     objective: Annotated[
-        str | None, _panel("Net", "eagle1, hass, eagle3, tv or next-token, instead of the method's own.")
+        str | None,
+        _panel("Net", "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token, instead of the method's own."),
     ] = None
     unroll_steps: Annotated[
         int | None, _panel("Net", f"Of training-time test; of mtp: its modules. [default: {_STEPS}]")
@@ -55,6 +56,14 @@ class Training:
         int | None, _panel("Net", "Where a net uses the target's LM head: tokens that losses look at. [default: all]")
     ] = None
     inputs: Annotated[str, _panel("Net", "token, feature, feature-unshifted or feature-shifted.")] = "feature-shifted"
+    layers: Annotated[
+        int | None, _panel("Draft model", "Of a new one, without --init-from. [default: a quarter of the target's]")
+    ] = None
+    hidden_size: Annotated[int | None, _panel("Draft model", "Of a new one. [default: half of the target's]")] = None
+    heads: Annotated[int | None, _panel("Draft model", "Of a new one. [default: each 64 wide]")] = None
+    own_text: Annotated[
+        float, _panel("Draft model", "Share of the batches whose text the draft model goes on with itself (on-policy).")
+    ] = 0.0
     fc_norm: Annotated[bool, _panel("Net", "EAGLE-3.1: a norm for each tap.", "--fc-norm")] = False
     norm_output: Annotated[bool, _panel("Net", "EAGLE-3.1: feed back the normed state.", "--norm-output")] = False
     optimizer: Annotated[str, _panel("Optimisation", "adamw, or muon for the matrices.")] = "adamw"
@@ -99,7 +108,10 @@ class Run:
         ),
     ] = 0
     initial: Annotated[
-        Path | None, typer.Option("--init-from", help="Start from this head, in any layout, instead of from nothing.")
+        Path | None,
+        typer.Option(
+            "--init-from", help="Start from this head, in any layout, or draft model, instead of from nothing."
+        ),
     ] = None
     licence: Annotated[str | None, typer.Option("--licence", help="Of the head, for its card: Apache-2.0, say.")] = None
     forecast_prompts: Annotated[
@@ -136,6 +148,8 @@ def train(
     - `draftwing train hass --data texts/ --unroll-steps 3 --optimizer muon --minutes 60 -o head`
 
     - `draftwing train eagle3 --cache features --minutes 60 -o head`
+
+    - `draftwing train causal-lm --data chats.jsonl --init-from small-model --objective rkl --minutes 60 -o draft`
     """
     session = _prepared(training, method, data, run)
     main = session.trainer.accelerator.is_main_process

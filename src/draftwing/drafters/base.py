@@ -18,7 +18,7 @@ from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "Budget", "Drafter", "NoDrafter", "Traits"]
+__all__ = ["EAGLE_TREE", "Budget", "Drafter", "Learning", "NoDrafter", "Traits"]
 
 # What a budget may ask for, so that no shape asks for more memory or time than a machine has.
 MAX_DEPTH, MAX_WIDTH, MAX_NODES = 1024, 256, 4096
@@ -39,6 +39,7 @@ class Traits:
         runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a net.
         forget: drops what drafters of its maker have kept of former requests; None where they keep nothing. Whoever
             measures the same prompts again calls it in between (``LM.forget``).
+        learns: whether it is a ``Learning`` one.
     """
 
     drafts: bool = True
@@ -49,6 +50,7 @@ class Traits:
     num_bytes: int = 0
     runs_as: str = ""
     forget: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,14 @@ class Drafter(Protocol):
 
     def remove(self, ctx: Context, row: int) -> None:
         """A row left; the last row takes its place. Called before ``ctx.rows`` changes."""
+        ...
+
+
+class Learning(Drafter, Protocol):
+    """A drafter that changes with what it sees, between two steps of an ``Engine``."""
+
+    def learn(self) -> None:
+        """Learn from the steps since the last call; may take a share of their time."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftwing.drafters.entries.causal_lm import CAUSAL_LM
 from draftwing.drafters.entries.eagle import EAGLE
 from draftwing.drafters.entries.lookahead import LOOKAHEAD
 from draftwing.drafters.entries.mtp import MTP
@@ -11,4 +12,4 @@ from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *RETRIEVAL)
+BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *RETRIEVAL, CAUSAL_LM)

@@ -51,6 +51,7 @@ class NewNet:
         embedding, head: the target's, plain.
         target_ids: (V_draft,) ascending, or None for the whole vocabulary.
         settings: the training options that ``NetKind.settings`` names.
+        folder: the target's.
     """
 
     like: ModelConfig
@@ -60,6 +61,7 @@ class NewNet:
     head: Linear
     target_ids: Tensor | None
     settings: Mapping[str, Any]
+    folder: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ class NetKind:
         settings: names of the training options that shape its nets (``train.options.NET_SETTINGS``).
         loss: makes what an update minimises, of the arguments of ``train.loss.batch.UnrolledLoss``, which it is
             unless given: a module called as that one is, with sums for every drafted token.
+        calibrates: whether scores of its nets are fitted to chances as training goes (``train.calibrate``).
+        as_target: such a net as a model that writes text by itself, with the weights that it has at the time; for the
+            training option ``own_text``.
     """
 
     read: Callable[..., DraftNet]
@@ -115,6 +120,8 @@ class NetKind:
     start: Callable[[Any, Linear, Sequence[Scored]], None] | None = None
     settings: tuple[str, ...] = ()
     loss: Callable[..., Any] | None = None
+    calibrates: bool = True
+    as_target: Callable[[Any], Target] | None = None
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def convert(source: Path, destination: Path, to: str, **said: Any) -> None:
     """
     kind = _head_kind(source)
     known = {layout for each in KINDS.values() if each.net is not None for layout in each.net.layouts}
-    if to in known and to not in kind.layouts:
+    if kind.layouts and to in known and to not in kind.layouts:
         raise UnsupportedError(f"{source}: such a head can only be written as {', '.join(kind.layouts)}, found {to!r}")
     kind.convert(source, destination, to, **said)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.drafters.kind import Kind, Method, NetKind, NewDrafter, NewNet, Source
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError, ConfigError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,28 @@ if TYPE_CHECKING:
     from draftwing.nets.base import DraftNet, Scored
     from draftwing.nets.eagle_config import TargetId
 
-__all__ = ["feature_drafter", "from_head", "net_kind"]
+__all__ = ["ONLINE", "feature_drafter", "from_head", "net_kind"]
+
+
+def _share(value: Any) -> float:
+    """Of the steps' time that learning may take; 0 for none."""
+    if isinstance(value, bool):
+        return 0.1 if value else 0.0
+    if isinstance(value, int | float) and 0 < value <= 1:
+        return float(value)
+    raise ConfigError(
+        f"draft_options: online must be True, False, or the share of the time that learning may take, above 0 and up "
+        f"to 1, found {shown(value)}"
+    )
+
+
+def _rate(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ConfigError(f"draft_options: online_lr must be between 0 and 1, found {shown(value)}: 1e-4 is usual")
+    return float(value)
+
+
+ONLINE: Mapping[str, Callable[[Any], Any]] = {"online": _share, "online_lr": _rate}  # of heads that can be unrolled
 
 
 def net_kind(
@@ -57,7 +78,8 @@ def net_kind(
         start=start,
         settings=settings,
     )
-    return Kind(net.kind, help, partial(from_head, trained), partial(_is_plain, net.kind), net=trained)
+    options = {} if drafter else ONLINE  # another drafter may not run its net as an unroll does
+    return Kind(net.kind, help, partial(from_head, trained), partial(_is_plain, net.kind), options, trained)
 
 
 def feature_drafter(net: DraftNet, target: Target, name: str = "", identity: str = "") -> Drafter:
@@ -68,14 +90,36 @@ def feature_drafter(net: DraftNet, target: Target, name: str = "", identity: str
 
 
 def from_head(kind: NetKind, source: Source) -> NewDrafter:
-    """A maker of drafters from a head's folder."""
+    """A maker of drafters from a head's folder; with the option ``online`` of such as learn while they serve."""
     from draftwing.heads.identity import head_id, target_id
 
     target = source.target
     own = target_id(target, source.tokenizer)
     net = kind.read(source.folder, target.embedding, target.head, own, dtype=target.dtype)
     net = net.prepack(target.quantized, fast=True)
-    return partial(kind.drafter, net, target, source.folder.name, head_id(source.folder))
+    new_drafter = partial(kind.drafter, net, target, source.folder.name, head_id(source.folder))
+    if source.options.get("online"):
+        return _learning(kind, source, net, new_drafter)
+    if "online_lr" in source.options:
+        raise ConfigError("draft_options: online_lr goes with online: say {'online': True} too, or leave it out")
+    return new_drafter
+
+
+def _learning(kind: NetKind, source: Source, serving: DraftNet, new_drafter: NewDrafter) -> NewDrafter:
+    """A maker of drafters that share one net, and what teaches it."""
+    import torch
+
+    from draftwing.drafters.online import OnlineDrafter
+    from draftwing.heads.identity import target_id
+    from draftwing.nets.learner import Learner, Pace
+
+    target = source.target
+    rows = target.embedding if target.embedding.dtype == torch.float32 else target.embedding.plain().float()
+    own = target_id(target, source.tokenizer)
+    copy = kind.read(source.folder, rows, target.head, own, dtype=torch.float32)
+    pace = Pace(share=source.options["online"], lr=source.options.get("online_lr", Pace.lr))
+    learner = Learner(serving, copy, pace)
+    return lambda: OnlineDrafter(new_drafter(), learner)
 
 
 def _is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:

@@ -11,8 +11,9 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import index
+from typing import cast
 
-from draftwing.drafters.base import Budget
+from draftwing.drafters.base import Budget, Learning
 from draftwing.engine.decode import Decoder
 from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DraftwingError, PromptError, shown
@@ -100,17 +101,24 @@ class Engine:
         """
         if self._waiting or self._has_cancelled:
             self._fill()
-        return self._decoder.step()
+        return self._advance()
 
     def steps(self) -> Iterator[Step]:
         """Steps until every request has ended, those submitted on the way too."""
         while self._fill():
-            yield self._decoder.step()
+            yield self._advance()
 
     def run(self) -> None:
         """All of them at once."""
         while self._fill():
-            self._decoder.step()
+            self._advance()
+
+    def _advance(self) -> Step:
+        """A step of the loop; what its drafter learns, it learns before, where no clock of a step runs."""
+        drafter = self._decoder.drafter
+        if drafter.traits.learns:
+            cast(Learning, drafter).learn()
+        return self._decoder.step()
 
     def _fill(self) -> int:
         """Take cancelled requests out and let waiting ones in; how many there are then."""

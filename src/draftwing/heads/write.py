@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,12 @@ def check_destination(folder: Path) -> None:
         )
 
 
-def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors``, whole or not at all.
+def write_folder(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], copies: Sequence[Path] = ()
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``, and ``copies`` of some files, whole or not at all.
 
-    Both are written into a folder beside ``folder`` and moved when they are complete; other files that a folder
+    All are written into a folder beside ``folder`` and moved when they are complete; other files that a folder
     already has stay.
 
     Raises:
@@ -101,19 +103,21 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         save_file(plain, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / WEIGHTS).chmod(0o644)  # the writer's own mode lets nobody else read it
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _move(partial, folder)
+        for file in copies:
+            shutil.copyfile(file, partial / file.name)
+        _move(partial, folder, [file.name for file in copies])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the head cannot be written ({error}): {write_fix(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _move(partial: Path, folder: Path) -> None:
+def _move(partial: Path, folder: Path, others: Sequence[str]) -> None:
     if not folder.exists():
         partial.rename(folder)
         return
     # The config last: what has a config has the weights that belong to it, but for the moment between the two.
-    for name in (WEIGHTS, "config.json"):
+    for name in (*others, WEIGHTS, "config.json"):
         os.replace(partial / name, folder / name)
 
 

@@ -252,6 +252,27 @@ class Linear(nn.Module):
         self._int8 = _Int8(self.weight.detach())
         self._drop()
 
+    @torch.no_grad()
+    def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Other numbers (out, in) in place of its own, laid out as these are; whatever runs it reads them from then on.
+
+        Raises:
+            ConfigError: it lies in several parts, or in a file's blocks.
+            NotFiniteError: a number is NaN or infinite.
+        """
+        if len(self._fused) > 1:
+            raise ConfigError("a matrix in several parts takes no other numbers: load it in one format")
+        for part in self._fused:
+            part.refill(weight.float(), bias)
+        if self._int8 is not None:
+            self._int8 = _Int8(weight.to(self.dtype))
+        elif self._packed is not None:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self.dtype), None)
+        if self.weight.numel():
+            self.weight.copy_(weight)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
     def plain(self) -> Tensor:
         """(out, in): its weight, or where that was laid out for the CPU kernel, what it stands for in float32."""
         if not self._fused:

@@ -4,6 +4,9 @@
     hass     eagle1 + top-K distillation: cross-entropy over the target's K best tokens      (2408.15766)
     eagle3   soft cross-entropy on the draft vocabulary, no feature loss                     (2503.01840)
     tv       total variation, 1 - sum min(p, q): the chance that speculative sampling rejects (DistillSpec 2310.08461)
+    fkl, rkl forward and reverse Kullback-Leibler, KL(p || q) and KL(q || p)                  (DistillSpec)
+    jsd      generalised Jensen-Shannon, beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q:
+             beta is 0.5, or what ``jsd:BETA`` says                                           (GKD 2306.13649)
 
     next-token   cross-entropy of the text's own next token, whatever the target thinks of it   (MTP, 2412.19437)
 
@@ -15,11 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from draftwing.errors import ConfigError, shown
 
 __all__ = [
     "OBJECTIVES",
@@ -27,8 +33,12 @@ __all__ = [
     "Objective",
     "StepSums",
     "feature_loss",
+    "forward_kl",
     "head_loss",
+    "jensen_shannon",
     "next_token",
+    "objective_named",
+    "reverse_kl",
     "soft_cross_entropy",
     "top_k",
     "tv",
@@ -59,6 +69,36 @@ def tv(logits: Tensor, probs: Tensor) -> Tensor:
 def next_token(logits: Tensor, ids: Tensor) -> Tensor:
     """- log q of one token: ids (R, 1) of any dtype."""
     return F.cross_entropy(logits, ids[:, 0].long(), reduction="none")
+
+
+def forward_kl(logits: Tensor, probs: Tensor) -> Tensor:
+    """KL(p || q): the soft cross-entropy less the entropy of p, so that 0 is perfect."""
+    entropy: Tensor = torch.special.entr(probs).sum(-1)
+    return soft_cross_entropy(logits, probs) - entropy
+
+
+def reverse_kl(logits: Tensor, probs: Tensor) -> Tensor:
+    """KL(q || p): it is dear where q has mass and p has none, so that q leaves out what it cannot cover.
+
+    A p of 0 counts as the smallest normal number.
+    """
+    log_q = logits.log_softmax(-1)
+    return (log_q.exp() * (log_q - _log(probs))).sum(-1)
+
+
+def jensen_shannon(logits: Tensor, probs: Tensor, beta: float = 0.5) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, which is bounded."""
+    log_q = logits.log_softmax(-1)
+    q = log_q.exp()
+    log_m = _log(beta * probs + (1 - beta) * q)
+    of_p: Tensor = -torch.special.entr(probs) - probs * log_m
+    of_q = q * (log_q - log_m)
+    return (beta * of_p + (1 - beta) * of_q).sum(-1)
+
+
+def _log(probs: Tensor) -> Tensor:
+    """Of numbers from 0 on: finite, and so is its gradient."""
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def feature_loss(states: Tensor, features: Tensor) -> Tensor:
@@ -103,7 +143,32 @@ OBJECTIVES: dict[str, Objective] = {
     "eagle3": Objective(((1.0, soft_cross_entropy),), decay=0.8),
     "tv": Objective(((1.0, tv),), decay=0.8),
     "next-token": Objective(((1.0, next_token),), of_text=True),
+    "fkl": Objective(((1.0, forward_kl),), decay=0.8),
+    "rkl": Objective(((1.0, reverse_kl),), decay=0.8),
+    "jsd": Objective(((1.0, jensen_shannon),), decay=0.8),
 }
+
+
+def objective_named(name: object) -> Objective:
+    """One of ``OBJECTIVES``, or ``jsd:BETA`` with a beta between 0 and 1.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if isinstance(name, str):
+        if name in OBJECTIVES:
+            return OBJECTIVES[name]
+        kind, _, said = name.partition(":")
+        try:
+            beta = float(said)
+        except ValueError:
+            beta = 0.0
+        if kind == "jsd" and 0 < beta < 1:
+            return Objective(((1.0, partial(jensen_shannon, beta=beta)),), decay=0.8)
+    raise ConfigError(
+        f"training: objective must be one of {', '.join(OBJECTIVES)}, or jsd:BETA with a BETA between 0 and 1, found "
+        f"{shown(name)}"
+    )
 
 
 def head_loss(

@@ -33,6 +33,7 @@ def new_net(
             head=target.head,
             target_ids=None if whole else vocabulary.target_ids.to(target.device),
             settings=options.settings,
+            folder=folder,
         )
     )
 
@@ -46,6 +47,12 @@ def net_of_head(where: Path, model: Target, options: TrainOptions, own: TargetId
             f"another head, from nothing, or choose another method"
         )
     net = options.kind.read(where, model.embedding.plain().float(), model.head, own)
+    given = [name for name in ("layers", "hidden_size", "heads") if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(
+            f"training: {given[0]} shapes a new model, and this run starts from {where}, which has its own: leave it "
+            f"out, or start from nothing"
+        )
     wanted: dict[str, Any] = {}
     found: dict[str, Any] = {}
     if "inputs" in options.settings:

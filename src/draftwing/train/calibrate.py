@@ -10,9 +10,9 @@ from torch import Tensor
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
+from draftwing.nets.unroll import unroll
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.batch import Truth
-from draftwing.train.loss.unroll import unroll
 
 __all__ = ["fit_calibration"]
 

@@ -9,11 +9,14 @@ from typing import Any
 from draftwing.drafters.kinds import NetKind, method_named, methods
 from draftwing.errors import ConfigError
 from draftwing.nets.eagle_config import Inputs
-from draftwing.nets.objectives import OBJECTIVES, Objective
+from draftwing.nets.objectives import Objective, objective_named
 
 __all__ = ["NET_SETTINGS", "Recipe", "TrainOptions"]
 
-NET_SETTINGS = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")  # which shape the nets of some kinds
+# Options that only some kinds have: they shape their nets, or say what text these learn from.
+NET_SETTINGS = (
+    "inputs", "draft_vocab_size", "fc_norm", "norm_output", "layers", "hidden_size", "heads", "own_text",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class TrainOptions:
     """How a head is trained.
 
     Attributes:
-        method: one of ``drafters.kinds.methods()``: ``eagle1``, ``hass``, ``eagle3``, ``mtp``.
-        objective: overrides the method's own (``tv``: acceptance-aligned).
+        method: one of ``drafters.kinds.methods()``: ``eagle1``, ``hass``, ``eagle3``, ``mtp``, ``causal-lm``.
+        objective: overrides the method's own (``tv``: acceptance-aligned); see ``objective_named``.
         unroll_steps: of training-time test, or an MTP head's modules; None takes the method's own.
         later_share: share of the entries that the unroll goes on with after its first step; less is faster.
         inputs: what an entry reads (the EAGLE paper's ablation).
@@ -39,6 +42,9 @@ class TrainOptions:
         loss_vocab_size: of a net that uses the target's LM head: losses look at so many tokens, the most frequent ones,
             which is faster; None is all.
         fc_norm, norm_output: EAGLE-3.1.
+        layers, hidden_size, heads: of a new draft model; None takes a quarter of the target's layers, half its width,
+            and heads of 64.
+        own_text: share of the batches of a draft model whose text it goes on with itself, as it stands then.
         max_length: tokens of a window or dialogue. ``tokens_per_batch``: of an update's micro-batch.
         accumulation: micro-batches of one update.
         iterations: updates; or ``minutes`` of wall time, from which they are reckoned once the speed is known.
@@ -66,6 +72,10 @@ class TrainOptions:
     loss_vocab_size: int | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    layers: int | None = None
+    hidden_size: int | None = None
+    heads: int | None = None
+    own_text: float = 0.0
     max_length: int = 512
     tokens_per_batch: int = 4096
     accumulation: int = 1
@@ -90,11 +100,14 @@ class TrainOptions:
     def __post_init__(self) -> None:
         checks = (
             (self.method in methods(), "method", f"one of {', '.join(methods())}"),
-            (self.objective is None or self.objective in OBJECTIVES, "objective", f"one of {', '.join(OBJECTIVES)}"),
             (self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon"),
             (self.precision in ("bf16", "no"), "precision", "bf16 or no"),
             (self.unroll_steps is None or 1 <= self.unroll_steps <= 16, "unroll_steps", "from 1 to 16"),
             (0 < self.later_share <= 1, "later_share", "in (0, 1]"),
+            (self.layers is None or self.layers >= 1, "layers", "at least 1"),
+            (self.hidden_size is None or self.hidden_size >= 8, "hidden_size", "at least 8"),
+            (self.heads is None or self.heads >= 1, "heads", "at least 1"),
+            (0 <= self.own_text <= 1, "own_text", "from 0 to 1"),
             (self.loss_vocab_size is None or self.loss_vocab_size >= 1, "loss_vocab_size", "at least 1"),
             (self.max_length >= 8, "max_length", "at least 8"),
             (self.accumulation >= 1, "accumulation", "at least 1"),
@@ -116,6 +129,8 @@ class TrainOptions:
         for good, name, wanted in checks:
             if not good:
                 raise ConfigError(f"training: {name} must be {wanted}, found {getattr(self, name)!r}")
+        if self.objective is not None:
+            objective_named(self.objective)
         if (self.iterations is None) == (self.minutes is None):
             raise ConfigError("training: give either iterations or minutes")
         usual = {each.name: each.default for each in dataclasses.fields(self)}
@@ -142,7 +157,7 @@ class TrainOptions:
         found = method_named(self.method)[1]
         objective = self.objective or found.objective
         return Recipe(
-            OBJECTIVES[objective] if isinstance(objective, str) else objective,
+            objective_named(objective) if isinstance(objective, str) else objective,
             self.unroll_steps or found.unroll_steps,
             found.noise,
         )

@@ -42,6 +42,7 @@ from draftwing.train.data.files import read_examples
 from draftwing.train.data.held_out import held_out_prompts
 from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
 from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCache
+from draftwing.train.features.own_text import OwnText
 from draftwing.train.features.source import FeatureSource, OnlineFeatures
 from draftwing.train.loss.batch import Teacher, Truth, loss_of
 from draftwing.train.options import TrainOptions
@@ -178,7 +179,9 @@ def prepare(
     net, coverage = _net_of(files.initial, folder, options, model, training, own)
     teacher = _teacher_of(model, net, training, options)
     source = _source_of(model, training, options, net.config.taps, data.cached)
-    start = net_kind_of(net).start
+    writes, start = net_kind_of(net).as_target, net_kind_of(net).start
+    if writes is not None and options.own_text:
+        source = OwnText(source, model, net.config.taps, writes(net), options.own_text, options.seed)
     if files.initial is None and start is not None:
         num_batches = -(-ENTRIES // options.tokens_per_batch)
         start(net, model.head, [source.batch(number) for number in range(num_batches)])
@@ -375,7 +378,8 @@ def _evaluate(
         loss += torch.tensor([float(s.loss) for s in sums])
         count += torch.tensor([float(s.count) for s in sums])
         agreed += torch.tensor([float(s.agreed) for s in sums if s.agreed is not None])
-    net.config = dataclasses.replace(net.config, calibration=fit_calibration(net, target.head, batches))
+    if net_kind_of(net).calibrates:
+        net.config = dataclasses.replace(net.config, calibration=fit_calibration(net, target.head, batches))
     result: dict[str, Any] = {
         **dataclasses.asdict(net.config.calibration),
         "val_loss": float((loss / count.clamp(min=1)).sum()),

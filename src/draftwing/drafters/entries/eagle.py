@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.drafters.kind import Kind, Method, NetKind, NewNet
-from draftwing.drafters.own import feature_drafter, from_head
+from draftwing.drafters.own import ONLINE, feature_drafter, from_head
 
 if TYPE_CHECKING:
     from draftwing.heads.doctor.case import Finding
@@ -85,7 +85,7 @@ def _eagle(version: int, help: str, layouts: tuple[str, ...], settings: tuple[st
         settings=settings,
     )
     name = f"eagle{version}"
-    return Kind(name, help, partial(from_head, net), partial(_is_eagle, version), net=net)
+    return Kind(name, help, partial(from_head, net), partial(_is_eagle, version), ONLINE, net)
 
 
 EAGLE = (

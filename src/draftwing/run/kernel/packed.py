@@ -93,6 +93,26 @@ class Packed:
             raise ConfigError(f"outputs must be from 0 to {self.num_out - 1}, found {outputs.tolist()!r:.60}")
         return required_kernel().rows(self.format.code, self.weight, self.num_in, outputs)
 
+    def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Other numbers (out, in) in place of its own, rounded to its format: programs find them where they look.
+
+        Raises:
+            ConfigError: it is stored in a file's blocks.
+            NotFiniteError: a number is NaN or infinite.
+        """
+        kind = self.format
+        if kind.is_blocks:
+            raise ConfigError(f"a matrix in blocks ({kind.name}) takes no other numbers: load it in 16 bits or more")
+        if kind.is_exact:
+            rounded = Stored(kind.name, self.num_in, weight.to(getattr(torch, kind.name)))
+            fresh = Packed.of_stored([rounded], bias, gated=self.gated)
+        else:
+            fresh = Packed.of(weight, bias, quantize=kind.name, gated=self.gated)
+        for name in ("weight", "scales", "sums", "bias"):
+            own, new = getattr(self, name), getattr(fresh, name)
+            if own is not None:
+                own.copy_(new)
+
     @property
     def num_bytes(self) -> int:
         """Bytes read for one forward."""

@@ -38,7 +38,7 @@ from draftwing.errors import DataError
 from draftwing.heads.identity import differences
 from draftwing.model.target import Target
 from draftwing.nets.eagle_config import TargetId
-from draftwing.train.data.batches import Plan, collate
+from draftwing.train.data.batches import Batch, Plan, collate
 from draftwing.train.data.corpus import Corpus, Example
 from draftwing.train.features.source import FeatureBatch, hidden_states
 
@@ -358,8 +358,8 @@ class CachedFeatures:
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         """See ``FeatureSource``; features are 0 behind the end of a row."""
-        _, rows = self._plan.batch(number, rank, world_size)
-        batch = collate([(each.ids, each.mask) for each in map(self._cache.row, rows)]).runnable()
+        rows, batch = self._rows(number, rank, world_size)
+        batch = batch.runnable()
         hidden = self._cache.info.target.hidden_size
         stored = torch.zeros(
             *batch.ids.shape, len(self._chosen), hidden, dtype=DTYPES[self._cache.info.dtype]
@@ -371,6 +371,14 @@ class CachedFeatures:
         states = stored.to(self._device).to(self._dtype)  # as few bytes as can be go to the device
         features, last = states[:, :, :-1].flatten(2), states[:, :, -1]
         return FeatureBatch(batch.to(self._device), features, last, best=best.to(self._device))
+
+    def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """See ``FeatureSource``."""
+        return self._rows(number, rank, world_size)[1]
+
+    def _rows(self, number: int, rank: int, world_size: int) -> tuple[list[int], Batch]:
+        _, rows = self._plan.batch(number, rank, world_size)
+        return rows, collate([(each.ids, each.mask) for each in map(self._cache.row, rows)])
 
 
 def _read_index(folder: Path) -> CacheIndex:

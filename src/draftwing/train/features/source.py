@@ -16,7 +16,7 @@ from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec, Target
 from draftwing.train.data.batches import Batch, Batches
 
-__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures", "best_tokens", "hidden_states", "read_text"]
+__all__ = ["FeatureBatch", "FeatureSource", "OnlineFeatures", "best_tokens", "hidden_states", "read_text", "scored"]
 
 _ROWS = 512  # whose logits are looked at together
 
@@ -65,13 +65,16 @@ class FeatureSource(Protocol):
         """See ``Batches.batch``."""
         ...
 
+    def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """The same without features, where these cost anything."""
+        ...
+
 
 class OnlineFeatures:
     """Runs the target on every batch."""
 
     def __init__(self, target: Target, batches: Batches, taps: tuple[int, ...]) -> None:
-        self._target, self._batches, self._num_taps = target, batches, len(taps)
-        self._spec = FeatureSpec((*taps, target.num_layers))
+        self._target, self._batches, self._taps = target, batches, taps
 
     @property
     def num_tokens_per_epoch(self) -> int:
@@ -85,14 +88,23 @@ class OnlineFeatures:
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         """See ``FeatureSource``."""
-        return self.of(self._batches.batch(number, rank, world_size))
+        return self.of(self.text(number, rank, world_size))
+
+    def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """A batch without features: the target is not run."""
+        return self._batches.batch(number, rank, world_size)
 
     def of(self, batch: Batch) -> FeatureBatch:
         """One forward of the target."""
-        batch = batch.runnable().to(self._target.device)
-        logits, features = _score(self._target, batch.ids, self._spec)
-        width = self._target.hidden_size * self._num_taps
-        return FeatureBatch(batch, features[..., :width], features[..., width:], logits)
+        return scored(self._target, batch, self._taps)
+
+
+def scored(target: Target, batch: Batch, taps: tuple[int, ...]) -> FeatureBatch:
+    """A batch with what the target thinks of it: one forward."""
+    batch = batch.runnable().to(target.device)
+    logits, features = _score(target, batch.ids, FeatureSpec((*taps, target.num_layers)))
+    width = target.hidden_size * len(taps)
+    return FeatureBatch(batch, features[..., :width], features[..., width:], logits)
 
 
 def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:

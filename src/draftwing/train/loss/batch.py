@@ -17,10 +17,10 @@ from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss
+from draftwing.nets.unroll import unroll
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.unroll import unroll
 
-__all__ = ["StepSums", "Teacher", "Truth", "UnrolledLoss", "loss_of"]
+__all__ = ["Teacher", "Truth", "UnrolledLoss", "loss_of"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,106 @@
+"""What a draft model's update minimises: a divergence from the target after every token that counts (2310.08461).
+
+One causal forward over the batch; no unroll, since a draft model reads nothing but tokens, and these are the same
+whether it drafted them or not.
+
+Shape suffixes: B rows, T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.model.attention import CausalAttention
+from draftwing.nets.base import Scored
+from draftwing.nets.causal_lm import CausalLMNet
+from draftwing.nets.objectives import Objective, StepSums, head_loss
+
+__all__ = ["CausalLoss", "Told"]
+
+
+class Told(Protocol):
+    """What the target says after every position of a batch: see ``train.loss.batch.Truth``."""
+
+    @property
+    def probs(self) -> Tensor:
+        """(B * T, V) p."""
+        ...
+
+    @property
+    def best(self) -> Tensor:
+        """(B, T) the target's best token."""
+        ...
+
+    def rows(self, step: int, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Of entries (C,) those that count, into B * C, and their places among B * T."""
+        ...
+
+
+class CausalLoss(nn.Module):
+    """``net`` under a divergence: a module called as ``train.loss.batch.UnrolledLoss`` is, with one step.
+
+    Args:
+        net: in training.
+        objective: divergences alone.
+        num_steps, later_share: 1; there is no unroll.
+        noise, target_ids: not for a draft model, which reads no features and has an LM head of its own.
+
+    Raises:
+        ConfigError: an objective that compares features, or an unroll.
+    """
+
+    def __init__(
+        self,
+        net: CausalLMNet,
+        objective: Objective,
+        num_steps: int = 1,
+        noise: float = 0.0,
+        later_share: float = 1.0,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if objective.feature_weight:
+            raise ConfigError(
+                "training: a draft model has no features to compare with the target's: choose --objective fkl, rkl, "
+                "jsd or tv"
+            )
+        if num_steps != 1 or later_share != 1:
+            raise ConfigError(
+                "training: a draft model learns from every position at once: leave --unroll-steps and --later-share out"
+            )
+        self.net, self.objective = net, objective
+
+    def forward(self, found: Scored, truth: Told, *, agreement: bool = False) -> list[StepSums]:
+        """Sums over all predictions that count.
+
+        Args:
+            agreement: count too how often the net's best token is the target's.
+        """
+        net, ids = self.net, found.batch.ids
+        device = ids.device.type
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else net.dtype
+        # ``rows`` counts as an unroll does, whose entry 0 guesses the token at 2: position i stands for entry i - 1.
+        entries, where = truth.rows(0, torch.arange(-1, ids.shape[1] - 2, device=ids.device))
+        read = _read(net, ids)[:, :-1].flatten(0, 1)[entries]
+        loss = head_loss(read, net.head_weight, truth.probs, where, self.objective.divergence, narrow)
+        agreed = None
+        if agreement:
+            with torch.no_grad():
+                guess = (read.to(narrow) @ net.head_weight.to(narrow).T).argmax(-1)
+                agreed = (guess == truth.best.flatten()[where]).sum()
+        return [StepSums(loss, len(entries), agreed)]
+
+
+def _read(net: CausalLMNet, ids: Tensor) -> Tensor:
+    """(B, T) -> (B, T, H) what the LM head reads at each position."""
+    rows, length = ids.shape
+    positions = torch.arange(length, device=ids.device).repeat(rows)
+    # Every text is read as if it had come as one prompt, as ``run.eager.score`` reads it.
+    cis = net.rotary.cis(positions, torch.full_like(positions, length), upto=length).view(rows * length, 1, -1)
+    attend: Any = CausalAttention(rows, length, net.shape.windows, net.shape.head_dim**-0.5, cis)
+    read: Tensor = net.forward(ids.reshape(-1), None, attend)[0]
+    return read.view(rows, length, -1)

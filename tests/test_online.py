@@ -1,0 +1,353 @@
+"""A head that learns while it serves: what it learns from, what that takes, how it is undone; never what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import add_tokenizer, build, refused
+from draftwing.api import load, load_target
+from draftwing.drafters.base import Budget
+from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.kinds import KINDS
+from draftwing.drafters.online import OnlineDrafter
+from draftwing.engine.decode import Decoder
+from draftwing.engine.engine import Engine
+from draftwing.errors import ConfigError
+from draftwing.heads.write import write_head
+from draftwing.model.layers import RMSNorm
+from draftwing.model.lean import LeanTarget
+from draftwing.model.linear import Layout, Linear
+from draftwing.model.linear import _has_exact_int8 as can_int8
+from draftwing.nets.eagle import EagleNet
+from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.learner import Learner, Pace, Stretch, Tally
+from draftwing.run.kernel.library import get_kernel
+from draftwing.sampling import Sampling
+from draftwing.stats import Stats
+from test_unroll import SlowNet, random_net, random_text
+
+needs_kernel = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
+DRAFT_IDS = torch.tensor([0, 2, 3, 5, 8, 9, 11])
+EVER = 1e9  # a share of the time that never runs out
+
+
+# --- other numbers in place of a matrix's own ------------------------------------------------------------------------
+
+
+LAYOUTS = {
+    "plain": (Layout("plain"), torch.float32),
+    "torch": (Layout("torch"), torch.float32),
+    "bfloat16": (Layout("torch"), torch.bfloat16),
+    **({"torch-int8": (Layout("torch", "int8"), torch.float32)} if can_int8() else {}),
+    **({"kernel": (Layout("kernel"), torch.float32)} if get_kernel() else {}),
+    **({"kernel-int8": (Layout("kernel", "int8"), torch.float32)} if get_kernel() and can_int8() else {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_matrix_with_other_numbers_is_as_if_it_had_been_made_of_them(layout):
+    torch.manual_seed(0)
+    how, dtype = LAYOUTS[layout]
+    before, after, x = torch.randn(96, 64), torch.randn(96, 64), torch.randn(5, 64, dtype=dtype)
+    if layout == "kernel":
+        before = before.bfloat16().float()  # which takes 16 bits: the others are rounded to it
+    matrix = Linear(before.to(dtype), torch.randn(96, dtype=dtype)).lay_out(how)
+    bias = torch.randn(96, dtype=dtype)
+    matrix.refill(after, bias)
+    wanted = Linear((after.bfloat16().float() if layout == "kernel" else after).to(dtype), bias).lay_out(how)
+    assert matrix.formats == wanted.formats
+    assert torch.equal(matrix.forward(x), wanted.forward(x))
+
+
+@needs_kernel
+@pytest.mark.parametrize("quantize", [None, "int8"] if can_int8() else [None])
+def test_a_gated_matrix_too(quantize):
+    torch.manual_seed(0)
+    before, after = torch.randn(192, 64), torch.randn(192, 64)
+    matrix, wanted = (Linear(each).lay_out(Layout("kernel", quantize), gated=True) for each in (before, after))
+    memory = matrix.packed[0].weight.data_ptr()
+    matrix.refill(after)
+    assert matrix.packed[0].weight.data_ptr() == memory  # where programs look
+    for name in ("weight", "scales", "sums"):
+        one, other = (getattr(each.packed[0], name) for each in (matrix, wanted))
+        assert one is other or torch.equal(one, other)
+
+
+# --- what it learns from ---------------------------------------------------------------------------------------------
+
+
+def stretches_of(net: EagleNet, count: int = 2) -> list[Stretch]:
+    """Random ones, of several lengths."""
+    found = []
+    for number in range(count):
+        ids, features = random_text(net, 1, 6 + number)
+        places = torch.tensor([1, 3, 4 + number])
+        probs = torch.rand(3, 4, dtype=torch.float64).softmax(-1)
+        tokens = torch.stack([torch.randperm(net.num_draft_tokens)[:4] for _ in range(3)])
+        found.append(Stretch(ids[0], features[0, :-1], places, tokens, probs))
+    return found
+
+
+@pytest.mark.parametrize("case", ["eagle1", "eagle3", "eagle3-few-tokens"])
+def test_the_loss_is_that_of_drafts_which_were_wrong(case):
+    """A place at a time: the chain that starts so many steps before it, by a slow net of vectors; gradients too."""
+    few = DRAFT_IDS if case.endswith("few-tokens") else None
+    net, serving = (random_net(1 if case == "eagle1" else 3, few) for _ in range(2))
+    learner = Learner(serving, net, Pace(num_steps=3))
+    chosen = stretches_of(net)
+    learner.loss(chosen).backward()
+    slow = {name: tensor.requires_grad_() for name, tensor in net.tensors().items()}
+    reference, wanted = SlowNet(net, slow), 0.0
+    head = net.read_head.weight if case == "eagle1" else slow["lm_head.weight"]
+    for step in range(3):
+        losses = []
+        for each in chosen:
+            for place, tokens, probs in zip(each.places.tolist(), each.tokens, each.probs, strict=True):
+                start = place - 1 - step
+                if start >= 0:
+                    _, read = reference.draft(each.ids.tolist(), each.features, start, step + 1)[step]
+                    losses.append(-(probs * (head @ read).log_softmax(-1)[tokens]).sum())
+        wanted = wanted + 0.8**step * sum(losses) / len(losses)
+    # EAGLE-1's frozen head is read in float32.
+    close = {"rtol": 1e-5, "atol": 1e-6} if case == "eagle1" else {"rtol": 1e-9, "atol": 1e-10}
+    torch.testing.assert_close(learner.loss(chosen), wanted, **close)
+    wanted.backward()
+    torch.testing.assert_close(net.fc.weight.grad, slow["fc.weight"].grad, **close)
+
+
+def make(folder: Path, dtype=torch.float32, prepack=True, seed=2, **pace) -> tuple[LeanTarget, OnlineDrafter]:
+    """A target, and an EAGLE-3 head that knows nothing."""
+    target, plain = (LeanTarget.from_folder(folder, dtype, prepack=each) for each in (prepack, False))
+    config = EagleConfig.for_target(3, plain.config)
+    torch.manual_seed(seed)
+    trained = EagleNet(config, plain.embedding, plain.head, None, dtype)
+    serving = EagleNet(config, target.embedding, target.head, None, dtype)
+    serving.load_state_dict(trained.state_dict())
+    serving = serving.prepack() if prepack else serving.requires_grad_(False)
+    learner = Learner(serving, trained, Pace(**{"share": EVER, "lr": 1e-2, "places": 8, "window": 32, **pace}))
+    return target, OnlineDrafter(EagleDrafter(serving, target), learner)
+
+
+def write(target: LeanTarget, drafter: OnlineDrafter | None, times: int, prompt=(5, 9, 7), tokens=40) -> Stats:
+    """The same text again and again."""
+    engine = Engine(Decoder(target, drafter, budget=Budget(3)), max_batch=1)
+    requests = [engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True)) for _ in range(times)]
+    stats = Stats.of(engine.steps())
+    assert len({tuple(request.token_ids) for request in requests}) == 1
+    return stats
+
+
+@pytest.mark.parametrize("prepack", [False, pytest.param(True, marks=needs_kernel)])
+def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
+    target, drafter = make(folder_of("llama", head_dim=32), prepack=prepack)
+    assert drafter.learner._serving.runs.name == ("kernel" if prepack else "torch")
+    before = write(target, drafter, 1)
+    write(target, drafter, 12)
+    after = write(target, drafter, 1)
+    assert before.tau < 1.5
+    assert after.tau > before.tau + 1
+    learner = drafter.learner
+    assert learner.num_updates > learner.num_handed > 2
+    assert len(learner._ring) <= learner.pace.ring
+
+
+def test_without_the_engine_nothing_is_learnt(folder_of):
+    """Costs are measured on bare loops, whose texts mean nothing; and an engine asks before each step."""
+    target, drafter = make(folder_of("llama"), torch.float64, prepack=False)
+    decoder = Decoder(target, drafter, budget=Budget(3))
+    decoder.admit((5, 9, 7), Sampling(max_tokens=40, ignore_eos=True))
+    while decoder.num_running:
+        decoder.step()
+    assert drafter.learner.num_updates == 0
+    assert not drafter.learner._ring
+
+
+def test_what_is_put_down_is_what_was_said(folder_of):
+    """Each place of each stretch: the features and the chances that the target's own forward of the text has there."""
+    target, drafter = make(folder_of("llama"), torch.float64, prepack=False, places=3, length=20)
+    taken = []
+    drafter.learner.learn = lambda found, tally, seconds: taken.extend(found) or True
+    engine = Engine(Decoder(target, drafter, budget=Budget(3, 2)))
+    prompts = [(5, 9, 7, 3, 4, 8), (7,), tuple(range(3, 30))]
+    sampling = {"max_tokens": 30, "temperature": 1.0, "ignore_eos": True}
+    requests = [engine.submit(each, Sampling(seed=n, **sampling)) for n, each in enumerate(prompts)]
+    engine.run()
+    drafter.learn()
+    texts = [[*request.prompt_ids, *request.token_ids] for request in requests]
+    assert len(taken) > 9
+    for each in taken:
+        ids = each.ids.tolist()
+        text, start = next((t, s) for t in texts for s in range(len(t)) if t[s : s + len(ids)] == ids)
+        output = target.score(torch.tensor([text]), drafter.features)
+        torch.testing.assert_close(each.features, output.features[0, start : start + len(ids) - 1])
+        assert 0 < len(each.places) == len(each.tokens)
+        for place, tokens, probs in zip(each.places.tolist(), each.tokens, each.probs, strict=True):
+            wanted = output.logits[0, start + place].softmax(-1)[tokens]
+            torch.testing.assert_close(probs, (wanted / wanted.sum()).float())
+            assert tokens[0] == output.logits[0, start + place].argmax()
+
+
+# --- what it takes, and how it is undone -----------------------------------------------------------------------------
+
+
+def small_learner(**pace) -> Learner:
+    """One whose every update takes two seconds."""
+    nets, now = [random_net(3, DRAFT_IDS) for _ in range(2)], [0.0]
+    learner = Learner(nets[0].requires_grad_(False), nets[1], Pace(**pace), lambda: now[0])
+    update = learner._update
+
+    def slowly() -> None:
+        now[0] += 2.0
+        update()
+
+    learner._update = slowly
+    return learner
+
+
+def test_learning_takes_its_share_of_the_time_and_no_more():
+    learner = small_learner(share=0.25)
+    torch.manual_seed(0)
+    for _ in range(400):  # of a tenth of a second each
+        learner.learn(stretches_of(learner.net, 1), Tally(), 0.1)
+    assert 4 <= learner.num_updates <= 6  # 40 seconds, of which 10 may be spent, two at a time
+    for _ in range(1000):
+        learner.learn([], Tally(), 0.1)
+    seen = learner.num_updates
+    assert seen <= 7  # without anything new there is nothing to learn
+    learner.learn(stretches_of(learner.net, 1), Tally(), 0.1)
+    learner.learn(stretches_of(learner.net, 1), Tally(), 0.1)
+    assert learner.num_updates <= seen + 1  # what was not spent does not pile up
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in learner._serving.named_parameters()}
+
+
+def assert_equal(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def learn_until_handed(learner: Learner, rate: float) -> None:
+    handed = learner.num_handed
+    for _ in range(9):
+        learner.learn(stretches_of(learner.net), Tally(100, round(100 * rate)), 100.0)
+        if learner.num_handed > handed:
+            return
+    raise AssertionError
+
+
+def test_weights_that_draft_worse_are_taken_back():
+    """To the bit; and a rate that falls by chance alone takes nothing back."""
+    learner = small_learner(share=1.0, lr=0.05, window=100)
+    first = weights_of(learner)
+    learn_until_handed(learner, 0.5)
+    second = weights_of(learner)
+    assert not torch.equal(first["fc.weight"], second["fc.weight"])
+    learn_until_handed(learner, 0.45)
+    third = weights_of(learner)
+    assert not torch.equal(second["fc.weight"], third["fc.weight"])
+    assert learner.num_taken_back == 0
+    learner.learn([], Tally(100, 10), 1.0)
+    assert learner.num_taken_back == 1
+    assert_equal(weights_of(learner), second)
+    assert torch.equal(learner.net.fc.weight, second["fc.weight"])  # and it learns on from there
+    learn_until_handed(learner, 0.1)  # nothing is known of those that were put back, so nothing is taken back
+    assert not torch.equal(learner.net.fc.weight, second["fc.weight"])
+
+
+@needs_kernel
+def test_a_snapshot_is_restored_to_the_bit(folder_of):
+    """What serves packed drafts the very trees that it drafted before."""
+    target, drafter = make(folder_of("llama", head_dim=32))
+    learner = drafter.learner
+    kept, parts = learner.snapshot(), [part for part in learner._serving.modules() if isinstance(part, Linear)]
+
+    def bits() -> list[torch.Tensor]:
+        packed = [getattr(part.packed[0], name) for part in parts for name in ("weight", "scales", "sums")]
+        norms = [part.weight.clone() for part in learner._serving.modules() if isinstance(part, RMSNorm)]
+        return [each.clone() for each in packed if each is not None] + norms
+
+    before = bits()
+    write(target, drafter, 4)
+    assert any(not torch.equal(one, other) for one, other in zip(before, bits(), strict=True))
+    assert not torch.equal(kept["fc.weight"], learner.net.fc.weight)
+    learner.restore(kept)
+    assert all(torch.equal(one, other) for one, other in zip(before, bits(), strict=True))
+    assert torch.equal(kept["fc.weight"], learner.net.fc.weight)
+    assert learner.snapshot().keys() == kept.keys()
+
+
+def test_gradients_that_are_not_finite_change_nothing():
+    learner = small_learner(share=1.0)
+    before = {name: each.detach().clone() for name, each in learner.net.named_parameters()}
+    (bad,) = stretches_of(learner.net, 1)
+    bad.features[0, 0] = float("nan")
+    learner.learn([bad], Tally(), 1.0)
+    assert learner.num_updates == 0
+    assert_equal(before, {name: each.detach() for name, each in learner.net.named_parameters()})
+
+
+def test_decoders_share_what_is_learnt(folder_of):
+    """A second one hands over what it saw when nobody else is learning."""
+    target, drafter = make(folder_of("llama"), torch.float64, prepack=False)
+    other = OnlineDrafter(EagleDrafter(drafter.learner._serving, target), drafter.learner)
+    learner = drafter.learner
+    with learner._lock:
+        write(target, other, 2)
+        assert learner.num_updates == 0
+        assert 0 < len(other._found) <= learner.pace.ring
+    other.learn()
+    assert learner.num_updates == 1
+    assert other._found == []
+    write(target, other, 10)
+    assert write(target, drafter, 1).tau > 1.5
+
+
+# --- as an option of a head ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Path, Path]:
+    """A target with a tokenizer, and an untrained EAGLE-1 head for it."""
+    folder, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
+    build("llama", vocab_size=300, head_dim=32).save_pretrained(folder)
+    target = load_target(add_tokenizer(folder), prepack=False)
+    torch.manual_seed(0)
+    config = EagleConfig.for_target(1, target.config)
+    write_head(head, EagleNet(config, target.embedding, target.head))
+    return folder, head
+
+
+@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, *([{"quantize": "int8"}] if can_int8() else [])])
+def test_an_option_turns_it_on(model, pair):
+    folder, head = pair
+    plain = load(folder, "none", **model)
+    lm = load(folder, head, budget=Budget(3), draft_options={"online": 0.5, "online_lr": 1e-2}, **model)
+    assert lm.drafter_name.endswith(", online")
+    assert lm.traits.learns
+    one, other = lm.new_drafter(), lm.new_drafter()
+    assert one.learner is other.learner
+    assert (one.learner.pace.share, one.learner.pace.lr) == (0.5, 1e-2)
+    sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 3}
+    for _ in range(4):
+        assert lm.generate("def add", **sampling)[0].token_ids == plain.generate("def add", **sampling)[0].token_ids
+    assert one.learner.num_updates > 0
+
+
+def test_it_is_off_unless_asked_for(pair):
+    folder, head = pair
+    assert not load(folder, head).traits.learns
+    assert not load(folder, head, draft_options={"online": False}).traits.learns
+    for value in (0.0, 1.5, -1, "yes", None):
+        with refused(ConfigError, "online must be True, False, or the share", str(value)):
+            load(folder, head, draft_options={"online": value})
+    with refused(ConfigError, "online_lr must be between 0 and 1", "2"):
+        load(folder, head, draft_options={"online": True, "online_lr": 2})
+    with refused(ConfigError, "online_lr goes with online"):
+        load(folder, head, draft_options={"online_lr": 1e-3})
+    assert {name for name, kind in KINDS.items() if "online" in kind.options} >= {"eagle1", "eagle3"}
+    assert "online" not in KINDS["lookup"].options
