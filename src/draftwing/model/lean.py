@@ -36,7 +36,7 @@ from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runt
 from draftwing.run.recording import Record
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["LeanContext", "LeanTarget", "TappedNet"]
+__all__ = ["LeanContext", "LeanTarget", "TappedNet", "attention_bytes", "mlp_bytes"]
 
 
 @dataclass(eq=False)
@@ -119,7 +119,8 @@ class LeanTarget(Target):
         self.dtype, self.device = net.dtype, net.device
         self.eos_ids = config.eos_ids
         num_experts = config.moe.num_experts_per_token if config.moe else 0
-        self._num_weight_bytes = net.head.num_bytes + sum(_active_bytes(layer, num_experts) for layer in net.layers)
+        active = [attention_bytes(layer) + mlp_bytes(layer, num_experts) for layer in net.layers]
+        self._num_weight_bytes = net.head.num_bytes + sum(active)
 
     @classmethod
     def from_folder(
@@ -283,15 +284,18 @@ class LeanTarget(Target):
         ctx.rows.pop()
 
 
-def _active_bytes(layer: DecoderLayer, num_experts: int) -> int:
-    """Weight bytes that one token reads in a layer: of a mixture, its own experts."""
+def attention_bytes(layer: DecoderLayer) -> int:
+    """Weight bytes that one token reads in a layer's attention."""
+    return layer.qkv.num_bytes + layer.out.num_bytes
+
+
+def mlp_bytes(layer: DecoderLayer, num_experts: int) -> int:
+    """The same of its MLP: of a mixture, the token's own experts."""
     if isinstance(layer.mlp, Experts):
         each = layer.mlp.experts[0]
         assert isinstance(each, GatedMLP)
-        mlp = layer.mlp.router.num_bytes + num_experts * (each.gate_up.num_bytes + each.down.num_bytes)
-    else:
-        mlp = layer.mlp.gate_up.num_bytes + layer.mlp.down.num_bytes
-    return layer.qkv.num_bytes + layer.out.num_bytes + mlp
+        return layer.mlp.router.num_bytes + num_experts * (each.gate_up.num_bytes + each.down.num_bytes)
+    return layer.mlp.gate_up.num_bytes + layer.mlp.down.num_bytes
 
 
 def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:

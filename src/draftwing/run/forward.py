@@ -225,7 +225,7 @@ class Runner(ABC):
     """Runs a net over slots of its own: one for every decoder.
 
     Attributes:
-        cache: its slots.
+        cache: its slots; those of another runner, where a net reads and writes these.
         keeps_outputs: whether what ``forward`` gives out is still there after the next one.
         paths: ``DraftTree.paths`` of the trees that ran last, where the forward had to find them out.
     """
@@ -234,10 +234,10 @@ class Runner(ABC):
     keeps_outputs = True
     paths: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: Net, cache: KVCache | None = None) -> None:
         self.net = net
         shape = net.shape
-        self.cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
+        self.cache = cache or KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
 
     @abstractmethod
     def forward(
@@ -313,8 +313,8 @@ class Runtime(Protocol):
 
     name: str
 
-    def runner(self, net: Net, holder: object) -> Runner:
-        """One for as long as ``holder`` lives."""
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> Runner:
+        """One for as long as ``holder`` lives, over slots of its own, or over those of another runner."""
         ...
 
 
