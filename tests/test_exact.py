@@ -20,15 +20,17 @@ import torch
 
 from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
-from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, Traits
+from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.drafters.sublayers import SubLayersDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
+from draftwing.model.subnet import Parts, SubNet
 from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.eagle import EagleNet
@@ -140,6 +142,18 @@ def eagle(version: int, **changes) -> Callable[[Lab, str], Drafter]:
     return lambda lab, kind: EagleDrafter(lab.head(version, tuple(changes.items())), lab.target)
 
 
+def sublayers(attention: tuple[int, ...], mlp: tuple[int, ...]) -> Callable[[Lab, str], Drafter]:
+    """The target without some of its three layers; for a target whose layers cannot run alone, nothing."""
+
+    def make(lab: Lab, kind: str) -> Drafter:
+        if not isinstance(lab.target, LeanTarget):
+            return NoDrafter()
+        net = SubNet(lab.target.net, Parts.without(3, attention, mlp))
+        return SubLayersDrafter(net, lab.target, "layers")
+
+    return make
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -191,11 +205,17 @@ DRAFTERS = {
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
+    "skip-nothing-chain": Case(sublayers((), ()), Budget(4), all_taken),
+    "skip-chain": Case(sublayers((1,), ()), Budget(4), anything),
+    "skip-tree": Case(sublayers((1,), (2,)), Budget(3, 3), anything),
+    "skip-rule": Case(sublayers((), (1,)), erratic(5, 4, 12), anything),
+    "exit-dynamic": Case(sublayers((2,), (2,)), Budget(4, 4, 9), anything),
+    "exit-static": Case(sublayers((1, 2), (1, 2)), Budget(paths=EAGLE_TREE), anything),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain")  # they give q, for the classic rules
+WEIGHED = ("lm-chain", "self-chain", "lookup-chain", "eagle3-chain", "skip-chain")  # they give q, for the classic rules
 CLASSIC = {
     "speculative": Budget(4),
     "block": Budget(4),

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
-from draftwing.model.lean import LeanTarget
+from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.subnet import SubNet
-from draftwing.model.target import NO_FEATURES, Context, TargetOutput
+from draftwing.model.target import NO_FEATURES, Context, TargetOutput, own_context
 from draftwing.nets.calibration import Calibration
 from draftwing.run.forward import Runner
 from draftwing.run.request import Waiting
@@ -59,7 +59,7 @@ class SubLayersDrafter:
         """Grow a tree in the shape of ``budget`` (see ``growth``) from the pending tokens."""
         if budget.depth == 0:
             return DraftTree.root(ctx.pending())
-        if self._runner is None:
+        if self._runner is None or self._runner.cache is not own_context(ctx, LeanContext).cache:
             self._runner = self._net.runner(self._target, ctx)
         asked = Asked(ctx, [True] * ctx.num_rows, sampling, budget, CALIBRATION)
         lengths = ctx.lengths
