@@ -129,6 +129,7 @@ class Kind:
         recognises: whether a folder, given its ``config.json`` and path, holds one; None for a kind without folders.
         options: what ``draft_options`` may say, each with a check that returns the value or raises ConfigError.
         net: of a kind that drafts by a trained net.
+        by_default: of a kind without folders, whether comparisons try it on any target unless they are told what to try.
     """
 
     name: str
@@ -137,3 +138,4 @@ class Kind:
     recognises: Callable[[Mapping[str, Any], Path], bool] | None = None
     options: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     net: NetKind | None = None
+    by_default: bool = True
