@@ -23,6 +23,7 @@ from draftwing.accept import RULES, get_rule
 from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.kangaroo import KangarooDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.drafters.sublayers import SubLayersDrafter
 from draftwing.engine.decode import Decoder
@@ -30,11 +31,13 @@ from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
-from draftwing.model.subnet import Parts, SubNet
 from draftwing.model.linear import _has_exact_int8 as can_int8
+from draftwing.model.subnet import Parts, SubNet
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
+from draftwing.nets.aligned import AlignedLoss
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.kangaroo import KangarooConfig, KangarooNet
 from draftwing.nets.objectives import OBJECTIVES
 from draftwing.noise import KeyedNoise
 from draftwing.run.kernel.library import get_kernel
@@ -154,6 +157,10 @@ def sublayers(attention: tuple[int, ...], mlp: tuple[int, ...]) -> Callable[[Lab
     return make
 
 
+def kangaroo(lab: Lab, kind: str) -> Drafter:
+    return KangarooDrafter(lab.adapter(), lab.target) if isinstance(lab.target, LeanTarget) else NoDrafter()
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -211,6 +218,9 @@ DRAFTERS = {
     "skip-rule": Case(sublayers((), (1,)), erratic(5, 4, 12), anything),
     "exit-dynamic": Case(sublayers((2,), (2,)), Budget(4, 4, 9), anything),
     "exit-static": Case(sublayers((1, 2), (1, 2)), Budget(paths=EAGLE_TREE), anything),
+    "kangaroo-chain": Case(kangaroo, Budget(4)),
+    "kangaroo-dynamic": Case(kangaroo, Budget(4, 4, 9)),
+    "kangaroo-rule": Case(kangaroo, erratic(5, 4, 12), anything),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
@@ -254,7 +264,7 @@ class Lab:
         model.to(stored).save_pretrained(folder)
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
-        self.head = cache(self._head)
+        self.head, self.adapter = cache(self._head), cache(self._adapter)
         self._shape = ModelConfig.from_hf(read_config(own))
 
     def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
@@ -267,11 +277,7 @@ class Lab:
             head.weight.requires_grad_(False)
         ids = torch.arange(40) + 20 if config.has_draft_vocab else None
         net = EagleNet(config, embedding, head, ids, self.dtype)
-        texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
-        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
-        spec, width = FeatureSpec((*config.taps, target.num_layers)), config.hidden_size
-        output = target.score(texts, spec)
-        found = FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
+        found = self._scored(config.taps)
         truth = Truth.of(found, head, ids, self.dtype)
         loss = UnrolledLoss(net, OBJECTIVES["eagle3"], 2)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -284,6 +290,34 @@ class Lab:
             decoding.load_state_dict(net.state_dict())
             return decoding.prepack(self.target.quantized)
         return net.requires_grad_(False)
+
+    def _adapter(self) -> KangarooNet:
+        """An adapter behind two layers that has seen a little of what the target says."""
+        torch.manual_seed(2)
+        config = KangarooConfig.for_target(self._shape, (2,))
+        target = self.plain_target
+        target.head.weight.requires_grad_(False)
+        net = KangarooNet(config, target.embedding, target.head, None, self.dtype)
+        found = self._scored(config.taps)
+        truth, loss = Truth.of(found, target.head, None, self.dtype), AlignedLoss(net, OBJECTIVES["eagle3"], 1)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for _ in range(25):
+            optimizer.zero_grad()
+            sum(each.loss / max(each.count, 1) for each in loss(found, truth)).backward()
+            optimizer.step()
+        if not self.is_fused:
+            return net.requires_grad_(False)
+        decoding = KangarooNet(config, self.target.embedding, self.target.head, None, self.dtype)
+        decoding.load_state_dict(net.state_dict())
+        return decoding.prepack(self.target.quantized)
+
+    def _scored(self, taps: tuple[int, ...]) -> FeatureBatch:
+        """What the target says of its own texts."""
+        texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
+        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
+        spec, width = FeatureSpec((*taps, self.plain_target.num_layers)), self._shape.hidden_size
+        output = self.plain_target.score(texts, spec)
+        return FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
 
     def _plain(self, kind: str, row: int) -> tuple[int, ...]:
         """The row by itself, without a drafter."""

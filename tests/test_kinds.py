@@ -88,6 +88,7 @@ NETS = {
     "eagle3-own-embedding": Net("eagle3", {"own_embedding": True}),
     "eagle3-another-width": Net("eagle3", NARROW),
     "eagle3.1-another-width": Net("eagle3", {**NARROW, "fc_norm": True, "num_layers": 2}, num_draft=30),
+    "kangaroo": Net("kangaroo"),
     "two-linear": Net("two-linear"),
 }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from draftwing.drafters.entries.eagle import EAGLE
+from draftwing.drafters.entries.kangaroo import KANGAROO
 from draftwing.drafters.entries.plain import PLAIN
 from draftwing.drafters.entries.sublayers import SUBLAYERS
 from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, *EAGLE, *SUBLAYERS)
+BUILT_IN: tuple[Kind, ...] = (*PLAIN, *EAGLE, *SUBLAYERS, *KANGAROO)

@@ -129,7 +129,7 @@ class Kind:
         recognises: whether a folder, given its ``config.json`` and path, holds one; None for a kind without folders.
         options: what ``draft_options`` may say, each with a check that returns the value or raises ConfigError.
         net: of a kind that drafts by a trained net.
-        by_default: of a kind without folders, whether comparisons try it on any target unless they are told what to try.
+        by_default: of a kind without folders, whether comparisons try it where they are not told what to try.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The layers with which a target drafts for itself, as a folder that ``--draft`` takes: no weights, one config.
 
-    config.json   {"draftwing": {"format": 1, "kind": "layers", "target": {...}, "skip_attention": [...],
-                                 "skip_mlp": [...], "tuning": {...}}}
+config.json   {"draftwing": {"format": 1, "kind": "layers", "target": {...}, "skip_attention": [...],
+                             "skip_mlp": [...], "tuning": {...}}}
 """
 
 from __future__ import annotations

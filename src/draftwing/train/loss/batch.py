@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
-from draftwing.nets.objectives import Objective, feature_loss, head_loss
+from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.unroll import unroll
 
@@ -88,15 +88,6 @@ class Teacher:
     def truth(self, found: FeatureBatch, dtype: torch.dtype) -> Truth:
         """What it says of a batch."""
         return Truth.of(found, self.head, self.target_ids, dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class StepSums:
-    """Sums over the entries of one step: loss (with gradient), entries, and greedy agreements."""
-
-    loss: Tensor
-    count: int
-    agreed: Tensor | None = None
 
 
 class UnrolledLoss(nn.Module):
