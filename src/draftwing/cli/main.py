@@ -14,7 +14,22 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from draftwing.cli import bench, chat, compare, data, demo, generate, gguf, heads, info, models, predict, screen, train
+from draftwing.cli import (
+    bench,
+    chat,
+    compare,
+    data,
+    demo,
+    generate,
+    gguf,
+    heads,
+    info,
+    models,
+    predict,
+    screen,
+    train,
+    tune,
+)
 from draftwing.errors import DraftwingError
 
 __all__ = ["app", "main"]
@@ -91,7 +106,7 @@ def _root(
     """Speculative decoding: several tokens per forward pass of a model, and the same text."""
 
 
-for _commands in (generate, chat, demo, compare, bench, predict, info, models, train, heads, data, gguf):
+for _commands in (generate, chat, demo, compare, bench, predict, info, models, train, tune, heads, data, gguf):
     _commands.register(app)
 
 
