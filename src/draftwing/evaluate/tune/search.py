@@ -126,8 +126,8 @@ def _load_optuna() -> Any:
         import optuna
     except ImportError as error:
         raise UnsupportedError(
-            f"tuning needs optuna, which is not installed ({error}): run `pip install 'draftwing[tune]'`, or tune early "
-            f"exits alone (--exits), which needs none"
+            f"tuning needs optuna, which is not installed ({error}): run `pip install 'draftwing[tune]'`, or try early "
+            f"exits alone (--exits), which takes none"
         ) from error
     optuna.logging.set_verbosity(logging.WARNING)
     return optuna

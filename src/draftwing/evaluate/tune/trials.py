@@ -51,6 +51,10 @@ class Basis:
     pace: Pace
 
 
+class _OtherRunError(Exception):
+    """The file is of a run about something else."""
+
+
 class Trials:
     """The file of a run.
 
@@ -81,12 +85,12 @@ class Trials:
         for number, line in enumerate(whole, 1):
             try:
                 self._take(json.loads(line), number)
-            except ConfigError:
-                raise
+            except _OtherRunError as error:
+                raise ConfigError(str(error)) from None
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(
-                    f"{self._file}, line {number}: expected what `draftwing tune` writes ({error!r}): delete the file to "
-                    f"start anew, or choose another --out"
+                    f"{self._file}, line {number}: expected what `draftwing tune` writes ({error!r}): delete the "
+                    f"file to start anew, or choose another --out"
                 ) from error
         if rest:
             try:
@@ -99,7 +103,7 @@ class Trials:
         if number == 1:
             differs = [name for name, value in self._about.items() if record["about"].get(name) != value]
             if differs:
-                raise ConfigError(
+                raise _OtherRunError(
                     f"{self._file} holds a run with {differs[0]} {record['about'].get(differs[0])!r:.80}, and this one "
                     f"has {self._about[differs[0]]!r:.80}: choose another --out, or give what that run had to go on"
                 )
