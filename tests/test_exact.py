@@ -151,7 +151,7 @@ def sublayers(attention: tuple[int, ...], mlp: tuple[int, ...]) -> Callable[[Lab
     def make(lab: Lab, kind: str) -> Drafter:
         if not isinstance(lab.target, LeanTarget):
             return NoDrafter()
-        net = SubNet(lab.target.net, Parts.without(3, attention, mlp))
+        net = SubNet.of(lab.target.net, Parts.without(3, attention, mlp))
         return SubLayersDrafter(net, lab.target, "layers")
 
     return make
@@ -216,6 +216,8 @@ DRAFTERS = {
     "skip-chain": Case(sublayers((1,), ()), Budget(4), anything),
     "skip-tree": Case(sublayers((1,), (2,)), Budget(3, 3), anything),
     "skip-rule": Case(sublayers((), (1,)), erratic(5, 4, 12), anything),
+    "exit-chain": Case(sublayers((2,), (2,)), Budget(4), anything),
+    "exit-rule-chain": Case(sublayers((1, 2), (1, 2)), erratic(6, 1), anything),
     "exit-dynamic": Case(sublayers((2,), (2,)), Budget(4, 4, 9), anything),
     "exit-static": Case(sublayers((1, 2), (1, 2)), Budget(paths=EAGLE_TREE), anything),
     "kangaroo-chain": Case(kangaroo, Budget(4)),

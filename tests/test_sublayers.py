@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,17 +20,16 @@ from draftwing.heads.identity import target_id
 from draftwing.heads.layer_set import LayerSet
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.lean import LeanTarget
-from draftwing.model.subnet import Parts, SubNet
+from draftwing.model.subnet import Parts, SubNet, runner_over
 from draftwing.nets.eagle_config import TargetId
 from draftwing.run.forward import Entries
 from draftwing.run.graphs import GraphRuntime
-from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.noise import noise_of
 from draftwing.run.recording import Recorder
-from draftwing.sampling import Sampling
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats
 from draftwing.tree import DraftTree
 
-needs_kernel = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
 PROMPTS = ((4, 7, 7, 1, 30), (9, 2, 11), tuple(range(3, 20)))
 SOME = Parts.without(3, (1,), (0, 2))
 
@@ -91,7 +91,7 @@ def test_a_pass_is_that_of_the_layers_by_hand(parts, folder):
         ctx = target.new_context()
         target.prefill(ctx, ids.tolist())
         net = SubNet(target.net, parts, gives_stream=True)
-        logits, stream = net.runner(target, ctx).forward(Entries(DraftTree.chain(ids[None, -1:]), ctx.lengths))
+        logits, stream = runner_over(net, target, ctx).forward(Entries(DraftTree.chain(ids[None, -1:]), ctx.lengths))
         torch.testing.assert_close(logits[0, 0].double(), wanted, rtol=1e-4, atol=1e-4)
         assert stream.shape == (1, 1, 32)
 
@@ -101,7 +101,7 @@ def test_nothing_is_copied(folder):
     ctx = target.new_context()
     net = SubNet(target.net, SOME)
     assert net.net.layers is target.layers
-    assert net.runner(target, ctx).cache is ctx.cache
+    assert runner_over(net, target, ctx).cache is ctx.cache
     whole = SubNet(target.net, Parts.without(3, (), ()))
     assert whole.num_bytes == target.num_weight_bytes
     assert SubNet(target.net, Parts(3, (), ())).num_bytes == target.head.num_bytes < net.num_bytes < whole.num_bytes
@@ -132,6 +132,37 @@ def test_slots_that_a_draft_makes_are_the_targets(engine, folder):
         assert stats.num_accepted > 0
 
 
+@pytest.mark.parametrize("engine", ["kernel", "torch"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_targets_forward_goes_on_where_an_early_exit_ended(count, engine, folder):
+    """Rows of several lengths: the logits of a chain are those of all layers, in the kernel to the bit."""
+    target = LeanTarget.from_folder(folder, prepack=engine == "kernel")
+    drafter = SubLayersDrafter(SubNet.of(target.net, Parts.first(3, count)), target, "x")
+    decoder, noise = Decoder(target, drafter, budget=Budget(4)), noise_of(target.vocab_size, target.device)
+    samplings = [Sampling(temperature=1.0, seed=row, max_tokens=30, ignore_eos=True) for row in range(3)]
+    for prompt, sampling in zip(PROMPTS, samplings, strict=True):
+        decoder.admit(prompt, sampling)
+    decoder.step()
+    ctx = decoder.ctx
+    tree = drafter.propose(ctx, SamplingBatch(samplings, noise), Budget(4))
+    begun, ran = ctx.begun, []
+    assert begun.states.shape == (3, 4, 32)
+    first = begun.first.forward
+    begun.first.forward = lambda entries, **how: ran.append(entries.tokens.shape) or first(entries, **how)
+    found = target.forward(ctx, tree).logits
+    assert ran == [(3, 1)]  # the last node alone went through the first layers again
+    kept = ctx.cache.data[:, :, :, :, : max(ctx.lengths) + 5].clone()
+    assert ctx.begun is None
+    wanted = target.forward(ctx, tree).logits
+    assert torch.equal(found, wanted) if engine == "kernel" else torch.allclose(found, wanted, atol=1e-5)
+    torch.testing.assert_close(kept, ctx.cache.data[:, :, :, :, : max(ctx.lengths) + 5], atol=1e-5, rtol=1e-5)
+    drafter.propose(ctx, SamplingBatch(samplings, noise), Budget(4))
+    other = replace(tree, tokens=tree.tokens.flip(0))  # not the tree that was drafted: all layers run
+    assert torch.equal(target.forward(ctx, other).logits, target.forward(ctx, other).logits)
+    drafter.propose(ctx, SamplingBatch(samplings, noise), Budget(3, 2))
+    assert ctx.begun is None
+
+
 def test_a_drafter_may_serve_another_context(folder):
     target = load_target(folder)
     plain, _ = decode(target, None, None)
@@ -145,8 +176,7 @@ def test_what_overflows_in_float16_stays_out_of_the_slots(folder):
     drafter = SubLayersDrafter(SubNet(target.net, SOME), target, "x")
     decoder = Decoder(target, drafter, budget=Budget(3))
     decoder.admit(PROMPTS[0], Sampling(max_tokens=8, ignore_eos=True))
-    runner = SubNet(target.net, SOME).runner(target, decoder.ctx)
-    drafter._runner = runner
+    runner = drafter._over(decoder.ctx)
     draft = runner.draft
 
     def broken(*args):

@@ -9,7 +9,7 @@ Shape suffixes: B rows, N nodes, T tokens, R rows of a forward, F features, H hi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,9 +96,13 @@ class TappedNet:
 
 @dataclass
 class LeanContext(Context):
-    """Rows, and what runs them over their KV slots: by the taps that are wanted, all over the same slots."""
+    """Rows, and what runs them over their KV slots: by the taps that are wanted, all over the same slots.
+
+    ``begun`` finishes the forward of a tree whose drafting ran a part of it already: logits, or None for other trees.
+    """
 
     runner: Runner = None  # type: ignore[assignment]  # set by new_context, the only maker
+    begun: Callable[[DraftTree], Tensor | None] | None = None
 
     @property
     def cache(self) -> KVCache:
@@ -243,7 +247,10 @@ class LeanTarget(Target):
     def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
         """See ``Target.forward``."""
         ctx = own_context(ctx, LeanContext)
-        runner = ctx.runner
+        runner, begun, ctx.begun = ctx.runner, ctx.begun, None
+        finished = None if begun is None or ctx.features.taps else begun(tree)
+        if finished is not None:
+            return TargetOutput(finished, None, tree)
         logits, features = runner.forward(
             Entries(tree, [row.length for row in ctx.rows], prompt_lengths=[row.prompt_length for row in ctx.rows])
         )

@@ -8,20 +8,22 @@ Shape suffixes: R rows, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.attention import Attend
 from draftwing.model.layers import settled
 from draftwing.model.lean import LeanContext, LeanTarget, TappedNet, attention_bytes, mlp_bytes
 from draftwing.model.rope import Rotary
-from draftwing.model.target import Context, Target, own_context
-from draftwing.run.forward import NetShape, Runner
+from draftwing.model.target import Target
+from draftwing.run.forward import Entries, NetShape, Runner
+from draftwing.tree import DraftTree
 
-__all__ = ["Parts", "SubNet", "lean_target"]
+__all__ = ["Begun", "Parts", "RestNet", "SubNet", "lean_target", "runner_over"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class Parts:
         )
 
     @property
+    def num_first(self) -> int:
+        """How many layers an early exit runs; 0 where it is none, or the whole decoder."""
+        count = len(self.attention)
+        return count if self == Parts.first(self.num_layers, count) and count < self.num_layers else 0
+
+    @property
     def skipped_attention(self) -> tuple[int, ...]:
         """The layers whose attention does not run."""
         return tuple(sorted(set(range(self.num_layers)) - set(self.attention)))
@@ -87,11 +95,22 @@ class SubNet:
 
     Attributes:
         gives_stream: the stream (R, H) behind the last part comes out beside what the LM head reads.
+        rest: what is left of the decoder behind an early exit whose stream comes out.
     """
 
     net: TappedNet
     parts: Parts
     gives_stream: bool = False
+    rest: RestNet | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.gives_stream and self.parts.num_first:
+            self.rest = RestNet(self.net, self.parts.num_first)
+
+    @classmethod
+    def of(cls, net: TappedNet, parts: Parts) -> SubNet:
+        """The sub-net that drafts with ``parts``: of an early exit the target's forward goes on from where it ends."""
+        return cls(net, parts, gives_stream=parts.num_first > 0)
 
     @property
     def shape(self) -> NetShape:
@@ -144,10 +163,86 @@ class SubNet:
         attention = sum(attention_bytes(layers[index]) for index in self.parts.attention)
         return self.net.head.num_bytes + attention + sum(mlp_bytes(layers[i], num_experts) for i in self.parts.mlp)
 
-    def runner(self, target: LeanTarget, ctx: Context) -> Runner:
-        """What runs it over the slots of a context of its target."""
-        ctx = own_context(ctx, LeanContext)
-        return target.runs.runner(self, ctx, ctx.cache)
+
+@dataclass(eq=False)
+class RestNet:
+    """What is left of a forward behind the first ``count`` layers: a net that reads the stream behind these."""
+
+    net: TappedNet
+    count: int
+
+    @property
+    def shape(self) -> NetShape:
+        """See ``Net``, here and below."""
+        hidden = self.net.config.hidden_size
+        return replace(self.net.shape, feature_width=hidden, state_width=hidden, out_width=0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The target's."""
+        return self.net.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.net.device
+
+    @property
+    def rotary(self) -> Rotary:
+        """The target's."""
+        return self.net.rotary
+
+    def fuse(self, features: Any) -> Any:
+        """The stream as it is."""
+        return features
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """(R, H) behind the first layers -> (R, H) after the final norm."""
+        for index in range(self.count, self.net.config.num_layers):
+            states = self.net.layers[index].forward(states, attend, index)
+        return self.net.norm.forward(states), None
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        return self.net.head.forward(read)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The forward of a chain whose first layers ran while it was drafted: their keys and values lie in its slots.
+
+    Called with the chain, it runs the first layers for what drafting left out (its last node), and the other layers
+    for all nodes: each node's numbers are those of a forward through all layers.
+
+    Attributes:
+        first, rest: run the first layers and the others, over the same slots.
+        tree: the chain.
+        states: (B, W, H) the stream behind the first layers, of the first nodes.
+        lengths: slots of each row before its chain.
+    """
+
+    first: Runner
+    rest: Runner
+    tree: DraftTree
+    states: Tensor
+    lengths: tuple[int, ...]
+
+    def __call__(self, tree: DraftTree) -> Tensor | None:
+        """(B, N, V) logits; None for another tree."""
+        if tree is not self.tree:
+            return None
+        states, num_nodes = self.states[:, : tree.num_nodes], tree.num_nodes
+        if states.shape[1] < num_nodes:
+            entries = Entries(tree, self.lengths, first_node=states.shape[1])
+            _, more = self.first.forward(entries, want_logits=False)
+            assert more is not None
+            states = torch.cat([states, more], 1)
+        return self.rest.forward(Entries(tree, self.lengths, states=states))[0]
+
+
+def runner_over(net: SubNet | RestNet, target: LeanTarget, ctx: LeanContext) -> Runner:
+    """What runs a part of a target over the slots of one of its contexts."""
+    return target.runs.runner(net, ctx, ctx.cache)
 
 
 def lean_target(target: Target, what: str) -> LeanTarget:

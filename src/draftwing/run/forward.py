@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -262,16 +262,23 @@ class Runner(ABC):
         last = on_device([max(len(ids), 1) - 1 for ids in waiting.tokens], device)[:, None, None]
         logits, states = self.forward(Entries(chain, waiting.lengths, states=states), last=last)
         assert logits is not None
-        lengths = waiting.roots
+        lengths, is_fed, kept = waiting.roots, self.net.shape.state_width > 0, [states]
 
         def step(
             tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
             logits, out = self.forward(Entries(tree, lengths, 0, first, ids, states))
             assert logits is not None
-            return logits, out
+            if is_fed:
+                return logits, out
+            kept.append(out)
+            return logits, None
 
-        return grow(asked.growth(), logits, states, step, shifted=self.net.shape.is_shifted)
+        found = grow(asked.growth(), logits, states if is_fed else None, step, shifted=self.net.shape.is_shifted)
+        if is_fed or found.places is not None or not found.tree.is_line:
+            return found
+        outs = [each for each in kept if each is not None]
+        return replace(found, states=torch.cat(outs, 1) if outs else None)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Room for so many rows and slots of each; what is stored stays."""

@@ -21,7 +21,7 @@ def _make_layers(source: Source) -> NewDrafter:
 
     found, target = LayerSet.read(source.folder), lean_target(source.target, "draft 'layers'")
     found.check_target(target_id(target, source.tokenizer), str(source.folder))
-    return partial(SubLayersDrafter, SubNet(target.net, found.parts), target, "layers")
+    return partial(SubLayersDrafter, SubNet.of(target.net, found.parts), target, "layers")
 
 
 def _make_exit(source: Source) -> NewDrafter:
@@ -34,7 +34,7 @@ def _make_exit(source: Source) -> NewDrafter:
         raise ConfigError(
             f"draft_options: layers must be at most {target.num_layers}, all that {target.name} has, found {count}"
         )
-    net = SubNet(target.net, Parts.first(target.num_layers, count))
+    net = SubNet.of(target.net, Parts.first(target.num_layers, count))
     return partial(SubLayersDrafter, net, target, "early-exit")
 
 

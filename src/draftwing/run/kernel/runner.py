@@ -185,7 +185,11 @@ class KernelRunner(Runner):
         counts, roots = array("q", map(len, waiting.tokens)), array("q", request.roots)
         draft.room, draft.counts, draft.told, draft.reached = room, _at(counts), told, told + 4 * rows * room
         draft.tokens, draft.parents, draft.places = at, at + 8 * rows * room, at + 16 * rows * room
-        program = self._built.program
+        program, outs = self._built.program, None
+        if draft.kept_out >= 0:
+            passes = 1 + (request.depth - 1) * request.width
+            outs = torch.empty(max(passes, entries), rows, self._shape.out_width)
+            batch.buffers[draft.kept_out] = caught.buffers[draft.kept_out] = outs.data_ptr()
         nodes = program.kernel.draft(
             program.ops, program.num_ops, ctypes.byref(batch), ctypes.byref(caught), ctypes.byref(draft), _at(roots),
             torch.get_num_threads(),
@@ -197,7 +201,10 @@ class KernelRunner(Runner):
         tree = DraftTree(
             tokens, above, reached, told=said, effort=draft.effort, is_line=bool(draft.is_chain), depth=draft.deepest
         )
-        return Drafted(tree, None if request.width == 1 else places, draft.levels - 1)
+        if request.width > 1:
+            return Drafted(tree, places, draft.levels - 1)
+        states = None if outs is None or entries > 1 else outs[: draft.levels].transpose(0, 1)
+        return Drafted(tree, None, draft.levels - 1, states)
 
     def _batches(self, waiting: Waiting, request: DraftRequest, entries: int) -> tuple[Batch, Batch, list[object]]:
         """The batch of a level of every row, that of what is waiting, and what they point to."""
@@ -240,6 +247,7 @@ class KernelRunner(Runner):
             depth=request.depth, width=request.width, most=request.most, vocab_size=vocab,
             num_catch_up=built.num_fuse, num_hidden=built.num_hidden, logits=built.logits, read=built.read,
             states=built.states, fed_back=-1 if built.states < 0 else built.out,
+            kept_out=built.out if built.states < 0 else -1,
             sharpness=request.sharpness, kept=1 - request.miss,
             wanted=_at(wanted), seeds=_at(seeds), starts=_at(starts), noise=request.noise,
             temperatures=_at(temperatures), top_k=_at(top_k), top_p=_at(top_p), min_p=_at(min_p),
