@@ -44,7 +44,7 @@ KANGAROO = (
         "kangaroo",
         _parts,
         {"kangaroo": Method("eagle3")},
-        "a Kangaroo adapter",
+        "a kangaroo adapter",
         drafter=_drafter,
         taps=_taps,
         start=None,
