@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,13 +273,45 @@ def test_files_of_another_run(plain, texts, tmp_path):
         Run(out, plain, texts, only_exits=True)()
 
 
-def test_a_full_disk(plain, texts, tmp_path):
-    out = tmp_path / "out"
-    Run(out, plain, texts, only_exits=True)()
-    (out / FILE).unlink()
-    (out / FILE).symlink_to("/dev/full")
-    with refused(CheckpointError, FILE, "cannot be"):
-        Run(out, plain, texts, only_exits=True)()
+def test_a_full_disk(plain, texts, tmp_path, monkeypatch):
+    """In the middle of a line: what is kept are whole lines, and the same run goes on when there is room."""
+    run, room = Run(tmp_path / "out", plain, texts), [3]
+    run()
+    whole = sets_of(tmp_path / "out")
+    opened = Path.open
+
+    class Full:
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._file.close()
+
+        def write(self, data):
+            room[0] -= 1
+            if room[0] < 0:
+                self._file.write(data[:9])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self._file.write(data)
+
+    def limited(path, mode="r", *args, **options):
+        found = opened(path, mode, *args, **options)
+        return Full(found) if mode == "ab" else found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", limited)
+        with refused(
+            CheckpointError, FILE, "cannot be written to", "the disk is full", "what was tried before is kept"
+        ):
+            Run(tmp_path / "full", plain, texts)()
+    assert sets_of(tmp_path / "full") == whole[:2]
+    assert Run(tmp_path / "full", plain, texts)().num_trials == 24
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
