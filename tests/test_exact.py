@@ -21,11 +21,12 @@ from torch import Tensor
 
 from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
-from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, Traits
+from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.claims import Claims
 from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.kangaroo import KangarooDrafter
 from draftwing.drafters.lookahead import LookaheadDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.drafters.mtp import ChainDrafter
@@ -36,15 +37,19 @@ from draftwing.drafters.retrieval.memory import Memory
 from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
 from draftwing.drafters.staged import StagedDrafter
+from draftwing.drafters.sublayers import SubLayersDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import _has_exact_int8 as can_int8
+from draftwing.model.subnet import Parts, SubNet
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
+from draftwing.nets.aligned import AlignedLoss
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.nets.kangaroo import KangarooConfig, KangarooNet
 from draftwing.nets.learner import Learner, Pace
 from draftwing.nets.mtp import MtpConfig, MtpNet
 from draftwing.nets.mtp_loss import MtpLoss
@@ -207,7 +212,21 @@ def online(version: int, **changes) -> Callable[[Lab, str], Drafter]:
         learner = Learner(serving, trained, Pace(share=1e9, lr=1e-2, window=4, places=2))
         return Restless(EagleDrafter(serving, lab.target), learner)
 
+
+def sublayers(attention: tuple[int, ...], mlp: tuple[int, ...]) -> Callable[[Lab, str], Drafter]:
+    """The target without some of its three layers; for a target whose layers cannot run alone, nothing."""
+
+    def make(lab: Lab, kind: str) -> Drafter:
+        if not isinstance(lab.target, LeanTarget):
+            return NoDrafter()
+        net = SubNet.of(lab.target.net, Parts.without(3, attention, mlp))
+        return SubLayersDrafter(net, lab.target, "layers")
+
     return make
+
+
+def kangaroo(lab: Lab, kind: str) -> Drafter:
+    return KangarooDrafter(lab.adapter(), lab.target) if isinstance(lab.target, LeanTarget) else NoDrafter()
 
 
 def anything(stats: Stats) -> bool:
@@ -311,6 +330,17 @@ DRAFTERS = {
     "lookahead-rule": Case(lookahead(4, 3, 4), erratic(4, 3, 9), lambda stats: True),
     "lookahead+eagle3": Case(all_of(lookahead(4, 3, 4), eagle(3)), Budget(4, 3, 12), anything),
     "lookahead+lookup-rule": Case(all_of(lookahead(4, 3, 4), lookup), erratic(4, 3, 12), lambda stats: True),
+    "skip-nothing-chain": Case(sublayers((), ()), Budget(4), all_taken),
+    "skip-chain": Case(sublayers((1,), ()), Budget(4), anything),
+    "skip-tree": Case(sublayers((1,), (2,)), Budget(3, 3), anything),
+    "skip-rule": Case(sublayers((), (1,)), erratic(5, 4, 12), anything),
+    "exit-chain": Case(sublayers((2,), (2,)), Budget(4), anything),
+    "exit-rule-chain": Case(sublayers((1, 2), (1, 2)), erratic(6, 1), anything),
+    "exit-dynamic": Case(sublayers((2,), (2,)), Budget(4, 4, 9), anything),
+    "exit-static": Case(sublayers((1, 2), (1, 2)), Budget(paths=EAGLE_TREE), anything),
+    "kangaroo-chain": Case(kangaroo, Budget(4)),
+    "kangaroo-dynamic": Case(kangaroo, Budget(4, 4, 9)),
+    "kangaroo-rule": Case(kangaroo, erratic(5, 4, 12), anything),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
@@ -318,6 +348,7 @@ DRAFTERS = {
 WEIGHED = (
     "lm-chain",
     "self-chain",
+    "skip-chain",
     "lookup-chain",
     "eagle3-chain",
     "mtp-modules-chain",
@@ -366,6 +397,7 @@ class Lab:
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
         self.trained, self.head, self.mtp = cache(self._trained), cache(self._head), cache(self._mtp)
+        self.adapter = cache(self._adapter)
         self._shape = ModelConfig.from_hf(read_config(own))
 
     def _trained(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
@@ -377,8 +409,7 @@ class Lab:
     def _mtp(self, num_modules: int) -> MtpNet:
         """So many MTP modules, taught in the same way."""
         config = MtpConfig.for_target(self._shape, (self.target.num_layers,), num_modules=num_modules)
-        net = self._taught(MtpNet, config, None, partial(MtpLoss, num_steps=num_modules))
-        return self._again(net, self.target).prepack(self.target.quantized) if self.is_fused else net
+        return self._decoding(self._taught(MtpNet, config, None, partial(MtpLoss, num_steps=num_modules)))
 
     def _taught(self, kind, config, ids: Tensor | None, new_loss):
         torch.manual_seed(2)
@@ -387,11 +418,7 @@ class Lab:
         if self.is_lean:
             head.weight.requires_grad_(False)
         net = kind(config, embedding, head, ids, self.dtype)
-        texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
-        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
-        spec, width = FeatureSpec((*config.taps, target.num_layers)), config.hidden_size
-        output = target.score(texts, spec)
-        found = FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
+        found = self._scored(config.taps)
         truth = Truth.of(found, head, ids, self.dtype)
         loss = new_loss(net, OBJECTIVES["eagle3"])
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -403,8 +430,7 @@ class Lab:
 
     def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
         """The same, as it drafts."""
-        net = self.trained(version, changes)
-        return self._again(net, self.target).prepack(self.target.quantized) if self.is_fused else net
+        return self._decoding(self.trained(version, changes))
 
     def learning(self, version: int, changes: tuple[tuple[str, object], ...]) -> tuple[EagleNet, EagleNet]:
         """The same twice, as nobody else has it: as it drafts, and as it learns."""
@@ -412,11 +438,27 @@ class Lab:
         serving = self._again(net, self.target).requires_grad_(False)
         return serving.prepack(self.target.quantized) if self.is_fused else serving, self._again(net, self.plain_target)
 
+    def _decoding(self, net):
+        return self._again(net, self.target).prepack(self.target.quantized) if self.is_fused else net
+
     def _again(self, net, target: Target):
         """With the fused head of the target where it is to be fused itself."""
         found = type(net)(net.config, target.embedding, target.head, net.target_ids, self.dtype)
         found.load_state_dict(net.state_dict())
         return found
+
+    def _adapter(self) -> KangarooNet:
+        """An adapter behind two layers that has seen a little of what the target says."""
+        config = KangarooConfig.for_target(self._shape, (2,))
+        return self._decoding(self._taught(KangarooNet, config, None, partial(AlignedLoss, num_steps=1)))
+
+    def _scored(self, taps: tuple[int, ...]) -> FeatureBatch:
+        """What the target says of its own texts."""
+        texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
+        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
+        spec, width = FeatureSpec((*taps, self.plain_target.num_layers)), self._shape.hidden_size
+        output = self.plain_target.score(texts, spec)
+        return FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
 
     def _plain(self, kind: str, row: int) -> tuple[int, ...]:
         """The row by itself, without a drafter."""

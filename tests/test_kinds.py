@@ -91,6 +91,7 @@ NETS = {
     "eagle3.1-another-width": Net("eagle3", {**NARROW, "fc_norm": True, "num_layers": 2}, num_draft=30),
     "mtp": Net("mtp"),
     "mtp-modules": Net("mtp", {"unroll_steps": 3}),
+    "kangaroo": Net("kangaroo"),
     "two-linear": Net("two-linear"),
 }
 

@@ -29,6 +29,7 @@ from draftwing.cli import (
     predict,
     screen,
     train,
+    tune,
 )
 from draftwing.errors import DraftwingError
 
@@ -106,7 +107,8 @@ def _root(
     """Speculative decoding: several tokens per forward pass of a model, and the same text."""
 
 
-for _commands in (generate, chat, demo, compare, bench, predict, info, models, train, heads, data, datastore, gguf):
+_COMMANDS = (generate, chat, demo, compare, bench, predict, info, models, train, tune, heads, data, datastore, gguf)
+for _commands in _COMMANDS:
     _commands.register(app)
 
 

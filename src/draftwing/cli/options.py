@@ -63,8 +63,8 @@ def _shipped(target: str | None) -> list[str]:
 
 
 def drafts_at_hand(target: str | None) -> list[str]:
-    """The drafts that need no path: those of Draftwing, and those that come with it for a target."""
-    return [*_NAMED, *_shipped(target)]
+    """The drafts that need no path: those that suit any target, and those that come with Draftwing for this one."""
+    return [*(name for name in _NAMED if KINDS[name].by_default), *_shipped(target)]
 
 
 def drafts_compared(target: str | None) -> list[str]:

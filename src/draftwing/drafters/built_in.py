@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from draftwing.drafters.entries.causal_lm import CAUSAL_LM
 from draftwing.drafters.entries.eagle import EAGLE
+from draftwing.drafters.entries.kangaroo import KANGAROO
 from draftwing.drafters.entries.lookahead import LOOKAHEAD
 from draftwing.drafters.entries.mtp import MTP
 from draftwing.drafters.entries.plain import PLAIN
 from draftwing.drafters.entries.retrieval import RETRIEVAL
+from draftwing.drafters.entries.sublayers import SUBLAYERS
 from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *RETRIEVAL, CAUSAL_LM)
+BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *KANGAROO, *SUBLAYERS, *RETRIEVAL, CAUSAL_LM)

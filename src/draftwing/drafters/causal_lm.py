@@ -8,26 +8,56 @@ Shape suffixes: B rows, D depth.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
 from draftwing.errors import TokenizerError
-from draftwing.model.lean import LeanTarget
 from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
 from draftwing.nets.calibration import Calibration
+from draftwing.run.forward import Net, Runtime
 from draftwing.run.request import Drafted, Waiting
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = ["CausalLMDrafter"]
+__all__ = ["CausalLMDrafter", "DraftModel"]
 
 CALIBRATION = Calibration()
 
 
+class DraftModel(Protocol):
+    """What is asked of a model that reads tokens alone: a ``LeanTarget``, say.
+
+    Attributes:
+        name: for reports.
+        vocab_size: of its logits.
+        max_length: tokens of a row at most.
+        runs: what makes the runners of its ``net``.
+        num_weight_bytes: that one pass of one token reads; ``runs_as``: what computes its matrices.
+    """
+
+    name: str
+    vocab_size: int
+    max_length: int
+
+    @property
+    def net(self) -> Net: ...  # noqa: D102
+    @property
+    def runs(self) -> Runtime: ...  # noqa: D102
+    @property
+    def num_weight_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def runs_as(self) -> str: ...  # noqa: D102
+
+
 class CausalLMDrafter:
     """Drafts with ``model``, which must share the target's tokenizer.
+
+    Args:
+        calibration: how its scores become chances at T > 0.
 
     Raises:
         TokenizerError: the vocabularies differ in size (``load`` compares the tokenizers themselves).
@@ -35,13 +65,13 @@ class CausalLMDrafter:
 
     features = NO_FEATURES
 
-    def __init__(self, model: LeanTarget, target_vocab_size: int) -> None:
+    def __init__(self, model: DraftModel, target_vocab_size: int, calibration: Calibration = CALIBRATION) -> None:
         if model.vocab_size != target_vocab_size:
             raise TokenizerError(
                 f"draft model {model.name} has a vocabulary of {model.vocab_size}, the target {target_vocab_size}: "
                 f"a draft model must share the target's tokenizer; choose another, or draft='lookup'"
             )
-        self.model = model
+        self.model, self._calibration = model, calibration
         self.name = f"causal-lm ({model.name})"
         size = model.num_weight_bytes
         identity = f"{self.name}, {size}"
@@ -81,7 +111,7 @@ class CausalLMDrafter:
         if min(room, budget.depth) <= 0:
             return DraftTree.root(ctx.pending())
         wanted = [room > 0 for room in rooms]
-        asked = Asked(ctx, wanted, sampling, budget, CALIBRATION, wants_places=True).within(room)
+        asked = Asked(ctx, wanted, sampling, budget, self._calibration, wants_places=True).within(room)
         # What the target accepted but this model has not read, the pending token included. A row without room reads
         # its pending token alone, and nothing comes of it.
         fed = [read if fits else row.length for row, read, fits in zip(ctx.rows, self._read, wanted, strict=True)]

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from draftwing.nets.base import DraftNet, Scored
     from draftwing.nets.eagle_config import TargetId
 
-__all__ = ["ONLINE", "feature_drafter", "from_head", "net_kind"]
+__all__ = ["ONLINE", "NetParts", "feature_drafter", "from_head", "net_kind", "plain_kind"]
+
+NetParts = Callable[[], tuple[type["DraftNet"], type[Any]]]  # the class of a net and that of its config
 
 
 def _share(value: Any) -> float:
@@ -65,21 +67,40 @@ def net_kind(
         methods, drafter, taps, start, settings: see ``NetKind``; ``taps`` is the last hidden state unless given. A net
             with an LM head of its own may name ``draft_vocab_size`` among the settings.
     """
+    said: dict[str, Any] = {"drafter": drafter, "taps": taps, "start": start, "settings": settings}
+    return plain_kind(net.kind, lambda: (net, config), methods, help, **said)
+
+
+def plain_kind(
+    name: str,
+    parts: NetParts,
+    methods: Mapping[str, Method],
+    help: str,
+    *,
+    drafter: Callable[[Any, Target, str, str], Drafter] | None = None,
+    loss: Callable[..., Any] | None = None,
+    **said: Any,
+) -> Kind:
+    """The same of a net that comes with Draftwing: its classes are imported when they are used.
+
+    Args:
+        name: the net's ``kind``; ``parts`` gives its classes.
+        said: ``taps``, ``start`` and ``settings`` of ``NetKind``.
+    """
     trained = NetKind(
-        read=partial(_read_plain, net, config),
+        read=partial(_read_plain, parts),
         write=_write_plain,
-        new=partial(_new_plain, net, config),
-        taps=taps,
+        new=partial(_new_plain, parts),
         methods=methods,
         layouts=("draftwing",),
-        convert=partial(_convert_plain, net.kind, config),
-        diagnose=partial(_diagnose_plain, net.kind, config),
+        convert=partial(_convert_plain, name, parts),
+        diagnose=partial(_diagnose_plain, name, parts),
         drafter=drafter or feature_drafter,
-        start=start,
-        settings=settings,
+        loss=loss,
+        **said,
     )
     options = {} if drafter else ONLINE  # another drafter may not run its net as an unroll does
-    return Kind(net.kind, help, partial(from_head, trained), partial(_is_plain, net.kind), options, trained)
+    return Kind(name, help, partial(from_head, trained), partial(_is_plain, name), options, trained)
 
 
 def feature_drafter(net: DraftNet, target: Target, name: str = "", identity: str = "") -> Drafter:
@@ -128,8 +149,7 @@ def _is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:
 
 
 def _read_plain(
-    net: type[DraftNet],
-    config: type[Any],
+    parts: NetParts,
     folder: Path,
     embedding: Tensor | Embedding,
     target_head: Linear | None = None,
@@ -140,6 +160,7 @@ def _read_plain(
 
     from draftwing.heads.plain import load_plain
 
+    net, config = parts()
     head = load_plain(folder, net.kind, config)
     head.check_target(target, str(folder))
     wanted = (head.config.vocab_size, head.config.hidden_size)
@@ -160,27 +181,28 @@ def _write_plain(folder: Path, net: DraftNet, *, training: Mapping[str, Any] | N
     save_plain(folder, PlainHead.from_net(net, training))
 
 
-def _new_plain(net: type[DraftNet], config: type[Any], new: NewNet) -> DraftNet:
+def _new_plain(parts: NetParts, new: NewNet) -> DraftNet:
+    net, config = parts()
     shape = {name: value for name, value in new.settings.items() if name != "draft_vocab_size"}
     own = config.for_target(new.like, new.taps, target=new.target, **shape)
     return net(own, new.embedding, new.head, new.target_ids)
 
 
-def _convert_plain(name: str, config: type[Any], source: Path, destination: Path, to: str, **said: Any) -> None:
+def _convert_plain(name: str, parts: NetParts, source: Path, destination: Path, to: str, **said: Any) -> None:
     from draftwing.heads.card import copy_card
     from draftwing.heads.plain import load_plain, save_plain
     from draftwing.heads.prompts import copy_stored
 
     if to != "draftwing":
         raise ConfigError(f"unknown head layout {to!r}: a {name} head is written as draftwing alone")
-    head = load_plain(source, name, config)
+    head = load_plain(source, name, parts()[1])
     head.check_target(said.get("target"), str(source))
     save_plain(destination, head)
     copy_stored(source, destination)
     copy_card(source, destination, to)
 
 
-def _diagnose_plain(name: str, config: type[Any], folder: Path, target: Path | None) -> list[Finding]:
+def _diagnose_plain(name: str, parts: NetParts, folder: Path, target: Path | None) -> list[Finding]:
     from draftwing.heads.plain import diagnose_plain
 
-    return diagnose_plain(folder, target, name, config)
+    return diagnose_plain(folder, target, name, parts()[1])

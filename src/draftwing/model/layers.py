@@ -182,9 +182,17 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Any, attend: Attend, layer: int) -> Any:
         """(R, H) -> (R, H). ``layer`` is passed on to ``attend``."""
-        return self.mix(x if self.input_norm is None else self.input_norm.forward(x), x, attend, layer)
+        return self.transform(self.look(x, attend, layer))
 
     def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with its attention's input ``normed`` (R, H_in) given: draft nets read more than the stream x."""
-        x = self.out.forward(attend(layer, self.qkv.forward(normed), self), x)
+        return self.transform(self.out.forward(attend(layer, self.qkv.forward(normed), self), x))
+
+    def look(self, x: Any, attend: Attend, layer: int) -> Any:
+        """Its attention alone, added to the stream (R, H)."""
+        normed = x if self.input_norm is None else self.input_norm.forward(x)
+        return self.out.forward(attend(layer, self.qkv.forward(normed), self), x)
+
+    def transform(self, x: Any) -> Any:
+        """Its MLP alone, added to the stream (R, H)."""
         return self.mlp.forward(self.post_norm.forward(x), x)

@@ -9,7 +9,7 @@ Shape suffixes: B rows, N nodes, T tokens, R rows of a forward, F features, H hi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runt
 from draftwing.run.recording import Record
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["LeanContext", "LeanTarget", "TappedNet"]
+__all__ = ["LeanContext", "LeanTarget", "TappedNet", "attention_bytes", "mlp_bytes"]
 
 
 @dataclass(eq=False)
@@ -97,9 +97,13 @@ class TappedNet:
 
 @dataclass
 class LeanContext(Context):
-    """Rows, and what runs them over their KV slots: by the taps that are wanted, all over the same slots."""
+    """Rows, and what runs them over their KV slots: by the taps that are wanted, all over the same slots.
+
+    ``begun`` finishes the forward of a tree whose drafting ran a part of it already: logits, or None for other trees.
+    """
 
     runner: Runner = None  # type: ignore[assignment]  # set by new_context, the only maker
+    begun: Callable[[DraftTree], Tensor | None] | None = None
 
     @property
     def cache(self) -> KVCache:
@@ -120,7 +124,8 @@ class LeanTarget(Target):
         self.dtype, self.device = net.dtype, net.device
         self.eos_ids = config.eos_ids
         num_experts = config.moe.num_experts_per_token if config.moe else 0
-        self._num_weight_bytes = net.head.num_bytes + sum(_active_bytes(layer, num_experts) for layer in net.layers)
+        active = [attention_bytes(layer) + mlp_bytes(layer, num_experts) for layer in net.layers]
+        self._num_weight_bytes = net.head.num_bytes + sum(active)
 
     @classmethod
     def from_folder(
@@ -247,7 +252,10 @@ class LeanTarget(Target):
     def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
         """See ``Target.forward``."""
         ctx = own_context(ctx, LeanContext)
-        runner = ctx.runner
+        runner, begun, ctx.begun = ctx.runner, ctx.begun, None
+        finished = None if begun is None or ctx.features.taps else begun(tree)
+        if finished is not None:
+            return TargetOutput(finished, None, tree)
         logits, features = runner.forward(
             Entries(tree, [row.length for row in ctx.rows], prompt_lengths=[row.prompt_length for row in ctx.rows])
         )
@@ -288,15 +296,18 @@ class LeanTarget(Target):
         ctx.rows.pop()
 
 
-def _active_bytes(layer: DecoderLayer, num_experts: int) -> int:
-    """Weight bytes that one token reads in a layer: of a mixture, its own experts."""
+def attention_bytes(layer: DecoderLayer) -> int:
+    """Weight bytes that one token reads in a layer's attention."""
+    return layer.qkv.num_bytes + layer.out.num_bytes
+
+
+def mlp_bytes(layer: DecoderLayer, num_experts: int) -> int:
+    """The same of its MLP: of a mixture, the token's own experts."""
     if isinstance(layer.mlp, Experts):
         each = layer.mlp.experts[0]
         assert isinstance(each, GatedMLP)
-        mlp = layer.mlp.router.num_bytes + num_experts * (each.gate_up.num_bytes + each.down.num_bytes)
-    else:
-        mlp = layer.mlp.gate_up.num_bytes + layer.mlp.down.num_bytes
-    return layer.qkv.num_bytes + layer.out.num_bytes + mlp
+        return layer.mlp.router.num_bytes + num_experts * (each.gate_up.num_bytes + each.down.num_bytes)
+    return layer.mlp.gate_up.num_bytes + layer.mlp.down.num_bytes
 
 
 def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:

@@ -9,6 +9,7 @@ Shape suffixes: B rows, T tokens, E = T - 2 entries, R = B * E, K heads, G query
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,6 +35,12 @@ class UnrolledAttention(CausalAttention):
         self._seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]  # keys, values of each step
         self._bias: Tensor | None = None
         self._chosen: Tensor | None = None
+
+    def again(self) -> UnrolledAttention:
+        """Another unroll over the same true entries, whose step 0 is done."""
+        found = copy.copy(self)
+        found._seen = [steps[:1] for steps in self._seen]
+        return found
 
     def choose(self, entries: Tensor) -> None:
         """From the next step on only these entries (C,), ascending, go on; the others' true keys stay."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.model.attention import CausalAttention, TreeAttention, TreeSlots
-from draftwing.model.cache import KEY_BLOCK, round_up
+from draftwing.model.cache import KEY_BLOCK, KVCache, round_up
 from draftwing.model.linear import MIN_ROWS
 from draftwing.run.forward import Entries, Net, Runner, on_device
 from draftwing.tree import DraftTree
@@ -111,9 +111,9 @@ class TorchRuntime:
 
     name = "torch"
 
-    def runner(self, net: Net, holder: object) -> EagerRunner:
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> EagerRunner:
         """See ``Runtime.runner``."""
-        return EagerRunner(net)
+        return EagerRunner(net, cache)
 
 
 def score(net: Net, ids: Tensor) -> tuple[Tensor, Tensor | None]:

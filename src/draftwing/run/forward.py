@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -225,7 +225,7 @@ class Runner(ABC):
     """Runs a net over slots of its own: one for every decoder.
 
     Attributes:
-        cache: its slots.
+        cache: its slots; those of another runner, where a net reads and writes these.
         keeps_outputs: whether what ``forward`` gives out is still there after the next one.
         paths: ``DraftTree.paths`` of the trees that ran last, where the forward had to find them out.
     """
@@ -234,10 +234,10 @@ class Runner(ABC):
     keeps_outputs = True
     paths: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: Net, cache: KVCache | None = None) -> None:
         self.net = net
         shape = net.shape
-        self.cache = KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
+        self.cache = cache or KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
 
     @abstractmethod
     def forward(
@@ -262,16 +262,23 @@ class Runner(ABC):
         last = on_device([max(len(ids), 1) - 1 for ids in waiting.tokens], device)[:, None, None]
         logits, states = self.forward(Entries(chain, waiting.lengths, states=states), last=last)
         assert logits is not None
-        lengths = waiting.roots
+        lengths, is_fed, kept = waiting.roots, self.net.shape.state_width > 0, [states]
 
         def step(
             tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
             logits, out = self.forward(Entries(tree, lengths, 0, first, ids, states))
             assert logits is not None
-            return logits, out
+            if is_fed:
+                return logits, out
+            kept.append(out)
+            return logits, None
 
-        return grow(asked.growth(), logits, states, step, shifted=self.net.shape.is_shifted)
+        found = grow(asked.growth(), logits, states if is_fed else None, step, shifted=self.net.shape.is_shifted)
+        if is_fed or found.places is not None or not found.tree.is_line:
+            return found
+        outs = [each for each in kept if each is not None]
+        return replace(found, states=torch.cat(outs, 1) if outs else None)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Room for so many rows and slots of each; what is stored stays."""
@@ -313,8 +320,8 @@ class Runtime(Protocol):
 
     name: str
 
-    def runner(self, net: Net, holder: object) -> Runner:
-        """One for as long as ``holder`` lives."""
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> Runner:
+        """One for as long as ``holder`` lives, over slots of its own, or over those of another runner."""
         ...
 
 

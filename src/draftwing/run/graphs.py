@@ -81,8 +81,8 @@ class RecordedRunner(EagerRunner):
 
     keeps_outputs = False
 
-    def __init__(self, net: Net, record: Record) -> None:
-        super().__init__(net)
+    def __init__(self, net: Net, record: Record, cache: KVCache | None = None) -> None:
+        super().__init__(net, cache)
         self._record = record
         self._buckets: Recordings[_Bucket] = Recordings(self.cache)
         self._drafts: Recordings[_Draft] = Recordings(self.cache)
@@ -186,10 +186,12 @@ class GraphRuntime:
         self.record = record
         self._pools: weakref.WeakKeyDictionary[Net, Pool[RecordedRunner]] = weakref.WeakKeyDictionary()
 
-    def runner(self, net: Net, holder: object) -> EagerRunner:
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> EagerRunner:
         """See ``Runtime.runner``. Rotations that ask the device for lengths are not recorded."""
         if not net.rotary.config.position_only:
-            return EagerRunner(net)
+            return EagerRunner(net, cache)
+        if cache is not None:  # lent slots go with whom they were lent to
+            return RecordedRunner(net, self.record, cache)
         pool = self._pools.setdefault(net, Pool())
         return pool.lend(holder, lambda: RecordedRunner(net, self.record))
 

@@ -107,11 +107,14 @@ class Drafted:
         places: (B, N) int64, where a node stands among those that were run, whose slots follow each other after the
             root's; -1 for leaves that were not. None: each at its own number.
         num_levels: that were run below the root.
+        states: (B, at most N, H) of a chain, what a net that reads tokens alone gave out for the nodes that were run;
+            None where it gives nothing out, or nobody kept it.
     """
 
     tree: DraftTree
     places: Tensor | None = None
     num_levels: int = 0
+    states: Tensor | None = None
 
     def slots_of(self, path: Tensor) -> Tensor:
         """``places`` of the nodes of a path (B, D); PAD where they have none."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.model.cache import KVCache
 from draftwing.run.forward import Asked, Entries, Net, Runner, pick
 from draftwing.run.kernel.built import Built
 from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
@@ -78,11 +79,12 @@ class Workspace:
 class KernelRunner(Runner):
     """See ``Runner``. Each row has its own bits, whatever stands beside it."""
 
-    def __init__(self, net: Net, built: Built) -> None:
-        super().__init__(net)
+    def __init__(self, net: Net, built: Built, cache: KVCache | None = None) -> None:
+        super().__init__(net, cache)
         self._shape = net.shape
         self._built, self._space = built, Workspace(built.program)
         self._room = (0, 0)  # rows and slots that are reserved
+        self._data: Tensor | None = None  # the slots themselves: they move where they grow, for whichever runner
         self._slots = 0  # their address
         self._grows = net.shape.is_shifted and net.rotary.config.position_only  # whole trees in one call
         self._rotation: Tensor | None = None  # by position; None where it depends on more
@@ -128,7 +130,7 @@ class KernelRunner(Runner):
         tree, batch, first_row = entries.tree, self._space.batch, entries.first_row
         rows, nodes = tree.tokens.shape
         upto = max(entries.lengths) + nodes
-        if first_row + rows > self._room[0] or upto > self._room[1]:
+        if first_row + rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
             self.reserve(first_row + rows, upto)
         rotation = self._rotation
         if rotation is None:
@@ -144,9 +146,10 @@ class KernelRunner(Runner):
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """See ``Runner.reserve``. What depends on where the slots lie is set when they move."""
-        if num_rows <= self._room[0] and num_slots <= self._room[1]:
-            return
         super().reserve(num_rows, num_slots)
+        if self.cache.data is self._data:
+            return
+        self._data = self.cache.data
         self._room = self.cache.num_rows, self.cache.num_slots
         batch, rotary = self._space.batch, self.net.rotary
         set_cache(batch, self.cache.data, 0)
@@ -182,7 +185,11 @@ class KernelRunner(Runner):
         counts, roots = array("q", map(len, waiting.tokens)), array("q", request.roots)
         draft.room, draft.counts, draft.told, draft.reached = room, _at(counts), told, told + 4 * rows * room
         draft.tokens, draft.parents, draft.places = at, at + 8 * rows * room, at + 16 * rows * room
-        program = self._built.program
+        program, outs = self._built.program, None
+        if draft.kept_out >= 0:
+            passes = 1 + (request.depth - 1) * request.width
+            outs = torch.empty(max(passes, entries), rows, self._shape.out_width)
+            batch.buffers[draft.kept_out] = caught.buffers[draft.kept_out] = outs.data_ptr()
         nodes = program.kernel.draft(
             program.ops, program.num_ops, ctypes.byref(batch), ctypes.byref(caught), ctypes.byref(draft), _at(roots),
             torch.get_num_threads(),
@@ -194,13 +201,16 @@ class KernelRunner(Runner):
         tree = DraftTree(
             tokens, above, reached, told=said, effort=draft.effort, is_line=bool(draft.is_chain), depth=draft.deepest
         )
-        return Drafted(tree, None if request.width == 1 else places, draft.levels - 1)
+        if request.width > 1:
+            return Drafted(tree, places, draft.levels - 1)
+        states = None if outs is None or entries > 1 else outs[: draft.levels].transpose(0, 1)
+        return Drafted(tree, None, draft.levels - 1, states)
 
     def _batches(self, waiting: Waiting, request: DraftRequest, entries: int) -> tuple[Batch, Batch, list[object]]:
         """The batch of a level of every row, that of what is waiting, and what they point to."""
         built, rows, batch = self._built, len(waiting.tokens), self._space.batch
         upto = max(max(waiting.roots) + 1 + request.depth * request.width, max(waiting.lengths) + entries)
-        if rows > self._room[0] or upto > self._room[1]:
+        if rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
             self.reserve(rows, upto)
         count = rows * max(entries, request.width)
         if count > len(self._logits):
@@ -237,6 +247,7 @@ class KernelRunner(Runner):
             depth=request.depth, width=request.width, most=request.most, vocab_size=vocab,
             num_catch_up=built.num_fuse, num_hidden=built.num_hidden, logits=built.logits, read=built.read,
             states=built.states, fed_back=-1 if built.states < 0 else built.out,
+            kept_out=built.out if built.states < 0 else -1,
             sharpness=request.sharpness, kept=1 - request.miss, scale=request.scale,
             wanted=_at(wanted), seeds=_at(seeds), starts=_at(starts), noise=request.noise,
             temperatures=_at(temperatures), top_k=_at(top_k), top_p=_at(top_p), min_p=_at(min_p),
@@ -268,10 +279,10 @@ class KernelRuntime:
         self._built: weakref.WeakKeyDictionary[Net, Built] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def runner(self, net: Net, holder: object) -> KernelRunner:
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> KernelRunner:
         """See ``Runtime.runner``; a net is traced once."""
         with self._lock:
             built = self._built.get(net)
             if built is None:
                 built = self._built[net] = Built.of(net, self.kernel)
-        return KernelRunner(net, built)
+        return KernelRunner(net, built, cache)

@@ -14,6 +14,7 @@ struct Draft {
     int32_t num_catch_up, num_hidden;  // operations: only of the catch-up; up to the states, the logits' come behind
     int32_t logits, read, states, fed_back;  // buffers; read: what the logits are made of. -1: none
     int32_t num_tables, num_knots;  // no knots: nothing is decided while the tree grows
+    int32_t kept_out = -1;  // buffer: what the net gives out is kept, one pass behind another; -1: it is not
     float sharpness, kept, scale;  // of the chances under noise, see Calibration; kept: 1 - miss
     float worth, share;  // seconds that a token is worth; what one more node of a level takes, of the first one's time
     const int64_t* counts;  // (rows) entries of the catch-up

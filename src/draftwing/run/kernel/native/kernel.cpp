@@ -162,6 +162,7 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
                 memcpy(batch.buffers[draft.states] + place * width,
                        batch.buffers[draft.fed_back] + (static_cast<size_t>(row) * before + source) * batch.widths[draft.fed_back], width * sizeof(float));
             }
+        if (draft.kept_out >= 0) batch.buffers[draft.kept_out] += static_cast<size_t>(rows) * before * batch.widths[draft.kept_out];
         batch.nodes = entries;
         batch.first_node = drafted;
         batch.tree_nodes = drafted += entries;

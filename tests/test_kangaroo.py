@@ -1,0 +1,251 @@
+"""Kangaroo: its loss and its drafts against slow ones by hand, and the ordinary training, files and commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import TEXTS, add_tokenizer, build, refused
+from draftwing.api import load, load_drafter, load_target
+from draftwing.drafters.base import Budget
+from draftwing.drafters.kangaroo import KangarooDrafter
+from draftwing.drafters.kinds import KINDS, diagnose, kind_of_folder
+from draftwing.engine.decode import Decoder
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.lean import LeanTarget
+from draftwing.model.target import FeatureSpec
+from draftwing.nets.aligned import AlignedLoss
+from draftwing.nets.kangaroo import KangarooConfig, KangarooNet
+from draftwing.nets.objectives import OBJECTIVES
+from draftwing.run.kernel.library import get_kernel
+from draftwing.run.kernel.noise import noise_of
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data.batches import Batch
+from draftwing.train.features.source import FeatureBatch
+from draftwing.train.loss.batch import Truth
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, prepare
+
+PROMPTS = ["def add(", "for row in rows: print(row)\nfor row in"]
+
+
+@pytest.fixture(scope="module")
+def target(folder_of):
+    return LeanTarget.from_folder(folder_of("llama"), torch.float64, prepack=False)
+
+
+def new_net(target, taps=(2,), **changes):
+    torch.manual_seed(3)
+    config = replace(KangarooConfig.for_target(target.config, taps), **changes)
+    net = KangarooNet(config, target.embedding, target.head, None, torch.float64)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return net
+
+
+def by_hand(net, target, ids):
+    """(T, V) log q of the token after each token of a text: attention written out, head by head."""
+    with torch.no_grad():
+        x = target.score(ids[None], FeatureSpec((2,))).features[0]
+        config, count = net.config, len(ids)
+
+        def norm(x, weight):
+            return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+
+        heads = (norm(x, net.input_norm.weight) @ net.qkv.weight.T).view(count, -1, config.head_dim)
+        half = config.head_dim // 2
+        angles = torch.arange(count)[:, None] * config.rope.theta ** -(torch.arange(half).double() / half)
+
+        def turned(head):
+            real, imaginary = head[:, :half], head[:, half:]
+            cos, sin = angles.cos(), angles.sin()
+            return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
+
+        group, mixed = config.num_heads // config.num_kv_heads, []
+        for head in range(config.num_heads):
+            q = turned(heads[:, head])
+            k = turned(heads[:, config.num_heads + head // group])
+            v = heads[:, config.num_heads + config.num_kv_heads + head // group]
+            scores = (q @ k.T / config.head_dim**0.5).masked_fill(torch.ones(count, count).triu(1) > 0, -torch.inf)
+            mixed.append(scores.softmax(-1) @ v)
+        read = norm(x + torch.cat(mixed, -1) @ net.out.weight.T, net.norm.weight)
+        return (read @ target.head.weight.T).log_softmax(-1)
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+def batch_of(target, ids, mask):
+    found = target.score(ids, FeatureSpec((2, target.num_layers)))
+    width = target.hidden_size
+    batch = Batch(ids, mask, mask.sum(1))
+    return FeatureBatch(batch, found.features[..., :width], found.features[..., width:], found.logits)
+
+
+def test_the_loss_is_the_cross_entropy_by_hand(target):
+    torch.manual_seed(5)
+    ids = torch.randint(61, (2, 9))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, :4] = mask[1, 7:] = False  # a prompt whose tokens do not count, and padding
+    net, found = new_net(target).requires_grad_(True), batch_of(target, ids, mask)
+    truth = Truth.of(found, target.head, None, torch.float64)
+    (sums,) = AlignedLoss(net, OBJECTIVES["eagle3"], 1)(found, truth, agreement=True)
+    loss, count, agreed = 0.0, 0, 0
+    for row in range(2):
+        log_q, p = by_hand(net, target, ids[row]), target.score(ids[row : row + 1]).logits[0].softmax(-1)
+        for place in range(8):
+            if mask[row, place + 1]:
+                loss -= float((p[place] * log_q[place]).sum())
+                agreed += int(log_q[place].argmax() == p[place].argmax())
+                count += 1
+    assert float(sums.loss.detach()) == pytest.approx(loss)
+    assert (sums.count, int(sums.agreed)) == (count, agreed)
+    sums.loss.backward()
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in net.parameters())
+
+
+def test_what_the_loss_has_not(target):
+    for objective, steps, share in (("eagle3", 2, 1.0), ("eagle1", 1, 1.0), ("eagle3", 1, 0.5)):
+        with refused(ConfigError, "'kangaroo' learns one step", "leave out"):
+            AlignedLoss(new_net(target), OBJECTIVES[objective], steps, 0.0, share)
+
+
+def test_noise_and_a_narrow_vocabulary(target):
+    """Of the loss alone: noise changes it in training and not in evaluation, and left-out tokens count for nobody."""
+    torch.manual_seed(6)
+    ids = torch.randint(61, (1, 12))
+    net, found = new_net(target), batch_of(target, ids, torch.ones_like(ids, dtype=torch.bool))
+    some = torch.arange(40)
+    truth = Truth.of(found, target.head, some, torch.float64)
+    loss = AlignedLoss(net, OBJECTIVES["eagle3"], 1, noise=2.0, target_ids=some)
+    noisy, quiet = float(loss(found, truth)[0].loss), float(loss.eval()(found, truth)[0].loss)
+    log_q, p = by_hand(net, target, ids[0])[:, :40].log_softmax(-1), found.logits[0, :, :40].softmax(-1)
+    known = [place for place in range(11) if int(found.logits[0, place].argmax()) < 40]
+    assert quiet == pytest.approx(-float((p[known] * log_q[known]).sum()))
+    assert abs(noisy - quiet) > 1e-6
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def test_chains_are_those_by_hand(target):
+    """Token after token: the target's first layers on what was drafted, and the adapter behind them."""
+    net = new_net(target).requires_grad_(False)
+    decoder = Decoder(target, KangarooDrafter(net, target), budget=Budget(4))
+    for prompt in ((4, 7, 7, 1, 30), (9,)):
+        decoder.admit(prompt, Sampling(max_tokens=12, ignore_eos=True))
+    for _ in range(3):
+        decoder.step()
+    batch = SamplingBatch([Sampling()] * 2, noise_of(target.vocab_size, target.device))
+    chains = decoder.drafter.propose(decoder.ctx, batch, Budget(4)).tokens
+    for row, chain in zip(decoder.ctx.rows, chains.tolist(), strict=True):
+        ids = list(row.tokens)
+        for _ in range(4):
+            ids.append(int(by_hand(net, target, torch.tensor(ids))[-1].argmax()))
+        assert chain == ids[row.length :]
+
+
+def test_targets_that_do_not_fit(target, folder_of):
+    with refused(UnsupportedError, "Kangaroo", "runs on transformers"):
+        KangarooDrafter(new_net(target), AdapterTarget(build("gpt2")))
+    with refused(ConfigError, "behind 4 layers", "3 layers and 61 tokens"):
+        KangarooDrafter(new_net(target, taps=(4,)), target)
+    with refused(ConfigError, "2 heads", "and the target 4, 2 and 8", "trained for it"):
+        KangarooDrafter(new_net(target, num_heads=2), target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"taps": (1, 2)}, ["reads one tap", "(1, 2)"]),
+        ({"taps": (0,)}, ["reads one tap", "(0,)"]),
+        ({"num_kv_heads": 3}, ["multiple of num_kv_heads", "4, 3 and 8"]),
+        ({"head_dim": 0}, ["head_dim at least 1"]),
+    ],
+)
+def test_shapes_that_no_adapter_has(changes, parts, target):
+    with refused(ConfigError, *parts):
+        replace(KangarooConfig.for_target(target.config, (2,)), **changes)
+
+
+# --- from data to drafts ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("target")
+    build("llama", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(place)
+    return add_tokenizer(place)
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    """A short training, through the ordinary session."""
+    place = tmp_path_factory.mktemp("run")
+    data = place / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
+    options = TrainOptions(
+        "kangaroo",
+        iterations=30,
+        lr=5e-3,
+        max_length=32,
+        tokens_per_batch=256,
+        precision="no",
+        validation_share=0.2,
+        eval_every=30,
+        eval_prompts=2,
+        eval_tokens=8,
+    )
+    session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
+    session.run()
+    return place, session, [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_trains(run):
+    _, session, metrics = run
+    assert max(line["loss"] for line in metrics[-5:]) < metrics[0]["loss"] - 0.1  # of 5.76, of which 5.5 stay
+    assert metrics[-1]["agreement"][0] > 0.2 > 10 * metrics[0]["agreement"][0]
+    assert metrics[-1]["tau"] > 1.5
+    assert "kangaroo head of" in session.describe()
+    assert session.trainer.net.config.taps == (2,)
+
+
+def test_its_folder(run, folder, folder_of):
+    head, target = run[0] / "head", load_target(folder)
+    assert kind_of_folder(head) is KINDS["kangaroo"]
+    drafter = load_drafter(head, target, Tokenizer(folder))()
+    assert drafter.name == "kangaroo (head)"
+    assert drafter.traits.num_bytes < target.num_weight_bytes
+    assert {each.name: each.status for each in diagnose(head, folder)} == {"head": "ok", "target": "ok"}
+    with refused(CheckpointError, "made for"):
+        load_drafter(head, load_target(folder_of("llama", head_dim=32)), None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_the_targets(run, folder, temperature):
+    options = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    plain = load(folder, "none").generate(PROMPTS, **options)
+    for budget in (Budget(4), Budget(3, 3, 8)):
+        lm = load(folder, run[0] / "head", budget=budget)
+        assert lm.target.runtime == ("kernel" if get_kernel() else "torch")
+        found = lm.generate(PROMPTS, **options)
+        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+        assert all(each.stats.num_drafted for each in found)
+
+
+def test_in_bfloat16(run, folder):
+    """As it is trained by default: the target in 16 bits, the adapter in 32."""
+    target = load_target(folder, dtype="bfloat16", prepack=False)
+    net = KINDS["kangaroo"].net.read(run[0] / "head", target.embedding, target.head)
+    decoder = Decoder(target, KangarooDrafter(net.requires_grad_(False), target), budget=Budget(3, 2))
+    decoder.admit([4, 8, 9, 30], Sampling(max_tokens=9, ignore_eos=True))
+    drafted = 0
+    while decoder.num_running:
+        drafted += decoder.step().rows[0].num_drafted
+    assert drafted > 0

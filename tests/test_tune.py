@@ -1,0 +1,349 @@
+"""Which layers a target can spare: what is recorded is what is decoded, the search finds what is there, runs go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conftest import add_tokenizer, build, refused
+from draftwing.api import load, load_target
+from draftwing.cli import main as cli
+from draftwing.drafters.base import Budget
+from draftwing.drafters.sublayers import SubLayersDrafter
+from draftwing.engine.decode import Decoder
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.evaluate.tune.pace import Pace, measure_pace
+from draftwing.evaluate.tune.recorded import Recorded, Text
+from draftwing.evaluate.tune.search import exits, search, starts
+from draftwing.evaluate.tune.trials import FILE, Basis
+from draftwing.evaluate.tune.tune import DEPTH, Plan, tune
+from draftwing.heads.identity import target_id
+from draftwing.heads.layer_set import LayerSet
+from draftwing.model.lean import LeanTarget
+from draftwing.model.subnet import Parts, SubNet
+from draftwing.run.kernel.noise import noise_of
+from draftwing.sampling import Sampling, SamplingBatch
+
+PACE = Pace(start=0.0, base=0.1, attention=0.1, mlp=0.2, verify=tuple(1 + 0.05 * n for n in range(13)))
+EVERY = Parts.without(3, (), ())
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of):
+    return folder_of("llama", initializer_range=0.15)
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return LeanTarget.from_folder(folder, torch.float64, prepack=False)
+
+
+@pytest.fixture(scope="module")
+def texts(plain):
+    """What the target writes, one text shorter than the other."""
+    found = []
+    for prompt, length in (((4, 7, 7, 1, 30), 30), ((9,), 20)):
+        decoder, ids = Decoder(plain), list(prompt)
+        decoder.admit(prompt, Sampling(max_tokens=length, ignore_eos=True))
+        while decoder.num_running:
+            ids += decoder.step().rows[0].token_ids
+        found.append(Text(tuple(ids), len(prompt)))
+    return found
+
+
+# --- what is recorded ------------------------------------------------------------------------------------------------
+
+
+def drafted(target, parts, ids, depth):
+    """How many tokens of a chain below the last of ``ids`` are accepted, by drafting it."""
+    decoder = Decoder(target, SubLayersDrafter(SubNet(target.net, parts), target, "x"))
+    decoder.admit(ids[:-depth], Sampling(max_tokens=depth + 2, ignore_eos=True))
+    batch = SamplingBatch([Sampling()], noise_of(target.vocab_size, target.device))
+    chain = decoder.drafter.propose(decoder.ctx, batch, Budget(depth)).tokens[0, 1:].tolist()
+    right = [a == b for a, b in zip(chain, ids[-depth:], strict=True)]
+    return right.index(False) if False in right else depth
+
+
+@pytest.mark.parametrize("parts", [Parts.without(3, (1,), ()), Parts.without(3, (), (0,)), Parts.first(3, 2)], ids=str)
+def test_what_is_recorded_is_what_drafts_bring(parts, plain, texts):
+    lengths = []
+    for text in texts:
+        ends = range(max(text.prompt, 2) + 3, len(text.ids) + 1)  # a root is not the first token of all
+        lengths += [drafted(plain, parts, list(text.ids[:end]), 3) for end in ends]
+    wanted = tuple(sum(length >= depth for length in lengths) / len(lengths) for depth in (1, 2, 3))
+    assert Recorded(plain, texts, 3).accepted(parts) == pytest.approx(wanted)
+    assert 0 < wanted[0] < 1
+
+
+def test_the_whole_target_is_always_right(plain, texts):
+    recorded = Recorded(plain, texts, 4)
+    assert recorded.accepted(EVERY) == (1.0,) * 4
+    recorded.accepted(Parts.first(3, 1))
+    assert recorded.accepted(EVERY) == (1.0,) * 4  # one set leaves nothing behind for the next
+
+
+def test_a_window_ends_what_is_recorded(folder_of):
+    windowed = LeanTarget.from_folder(folder_of("mistral-window"), torch.float64, prepack=False)
+    with refused(ConfigError, "too short", "within 7 tokens"):
+        Recorded(windowed, [Text(tuple(range(3, 20)), 4)], 4)
+    with refused(ConfigError, "too short", "write more"):
+        Recorded(windowed, [], 1)
+
+
+# --- what it is worth ------------------------------------------------------------------------------------------------
+
+
+def test_tokens_a_second_of_the_best_chain():
+    parts = Parts(3, (0, 1), (1,))  # a pass takes 0.1 + 0.2 + 0.2
+    # Chains of 1 bring 1.9 tokens in 0.5 + 1.05; of 2 2.71 in 2.1; of 3 3.3 and so on: long ones pay no more.
+    speeds = [(1 + sum(0.9**d for d in range(1, n + 1))) / (0.5 * n + 1 + 0.05 * n) for n in range(1, 13)]
+    speed, depth = PACE.tokens_per_s(parts, (0.9, 0.81))  # deeper ones reckoned from these two
+    assert speed == pytest.approx(max(speeds))
+    assert depth == speeds.index(max(speeds)) + 1
+    assert PACE.tokens_per_s(parts, (0.0, 0.0)) == (pytest.approx(1 / 1.55), 1)
+    assert PACE.plain == 1.0
+    assert Pace.from_dict(json.loads(json.dumps(PACE.to_dict()))) == PACE
+    with refused(ConfigError, "no measured times", "measure again"):
+        Pace.from_dict({"start": 1})
+
+
+def test_a_pace_is_measured(folder):
+    seen = []
+    found = measure_pace(load_target(folder), lambda done, total: seen.append((done, total)))
+    assert min(found.attention, found.mlp, found.base, found.start) >= 0
+    assert found.attention + found.mlp + found.base > 0
+    assert list(found.verify) == sorted(found.verify)
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_planted_set_is_found(seed):
+    """Twelve sublayers, of which five can be spared: each costs time, and the others cost acceptance, two together."""
+    best = Parts.without(6, (1, 3), (0, 3, 4))
+    asked = []
+
+    def worth(parts):
+        asked.append(parts)
+        missed = len(set(parts.skipped_attention) - {1, 3}) + 2 * len(set(parts.skipped_mlp) - {0, 3, 4})
+        passes = 12 - len(parts.skipped_attention) - len(parts.skipped_mlp)
+        return 0.7**missed / (2 + 0.3 * passes) + (0.02 if {1} <= set(parts.skipped_attention) else 0)
+
+    assert search(6, worth, 150, seed) == best
+    assert len(asked) == len(set(asked)) == 150
+    chance = random.Random(seed)
+    drawn = {Parts.without(6, *(tuple(x for x in range(6) if chance.random() < 0.5) for _ in "ab")) for _ in range(150)}
+    assert best not in drawn  # of as many drawn at random it would not have been one
+
+
+def test_a_small_space_is_tried_whole():
+    asked = []
+    found = search(1, lambda parts: asked.append(parts) or len(parts.mlp) - len(parts.attention), 100)
+    assert len(set(asked)) == len(asked) == 4
+    assert found == Parts(1, (), (0,))
+
+
+def test_what_is_known_is_not_tried_again():
+    known = dict.fromkeys(starts(4), 0.1)
+    asked = []
+    search(4, lambda parts: asked.append(parts) or 0.0, len(known) + 9, 0, known)
+    assert len(asked) == 9
+    assert not set(asked) & set(known)
+
+
+def test_exits_are_all_but_the_whole():
+    assert [str(each) for each in exits(3)] == ["the first 1 of 3 layers", "the first 2 of 3 layers"]
+
+
+def test_without_optuna(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with refused(UnsupportedError, "tuning needs optuna", "pip install 'draftwing[tune]'", "--exits"):
+        search(3, lambda parts: 0.0, 5)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run in a folder, with a pace of its own making."""
+
+    def __init__(self, out, plain, texts, **changes):
+        self.plan = Plan(out, target_id(plain), 24, **changes)
+        self.plain, self.texts, self.seen, self.bases = plain, texts, [], 0
+        self.stop_after = 10**9
+
+    def basis(self):
+        self.bases += 1
+        return Basis(tuple(self.texts), PACE)
+
+    def __call__(self):
+        def on_progress(done, total, best):
+            self.seen.append((done, total))
+            if done == self.stop_after:
+                self.stop_after = -1
+                raise KeyboardInterrupt
+
+        return tune(self.plan, self.basis, lambda: self.plain, on_progress)
+
+
+def sets_of(out):
+    return [
+        (line["skip_attention"], line["skip_mlp"])
+        for line in map(json.loads, (out / FILE).open())
+        if "about" not in line
+    ]
+
+
+def test_a_run_writes_the_best_set(plain, texts, tmp_path):
+    run = Run(tmp_path / "out", plain, texts)
+    found = run()
+    recorded = Recorded(plain, texts, DEPTH)
+    tried = [Parts.without(3, tuple(a), tuple(b)) for a, b in sets_of(tmp_path / "out")]
+    speeds = [PACE.tokens_per_s(parts, recorded.accepted(parts))[0] for parts in tried]
+    assert (found.finished, found.num_trials, len(set(tried))) == (True, 24, 24)
+    assert found.best.tokens_per_s == max(speeds)
+    assert LayerSet.read(tmp_path / "out").parts == found.best.parts == tried[speeds.index(max(speeds))]
+    assert run.seen[-1] == (24, 24)
+    again = Run(tmp_path / "out", plain, texts)  # nothing is left to do
+    assert again().best == found.best
+    assert again.bases == 0
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"skip_attention": [0', b"{"])
+def test_a_stopped_run_goes_on(cut, plain, texts, tmp_path):
+    """After Ctrl-C, and after a kill in the middle of a line: the same sets as in one go, each tried once."""
+    whole = Run(tmp_path / "whole", plain, texts)
+    whole()
+    first = Run(tmp_path / "parts", plain, texts)
+    first.stop_after = 7
+    found = first()
+    assert (found.finished, found.num_trials) == (False, 7)
+    assert LayerSet.read(tmp_path / "parts").parts == found.best.parts
+    with (tmp_path / "parts" / FILE).open("ab") as file:
+        file.write(cut)
+    second = Run(tmp_path / "parts", plain, texts)
+    assert second().finished
+    assert (first.bases, second.bases) == (1, 0)
+    assert second.seen[0] == (7, 24)
+    assert len(set(map(str, sets_of(tmp_path / "parts")))) == 24
+    assert sets_of(tmp_path / "parts")[:15] == sets_of(tmp_path / "whole")[:15]
+
+
+def test_ctrl_c_before_any_set(plain, texts, tmp_path):
+    run = Run(tmp_path / "out", plain, texts)
+    run.stop_after = 0
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_early_exits_alone(plain, texts, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    found = Run(tmp_path / "out", plain, texts, only_exits=True)()
+    assert found.num_trials == 2
+    assert found.best.parts in exits(3)
+
+
+def test_files_of_another_run(plain, texts, tmp_path):
+    out = tmp_path / "out"
+    Run(out, plain, texts, only_exits=True)()
+    with refused(ConfigError, FILE, "seed 0", "this one has 1", "another --out"):
+        Run(out, plain, texts, only_exits=True, seed=1)()
+    lines = (out / FILE).read_text().splitlines()
+    for odd in (
+        "{}",
+        "[1]",
+        "nothing",
+        '{"skip_attention": [9], "skip_mlp": [], "accepted": [], "tokens_per_s": 1, "depth": 1}',
+    ):
+        (out / FILE).write_text("\n".join([lines[0], odd, ""]))
+        with refused(CheckpointError, "line 2", "delete the file"):
+            Run(out, plain, texts, only_exits=True)()
+    (out / FILE).write_text("{}\n")
+    with refused(CheckpointError, "line 1", "delete the file"):
+        Run(out, plain, texts, only_exits=True)()
+
+
+def test_a_full_disk(plain, texts, tmp_path, monkeypatch):
+    """In the middle of a line: what is kept are whole lines, and the same run goes on when there is room."""
+    run, room = Run(tmp_path / "out", plain, texts), [3]
+    run()
+    whole = sets_of(tmp_path / "out")
+    opened = Path.open
+
+    class Full:
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._file.close()
+
+        def write(self, data):
+            room[0] -= 1
+            if room[0] < 0:
+                self._file.write(data[:9])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self._file.write(data)
+
+    def limited(path, mode="r", *args, **options):
+        found = opened(path, mode, *args, **options)
+        return Full(found) if mode == "ab" else found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", limited)
+        with refused(
+            CheckpointError, FILE, "cannot be written to", "the disk is full", "what was tried before is kept"
+        ):
+            Run(tmp_path / "full", plain, texts)()
+    assert sets_of(tmp_path / "full") == whole[:2]
+    assert Run(tmp_path / "full", plain, texts)().num_trials == 24
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    place = tmp_path_factory.mktemp("target")
+    build("llama", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(place)
+    return add_tokenizer(place)
+
+
+def test_the_command(chatty, tmp_path):
+    out, data = tmp_path / "out", tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "def add("}\n{"prompt": "for row in rows"}\n')
+    args = ["tune", "layers", "-t", str(chatty), "--data", str(data), "-n", "24", "--out", str(out), "--trials"]
+    done = CliRunner().invoke(cli.app, [*args, "20", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["trials"], found["finished"], found["out"]) == (20, True, str(out))
+    assert found["measured"]["tau"] >= 1
+    assert LayerSet.read(out).parts == Parts.without(3, tuple(found["skip_attention"]), tuple(found["skip_mlp"]))
+    shown = CliRunner().invoke(cli.app, [*args, "21", "--no-measure"])
+    assert shown.exit_code == 0, shown.output
+    assert "tokens/s expected" in shown.output
+    assert f"wrote {out}" in shown.output.replace("\n", "")
+    options = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+    texts = [load(chatty, draft, budget=Budget(3)).generate("def", **options)[0].text for draft in ("none", out)]
+    assert texts[0] == texts[1]
+
+
+def test_help_has_examples():
+    shown = CliRunner().invoke(cli.app, ["tune", "layers", "--help"], env={"COLUMNS": "200"})
+    assert "draftwing tune layers --target path/or/hub-id --data held-out.jsonl --out my-layers" in shown.output
+    assert CliRunner().invoke(cli.app, ["tune", "layers"]).exit_code == 2
