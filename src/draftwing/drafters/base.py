@@ -36,6 +36,7 @@ class Traits:
         identity: tells apart, beside ``Drafter.name``, what caches must not mix up: two heads of one name.
         num_bytes: of weights that one pass of its net reads, the LM head's too.
         runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a net.
+        context: tokens of text with which a draft takes what it takes with any longer one; 0: it depends little.
     """
 
     drafts: bool = True
@@ -45,6 +46,7 @@ class Traits:
     identity: str = ""
     num_bytes: int = 0
     runs_as: str = ""
+    context: int = 0
 
 
 @dataclass(frozen=True)

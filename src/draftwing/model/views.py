@@ -2,7 +2,7 @@
 
 What a view costs grows with the slots in it, and not with the context: keys and values are gathered layer by layer.
 
-Shape suffixes: B rows, N nodes, R rows of a forward, L layers, K KV heads, M slots of a view, S slots, D head dimension.
+Shape suffixes: B rows, N nodes, R rows of a forward, L layers, K KV heads, S slots, M slots of a view, D head width.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.model.attention import Attention, TreeAttention, TreeSlots
+from draftwing.run.forward import on_device
 
 __all__ = ["ViewAttention", "WatchAttention", "attention_over"]
 
@@ -38,7 +39,7 @@ class ViewAttention(Attention):
         self._shape, self._rows_out = (rows, nodes, kv_heads, num_heads // kv_heads, dim), num_rows_out
         self._windows, self._scale = windows, dim**-0.5
         self._slots = where.view.slots[..., :most]
-        counts = torch.tensor(where.view.counts, device=device)
+        counts = on_device(where.view.counts, device)
         self._is_seen = torch.arange(most, device=device) < counts[:, None]
         self._in_tree, self._positions = tree.ancestors[:, first:], lengths[:, None] + tree.depths
         self._first = first
