@@ -11,6 +11,8 @@ from draftwing.errors import ConfigError, shown
 
 __all__ = ["ITSELF"]
 
+_MOST = 1 << 16  # of any option: a view that large is no view any more
+
 
 def _make_window(source: Source) -> NewDrafter:
     from draftwing.drafters.itself import SelfDrafter, check_views
@@ -44,9 +46,9 @@ def _make_snapkv(source: Source) -> NewDrafter:
 
 
 def _whole(name: str, least: int, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 24:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
         raise ConfigError(
-            f"draft_options: {name} must be a whole number from {least} to {1 << 24:,}, found {shown(value)}"
+            f"draft_options: {name} must be a whole number from {least} to {_MOST:,}, found {shown(value)}"
         )
     return value
 
