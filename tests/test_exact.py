@@ -19,13 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import SMALL, build
+from conftest import SMALL, build, refused
 from draftwing.accept import RULES, get_rule
 from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.claims import Claims
 from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.itself import SelfDrafter
 from draftwing.drafters.kangaroo import KangarooDrafter
 from draftwing.drafters.lookahead import LookaheadDrafter
 from draftwing.drafters.lookup import LookupDrafter
@@ -38,8 +39,9 @@ from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
 from draftwing.drafters.staged import StagedDrafter
 from draftwing.drafters.sublayers import SubLayersDrafter
+from draftwing.drafters.views import ChosenSlots, WindowSlots
 from draftwing.engine.decode import Decoder
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
@@ -141,11 +143,15 @@ def scattered(rng: random.Random, future: list[int]):
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter, its budget, and what its statistics must show where it drafts for its own family."""
+    """A drafter, its budget, and what its statistics must show where it drafts for its own family.
+
+    ``is_own``: it is the target itself, which only the lean decoder can be.
+    """
 
     make: Callable[[Lab, str], Drafter]
     budget: Budget
     shows: Callable[[Stats], bool] = lambda stats: stats.num_accepted > 0
+    is_own: bool = False
 
 
 def scripted(grow) -> Callable[[Lab, str], Drafter]:
@@ -250,6 +256,10 @@ def remembering(lab: Lab, kind: str) -> Drafter:
     return SuffixDrafter(VOCAB, memory)
 
 
+def itself(slots) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, kind: SelfDrafter(lab.target, slots())
+
+
 def erratic(depth: int, width: int, most: int | None = None, seed: int = 4) -> Budget:
     """A budget whose rule is made by dice and believes in odd chances: no decision may change the text."""
     rng = np.random.default_rng(seed)
@@ -341,6 +351,13 @@ DRAFTERS = {
     "kangaroo-chain": Case(kangaroo, Budget(4)),
     "kangaroo-dynamic": Case(kangaroo, Budget(4, 4, 9)),
     "kangaroo-rule": Case(kangaroo, erratic(5, 4, 12), anything),
+    "view-window": Case(itself(lambda: WindowSlots(30, 2)), Budget(4), is_own=True),
+    "view-whole": Case(itself(WindowSlots), Budget(4), all_taken, is_own=True),
+    "view-snapkv": Case(itself(lambda: ChosenSlots(28, 3, 3, 2, 5)), Budget(3, 3), is_own=True),
+    "view-snapkv-shared": Case(
+        itself(lambda: ChosenSlots(16, 4, 1, 1, 0, per_head=False)), erratic(4, 3, 9), anything, is_own=True
+    ),
+    "view-rule-chain": Case(itself(lambda: WindowSlots(6, 0)), erratic(4, 1), anything, is_own=True),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
@@ -533,7 +550,12 @@ def check_step(step: Step) -> None:
 
 FACTORS = {"family": TARGETS, "kind": tuple(SAMPLINGS), "drafter": tuple(DRAFTERS), "batch": tuple(BATCHES)}
 TOGETHER = [*groups_of(FACTORS, 2), ("drafter", "kind", "batch"), ("family", "kind", "batch")]
-CHOSEN = cover(FACTORS, TOGETHER)
+# Each by itself: a target of transformers does not draft for itself, which covers nothing but that it is refused.
+BY_OWNER = [
+    FACTORS | {"drafter": tuple(name for name, case in DRAFTERS.items() if case.is_own == is_own)}
+    for is_own in (False, True)
+]
+CHOSEN = [case for factors in BY_OWNER for case in cover(factors, TOGETHER)]
 
 
 def everything() -> list[object]:
@@ -551,6 +573,10 @@ def test_text_is_plain_decodings(family, kind, drafter, batch, lab):
     here, case = lab(family), DRAFTERS[drafter]
     rows, joins, leaves = (BATCHES[batch].get(name, {}) for name in ("rows", "joins", "leaves"))
     requests = [here.request(kind, row) for row in rows]
+    if case.is_own and not here.is_lean:
+        with refused(UnsupportedError, "cannot draft for itself"):
+            case.make(here, kind)
+        return
     texts, stats = run(here.target, requests, case.make(here, kind), case.budget, joins=joins, leaves=leaves)
     for request, row in enumerate(rows):
         wanted = here.plain(kind, row)

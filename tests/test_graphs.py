@@ -203,7 +203,7 @@ def test_experts_and_dynamic_rotation_run_eagerly(folder_of):
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-TEXTS = ("eagle1-unshifted", "eagle3-chain", "eagle3-few-tokens", "lm-tree", "scattered")
+TEXTS = ("eagle1-unshifted", "eagle3-chain", "eagle3-few-tokens", "lm-tree", "view-window", "view-snapkv", "scattered")
 
 
 @pytest.mark.parametrize("drafter", TEXTS)

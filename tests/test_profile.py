@@ -210,6 +210,30 @@ def test_rows_and_context_are_told_apart(target, monkeypatch):
         assert told == pytest.approx(scripted), (nodes, rows, context)
 
 
+def test_what_a_token_costs_is_measured_by_nodes(target, monkeypatch):
+    script = Script(monkeypatch, target, lambda nodes, rows, context: 0.01 + (1 + nodes) * 1e-6 * context)
+    costs = measure(target, script.drafter, seconds=0.0)
+    for nodes in (1, 4, 16):
+        assert costs.token_seconds(nodes) == pytest.approx((1 + nodes) * 1e-6)
+    assert costs.verify_seconds(4, 1, 900) == pytest.approx(0.01 + 5e-6 * 900)
+
+
+def test_a_draft_that_looks_at_its_text_is_measured_with_as_much_of_it(target, monkeypatch):
+    """Where drafts say with how long a text they take what they take with any longer one."""
+    contexts = []
+
+    class Looks(NoDrafter):
+        traits = Traits(context=200)
+
+        def propose(self, ctx, sampling, budget):
+            contexts.append((len(ctx.rows), *{row.length for row in ctx.rows}))
+            return super().propose(ctx, sampling, budget)
+
+    measure(target, Looks, seconds=0.0)
+    assert {rows for rows, _ in contexts} == {1, profile.ROWS}
+    assert min(length for _, length in contexts) == min(200, target.max_length // 2)
+
+
 def test_a_target_of_short_texts_is_measured(folder_of, monkeypatch):
     """All rounds together decode far more than a text may hold: no row may run to its end, or grow meanwhile."""
     short = LeanTarget.from_folder(folder_of("llama", max_position_embeddings=40), torch.float32)

@@ -81,14 +81,16 @@ def load(
         target: a folder, a GGUF file, a hub id, or a name of the catalogue (``draftwing models``), which is downloaded
             once; None is the small Python-writing model that comes with Draftwing.
         draft: an EAGLE head (in any layout) or a smaller causal LM with the same tokenizer, given like a target;
-            ``"lookup"`` or ``"none"``; several at once as ``"eagle3+lookup"``. None takes the head that comes with
-            Draftwing for this target (EAGLE-3 for the shipped one), ``"lookup"`` where none does, and ``"none"`` for a
-            target with recurrent layers, which cannot take drafted tokens back.
+            ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as
+            ``"eagle3+lookup"``. None takes the head that comes with Draftwing for this target (EAGLE-3 for the shipped
+            one), ``"lookup"`` where none does, and ``"none"`` for a target with recurrent layers, which cannot take
+            drafted tokens back.
         rule, lossless: see ``Decoder``.
         budget: how much to draft in every step; None decides it step by step.
         draft_options: of the drafter: ``{"min_match": 3}``, the shortest repetition that lookup drafts from;
-            ``{"draft": "lookup"}``: lookup drafts for the draft model; of a head ``{"online": True}``: it learns while
-            it serves, in a tenth of the time, or in the share that is said.
+            ``{"draft": "lookup"}``: lookup drafts for the draft model; ``{"budget": 512}``, the slots that a target
+            looks at which drafts for itself; of a head ``{"online": True}``: it learns while it serves, in a tenth of
+            the time, or in the share that is said.
         model: ``dtype``, ``quantize``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
 
     Raises:

@@ -88,7 +88,8 @@ class Costs:
             target's forward and everything after it.
         chain, tree: a drafter's time for one row by depth, for a chain, and for a tree of ``width``.
         width: of the trees measured; 1 where a drafter grows chains alone.
-        per_token: of each committed token of each row.
+        per_token: of each committed token of each row; ``per_token_of``: the same by nodes of that row's tree, where
+            known. Keys and values are read once for all nodes, but each node multiplies with them.
         per_row: verification of each row beside the first; ``draft_per_row`` as a share of the draft for one row.
         context: tokens at which the curves were measured.
     """
@@ -98,14 +99,19 @@ class Costs:
     tree: Curve = field(default_factory=lambda: Curve(()))
     width: int = 1
     per_token: float = 0.0
+    per_token_of: Curve = field(default_factory=lambda: Curve(()))
     per_row: float = 0.0
     draft_per_row: float = 0.0
     context: int = 0
 
     def verify_seconds(self, nodes: int, rows: int = 1, context: float | None = None) -> float:
         """T_V of ``rows`` trees of ``nodes`` each, the root counted; ``context`` is the mean of the rows'."""
-        beyond = 0.0 if context is None else (context * rows - self.context) * self.per_token
+        beyond = 0.0 if context is None else (context * rows - self.context) * self.token_seconds(nodes)
         return max(self.verify(nodes * rows) + (rows - 1) * self.per_row + beyond, 1e-7)
+
+    def token_seconds(self, nodes: int) -> float:
+        """What each committed token of a row adds to the verification of so many nodes of that row."""
+        return self.per_token_of(nodes) if self.per_token_of.knots else self.per_token
 
     def draft_seconds(self, depth: int, width: int = 1, rows: int = 1) -> float:
         """A drafter's time for trees of so many levels; 0 for depth 0."""
@@ -146,7 +152,7 @@ class Costs:
         try:
             curves = {
                 name: Curve(tuple((float(count), float(seconds)) for count, seconds in values[name]["knots"]))
-                for name in ("verify", "chain", "tree")
+                for name in ("verify", "chain", "tree", "per_token_of")
             }
             if not curves["verify"].knots:
                 raise ValueError("verify has no knots")
@@ -157,21 +163,23 @@ class Costs:
             raise ConfigError(f"these are no measured costs ({error!r}): measure again") from error
 
 
-def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1) -> float:
+def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
     """Tokens of context from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
 
     With longer texts the KV slots, read once for all nodes, outweigh the rest, and T_V / T_T falls towards 1.
+
+    Args:
+        view: of a target that drafts for itself through so many slots: a draft step is then a plain step of a text of
+            that length, and need not have been measured. None: as measured.
 
     Returns:
         0 where they gain from the start, infinity where they never do.
     """
     tokens = expected_tokens(alpha, gamma)
-    missing = (
-        costs.draft_seconds(gamma, 1, rows)
-        + costs.verify_seconds(gamma + 1, rows, 0)
-        - tokens * costs.verify_seconds(1, rows, 0)
-    )
-    if missing <= 0:
+    draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
+    missing = draft + costs.verify_seconds(gamma + 1, rows, 0) - tokens * costs.verify_seconds(1, rows, 0)
+    if missing <= 0 and view is None:
         return 0.0
-    gained = (tokens - 1) * costs.per_token * rows
-    return missing / gained if gained > 0 else math.inf
+    gained = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows
+    found = missing / gained if gained > 0 else math.inf
+    return found if view is None else max(found, float(view))

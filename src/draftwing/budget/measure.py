@@ -128,14 +128,20 @@ class _Samples:
             tree=Curve.line(_later(self.tree)),
             width=WIDTH if self.tree else 1,
             per_token=token,
+            per_token_of=Curve.fit({n: [max(each, 0.0)] for n, each in zip(self.long, per_token, strict=True)}),
             per_row=max(0.0, _middle(per_row) - context * token),  # each row's own tokens are counted beside
             draft_per_row=max(0.0, more_rows / (ROWS - 1)),
             context=context,
         )
 
 
-def measure(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, seconds: float = 4.0) -> Costs:
+def measure(
+    target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, seconds: float = 4.0, *, long: int = LONG
+) -> Costs:
     """The costs of a target with a drafter, in about so many seconds (but two rounds at least).
+
+    Args:
+        long: tokens of the text that tells what each further token takes; half the context at most.
 
     Raises:
         ConfigError: the target has no room for a text of 2 tokens and a tree.
@@ -150,7 +156,9 @@ def measure(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoo
 
     one, many, far = (bench(_Filler(drafter.features), rows) for rows in (1, ROWS, 1))
     drafting = (bench(drafter, 1), bench(new_drafter(), ROWS)) if drafter.traits.costs_forwards else None
-    stretched = far.stretch(min(LONG, room))
+    for each in drafting or ():
+        each.stretch(min(drafter.traits.context, room))
+    stretched = far.stretch(min(long, room))
     one.verify(1)
     is_slow = one.verify(1) > SLOW
     nodes = [count for count in (FEW_NODES if is_slow else NODES) if count <= min(room // 2, target.vocab_size)]
@@ -186,19 +194,23 @@ class _Bench:
         self._prompt = [(7 * i + 3) % target.vocab_size for i in range(context + 1)]  # the last one is pending
         self._rows, self._length = rows, context
         self._ids: set[int] = set()
+        self._stretched = 0
         self._admit()
 
     def _admit(self) -> None:
         sampling = Sampling(max_tokens=self._target.max_length, ignore_eos=True)
         self._ids = {self._loop.admit(self._prompt, sampling) for _ in range(self._rows)}
+        if self._stretched:
+            self.stretch(self._stretched)
 
     def stretch(self, length: int) -> int:
-        """Pretend that the row is so long: its slots hold zeros, which take as long to read. 0 where not possible."""
-        row = self._loop.ctx.rows[0]
-        if not isinstance(self._loop.ctx, LeanContext) or length <= row.length:
+        """Pretend that rows are so long: slots hold zeros, which take as long to read. 0 where that cannot be."""
+        if not isinstance(self._loop.ctx, LeanContext) or length <= self._loop.ctx.rows[0].length:
             return 0
-        row.tokens[1:1] = [self._prompt[0]] * (length - row.length)
-        row.length = self._length = length
+        for row in self._loop.ctx.rows:
+            row.tokens[1:1] = [self._prompt[0]] * (length - row.length)
+            row.length = length
+        self._length = self._stretched = length
         return length
 
     def verify(self, nodes: int) -> float:
@@ -289,7 +301,7 @@ def _key(target: Target, drafter: Drafter) -> dict[str, object]:
     """All that costs depend on."""
     kernel = get_kernel()
     return {
-        "version": 4,
+        "version": 5,
         "runtime": kernel.name if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],

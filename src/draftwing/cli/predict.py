@@ -156,8 +156,8 @@ def _folder(model: Model, draft: str | None) -> Path:
         folder = resolve(draft)
     if folder is None:
         raise ConfigError(
-            "a forecast is made from a head's held-out statistics, and lookup has none: give a head with --draft, or "
-            "measure with `draftwing compare`"
+            f"a forecast is made from a head's held-out statistics, and {draft or 'lookup'} has none: give a head with "
+            f"--draft, or measure with `draftwing compare` or --formulas"
         )
     return folder
 

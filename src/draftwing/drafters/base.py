@@ -40,6 +40,7 @@ class Traits:
         forget: drops what drafters of its maker have kept of former requests; None where they keep nothing. Whoever
             measures the same prompts again calls it in between (``LM.forget``).
         learns: whether it is a ``Learning`` one.
+        context: tokens of text with which a draft takes what it takes with any longer one; 0: it depends little.
     """
 
     drafts: bool = True
@@ -51,6 +52,7 @@ class Traits:
     runs_as: str = ""
     forget: Callable[[], None] | None = field(default=None, compare=False, repr=False)
     learns: bool = False
+    context: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from draftwing.drafters.entries.causal_lm import CAUSAL_LM
 from draftwing.drafters.entries.eagle import EAGLE
+from draftwing.drafters.entries.itself import ITSELF
 from draftwing.drafters.entries.kangaroo import KANGAROO
 from draftwing.drafters.entries.lookahead import LOOKAHEAD
 from draftwing.drafters.entries.mtp import MTP
@@ -14,4 +15,4 @@ from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *KANGAROO, *SUBLAYERS, *RETRIEVAL, CAUSAL_LM)
+BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *KANGAROO, *SUBLAYERS, *ITSELF, *RETRIEVAL, CAUSAL_LM)

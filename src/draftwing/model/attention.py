@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.model.cache import KVCache, round_up
+from draftwing.model.cache import KVCache, View, round_up
 from draftwing.tree import DraftTree
 
 __all__ = ["Attend", "Attention", "CausalAttention", "Heads", "TreeAttention", "TreeSlots", "rotate"]
@@ -101,6 +101,7 @@ class TreeSlots:
         lengths: the same on the host. None in a recording (``run.graphs``), which must not know them.
         first_row: the cache row of the tree's first row.
         width: slots that are looked at.
+        view, watched: see ``run.forward.Entries`` (``model.views`` attends so).
     """
 
     cache: KVCache
@@ -110,6 +111,8 @@ class TreeSlots:
     first_row: int
     first_node: int
     width: int
+    view: View | None = None
+    watched: Tensor | None = None
 
 
 class TreeAttention(Attention):

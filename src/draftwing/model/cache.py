@@ -7,12 +7,15 @@ Shape suffixes: L layers, B rows, N nodes, K heads, S slots, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from draftwing.tree import PAD
 
-__all__ = ["KEY_BLOCK", "KVCache", "round_up"]
+__all__ = ["KEY_BLOCK", "KVCache", "View", "round_up"]
 
 KEY_BLOCK = 64  # slots are made so many at a time
 
@@ -20,6 +23,20 @@ KEY_BLOCK = 64  # slots are made so many at a time
 def round_up(number: int, block: int) -> int:
     """To whole blocks."""
     return -(-number // block) * block
+
+
+@dataclass(frozen=True)
+class View:
+    """The committed slots that a forward looks at, of those that its rows have: an index, and no copy of anything.
+
+    Attributes:
+        slots: (B, L, K, M) int32, rising along M; L or K is 1 where all layers or all KV heads look at the same. M is
+            at least 1.
+        counts: how many of the M are each row's; what stands behind them means nothing.
+    """
+
+    slots: Tensor
+    counts: Sequence[int]
 
 
 class KVCache:

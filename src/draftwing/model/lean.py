@@ -22,7 +22,7 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.gguf.source import open_weights
 from draftwing.model.attention import Attend
-from draftwing.model.cache import KVCache
+from draftwing.model.cache import KVCache, View
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.embedding import Embedding
 from draftwing.model.families import Reader, read_layer
@@ -33,8 +33,9 @@ from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, own_context
 from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
-from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
+from draftwing.run.forward import PREFILL_CHUNK, Asked, Entries, NetShape, Runner, Runtime
 from draftwing.run.recording import Record
+from draftwing.run.request import Drafted, Waiting
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["LeanContext", "LeanTarget", "TappedNet", "attention_bytes", "mlp_bytes"]
@@ -113,6 +114,8 @@ class LeanContext(Context):
 
 class LeanTarget(Target):
     """See ``Target``. Build it with ``from_folder``."""
+
+    supports_views = True
 
     def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model") -> None:
         config = net.config
@@ -286,6 +289,21 @@ class LeanTarget(Target):
         ctx = own_context(ctx, LeanContext)
         if not tree.is_line:
             ctx.runner.commit(ctx.lengths, accepted.path)
+
+    @torch.inference_mode()
+    def draft(self, ctx: Context, view: View, asked: Asked) -> Drafted:
+        """See ``Target.draft``."""
+        ctx = own_context(ctx, LeanContext)
+        lengths, prompts = ctx.lengths, [row.prompt_length for row in ctx.rows]
+        pending = [[token] for token in asked.roots]
+        return ctx.runner.draft(Waiting(pending, lengths, lengths, view=view, prompt_lengths=prompts), asked)
+
+    @torch.inference_mode()
+    def watch(self, ctx: Context, row: int, start: int) -> Tensor:
+        """See ``Target.watch``."""
+        ctx = own_context(ctx, LeanContext)
+        state = ctx.rows[row]
+        return ctx.runner.watch(row, state.tokens[start : state.length], start, state.prompt_length)
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:

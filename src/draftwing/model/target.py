@@ -14,10 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draftwing.errors import ConfigError, PromptError
+from draftwing.errors import ConfigError, PromptError, UnsupportedError
+from draftwing.model.cache import View
 from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
-from draftwing.run.forward import on_device
+from draftwing.run.forward import Asked, on_device
+from draftwing.run.request import Drafted
 from draftwing.sampling import History
 from draftwing.tree import Accepted, DraftTree
 
@@ -132,6 +134,7 @@ class Target(ABC):
         eos_ids: tokens that end a text.
         folder: where it was loaded from, if that is known.
         supports_trees: False where a state cannot be rolled back; then only lone roots are allowed.
+        supports_views: whether it can draft for itself through some of its rows' slots (``draft`` and ``watch``).
     """
 
     name: str
@@ -144,6 +147,7 @@ class Target(ABC):
     eos_ids: tuple[int, ...]
     folder: Path | None = None
     supports_trees: bool = True
+    supports_views: bool = False
 
     @property
     def quantized(self) -> str | None:
@@ -210,6 +214,30 @@ class Target(ABC):
     @abstractmethod
     def remove(self, ctx: Context, row: int) -> None:
         """Drop a row; the last row takes its place."""
+
+    def draft(self, ctx: Context, view: View, asked: Asked) -> Drafted:
+        """Grow the trees that are asked for by forwards of its own that look at the committed slots of a view alone.
+
+        Only slots behind the committed ones are written: those of the trees, which ``forward`` writes anew.
+
+        Raises:
+            UnsupportedError: ``supports_views`` is False.
+        """
+        raise self._no_views()
+
+    def watch(self, ctx: Context, row: int, start: int) -> Tensor:
+        """How much a row's committed tokens from ``start`` on look at each slot before them: see ``Runner.watch``.
+
+        Raises:
+            UnsupportedError: ``supports_views`` is False.
+        """
+        raise self._no_views()
+
+    def _no_views(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.name} runs in transformers, which cannot look at some of its slots alone: load it with "
+            f"engine='lean' if it is of a family that the lean decoder knows, or draft in another way"
+        )
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raise PromptError where the prompt cannot be decoded."""

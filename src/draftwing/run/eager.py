@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.model.attention import CausalAttention, TreeAttention, TreeSlots
-from draftwing.model.cache import KEY_BLOCK, KVCache, round_up
+from draftwing.model.attention import CausalAttention, TreeSlots
+from draftwing.model.cache import KEY_BLOCK, KVCache, View, round_up
 from draftwing.model.linear import MIN_ROWS
+from draftwing.model.views import attention_over
 from draftwing.run.forward import Entries, Net, Runner, on_device
 from draftwing.tree import DraftTree
 
@@ -33,6 +34,7 @@ class Inputs:
         width: slots that attention looks at.
         upto: positions that are reached, at most.
         prompts_B: (B, 1) lengths of the prompts, or None.
+        view, watched: as in ``Entries``.
     """
 
     tree: DraftTree
@@ -45,6 +47,8 @@ class Inputs:
     first_node: int = 0
     first_row: int = 0
     prompts_B: Tensor | None = None
+    view: View | None = None
+    watched: Tensor | None = None
 
 
 class EagerRunner(Runner):
@@ -68,6 +72,8 @@ class EagerRunner(Runner):
                 entries.first_node,
                 entries.first_row,
                 None if prompts is None else on_device(prompts, device)[:, None],
+                entries.view,
+                entries.watched,
             )
         )
         if last is not None:
@@ -86,10 +92,12 @@ class EagerRunner(Runner):
         ids = F.pad(inputs.ids.clamp(min=0).reshape(-1), (0, padding))
         states = None if inputs.states is None else F.pad(inputs.states.flatten(0, 1), (0, 0, 0, padding))
         slots = TreeSlots(
-            self.cache, tree, inputs.lengths_B, inputs.lengths, inputs.first_row, first_node, inputs.width
-        )
-        shape = net.shape
-        attend = TreeAttention(cis, slots, shape.windows, shape.num_heads, real + padding) if shape.num_layers else None
+            self.cache, tree, inputs.lengths_B, inputs.lengths, inputs.first_row, first_node, inputs.width,
+            inputs.view, inputs.watched,
+        )  # fmt: skip
+        shape, attend = net.shape, None
+        if shape.num_layers:
+            attend = attention_over(slots)(cis, slots, shape.windows, shape.num_heads, real + padding)
         read, out = net.forward(ids, states, attend)
         return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
 

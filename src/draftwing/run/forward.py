@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftwing.model.cache import KVCache
+from draftwing.model.cache import KVCache, View
 from draftwing.model.rope import Rotary
 from draftwing.run.request import Drafted, DraftRequest, Waiting
 from draftwing.sampling import SamplingBatch
@@ -114,6 +114,9 @@ class Entries:
         ids: (B, W) the token that each entry reads, PAD where unused; None: its own.
         states: (B, W, H), or None where tokens are all that is read.
         prompt_lengths: of the rows, for rotations that depend on them.
+        view: the slots before the trees that are looked at; None for all.
+        watched: (L, K, S) float32 of one row, to which is added how much each of the S slots before its tree is looked
+            at. The entries' own slots are then read, and not written.
     """
 
     tree: DraftTree
@@ -123,6 +126,8 @@ class Entries:
     ids: Tensor | None = None
     states: Tensor | None = None
     prompt_lengths: Sequence[int] | None = None
+    view: View | None = None
+    watched: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -260,21 +265,23 @@ class Runner(ABC):
         chain = DraftTree.chain(on_device([[*ids, *[-1] * (width - len(ids))] for ids in waiting.tokens], device))
         states = None if waiting.features is None else self.fuse(waiting.features[:, :width])
         last = on_device([max(len(ids), 1) - 1 for ids in waiting.tokens], device)[:, None, None]
-        logits, states = self.forward(Entries(chain, waiting.lengths, states=states), last=last)
+        prompts, view = waiting.prompt_lengths, waiting.view
+        entries = Entries(chain, waiting.lengths, states=states, prompt_lengths=prompts, view=view)
+        logits, out = self.forward(entries, last=last)
         assert logits is not None
-        lengths, is_fed, kept = waiting.roots, self.net.shape.state_width > 0, [states]
+        lengths, is_fed, kept = waiting.roots, self.net.shape.state_width > 0, [out]
 
         def step(
             tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            logits, out = self.forward(Entries(tree, lengths, 0, first, ids, states))
+            logits, out = self.forward(Entries(tree, lengths, 0, first, ids, states, prompts, view))
             assert logits is not None
             if is_fed:
                 return logits, out
             kept.append(out)
             return logits, None
 
-        found = grow(asked.growth(), logits, states if is_fed else None, step, shifted=self.net.shape.is_shifted)
+        found = grow(asked.growth(), logits, out if is_fed else None, step, shifted=self.net.shape.is_shifted)
         if is_fed or found.places is not None or not found.tree.is_line:
             return found
         outs = [each for each in kept if each is not None]
@@ -309,6 +316,22 @@ class Runner(ABC):
             pieces.append(self.forward(entries, want_logits=False)[1])
         found = [piece for piece in pieces if piece is not None]
         return torch.cat(found, 1) if found else None
+
+    def watch(self, row: int, ids: Sequence[int], start: int, prompt_length: int | None = None) -> Tensor:
+        """How much the last tokens of a text look at each slot before them: (L, K, ``start``) float32.
+
+        Chances, summed over these tokens and over the query heads that share a KV head. Writes nothing.
+
+        Args:
+            ids: tokens of a row, whose slots from ``start`` on hold them already.
+            prompt_length: for rotations that depend on it.
+        """
+        shape, device = self.net.shape, self.net.device
+        watched = torch.zeros(shape.num_layers, shape.num_kv_heads, start, device=device)
+        prompts = None if prompt_length is None else [prompt_length]
+        chain = DraftTree.chain(on_device([ids], device))
+        self.forward(Entries(chain, [start], row, prompt_lengths=prompts, watched=watched), want_logits=False)
+        return watched
 
 
 class Runtime(Protocol):

@@ -90,9 +90,9 @@ class RecordedRunner(EagerRunner):
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See ``Runner.forward``; what it returns is good until the next one. Prompts and drafts run eagerly."""
+        """See ``Runner.forward``; what it returns is good until the next one. Prompts, drafts and views run eagerly."""
         tree = entries.tree
-        if not want_logits or entries.states is not None or entries.first_row:
+        if not want_logits or entries.states is not None or entries.first_row or entries.view is not None:
             return super().forward(entries, want_logits=want_logits, last=last)
         rows, nodes, first_node = tree.num_rows, tree.num_nodes, entries.first_node
         padded = first_node + round_up_nodes(nodes - first_node)
@@ -128,7 +128,7 @@ class RecordedRunner(EagerRunner):
 
     def draft(self, waiting: Waiting, asked: Asked) -> Drafted:
         """See ``Runner.draft``: the very tree that growing it eagerly gives."""
-        kind = asked.key()
+        kind = asked.key() if waiting.view is None else None
         if kind is None:
             return super().draft(waiting, asked)
         count, rows, lengths = waiting.num_entries, len(waiting.tokens), waiting.roots

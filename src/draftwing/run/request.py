@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from draftwing.model.cache import View
 from draftwing.tree import PAD, DraftTree
 
 __all__ = ["DraftRequest", "Drafted", "GrowthRule", "Waiting"]
@@ -85,12 +86,16 @@ class Waiting:
         lengths: entries of each row that lie in its slots already.
         roots: slots of each row before that of its root.
         features: (B, at least W, F) of the same entries, W the most of them; None where tokens are all.
+        view: the slots that are looked at, of the ``lengths`` that there are; None for all.
+        prompt_lengths: of the rows, for rotations that depend on them.
     """
 
     tokens: Sequence[Sequence[int]]
     lengths: Sequence[int]
     roots: Sequence[int]
     features: Tensor | None = None
+    view: View | None = None
+    prompt_lengths: Sequence[int] | None = None
 
     @property
     def num_entries(self) -> int:

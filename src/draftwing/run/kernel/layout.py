@@ -6,10 +6,13 @@ Shape suffixes: B rows, K heads, S slots, D head dimension.
 from __future__ import annotations
 
 import ctypes
+from array import array
 
 from torch import Tensor
 
-__all__ = ["NUM_BUFFERS", "Batch", "Draft", "Op", "set_cache"]
+from draftwing.model.cache import View
+
+__all__ = ["NUM_BUFFERS", "Batch", "Draft", "Op", "set_cache", "set_view"]
 
 NUM_BUFFERS = 16
 
@@ -37,6 +40,10 @@ class Batch(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row")),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "rotation", "cache")),
         *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "row_stride", "head_stride")),
+        *((name, ctypes.c_void_p) for name in ("view", "viewed")),
+        *((name, ctypes.c_int64) for name in ("view_row", "view_layer", "view_head")),
+        ("watch", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("watch_layer", "watch_head")),
         ("buffers", ctypes.c_void_p * NUM_BUFFERS),
         ("widths", ctypes.c_int32 * NUM_BUFFERS),
     ]
@@ -64,3 +71,18 @@ def set_cache(batch: Batch, data: Tensor, first_row: int) -> None:
     strides = data.stride()
     batch.cache = data.data_ptr() + first_row * strides[2] * data.element_size()
     batch.layer_stride, batch.value_stride, batch.row_stride, batch.head_stride = strides[:4]
+
+
+def set_view(batch: Batch, view: View | None, watched: Tensor | None = None) -> object:
+    """Say which slots are looked at, and where that is watched (``Entries``); what must be kept until it is run."""
+    batch.view = batch.watch = None
+    if watched is not None:
+        batch.watch = watched.data_ptr()
+        batch.watch_layer, batch.watch_head = watched.stride()[:2]
+    if view is None:
+        return watched
+    slots, counts = view.slots, array("q", view.counts)
+    strides = [0 if size == 1 else stride for size, stride in zip(slots.shape, slots.stride(), strict=True)]
+    batch.view, batch.viewed = slots.data_ptr(), counts.buffer_info()[0]
+    batch.view_row, batch.view_layer, batch.view_head = strides[:3]
+    return view, counts, watched

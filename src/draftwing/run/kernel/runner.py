@@ -22,7 +22,7 @@ from draftwing.errors import ConfigError
 from draftwing.model.cache import KVCache
 from draftwing.run.forward import Asked, Entries, Net, Runner, pick
 from draftwing.run.kernel.built import Built
-from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
+from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache, set_view
 from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.program import Program
 from draftwing.run.request import Drafted, DraftRequest, Waiting
@@ -91,6 +91,7 @@ class KernelRunner(Runner):
         # Of drafts, which nobody keeps; tokens that the net leaves out are never written: they hold -inf.
         self._logits = torch.empty(0, net.shape.vocab_size)
         self._states = torch.empty(2, 0, net.shape.state_width)
+        self._taps = torch.empty(0, net.shape.out_width)
 
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
@@ -142,7 +143,7 @@ class KernelRunner(Runner):
         batch.cache = self._slots + first_row * batch.row_stride * 4
         batch.first_node, batch.tree_nodes, batch.parents = entries.first_node, nodes, parents.data_ptr()
         batch.lengths = _at(lengths)
-        return lengths, parents, rotation
+        return lengths, parents, rotation, set_view(batch, entries.view, entries.watched)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """See ``Runner.reserve``. What depends on where the slots lie is set when they move."""
@@ -217,13 +218,16 @@ class KernelRunner(Runner):
             count = max(count, 16)
             self._space.reserve(count)
             self._logits, self._states = self._new_logits(count), torch.empty(2, count, self._shape.state_width)
+            self._taps = torch.empty(count, self._shape.out_width)
         batch.rows, batch.cache = rows, self._slots
         batch.buffers[built.logits] = self._logits.data_ptr()
-        features, roots = waiting.features, array("q", waiting.roots)
+        features, roots, seen = waiting.features, array("q", waiting.roots), set_view(batch, waiting.view)
         batch.lengths = _at(roots)
         if features is not None:
             features = features[:, :entries].contiguous()
             batch.buffers[built.states], batch.buffers[built.out] = (each.data_ptr() for each in self._states)
+        elif built.out >= 0:  # a target's taps, which a draft of its own does not look at
+            batch.buffers[built.out] = self._taps.data_ptr()
         caught = Batch.from_buffer_copy(batch)
         if features is not None:
             caught.buffers[built.features] = features.data_ptr()
@@ -234,7 +238,7 @@ class KernelRunner(Runner):
         caught.nodes = caught.tree_nodes = entries
         caught.first_node = 0
         caught.tokens, caught.lengths, caught.parents = _at(flat), _at(fed), _at(above)
-        return batch, caught, [roots, features, flat, fed, above]
+        return batch, caught, [roots, features, flat, fed, above, seen]
 
     def _drafting(self, request: DraftRequest, kept: list[object]) -> Draft:
         """The request as the kernel reads it; what it points to goes into ``kept``."""

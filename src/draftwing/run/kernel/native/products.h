@@ -1,4 +1,4 @@
-// The arithmetic of one forward: matrices times rows, norms, attention over a tree.
+// The arithmetic of one forward: matrices times rows, norms. Attention over a tree: attention.h.
 //
 // Every number of a row is computed in one order that depends on nothing but the row itself: products run along
 // their inputs, attention runs along positions. So a row has the same bits whatever stands beside it: alone, in a
@@ -46,6 +46,11 @@ struct Batch {
     const float* rotation;  // (positions or rows * nodes, rotary_half, 2)
     float* cache;  // this batch's first row: keys, then values
     int64_t layer_stride, value_stride, row_stride, head_stride;
+    const int32_t* view;  // committed slots that are looked at, rising, by row, layer and KV head; null: all of them
+    const int64_t* viewed;  // (rows) how many
+    int64_t view_row, view_layer, view_head;  // strides; 0: the same for all
+    float* watch;  // of one row, by layer and KV head: what is looked at, added up; slots are then not written. Null: not
+    int64_t watch_layer, watch_head;
     float* buffers[NUM_BUFFERS];
     int32_t widths[NUM_BUFFERS];
 };
@@ -53,7 +58,7 @@ struct Batch {
 
 namespace {
 
-thread_local Scratch prepared_rows, row_scales, attention_queries, attention_scores, attention_path;
+thread_local Scratch prepared_rows, row_scales;
 
 // --- a matrix times rows ---------------------------------------------------------------------------------------------
 
@@ -185,168 +190,6 @@ void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, 
                 const int64_t* places = op.places + tile * TILE + 16 * c;
                 for (int i = 0; i < 16 && i < room; ++i) row[places[i] - tile * TILE] = value[i];
             }
-        }
-    }
-}
-
-// --- attention -------------------------------------------------------------------------------------------------------
-// Keys of 16 slots lie transposed, (dim, 16); values slot by slot, (dim).
-
-inline void rotate(const float* x, const float* norm, float eps, const float* rotation, int half, int dim, float* out) {
-    float normed[1024];
-    if (norm != nullptr) {
-        norm_row(x, norm, dim, eps, normed);
-        x = normed;
-    }
-    for (int i = 0; i < half; ++i) {
-        const float real = rotation[2 * i], imaginary = rotation[2 * i + 1];
-        out[i] = x[i] * real - x[half + i] * imaginary;
-        out[half + i] = x[i] * imaginary + x[half + i] * real;
-    }
-    for (int i = 2 * half; i < dim; ++i) out[i] = x[i];
-}
-
-template <int Q> inline void score_block(const float* queries, int dim, const float* keys, float* scores, size_t stride) {
-    v16 sum[Q] = {};
-    for (int d = 0; d < dim; ++d) {
-        const v16 key = load(keys + d * KEYS);
-#pragma GCC unroll 8
-        for (int q = 0; q < Q; ++q) sum[q] += key * queries[q * dim + d];
-    }
-    for (int q = 0; q < Q; ++q) store(scores + q * stride, sum[q]);
-}
-
-// Values of slots from..to, weighted by `weights`, added to `out` (dim): in the order of the slots.
-template <int Q>
-inline void mix(const float* weights, size_t stride, const float* values, int from, int to, int dim, float* out) {
-    for (int d = 0; d < dim; d += 32) {
-        v16 sum[Q][2];
-        for (int q = 0; q < Q; ++q) sum[q][0] = load(out + q * dim + d), sum[q][1] = load(out + q * dim + d + 16);
-        for (int s = from; s < to; ++s) {
-            const v16 low = load(values + static_cast<size_t>(s) * dim + d);
-            const v16 high = load(values + static_cast<size_t>(s) * dim + d + 16);
-#pragma GCC unroll 8
-            for (int q = 0; q < Q; ++q) {
-                const float weight = weights[q * stride + s];
-                sum[q][0] += low * weight;
-                sum[q][1] += high * weight;
-            }
-        }
-        for (int q = 0; q < Q; ++q) store(out + q * dim + d, sum[q][0]), store(out + q * dim + d + 16, sum[q][1]);
-    }
-}
-
-// Positions from `low` to `last` of one query: scores to chances, in place; the sum comes back.
-float softmax(float* scores, int low, int last) {
-    const int begin = low / 16 * 16, end = (last + 16) / 16 * 16;
-    for (int i = begin; i < low; ++i) scores[i] = -INFINITY;
-    for (int i = last + 1; i < end; ++i) scores[i] = -INFINITY;
-    v16 largest = spread(-INFINITY);
-    for (int i = begin; i < end; i += 16) {
-        const v16 part = load(scores + i);
-        largest = part > largest ? part : largest;
-    }
-    float top = largest[0];
-    for (int i = 1; i < 16; ++i) top = largest[i] > top ? largest[i] : top;
-    v16 sum{};
-    for (int i = begin; i < end; i += 16) {
-        const v16 part = exp_of(load(scores + i) - top);
-        store(scores + i, part);
-        sum += part;
-    }
-    return sum_of(sum);
-}
-
-void attend(const Op& op, const Batch& batch, int row, int kv_head) {
-    const int dim = op.head_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
-    const int length = static_cast<int>(batch.lengths[row]), half = batch.rotary_half;
-    const int slots = length + batch.tree_nodes, padded = (slots + KEYS - 1) / KEYS * KEYS;
-    const size_t stride = padded + 16;
-    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
-    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
-    float* values = keys + batch.value_stride;
-    const float* qkv = batch.buffers[op.source];
-    const int width = batch.widths[op.source], out_width = batch.widths[op.target];
-    const int num_queries = nodes * groups;
-    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim + batch.tree_nodes + 16);
-    float* mixed = queries + static_cast<size_t>(num_queries) * dim;
-    int32_t* depths = reinterpret_cast<int32_t*>(mixed + static_cast<size_t>(num_queries) * dim);
-    float* scores = attention_scores.get<float>(num_queries * stride);
-
-    for (int node = 0; node < batch.tree_nodes; ++node)
-        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
-    float turned[1024];
-    for (int i = 0; i < nodes; ++i) {
-        const int node = batch.first_node + i, slot = length + node;
-        const size_t place = static_cast<size_t>(row) * nodes + i;
-        const size_t angle = batch.rotation_by_row ? place : static_cast<size_t>(length + depths[node]);
-        const float* rotation = batch.rotation + angle * 2 * half;
-        const float* in = qkv + place * width;
-        for (int g = 0; g < groups; ++g) {
-            float* query = queries + (static_cast<size_t>(i) * groups + g) * dim;
-            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, half, dim, query);
-            for (int d = 0; d < dim; ++d) query[d] *= op.scale;
-        }
-        rotate(in + (op.num_heads + kv_head) * dim, op.k_norm, op.eps, rotation, half, dim, turned);
-        float* key = keys + static_cast<size_t>(slot / KEYS) * KEYS * dim + slot % KEYS;
-        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
-        memcpy(values + static_cast<size_t>(slot) * dim, in + (op.num_heads + op.num_kv_heads + kv_head) * dim,
-               dim * sizeof(float));
-    }
-
-    // With a window, what no query sees is not scored: positions grow along the queries' depths alone.
-    const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / KEYS * KEYS : 0;
-    for (int block = lowest; block < padded; block += KEYS) {
-        const float* some = keys + static_cast<size_t>(block) * dim;
-        int q = 0;
-        for (; q + 6 <= num_queries; q += 6) score_block<6>(queries + q * dim, dim, some, scores + q * stride + block, stride);
-        for (; q + 3 <= num_queries; q += 3) score_block<3>(queries + q * dim, dim, some, scores + q * stride + block, stride);
-        for (; q < num_queries; ++q) score_block<1>(queries + q * dim, dim, some, scores + q * stride + block, stride);
-    }
-
-    // The scores of a node's ancestors, in the order of their depths, follow those of the committed slots.
-    int* path = attention_path.get<int>(batch.tree_nodes);
-    for (int i = 0; i < nodes; ++i) {
-        const int depth = depths[batch.first_node + i], last = length + depth;
-        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
-        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
-        for (int g = 0; g < groups; ++g) {
-            const size_t query = static_cast<size_t>(i) * groups + g;
-            float* own = scores + query * stride;
-            for (int d = 0; d <= depth; ++d) own[length + d] = own[length + path[d]];
-            const float sum = softmax(own, low, last);
-            float* out = mixed + query * dim;
-            memset(out, 0, dim * sizeof(float));
-            own[padded] = sum;  // kept behind the scores until the values are mixed
-        }
-    }
-    if (op.window == 0) {
-        for (int from = 0; from < length; from += 64) {  // a block of values serves every query while it is near
-            const int to = from + 64 < length ? from + 64 : length;
-            int q = 0;
-            for (; q + 6 <= num_queries; q += 6) mix<6>(scores + q * stride, stride, values, from, to, dim, mixed + q * dim);
-            for (; q + 3 <= num_queries; q += 3) mix<3>(scores + q * stride, stride, values, from, to, dim, mixed + q * dim);
-            for (; q < num_queries; ++q) mix<1>(scores + q * stride, stride, values, from, to, dim, mixed + q * dim);
-        }
-    }
-    for (int i = 0; i < nodes; ++i) {
-        const int depth = depths[batch.first_node + i], last = length + depth;
-        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
-        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
-        const size_t place = static_cast<size_t>(row) * nodes + i;
-        for (int g = 0; g < groups; ++g) {
-            const size_t query = static_cast<size_t>(i) * groups + g;
-            const float* own = scores + query * stride;
-            float* sums = mixed + query * dim;
-            if (op.window > 0 && low < length) mix<1>(own, stride, values, low, length, dim, sums);
-            for (int d = low > length ? low - length : 0; d <= depth; ++d) {
-                const float* value = values + static_cast<size_t>(length + path[d]) * dim;
-                const v16 weight = spread(own[length + d]);
-                for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
-            }
-            const float whole = own[padded];
-            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
-            for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
         }
     }
 }

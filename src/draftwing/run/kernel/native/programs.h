@@ -15,7 +15,7 @@
 
 #include <pthread.h>
 
-#include "products.h"
+#include "attention.h"
 
 namespace {
 

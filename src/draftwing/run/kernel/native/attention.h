@@ -1,0 +1,249 @@
+// Attention of a tree's nodes over committed slots, all of them or some, and over their own ancestors.
+
+#pragma once
+
+#include <algorithm>
+
+#include "products.h"
+
+namespace {
+
+thread_local Scratch attention_queries, attention_scores, attention_path, attention_block;
+
+// Keys of 16 slots lie transposed, (dim, 16); values slot by slot, (dim).
+
+inline void rotate(const float* x, const float* norm, float eps, const float* rotation, int half, int dim, float* out) {
+    float normed[1024];
+    if (norm != nullptr) {
+        norm_row(x, norm, dim, eps, normed);
+        x = normed;
+    }
+    for (int i = 0; i < half; ++i) {
+        const float real = rotation[2 * i], imaginary = rotation[2 * i + 1];
+        out[i] = x[i] * real - x[half + i] * imaginary;
+        out[half + i] = x[i] * imaginary + x[half + i] * real;
+    }
+    for (int i = 2 * half; i < dim; ++i) out[i] = x[i];
+}
+
+template <int Q> inline void score_block(const float* queries, int dim, const float* keys, float* scores, size_t stride) {
+    v16 sum[Q] = {};
+    for (int d = 0; d < dim; ++d) {
+        const v16 key = load(keys + d * KEYS);
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; ++q) sum[q] += key * queries[q * dim + d];
+    }
+    for (int q = 0; q < Q; ++q) store(scores + q * stride, sum[q]);
+}
+
+// Values of slots that lie side by side, weighted by `weights`, added to `out` (dim): in the order of the slots.
+template <int Q>
+inline void mix(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
+    for (int d = 0; d < dim; d += 32) {
+        v16 sum[Q][2];
+        for (int q = 0; q < Q; ++q) sum[q][0] = load(out + q * dim + d), sum[q][1] = load(out + q * dim + d + 16);
+        for (int s = 0; s < count; ++s) {
+            const v16 low = load(values + static_cast<size_t>(s) * dim + d);
+            const v16 high = load(values + static_cast<size_t>(s) * dim + d + 16);
+#pragma GCC unroll 8
+            for (int q = 0; q < Q; ++q) {
+                const float weight = weights[q * stride + s];
+                sum[q][0] += low * weight;
+                sum[q][1] += high * weight;
+            }
+        }
+        for (int q = 0; q < Q; ++q) store(out + q * dim + d, sum[q][0]), store(out + q * dim + d + 16, sum[q][1]);
+    }
+}
+
+// Positions from `low` to `last` of one query: scores to chances, in place; the sum comes back.
+float softmax(float* scores, int low, int last) {
+    const int begin = low / 16 * 16, end = (last + 16) / 16 * 16;
+    for (int i = begin; i < low; ++i) scores[i] = -INFINITY;
+    for (int i = last + 1; i < end; ++i) scores[i] = -INFINITY;
+    v16 largest = spread(-INFINITY);
+    for (int i = begin; i < end; i += 16) {
+        const v16 part = load(scores + i);
+        largest = part > largest ? part : largest;
+    }
+    float top = largest[0];
+    for (int i = 1; i < 16; ++i) top = largest[i] > top ? largest[i] : top;
+    v16 sum{};
+    for (int i = begin; i < end; i += 16) {
+        const v16 part = exp_of(load(scores + i) - top);
+        store(scores + i, part);
+        sum += part;
+    }
+    return sum_of(sum);
+}
+
+// The committed slots that a row's queries look at in one layer, for one KV head.
+struct Seen {
+    const int32_t* slots;  // rising; null: all of them
+    int count;
+
+    int slot(int place) const { return slots == nullptr ? place : slots[place]; }
+
+    // Where those at or past a position begin.
+    int from(int position) const {
+        if (slots == nullptr) return position < count ? position : count;
+        return static_cast<int>(std::lower_bound(slots, slots + count, position) - slots);
+    }
+
+    // Where slots that lie side by side end: few enough that their values stay near for every query.
+    int run(int begin) const {
+        const int most = begin + 64 < count ? begin + 64 : count;
+        if (slots == nullptr) return most;
+        int end = begin + 1;
+        while (end < most && slots[end] == slots[end - 1] + 1) ++end;
+        return end;
+    }
+};
+
+Seen seen_of(const Batch& batch, int row, int layer, int kv_head) {
+    if (batch.view == nullptr) return {nullptr, static_cast<int>(batch.lengths[row])};
+    const int32_t* slots = batch.view + row * batch.view_row + layer * batch.view_layer + kv_head * batch.view_head;
+    return {slots, static_cast<int>(batch.viewed[row])};
+}
+
+inline void score(const float* queries, int count, int dim, const float* keys, float* scores, size_t stride) {
+    int q = 0;
+    for (; q + 6 <= count; q += 6) score_block<6>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q + 3 <= count; q += 3) score_block<3>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q < count; ++q) score_block<1>(queries + q * dim, dim, keys, scores + q * stride, stride);
+}
+
+// The scores of some slots, those from place `begin` on and the tree's behind them, side by side.
+void score_view(const Seen& seen, int begin, int length, int nodes, const float* queries, int count, int dim,
+                const float* keys, float* scores, size_t stride) {
+    float* some = attention_block.get<float>(static_cast<size_t>(count) * KEYS);
+    const auto take = [&](int slot, int num, int place) {  // `num` slots of one block
+        const int block = slot / KEYS * KEYS;
+        const bool in_tree = place >= seen.count;
+        score(queries, count, dim, keys + static_cast<size_t>(block) * dim, some, KEYS);
+        for (int q = 0; q < count; ++q)
+            for (int i = 0; i < num; ++i)
+                scores[q * stride + place + i] = some[q * KEYS + (in_tree ? slot + i : seen.slots[place + i]) - block];
+    };
+    for (int at = begin; at < seen.count;) {
+        const int slot = seen.slots[at], next = slot / KEYS * KEYS + KEYS;
+        int end = at + 1;
+        while (end < seen.count && seen.slots[end] < next) ++end;
+        if (end - at == KEYS)
+            score(queries, count, dim, keys + static_cast<size_t>(slot) * dim, scores + at, stride);
+        else
+            take(slot, end - at, at);
+        at = end;
+    }
+    for (int node = 0; node < nodes;) {
+        const int slot = length + node, room = KEYS - slot % KEYS, num = room < nodes - node ? room : nodes - node;
+        take(slot, num, seen.count + node);
+        node += num;
+    }
+}
+
+void attend(const Op& op, const Batch& batch, int row, int kv_head) {
+    const int dim = op.head_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
+    const int length = static_cast<int>(batch.lengths[row]), half = batch.rotary_half;
+    const Seen seen = seen_of(batch, row, op.layer, kv_head);
+    const int padded = (seen.count + batch.tree_nodes + KEYS - 1) / KEYS * KEYS;
+    const size_t stride = padded + 16;
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+    float* values = keys + batch.value_stride;
+    const float* qkv = batch.buffers[op.source];
+    const int width = batch.widths[op.source], out_width = batch.widths[op.target];
+    const int num_queries = nodes * groups;
+    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim + batch.tree_nodes + 16);
+    float* mixed = queries + static_cast<size_t>(num_queries) * dim;
+    int32_t* depths = reinterpret_cast<int32_t*>(mixed + static_cast<size_t>(num_queries) * dim);
+    float* scores = attention_scores.get<float>(num_queries * stride);
+
+    for (int node = 0; node < batch.tree_nodes; ++node)
+        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
+    float turned[1024];
+    for (int i = 0; i < nodes; ++i) {
+        const int node = batch.first_node + i, slot = length + node;
+        const size_t place = static_cast<size_t>(row) * nodes + i;
+        const size_t angle = batch.rotation_by_row ? place : static_cast<size_t>(length + depths[node]);
+        const float* rotation = batch.rotation + angle * 2 * half;
+        const float* in = qkv + place * width;
+        for (int g = 0; g < groups; ++g) {
+            float* query = queries + (static_cast<size_t>(i) * groups + g) * dim;
+            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, half, dim, query);
+            for (int d = 0; d < dim; ++d) query[d] *= op.scale;
+        }
+        if (batch.watch != nullptr) continue;
+        rotate(in + (op.num_heads + kv_head) * dim, op.k_norm, op.eps, rotation, half, dim, turned);
+        float* key = keys + static_cast<size_t>(slot / KEYS) * KEYS * dim + slot % KEYS;
+        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
+        memcpy(values + static_cast<size_t>(slot) * dim, in + (op.num_heads + op.num_kv_heads + kv_head) * dim,
+               dim * sizeof(float));
+    }
+
+    // With a window, what no query sees is not scored: positions grow along the queries' depths alone.
+    const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / KEYS * KEYS : 0;
+    if (seen.slots == nullptr)
+        for (int block = lowest; block < padded; block += KEYS)
+            score(queries, num_queries, dim, keys + static_cast<size_t>(block) * dim, scores + block, stride);
+    else
+        score_view(seen, seen.from(lowest), length, batch.tree_nodes, queries, num_queries, dim, keys, scores, stride);
+
+    // The scores of a node's ancestors, in the order of their depths, follow those of the committed slots.
+    int* path = attention_path.get<int>(batch.tree_nodes);
+    for (int i = 0; i < nodes; ++i) {
+        const int depth = depths[batch.first_node + i], last = length + depth;
+        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        const int first = low < length ? seen.from(low) : seen.count + low - length;
+        for (int g = 0; g < groups; ++g) {
+            const size_t query = static_cast<size_t>(i) * groups + g;
+            float* own = scores + query * stride;
+            for (int d = 0; d <= depth; ++d) own[seen.count + d] = own[seen.count + path[d]];
+            const float sum = softmax(own, first, seen.count + depth);
+            float* out = mixed + query * dim;
+            memset(out, 0, dim * sizeof(float));
+            own[padded] = sum;  // kept behind the scores until the values are mixed
+            if (batch.watch == nullptr) continue;
+            float* watched = batch.watch + op.layer * batch.watch_layer + kv_head * batch.watch_head;
+            for (int at = first; at < seen.count; ++at) watched[seen.slot(at)] += own[at] / sum;
+        }
+    }
+    if (op.window == 0) {
+        for (int from = 0, to; from < seen.count; from = to) {  // a block of values serves every query while it is near
+            to = seen.run(from);
+            const float* some = values + static_cast<size_t>(seen.slot(from)) * dim;
+            const float* weights = scores + from;
+            const int num = to - from;
+            int q = 0;
+            for (; q + 6 <= num_queries; q += 6) mix<6>(weights + q * stride, stride, some, num, dim, mixed + q * dim);
+            for (; q + 3 <= num_queries; q += 3) mix<3>(weights + q * stride, stride, some, num, dim, mixed + q * dim);
+            for (; q < num_queries; ++q) mix<1>(weights + q * stride, stride, some, num, dim, mixed + q * dim);
+        }
+    }
+    for (int i = 0; i < nodes; ++i) {
+        const int depth = depths[batch.first_node + i], last = length + depth;
+        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        const size_t place = static_cast<size_t>(row) * nodes + i;
+        for (int g = 0; g < groups; ++g) {
+            const size_t query = static_cast<size_t>(i) * groups + g;
+            float* own = scores + query * stride;
+            float* sums = mixed + query * dim;
+            for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
+                to = seen.run(from);
+                mix<1>(own + from, stride, values + static_cast<size_t>(seen.slot(from)) * dim, to - from, dim, sums);
+            }
+            for (int d = low > length ? low - length : 0; d <= depth; ++d) {
+                const float* value = values + static_cast<size_t>(length + path[d]) * dim;
+                const v16 weight = spread(own[seen.count + d]);
+                for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
+            }
+            const float whole = own[padded];
+            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
+            for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
+        }
+    }
+}
+
+}  // namespace
