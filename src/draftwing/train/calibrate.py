@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from draftwing.model.linear import Linear
-from draftwing.nets.base import DraftNet
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth
-from draftwing.train.loss.unroll import unroll
+from draftwing.train.loss.batch import Scorer, Truth
 
 __all__ = ["fit_calibration"]
 
@@ -17,11 +15,11 @@ MAX_ROWS = 4096  # scores of so many positions and no more are drawn for one fit
 
 
 @torch.no_grad()
-def fit_calibration(net: DraftNet, head: Linear, batches: list[FeatureBatch], num_steps: int = 2) -> Calibration:
+def fit_calibration(scorer: Scorer, head: Linear, batches: list[FeatureBatch], num_steps: int = 2) -> Calibration:
     """At temperature 1, over the first ``num_steps`` drafted tokens.
 
     Args:
-        net: in float32.
+        scorer: the loss, whose net is in float32.
         head: the target's.
         batches: held-out text with the target's features and logits.
     """
@@ -29,13 +27,12 @@ def fit_calibration(net: DraftNet, head: Linear, batches: list[FeatureBatch], nu
     rivals, hits = [], []
     for found in batches:
         logits = found.logits_of(head)
-        truth = Truth.of(found, head, net.target_ids, torch.float32)
-        steps = unroll(net, found.batch.ids, found.features.to(net.dtype), num_steps)
-        for step in steps:
+        truth = Truth.of(found, head, scorer.net.target_ids, torch.float32)
+        for step in scorer.steps(found, num_steps):
             entries, where = truth.rows(step.index, step.entries)
             some = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (num_steps * len(batches))]
             entries, where = entries[some.to(entries.device)], where[some.to(where.device)]
-            q = net.logits(step.read[entries]).float().log_softmax(-1)
+            q = scorer.logits(step.index, step.read[entries]).float().log_softmax(-1)
             p = logits.flatten(0, 1)[where].float().log_softmax(-1)
             uniform = torch.rand(q.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
             noise = -(-uniform.log()).log().float().to(q.device)

@@ -375,7 +375,7 @@ def _evaluate(
         loss += torch.tensor([float(s.loss) for s in sums])
         count += torch.tensor([float(s.count) for s in sums])
         agreed += torch.tensor([float(s.agreed) for s in sums if s.agreed is not None])
-    net.config = dataclasses.replace(net.config, calibration=fit_calibration(net, target.head, batches))
+    net.config = dataclasses.replace(net.config, calibration=fit_calibration(scorer, target.head, batches))
     result: dict[str, Any] = {
         **dataclasses.asdict(net.config.calibration),
         "val_loss": float((loss / count.clamp(min=1)).sum()),

@@ -5,7 +5,9 @@ Shape suffixes: B rows, T tokens, E = T - 2 entries, H hidden, V draft vocabular
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,9 @@ from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.unroll import unroll
+from draftwing.train.loss.unroll import UnrollStep, unroll
 
-__all__ = ["StepSums", "Teacher", "Truth", "UnrolledLoss"]
+__all__ = ["Scorer", "StepSums", "Teacher", "Truth", "UnrolledLoss"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,20 @@ class StepSums:
     agreed: Tensor | None = None
 
 
+class Scorer(Protocol):
+    """What is asked of a loss beside the sums: its net's guesses, for whoever weighs them otherwise."""
+
+    net: DraftNet
+
+    def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[UnrollStep]:
+        """The first ``num_steps`` tokens drafted after every position, or fewer; without noise."""
+        ...
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        """(R, V) over the target's tokens from what a step's entries read, (R, H)."""
+        ...
+
+
 class UnrolledLoss(nn.Module):
     """``net`` under an objective; a module, so that data-parallel wrappers see its forward.
 
@@ -158,3 +174,12 @@ class UnrolledLoss(nn.Module):
                     agreed = (guess == truth.best.flatten()[where]).sum()
             sums.append(StepSums(loss, len(entries), agreed))
         return sums
+
+    def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[UnrollStep]:
+        """See ``Scorer``."""
+        return unroll(self.net, found.batch.ids, found.features.to(self.net.dtype), num_steps)
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        """See ``Scorer``."""
+        found: Tensor = self.net.logits(read)
+        return found
