@@ -20,17 +20,22 @@ import torch
 
 from conftest import SMALL, build
 from draftwing.accept import RULES, get_rule
-from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, Traits
+from draftwing.drafters.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, Traits
+from draftwing.drafters.block import BlockDrafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.kinds import KINDS, NewNet
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
+from draftwing.heads.identity import target_id
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
+from draftwing.nets.base import DraftNet
+from draftwing.nets.block import BlockNet
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.objectives import OBJECTIVES
@@ -140,6 +145,10 @@ def eagle(version: int, **changes) -> Callable[[Lab, str], Drafter]:
     return lambda lab, kind: EagleDrafter(lab.head(version, tuple(changes.items())), lab.target)
 
 
+def block(kind: str, num_draft: int | None = None, **settings) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, _: BlockDrafter(lab.block(kind, num_draft, tuple(settings.items())), lab.target)
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -188,6 +197,11 @@ DRAFTERS = {
     "eagle1-rule-chain": Case(eagle(1), erratic(6, 1), anything),
     "eagle3-rule-20": Case(eagle(3), erratic(4, 4, 20)),
     "eagle3-rule-few-tokens-20": Case(eagle(3, draft_vocab_size=40), erratic(6, 4, 20), anything),
+    "medusa-chain": Case(block("medusa"), Budget(5), anything),
+    "medusa-static": Case(block("medusa"), Budget(paths=MEDUSA_TREE)),
+    "medusa-dynamic": Case(block("medusa"), Budget(8, 6, 20)),
+    "medusa-rule": Case(block("medusa"), erratic(5, 4, 12), anything),
+    "medusa-few-tokens": Case(block("medusa", 40), Budget(3, 4)),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
@@ -235,6 +249,7 @@ class Lab:
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
         self.head = cache(self._head)
+        self.block = cache(self._block)
         self._shape = ModelConfig.from_hf(read_config(own))
 
     def _head(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
@@ -247,20 +262,36 @@ class Lab:
             head.weight.requires_grad_(False)
         ids = torch.arange(40) + 20 if config.has_draft_vocab else None
         net = EagleNet(config, embedding, head, ids, self.dtype)
+        return self._trained(net, UnrolledLoss(net, OBJECTIVES["eagle3"], 2))
+
+    def _block(self, kind: str, num_draft: int | None, settings: tuple[tuple[str, object], ...]) -> BlockNet:
+        """The same for a net that guesses several tokens in one pass."""
+        torch.manual_seed(2)
+        entry, target = KINDS[kind].net, self.plain_target
+        ids = None if num_draft is None else torch.arange(num_draft) + 20
+        taps = entry.taps(target.num_layers)
+        new = NewNet(
+            self._shape, taps, target_id(target), target.embedding.plain().float(), target.head, ids, dict(settings)
+        )
+        made = entry.new(new)
+        net = type(made)(made.config, target.embedding, target.head, ids, self.dtype)
+        return self._trained(net, entry.loss(net, OBJECTIVES["medusa"], net.num_levels))
+
+    def _trained(self, net: DraftNet, loss) -> DraftNet:
+        target, config, ids = self.plain_target, net.config, net.target_ids
         texts = torch.tensor([[*PROMPTS[row], *self.plain(kind, row)][-24:] for row in range(3) for kind in SAMPLINGS])
         batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), torch.tensor([24] * len(texts)))
         spec, width = FeatureSpec((*config.taps, target.num_layers)), config.hidden_size
         output = target.score(texts, spec)
         found = FeatureBatch(batch, output.features[..., :-width], output.features[..., -width:], output.logits)
-        truth = Truth.of(found, head, ids, self.dtype)
-        loss = UnrolledLoss(net, OBJECTIVES["eagle3"], 2)
+        truth = Truth.of(found, target.head, ids, self.dtype)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for _ in range(25):
             optimizer.zero_grad()
             sum(each.loss / max(each.count, 1) for each in loss(found, truth)).backward()
             optimizer.step()
         if self.is_fused:  # the same net again, with the fused head of the target where it reads that
-            decoding = EagleNet(config, self.target.embedding, self.target.head, ids, self.dtype)
+            decoding = type(net)(config, self.target.embedding, self.target.head, ids, self.dtype)
             decoding.load_state_dict(net.state_dict())
             return decoding.prepack(self.target.quantized)
         return net.requires_grad_(False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from draftwing.drafters.entries.block import BLOCK
 from draftwing.drafters.entries.eagle import EAGLE
 from draftwing.drafters.entries.plain import PLAIN
 from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, *EAGLE)
+BUILT_IN: tuple[Kind, ...] = (*PLAIN, *EAGLE, *BLOCK)
