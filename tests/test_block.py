@@ -28,6 +28,7 @@ from draftwing.heads.medusa import FILE, load_medusa
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.target import Context, FeatureSpec, Row
 from draftwing.nets.calibration import Calibration
+from draftwing.nets.dflash import dflash_taps
 from draftwing.nets.objectives import OBJECTIVES
 from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch
@@ -41,8 +42,8 @@ from draftwing.tree import PAD
 from test_exact import erratic
 
 PROMPTS = ["def add(", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
-METHODS = ("medusa",)
-LEVELS = {"medusa": 5}
+METHODS = ("medusa", "dflash")
+LEVELS = {"medusa": 5, "dflash": 7}
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +329,125 @@ def test_medusa_drafts_from_the_last_feature(prepack, folder_of):
                     PAD,
                 }
                 assert best[0] in tokens
+
+
+# --- DFlash ----------------------------------------------------------------------------------------------------------
+
+
+def turned(heads, position, theta):
+    """RoPE of (heads, D) at one position, half a head apart."""
+    half = heads.shape[1] // 2
+    angles = position * theta ** (-torch.arange(half) / half)
+    left, right = heads[:, :half], heads[:, half:]
+    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], 1)
+
+
+def normed(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+
+def dflash_block(net, features, pending):
+    """What the LM head reads of one block (N, H) after features (L, F): token by token, key by key."""
+    config, start = net.config, len(features)
+    sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
+    context = [normed(net.fc.weight @ feature, net.state_norm) for feature in features]
+    places = range(start, start + config.block_size)
+    x = [net.embedding.table[pending] if place == start else net.mask for place in places]
+    for layer in net.layers:
+
+        def parts(row, place, layer=layer):
+            q, k, v = (layer.qkv.weight @ row).split([*sizes, sizes[1]])
+            q, k = (
+                normed(each.view(-1, config.head_dim), norm) for each, norm in ((q, layer.q_norm), (k, layer.k_norm))
+            )
+            return turned(q, place, config.rope.theta), turned(k, place, config.rope.theta), v.view(-1, config.head_dim)
+
+        own = [parts(normed(row, layer.input_norm), place) for row, place in zip(x, places, strict=True)]
+        seen = [parts(row, place)[1:] for place, row in enumerate(context)] + [each[1:] for each in own]
+        rows = []
+        for row, (q, _, _) in zip(x, own, strict=True):
+            mixed = []
+            for head, query in enumerate(q):
+                group = head * config.num_kv_heads // config.num_heads
+                scores = torch.stack([query @ k[group] for k, _ in seen]) / config.head_dim**0.5
+                mixed.append(sum(w * v[group] for w, (_, v) in zip(scores.softmax(0), seen, strict=True)))
+            row = row + layer.out.weight @ torch.cat(mixed)
+            gate, up = (layer.mlp.gate_up.weight @ normed(row, layer.post_norm)).chunk(2)
+            rows.append(row + layer.mlp.down.weight @ (F.silu(gate) * up))
+        x = rows
+    return torch.stack([normed(row, net.norm) for row in x])
+
+
+def test_dflash_sees_the_features_before_its_block_and_all_of_it(small, folder_of):
+    """All blocks of a batch at once, against each by itself: what a block's mask hides cannot matter."""
+    net = new_net("dflash", small, folder_of("llama", head_dim=32), num_layers=2, unroll_steps=3)
+    found, entries = scored(small, net, length=9), torch.tensor([0, 2, 3, 6])
+    with torch.no_grad():
+        read = net.blocks(F.pad(found.batch.ids, (0, 3)), found.features, entries)
+        for row in range(2):
+            for place, entry in enumerate(entries.tolist()):
+                wanted = dflash_block(net, found.features[row, : entry + 1], found.batch.ids[row, entry + 1])
+                torch.testing.assert_close(read[row, place], wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_dflashs_loss_is_the_papers(small, folder_of):
+    """The mask k places after the pending token guesses the token there, weighted exp(-(k-1)/gamma)."""
+    net = new_net("dflash", small, folder_of("llama", head_dim=32), num_layers=1, unroll_steps=3)
+    found = scored(small, net)
+    loss = KINDS["dflash"].net.loss(net, OBJECTIVES["dflash"], 3).eval()
+    sums, rows, length = loss(found, Truth.of(found, small.head, None, torch.float32)), *found.batch.ids.shape
+    starts = [0, 4, 8]  # a quarter of the 12 entries, evenly spaced
+    wanted, counts = [0.0] * 3, [0] * 3
+    with torch.no_grad():
+        for row, entry in product(range(rows), starts):
+            read = dflash_block(net, found.features[row, : entry + 1], found.batch.ids[row, entry + 1])
+            for level in range(3):
+                guessed = entry + 2 + level
+                if guessed < length and found.batch.mask[row, guessed]:
+                    p = found.logits[row, guessed - 1].softmax(-1)
+                    wanted[level] += F.cross_entropy(small.head.weight.float() @ read[1 + level], p).item()
+                    counts[level] += 1
+    assert [each.count for each in sums] == counts
+    assert [each.loss.item() for each in sums] == pytest.approx(wanted, rel=1e-3)
+    assert loss.objective.decay == pytest.approx(2.718281828 ** (-1 / 4))  # a block of 8
+
+
+def test_dflash_drafts_from_all_features(folder_of):
+    """Every step of rows of several lengths, through slots: the laws that one block after the text so far has."""
+    folder = folder_of("llama", head_dim=32)
+    target = load_target(folder, prepack=False)
+    net = new_net("dflash", target, folder, num_layers=2, unroll_steps=3).requires_grad_(False)
+    decoder = Decoder(target, BlockDrafter(net, target), budget=Budget(3, 2))
+    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
+        decoder.admit(prompt, Sampling(max_tokens=8 - row, ignore_eos=True))
+        decoder.step()
+    while decoder.num_running:
+        texts = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
+        tree = decoder.step().tree
+        for row, (text, pending) in enumerate(texts):
+            features = target.score(torch.tensor([text]), FeatureSpec(net.config.taps)).features[0].float()
+            read = dflash_block(net, features, pending)
+            tokens, depths = tree.tokens[row].tolist(), tree.depths[row].tolist()
+            for level in range(max(depths)):
+                best = (target.head.weight.float() @ read[1 + level]).topk(2).indices.tolist()
+                assert {token for token, depth in zip(tokens, depths, strict=True) if depth == level + 1} <= {
+                    *best,
+                    PAD,
+                }
+                assert best[0] in tokens
+
+
+def test_dflash_shapes(small, folder_of):
+    assert dflash_taps(36) == (2, 10, 18, 26, 34)  # of the layers 1, 9, 17, 25 and 33, whose outputs these are
+    assert dflash_taps(28) == (2, 8, 14, 20, 26)
+    assert dflash_taps(4) == dflash_taps(3) == (2,)
+    folder = folder_of("llama", head_dim=32)
+    assert len(new_net("dflash", small, folder).layers) == 5
+    for settings, part in (({"block_size": 1}, "block_size from 2"), ({"num_layers": 0}, "sizes of at least 1")):
+        with refused(ConfigError, "a DFlash net needs", part):
+            new_net("dflash", small, folder, **settings)
+    with refused(ConfigError, "num_layers belongs to dflash", "'eagle3'"):
+        TrainOptions("eagle3", iterations=1, num_layers=2)
 
 
 # --- Medusa heads of others ------------------------------------------------------------------------------------------

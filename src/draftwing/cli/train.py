@@ -53,6 +53,7 @@ class Training:
     inputs: Annotated[str, _panel("Net", "token, feature, feature-unshifted or feature-shifted.")] = "feature-shifted"
     fc_norm: Annotated[bool, _panel("Net", "EAGLE-3.1: a norm for each tap.", "--fc-norm")] = False
     norm_output: Annotated[bool, _panel("Net", "EAGLE-3.1: feed back the normed state.", "--norm-output")] = False
+    num_layers: Annotated[int | None, _panel("Net", "Layers of a net that may have several. [default: its own]")] = None
     optimizer: Annotated[str, _panel("Optimisation", "adamw, or muon for the matrices.")] = "adamw"
     lr: Annotated[float | None, _panel("Optimisation", "Peak. [default: 1e-3]")] = None
     warmup: Annotated[float, _panel("Optimisation", "Share of the run.")] = 0.04

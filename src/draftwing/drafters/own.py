@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from draftwing.nets.base import DraftNet, Scored
     from draftwing.nets.eagle_config import TargetId
 
-__all__ = ["feature_drafter", "from_head", "net_kind"]
+__all__ = [
+    "convert_plain",
+    "examine_plain",
+    "feature_drafter",
+    "from_head",
+    "is_plain",
+    "net_kind",
+    "new_plain",
+    "read_plain",
+    "write_plain",
+]
 
 
 def net_kind(
@@ -45,19 +55,19 @@ def net_kind(
             with an LM head of its own may name ``draft_vocab_size`` among the settings.
     """
     trained = NetKind(
-        read=partial(_read_plain, net, config),
-        write=_write_plain,
-        new=partial(_new_plain, net, config),
+        read=partial(read_plain, net, config),
+        write=write_plain,
+        new=partial(new_plain, net, config),
         taps=taps,
         methods=methods,
         layouts=("draftwing",),
-        convert=partial(_convert_plain, net.kind, config),
-        diagnose=partial(_diagnose_plain, net.kind, config),
+        convert=partial(convert_plain, net.kind, config),
+        diagnose=partial(examine_plain, net.kind, config),
         drafter=drafter or feature_drafter,
         start=start,
         settings=settings,
     )
-    return Kind(net.kind, help, partial(from_head, trained), partial(_is_plain, net.kind), net=trained)
+    return Kind(net.kind, help, partial(from_head, trained), partial(is_plain, net.kind), net=trained)
 
 
 def feature_drafter(net: DraftNet, target: Target, name: str = "", identity: str = "") -> Drafter:
@@ -78,12 +88,16 @@ def from_head(kind: NetKind, source: Source) -> NewDrafter:
     return partial(kind.drafter, net, target, source.folder.name, head_id(source.folder))
 
 
-def _is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:
+# --- the parts of an entry, for those that write their own -----------------------------------------------------------
+
+
+def is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a folder holds a head of kind ``name`` as ``heads.plain`` writes it."""
     block = config.get("draftwing")
     return isinstance(block, dict) and block.get("kind") == name
 
 
-def _read_plain(
+def read_plain(
     net: type[DraftNet],
     config: type[Any],
     folder: Path,
@@ -92,6 +106,7 @@ def _read_plain(
     target: TargetId | None = None,
     dtype: torch.dtype | None = None,
 ) -> DraftNet:
+    """See ``NetKind.read``."""
     import torch
 
     from draftwing.heads.plain import load_plain
@@ -110,19 +125,22 @@ def _read_plain(
     return found
 
 
-def _write_plain(folder: Path, net: DraftNet, *, training: Mapping[str, Any] | None = None) -> None:
+def write_plain(folder: Path, net: DraftNet, *, training: Mapping[str, Any] | None = None) -> None:
+    """See ``NetKind.write``."""
     from draftwing.heads.plain import PlainHead, save_plain
 
     save_plain(folder, PlainHead.from_net(net, training))
 
 
-def _new_plain(net: type[DraftNet], config: type[Any], new: NewNet) -> DraftNet:
+def new_plain(net: type[DraftNet], config: type[Any], new: NewNet) -> DraftNet:
+    """See ``NetKind.new``: its settings are fields of the config."""
     shape = {name: value for name, value in new.settings.items() if name != "draft_vocab_size"}
     own = config.for_target(new.like, new.taps, target=new.target, **shape)
     return net(own, new.embedding, new.head, new.target_ids)
 
 
-def _convert_plain(name: str, config: type[Any], source: Path, destination: Path, to: str, **said: Any) -> None:
+def convert_plain(name: str, config: type[Any], source: Path, destination: Path, to: str, **said: Any) -> None:
+    """See ``NetKind.convert``."""
     from draftwing.heads.card import copy_card
     from draftwing.heads.plain import load_plain, save_plain
     from draftwing.heads.prompts import copy_stored
@@ -136,7 +154,8 @@ def _convert_plain(name: str, config: type[Any], source: Path, destination: Path
     copy_card(source, destination, to)
 
 
-def _diagnose_plain(name: str, config: type[Any], folder: Path, target: Path | None) -> list[Finding]:
+def examine_plain(name: str, config: type[Any], folder: Path, target: Path | None) -> list[Finding]:
+    """See ``NetKind.diagnose``."""
     from draftwing.heads.plain import diagnose_plain
 
     return diagnose_plain(folder, target, name, config)

@@ -13,7 +13,13 @@ from draftwing.nets.objectives import OBJECTIVES, Objective
 
 __all__ = ["NET_SETTINGS", "Recipe", "TrainOptions"]
 
-NET_SETTINGS = ("inputs", "draft_vocab_size", "fc_norm", "norm_output")  # which shape the nets of some kinds
+NET_SETTINGS = (
+    "inputs",
+    "draft_vocab_size",
+    "fc_norm",
+    "norm_output",
+    "num_layers",
+)  # which shape the nets of some kinds
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class TrainOptions:
         loss_vocab_size: of a net that uses the target's LM head: losses look at so many tokens, the most frequent ones,
             which is faster; None is all.
         fc_norm, norm_output: EAGLE-3.1.
+        num_layers: of nets that may have more or fewer layers; None takes the kind's own number.
         max_length: tokens of a window or dialogue. ``tokens_per_batch``: of an update's micro-batch.
         accumulation: micro-batches of one update.
         iterations: updates; or ``minutes`` of wall time, from which they are reckoned once the speed is known.
@@ -66,6 +73,7 @@ class TrainOptions:
     loss_vocab_size: int | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    num_layers: int | None = None
     max_length: int = 512
     tokens_per_batch: int = 4096
     accumulation: int = 1
@@ -96,6 +104,7 @@ class TrainOptions:
             (self.unroll_steps is None or 1 <= self.unroll_steps <= 16, "unroll_steps", "from 1 to 16"),
             (0 < self.later_share <= 1, "later_share", "in (0, 1]"),
             (self.loss_vocab_size is None or self.loss_vocab_size >= 1, "loss_vocab_size", "at least 1"),
+            (self.num_layers is None or 1 <= self.num_layers <= 32, "num_layers", "from 1 to 32"),
             (self.max_length >= 8, "max_length", "at least 8"),
             (self.accumulation >= 1, "accumulation", "at least 1"),
             (self.iterations is None or self.iterations >= 1, "iterations", "at least 1"),

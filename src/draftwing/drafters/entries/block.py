@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.drafters.kind import Kind, Method, NetKind, NewNet
-from draftwing.drafters.own import from_head
+from draftwing.drafters.own import convert_plain, examine_plain, from_head, is_plain, new_plain, read_plain, write_plain
 from draftwing.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,12 +37,6 @@ def _loss(*args: Any, **said: Any) -> Any:
     from draftwing.train.loss.block import BlockLoss
 
     return BlockLoss(*args, **said)
-
-
-def _write_plain(folder: Path, net: Any, *, training: Mapping[str, Any] | None = None) -> None:
-    from draftwing.heads.plain import PlainHead, save_plain
-
-    save_plain(folder, PlainHead.from_net(net, training))
 
 
 # --- Medusa ----------------------------------------------------------------------------------------------------------
@@ -102,7 +97,7 @@ def _diagnose_medusa(folder: Path, target: Path | None) -> list[Finding]:
 
 _MEDUSA = NetKind(
     read=_read_medusa,
-    write=_write_plain,
+    write=write_plain,
     new=_new_medusa,
     taps=lambda num_layers: (num_layers,),
     methods={"medusa": Method("medusa", 5)},
@@ -114,6 +109,55 @@ _MEDUSA = NetKind(
     loss=_loss,
 )
 
+# --- those that are written as plain heads ---------------------------------------------------------------------------
+
+Classes = Callable[[], tuple[type[Any], type[Any]]]  # a net's and its config's, imported when they are needed
+
+
+def _dflash() -> tuple[type[Any], type[Any]]:
+    from draftwing.nets.dflash import DFlashConfig, DFlashNet
+
+    return DFlashNet, DFlashConfig
+
+
+def _dflash_taps(num_layers: int) -> tuple[int, ...]:
+    from draftwing.nets.dflash import dflash_taps
+
+    return dflash_taps(num_layers)
+
+
+def _of_block(settings: Mapping[str, Any], levels: int | None) -> dict[str, Any]:
+    """The pending token stands in a block too."""
+    return {**settings, **({} if levels is None else {"block_size": 1 + levels})}
+
+
+def _new(classes: Classes, sized: Callable[..., dict[str, Any]], new: NewNet) -> DraftNet:
+    said = {name: value for name, value in new.settings.items() if value is not None}
+    levels = said.pop("unroll_steps", None)
+    return new_plain(*classes(), replace(new, settings=sized(said, levels)))
+
+
+def _plain(
+    name: str, help: str, classes: Classes, taps: Callable[[int], tuple[int, ...]], method: Method, **said: Any
+) -> Kind:
+    """An entry. ``sized``: a net's settings and how many tokens it shall guess, or None, as fields of its config."""
+    sized = said.pop("sized")
+    net = NetKind(
+        read=lambda *args, **more: read_plain(*classes(), *args, **more),
+        write=write_plain,
+        new=partial(_new, classes, sized),
+        taps=taps,
+        methods={name: method},
+        layouts=("draftwing",),
+        convert=lambda *args, **more: convert_plain(name, classes()[1], *args, **more),
+        diagnose=lambda folder, target: examine_plain(name, classes()[1], folder, target),
+        drafter=_drafter,
+        loss=_loss,
+        **said,
+    )
+    return Kind(name, help, partial(from_head, net), partial(is_plain, name), net=net)
+
+
 BLOCK = (
     Kind(
         "medusa",
@@ -121,5 +165,14 @@ BLOCK = (
         partial(from_head, _MEDUSA),
         _is_medusa,
         net=_MEDUSA,
+    ),
+    _plain(
+        "dflash",
+        "a DFlash net: a block of tokens in one pass",
+        _dflash,
+        _dflash_taps,
+        Method("dflash", 7),
+        sized=_of_block,
+        settings=("num_layers", "unroll_steps"),
     ),
 )
