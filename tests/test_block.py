@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -42,8 +43,8 @@ from draftwing.tree import PAD
 from test_exact import erratic
 
 PROMPTS = ["def add(", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
-METHODS = ("medusa", "dflash")
-LEVELS = {"medusa": 5, "dflash": 7}
+METHODS = ("medusa", "hydra", "dflash", "dspark")
+LEVELS = {"medusa": 5, "hydra": 5, "dflash": 7, "dspark": 7}
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +332,79 @@ def test_medusa_drafts_from_the_last_feature(prepack, folder_of):
                 assert best[0] in tokens
 
 
+# --- Hydra -----------------------------------------------------------------------------------------------------------
+
+
+def hydra_head(net, level, feature, tokens):
+    """What the paper says of one head, for one hidden state (H,) and the tokens from the pending one on."""
+    known = torch.cat([feature, *[net.embedding.table[token] for token in tokens]])
+    x = net.straight[level].weight @ known + F.silu(net.mixed[level].weight @ known + net.mixed[level].bias)
+    for layer in net.further[level]:
+        x = x + F.silu(layer.weight @ x + layer.bias)
+    return net.heads[level].weight @ x
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "unroll_steps": 3, "num_draft": 25}])
+def test_hydras_loss_is_the_papers(settings, small, folder_of):
+    """Head by head, position by position, with the text's own tokens as those drafted so far."""
+    net = new_net("hydra", small, folder_of("llama", head_dim=32), **settings)
+    found = scored(small, net, length=10)
+    loss = KINDS["hydra"].net.loss(net, OBJECTIVES["medusa"], net.num_levels).eval()
+    sums = loss(found, Truth.of(found, small.head, net.target_ids, torch.float32))
+    ids = torch.arange(small.vocab_size) if net.target_ids is None else net.target_ids
+    rows, length = found.batch.ids.shape
+    with torch.no_grad():
+        for level, each in enumerate(sums):
+            losses = []
+            for row, t in product(range(rows), range(length - 2)):
+                guessed = t + 2 + level
+                if guessed >= length or not found.batch.mask[row, guessed]:
+                    continue
+                p = found.logits[row, guessed - 1]
+                if int(p.argmax()) in ids.tolist():
+                    q = hydra_head(net, level, found.features[row, t], found.batch.ids[row, t + 1 : guessed])
+                    losses.append(F.cross_entropy(q, p[ids].softmax(-1)).item())
+            assert each.count == len(losses) > 0
+            assert each.loss.item() == pytest.approx(sum(losses), rel=1e-4)
+
+
+def test_hydra_drafts_along_each_path(folder_of):
+    """Every node of every tree: among the best tokens of its level's head after the tokens on its path."""
+    folder = folder_of("llama", head_dim=32)
+    target = load_target(folder, prepack=False)
+    net, seen = new_net("hydra", target, folder).requires_grad_(False), 0
+    decoder = Decoder(target, BlockDrafter(net, target), budget=Budget(4, 3, 10))
+    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
+        decoder.admit(prompt, Sampling(max_tokens=8 - row, ignore_eos=True))
+        decoder.step()
+    while decoder.num_running:
+        texts = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
+        tree = decoder.step().tree
+        for row, (text, pending) in enumerate(texts):
+            feature = target.score(torch.tensor([text]), FeatureSpec((target.num_layers,))).features[0, -1].float()
+            tokens, parents, paths = tree.tokens[row].tolist(), tree.parents[row].tolist(), {0: (pending,)}
+            for node in range(1, len(tokens)):
+                if tokens[node] != PAD:
+                    above = paths[parents[node]]
+                    paths[node] = (*above, tokens[node])
+                    assert tokens[node] in hydra_head(net, len(above) - 1, feature, above).topk(3).indices
+            likeliest = hydra_head(net, 0, feature, (pending,)).argmax()
+            assert len(paths) == 1 or (pending, int(likeliest)) in paths.values()  # near its end a row drafts nothing
+            seen += len(paths) - 1
+    assert seen > 20
+
+
+def test_hydra_begins_as_the_targets_own_head(small, folder_of):
+    net, state = new_net("hydra", small, folder_of("llama", head_dim=32), numbers=0.0), torch.randn(3, 1, 32)
+    tokens, carried = torch.tensor([[4], [9], [7]]), None
+    wanted = small.head.forward(state[:, 0].to(small.dtype)).float()
+    for level in range(net.num_levels):
+        found, carried, _ = net.guess(level, state, tokens, carried)
+        torch.testing.assert_close(found[:, 0], wanted)
+    with refused(ConfigError, "a Hydra head reads one hidden state", "(1, 2)"):
+        replace(net.config, taps=(1, 2))
+
+
 # --- DFlash ----------------------------------------------------------------------------------------------------------
 
 
@@ -446,8 +520,72 @@ def test_dflash_shapes(small, folder_of):
     for settings, part in (({"block_size": 1}, "block_size from 2"), ({"num_layers": 0}, "sizes of at least 1")):
         with refused(ConfigError, "a DFlash net needs", part):
             new_net("dflash", small, folder, **settings)
-    with refused(ConfigError, "num_layers belongs to dflash", "'eagle3'"):
+    with refused(ConfigError, "num_layers belongs to medusa, hydra, dflash, dspark", "'eagle3'"):
         TrainOptions("eagle3", iterations=1, num_layers=2)
+
+
+# --- DSpark ----------------------------------------------------------------------------------------------------------
+
+
+def dspark_law(net, head, x, before):
+    """Logits of one place (H,) after one token, and how sure the net is of them."""
+    known = torch.cat([x, net.embedding_before[before]])
+    trust = net.trust.weight[0] @ known + net.trust.bias[0]
+    return head @ x + net.head_after.weight @ net.embedding_before[before], trust.sigmoid()
+
+
+def test_dsparks_loss_is_the_papers(small, folder_of):
+    """Each place with the token before it; and the trust in it, by how much of its law overlaps with the target's."""
+    net = new_net("dspark", small, folder_of("llama", head_dim=32), num_layers=1, unroll_steps=3, rank=6)
+    found, head = scored(small, net), small.head.weight.float()
+    loss = KINDS["dspark"].net.loss(net, OBJECTIVES["dflash"], 3).eval()
+    sums, rows, length = loss(found, Truth.of(found, small.head, None, torch.float32)), *found.batch.ids.shape
+    wanted = [0.0] * 3
+    with torch.no_grad():
+        for row, entry in product(range(rows), [0, 4, 8]):
+            read = dflash_block(net, found.features[row, : entry + 1], found.batch.ids[row, entry + 1])
+            for level in range(3):
+                guessed = entry + 2 + level
+                if guessed < length and found.batch.mask[row, guessed]:
+                    p = found.logits[row, guessed - 1].softmax(-1)
+                    logits, sure = dspark_law(net, head, read[1 + level], found.batch.ids[row, guessed - 1])
+                    kept = torch.minimum(p, logits.softmax(-1)).sum()
+                    wanted[level] += F.cross_entropy(logits, p).item() + F.binary_cross_entropy(sure, kept).item()
+    assert [each.loss.item() for each in sums] == pytest.approx(wanted, rel=1e-3)
+    before = net.fc.weight.grad
+    objective = replace(loss.objective, divergences=((0.0, OBJECTIVES["tv"].divergences[0][1]),))
+    alone = KINDS["dspark"].net.loss(net, objective, 3).eval()
+    sum(each.loss for each in alone(found, Truth.of(found, small.head, None, torch.float32))).backward()
+    assert before is None
+    assert net.fc.weight.grad is None or net.fc.weight.grad.abs().max() == 0  # what trust learns changes no guess
+    assert net.trust.weight.grad.abs().max() > 0
+
+
+def test_dspark_drafts_along_each_path(folder_of):
+    """Every node among the best after the token before it; the less sure, the less likely."""
+    folder = folder_of("llama", head_dim=32)
+    target = load_target(folder, prepack=False)
+    net = new_net("dspark", target, folder, num_layers=1, unroll_steps=3, rank=6).requires_grad_(False)
+    net.head_after.weight.mul_(20)  # so that tokens matter
+    head = target.head.weight.float()
+    decoder = Decoder(target, BlockDrafter(net, target), budget=Budget(3, 2, 8))
+    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
+        decoder.admit(prompt, Sampling(max_tokens=8 - row, ignore_eos=True))
+        decoder.step()
+    while decoder.num_running:
+        texts = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
+        tree = decoder.step().tree
+        for row, (text, pending) in enumerate(texts):
+            features = target.score(torch.tensor([text]), FeatureSpec(net.config.taps)).features[0].float()
+            read, tokens = dflash_block(net, features, pending), tree.tokens[row].tolist()
+            chances, depths = {0: 1.0}, tree.depths[row].tolist()
+            for node in range(1, len(tokens)):
+                if tokens[node] != PAD:
+                    above = int(tree.parents[row, node])
+                    logits, sure = dspark_law(net, head, read[depths[node]], tokens[above])
+                    assert tokens[node] in logits.topk(2).indices
+                    chances[node] = chances[above] * float(sure * logits.softmax(-1)[tokens[node]])
+                    assert float(tree.confidence[row, node]) == pytest.approx(chances[node], rel=1e-3)
 
 
 # --- Medusa heads of others ------------------------------------------------------------------------------------------

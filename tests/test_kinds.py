@@ -90,7 +90,7 @@ NETS = {
     "eagle3.1-another-width": Net("eagle3", {**NARROW, "fc_norm": True, "num_layers": 2}, num_draft=30),
     "two-linear": Net("two-linear"),
 }
-BLOCKS = ("medusa", "dflash")  # whose trees the kernel does not grow: see test_block.py
+BLOCKS = ("medusa", "hydra", "dflash", "dspark")  # whose trees the kernel does not grow: see test_block.py
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,15 @@ Shape suffixes: B rows, W nodes of a level, N = 1 + masks, H hidden.
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
 from draftwing.drafters.asked import Asked
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.nets.block import BlockNet
-from draftwing.run.forward import Entries, grow, on_device
+from draftwing.run.forward import Entries, on_device
 from draftwing.run.request import Drafted, Waiting
 from draftwing.tree import DraftTree
 
@@ -33,16 +35,18 @@ class BlockDrafter(EagleDrafter):
         out = self._caught_up(waiting)
         if net.num_masks:
             out = self._masked(waiting, asked)
-        block = net.open(out, asked.depth)
-
-        def step(
-            tree: DraftTree, first: int, ids: Tensor | None, carried: Tensor | None
-        ) -> tuple[Tensor, Tensor | None]:
-            return net.guess(tree.max_depth, block, tree.tokens[:, first:].clamp(min=0), carried)
-
-        pending = on_device([asked.roots], net.device).T
-        logits, carried = net.guess(0, block, pending, None)
-        return grow(asked.growth(), logits, carried, step, shifted=True)
+        block, growth, start = net.open(out, asked.depth), asked.growth(), 0
+        guess = net.guess(0, block, on_device([asked.roots], net.device).T, None)
+        for level in count(1):
+            growth.extend(guess.logits, guess.sure)
+            if growth.done:
+                break
+            tree, first, carried = growth.drafted(), growth.first, guess.carried
+            if carried is not None:
+                above = tree.parents[:, first:].clamp(min=start) - start  # an unused node may follow any
+                carried = carried.gather(1, above[:, :, None].expand(-1, -1, carried.shape[2]))
+            guess, start = net.guess(level, block, tree.tokens[:, first:].clamp(min=0), carried), first
+        return growth.finish()
 
     def _caught_up(self, waiting: Waiting) -> Tensor:
         """Read what is waiting: (B, 1, H) of each row's last entry."""

@@ -87,6 +87,7 @@ class Growth:
                 budget.rule, self._tokens[:, 0].tolist(), (rows[:, 0] != 0).tolist(), budget.width, most
             )
         self._stopped = False
+        self._sure: Tensor | None = None  # of the newest level
 
     @property
     def done(self) -> bool:
@@ -101,11 +102,13 @@ class Growth:
             return DraftTree.chain(self._tokens)
         return DraftTree(self._tokens.gather(1, self._expanded), self._drafted_parents, depth=self.level)
 
-    def extend(self, logits: Tensor) -> None:
+    def extend(self, logits: Tensor, sure: Tensor | None = None) -> None:
         """Choose the next level from ``logits`` (B, W, V) after the newest expanded nodes.
 
         (B, 1, V) where one law holds for all of them: a net that guesses several tokens in one pass has one of each.
+        ``sure`` (B, W): how far the laws can be trusted; children are as much less likely.
         """
+        self._sure = sure
         if self._history is not None or self._children.are_drawn:  # then each node goes its own way all the same
             logits = logits.expand(-1, self._num_newest, -1)
         scores = self._scores(logits)
@@ -235,6 +238,8 @@ class Growth:
     def _best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """``Children.best`` of each of the newest nodes, chosen once where all have one law."""
         tokens, chances = self._children.best(scores, self.level, count)
+        if self._sure is not None:
+            chances = chances + self._sure.log()[:, :, None]
         wide = (-1, self._num_newest, -1)
         return tokens.expand(wide), chances.expand(wide)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from draftwing.drafters.base import Drafter
     from draftwing.heads.doctor.case import Finding
+    from draftwing.heads.plain import PlainHead
     from draftwing.model.embedding import Embedding
     from draftwing.model.linear import Linear
     from draftwing.model.target import Target
@@ -29,6 +30,7 @@ __all__ = [
     "from_head",
     "is_plain",
     "net_kind",
+    "net_of_plain",
     "new_plain",
     "read_plain",
     "write_plain",
@@ -107,21 +109,33 @@ def read_plain(
     dtype: torch.dtype | None = None,
 ) -> DraftNet:
     """See ``NetKind.read``."""
-    import torch
-
     from draftwing.heads.plain import load_plain
 
     head = load_plain(folder, net.kind, config)
     head.check_target(target, str(folder))
+    return net_of_plain(net, head, embedding, target_head, str(folder), dtype)
+
+
+def net_of_plain(
+    net: type[DraftNet],
+    head: PlainHead,
+    embedding: Tensor | Embedding,
+    target_head: Linear | None,
+    where: str,
+    dtype: torch.dtype | None = None,
+) -> DraftNet:
+    """The net of a head that was read. Raises CheckpointError where it does not fit the target's embedding."""
+    import torch
+
     wanted = (head.config.vocab_size, head.config.hidden_size)
     if tuple(embedding.shape) != wanted:
         raise CheckpointError(
-            f"{folder}: the head is made for a target with an embedding of {wanted}, this one's is "
+            f"{where}: the head is made for a target with an embedding of {wanted}, this one's is "
             f"{tuple(embedding.shape)}: load it with the target that it was trained for"
         )
     ids = None if head.target_ids is None else head.target_ids.to(embedding.device)
     found: DraftNet = net(head.config, embedding, target_head, ids, dtype or torch.float32)
-    found.load_tensors(head.tensors, str(folder))
+    found.load_tensors(head.tensors, where)
     return found
 
 

@@ -13,15 +13,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.model.attention import Attend
+from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 
-__all__ = ["BlockNet", "check_one_tap"]
+__all__ = ["BlockNet", "Guess", "check_one_tap"]
+
+
+class Guess(NamedTuple):
+    """What is known of the tokens after the nodes of a level.
+
+    Attributes:
+        logits: (B, W, V) over the target's tokens, or (B, 1, V) where all nodes of the level have one law.
+        carried: (B, W, ...) what the nodes' children need to know of them, or None.
+        sure: (B, W) how far that law can be trusted, in (0, 1], or None.
+    """
+
+    logits: Tensor
+    carried: Tensor | None = None
+    sure: Tensor | None = None
 
 
 class BlockNet(DraftNet):
@@ -40,6 +55,10 @@ class BlockNet(DraftNet):
     @abstractmethod
     def num_levels(self) -> int:
         """K."""
+
+    def start_from(self, target_head: Linear) -> Self:
+        """Set a new net's weights by the target's LM head; as it stands, they stay random."""
+        return self
 
     @property
     def mask_id(self) -> int:
@@ -67,18 +86,14 @@ class BlockNet(DraftNet):
         return out
 
     @abstractmethod
-    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
         """The law of the tokens after the nodes of a level.
 
         Args:
             level: from 0, below the root.
             block: from ``open``.
             tokens: (B, W) of the nodes; those that are unused hold any token.
-            carried: (B, W, ...) what this gave out for each node's parent, None for the root.
-
-        Returns:
-            Logits (B, W, V) over the target's tokens, or (B, 1, V) where all nodes of the level have one law; and what
-            their children need to know of them, or None.
+            carried: (B, W, ...) of each node's parent, None for the root.
         """
 
     # --- training --------------------------------------------------------------------------------------------------
@@ -102,6 +117,10 @@ class BlockNet(DraftNet):
     @abstractmethod
     def level_logits(self, level: int, read: Tensor) -> Tensor:
         """(R, H) of ``levels`` -> (R, V) over the target's tokens."""
+
+    def sureness(self, read: Tensor) -> Tensor | None:
+        """(R, H) of ``levels`` -> (R,) log odds of 1 - TV(p, q), for nets that learn to say it."""
+        return None
 
 
 def check_one_tap(taps: tuple[int, ...], what: str) -> None:

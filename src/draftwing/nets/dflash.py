@@ -23,7 +23,7 @@ from draftwing.errors import ConfigError
 from draftwing.model.attention import Attend, Attention
 from draftwing.model.config import ModelConfig
 from draftwing.model.layers import ACTIVATIONS, DecoderLayer, GatedMLP, RMSNorm
-from draftwing.nets.block import BlockNet
+from draftwing.nets.block import BlockNet, Guess
 from draftwing.nets.plain import PlainConfig
 from draftwing.run.forward import NetShape
 
@@ -72,6 +72,11 @@ class DFlashConfig(PlainConfig):
                 f"a DFlash net needs a block_size from 2 to 1,024 and an activation of {', '.join(ACTIVATIONS)}, found "
                 f"{self.block_size} and {self.activation!r}"
             )
+
+    @staticmethod
+    def of_levels(num_levels: int) -> dict[str, int]:
+        """The fields of a net that guesses so many tokens: the pending one stands in a block too."""
+        return {"block_size": 1 + num_levels}
 
     @classmethod
     def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
@@ -174,9 +179,9 @@ class DFlashNet(BlockNet):
         found: Tensor = self.logits(rows.reshape(-1, rows.shape[2]))
         return found.view(*rows.shape[:2], -1)
 
-    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
         """See ``BlockNet``: the law of a place, whatever is chosen before it."""
-        return block[:, level : level + 1], None
+        return Guess(block[:, level : level + 1])
 
     # --- training --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
-from draftwing.nets.block import BlockNet, check_one_tap
+from draftwing.nets.block import BlockNet, Guess, check_one_tap
 from draftwing.nets.plain import PlainConfig
 
 __all__ = ["MedusaConfig", "MedusaNet"]
@@ -55,6 +55,11 @@ class MedusaConfig(PlainConfig):
                 f"{self.num_heads} and {self.num_layers}: correct num_heads and num_layers"
             )
 
+    @staticmethod
+    def of_levels(num_levels: int) -> dict[str, int]:
+        """The fields of a net that guesses so many tokens."""
+        return {"num_heads": num_levels}
+
 
 class MedusaNet(BlockNet):
     """K heads side by side."""
@@ -75,7 +80,7 @@ class MedusaNet(BlockNet):
             self.head = cast(Linear, self.heads[0])  # its own, and not the target's
 
     @torch.no_grad()
-    def start_from(self, target_head: Linear) -> MedusaNet:
+    def start_from(self, target_head: Linear) -> Self:
         """Every head as the target's own LM head, as in the paper."""
         own = target_head.plain()
         own = own if self.target_ids is None else own[self.target_ids.to(own.device)]
@@ -99,10 +104,10 @@ class MedusaNet(BlockNet):
             state = state + F.silu(cast(Linear, layer).forward(state))
         return state
 
-    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
         """See ``BlockNet``: heads know nothing of each other's tokens, so that a level has one law."""
         logits = self.level_logits(level, self.residual(level, block.flatten(0, 1)))
-        return logits[:, None], None
+        return Guess(logits[:, None])
 
     def levels(
         self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int

@@ -6,11 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from draftwing.drafters.kind import Kind, Method, NetKind, NewNet
-from draftwing.drafters.own import convert_plain, examine_plain, from_head, is_plain, new_plain, read_plain, write_plain
-from draftwing.errors import CheckpointError
+from draftwing.drafters.own import (
+    convert_plain,
+    examine_plain,
+    from_head,
+    is_plain,
+    net_of_plain,
+    new_plain,
+    read_plain,
+    write_plain,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK"]
 
 
+Classes = Callable[[], tuple[type[Any], type[Any]]]  # a net's and its config's, imported when they are needed
+
+
 def _drafter(net: BlockNet, target: Target, name: str = "", identity: str = "") -> Drafter:
     from draftwing.drafters.block import BlockDrafter
 
@@ -39,7 +50,43 @@ def _loss(*args: Any, **said: Any) -> Any:
     return BlockLoss(*args, **said)
 
 
-# --- Medusa ----------------------------------------------------------------------------------------------------------
+def _new(classes: Classes, new: NewNet) -> DraftNet:
+    """As many levels as the run has steps; where it does not say, as many as the kind has."""
+    said = {name: value for name, value in new.settings.items() if value is not None}
+    levels = said.pop("unroll_steps", None)
+    if levels is not None:
+        said |= classes()[1].of_levels(levels)
+    net = cast("BlockNet", new_plain(*classes(), replace(new, settings=said)))
+    return net.start_from(new.head)
+
+
+def _last(num_layers: int) -> tuple[int, ...]:
+    return (num_layers,)
+
+
+def _kind(name: str, help: str, classes: Classes, method: Method, settings: tuple[str, ...], **said: Any) -> Kind:
+    """An entry; ``said``: what is not as of a plain head that reads the last hidden state."""
+    net = {
+        "read": lambda *args, **more: read_plain(*classes(), *args, **more),
+        "taps": _last,
+        "layouts": ("draftwing",),
+        "convert": lambda *args, **more: convert_plain(name, classes()[1], *args, **more),
+        "diagnose": lambda folder, target: examine_plain(name, classes()[1], folder, target),
+        **said,
+    }
+    recognises = net.pop("recognises", partial(is_plain, name))
+    common = {"write": write_plain, "new": partial(_new, classes), "drafter": _drafter, "loss": _loss}
+    made = NetKind(**common, **net, methods={name: method}, settings=("unroll_steps", *settings))
+    return Kind(name, help, partial(from_head, made), recognises, net=made)
+
+
+# --- Medusa, which others write too ----------------------------------------------------------------------------------
+
+
+def _medusa() -> tuple[type[Any], type[Any]]:
+    from draftwing.nets.medusa import MedusaConfig, MedusaNet
+
+    return MedusaNet, MedusaConfig
 
 
 def _is_medusa(config: Mapping[str, Any], folder: Path) -> bool:
@@ -55,32 +102,10 @@ def _read_medusa(
     target: TargetId | None = None,
     dtype: Any = None,
 ) -> DraftNet:
-    import torch
-
     from draftwing.heads.medusa import load_medusa
-    from draftwing.nets.medusa import MedusaNet
 
     head = load_medusa(folder, target)
-    wanted = (head.config.vocab_size, head.config.hidden_size)
-    if tuple(embedding.shape) != wanted:
-        raise CheckpointError(
-            f"{folder}: the head is made for a target with an embedding of {wanted}, this one's is "
-            f"{tuple(embedding.shape)}: load it with the target that it was trained for"
-        )
-    ids = None if head.target_ids is None else head.target_ids.to(embedding.device)
-    net = MedusaNet(head.config, embedding, target_head, ids, dtype or torch.float32)
-    net.load_tensors(head.tensors, str(folder))
-    return net
-
-
-def _new_medusa(new: NewNet) -> DraftNet:
-    from draftwing.nets.medusa import MedusaConfig, MedusaNet
-
-    said = dict(new.settings)
-    said.pop("draft_vocab_size", None)  # as many as there are target ids
-    said["num_heads"] = said.pop("unroll_steps", None) or said.get("num_heads", 5)
-    config = MedusaConfig.for_target(new.like, new.taps, target=new.target, **said)
-    return MedusaNet(config, new.embedding, new.head, new.target_ids).start_from(new.head)
+    return net_of_plain(_medusa()[0], head, embedding, target_head, str(folder), dtype)
 
 
 def _convert_medusa(*args: Any, **said: Any) -> None:
@@ -95,23 +120,13 @@ def _diagnose_medusa(folder: Path, target: Path | None) -> list[Finding]:
     return diagnose_medusa(folder, target)
 
 
-_MEDUSA = NetKind(
-    read=_read_medusa,
-    write=write_plain,
-    new=_new_medusa,
-    taps=lambda num_layers: (num_layers,),
-    methods={"medusa": Method("medusa", 5)},
-    layouts=("draftwing", "vllm", "medusa"),
-    convert=_convert_medusa,
-    diagnose=_diagnose_medusa,
-    drafter=_drafter,
-    settings=("draft_vocab_size", "unroll_steps"),
-    loss=_loss,
-)
+# --- the others ------------------------------------------------------------------------------------------------------
 
-# --- those that are written as plain heads ---------------------------------------------------------------------------
 
-Classes = Callable[[], tuple[type[Any], type[Any]]]  # a net's and its config's, imported when they are needed
+def _hydra() -> tuple[type[Any], type[Any]]:
+    from draftwing.nets.hydra import HydraConfig, HydraNet
+
+    return HydraNet, HydraConfig
 
 
 def _dflash() -> tuple[type[Any], type[Any]]:
@@ -120,59 +135,52 @@ def _dflash() -> tuple[type[Any], type[Any]]:
     return DFlashNet, DFlashConfig
 
 
+def _dspark() -> tuple[type[Any], type[Any]]:
+    from draftwing.nets.dspark import DSparkConfig, DSparkNet
+
+    return DSparkNet, DSparkConfig
+
+
 def _dflash_taps(num_layers: int) -> tuple[int, ...]:
     from draftwing.nets.dflash import dflash_taps
 
     return dflash_taps(num_layers)
 
 
-def _of_block(settings: Mapping[str, Any], levels: int | None) -> dict[str, Any]:
-    """The pending token stands in a block too."""
-    return {**settings, **({} if levels is None else {"block_size": 1 + levels})}
-
-
-def _new(classes: Classes, sized: Callable[..., dict[str, Any]], new: NewNet) -> DraftNet:
-    said = {name: value for name, value in new.settings.items() if value is not None}
-    levels = said.pop("unroll_steps", None)
-    return new_plain(*classes(), replace(new, settings=sized(said, levels)))
-
-
-def _plain(
-    name: str, help: str, classes: Classes, taps: Callable[[int], tuple[int, ...]], method: Method, **said: Any
-) -> Kind:
-    """An entry. ``sized``: a net's settings and how many tokens it shall guess, or None, as fields of its config."""
-    sized = said.pop("sized")
-    net = NetKind(
-        read=lambda *args, **more: read_plain(*classes(), *args, **more),
-        write=write_plain,
-        new=partial(_new, classes, sized),
-        taps=taps,
-        methods={name: method},
-        layouts=("draftwing",),
-        convert=lambda *args, **more: convert_plain(name, classes()[1], *args, **more),
-        diagnose=lambda folder, target: examine_plain(name, classes()[1], folder, target),
-        drafter=_drafter,
-        loss=_loss,
-        **said,
-    )
-    return Kind(name, help, partial(from_head, net), partial(is_plain, name), net=net)
-
-
 BLOCK = (
-    Kind(
+    _kind(
         "medusa",
         "Medusa heads: each guesses one of the next tokens",
-        partial(from_head, _MEDUSA),
-        _is_medusa,
-        net=_MEDUSA,
+        _medusa,
+        Method("medusa", 5),
+        ("draft_vocab_size", "num_layers"),
+        recognises=_is_medusa,
+        read=_read_medusa,
+        layouts=("draftwing", "vllm", "medusa"),
+        convert=_convert_medusa,
+        diagnose=_diagnose_medusa,
     ),
-    _plain(
+    _kind(
+        "hydra",
+        "Hydra heads: Medusa's, each reading the tokens drafted so far",
+        _hydra,
+        Method("medusa", 5),
+        ("draft_vocab_size", "num_layers"),
+    ),
+    _kind(
         "dflash",
         "a DFlash net: a block of tokens in one pass",
         _dflash,
-        _dflash_taps,
         Method("dflash", 7),
-        sized=_of_block,
-        settings=("num_layers", "unroll_steps"),
+        ("num_layers",),
+        taps=_dflash_taps,
+    ),
+    _kind(
+        "dspark",
+        "a DSpark net: DFlash, each place on the token before it",
+        _dspark,
+        Method("dflash", 7),
+        ("num_layers",),
+        taps=_dflash_taps,
     ),
 )

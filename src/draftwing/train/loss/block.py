@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.nets.block import BlockNet
-from draftwing.nets.objectives import Objective, head_loss
+from draftwing.nets.objectives import CHUNK, GPU_CHUNK, Objective, head_loss, tv
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.batch import StepSums, Truth
 from draftwing.train.loss.unroll import UnrollStep
 
-__all__ = ["BlockLoss"]
+__all__ = ["BlockLoss", "overlap"]
 
 
 class BlockLoss(nn.Module):
@@ -69,6 +69,10 @@ class BlockLoss(nn.Module):
             own, where = truth.rows(level, entries)
             read = read[own]
             loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
+            sureness = self.net.sureness(read.detach())
+            if sureness is not None:
+                share = overlap(read.detach().to(narrow), weight.to(narrow), truth.probs, where)
+                loss = loss + F.binary_cross_entropy_with_logits(sureness.float(), share.float(), reduction="sum")
             agreed = None
             if agreement:
                 with torch.no_grad():
@@ -106,3 +110,13 @@ class BlockLoss(nn.Module):
             features = features + (torch.rand_like(features) - 0.5) * self.noise
         ids = F.pad(found.batch.ids, (0, self.net.num_levels))  # the last entries' blocks reach beyond the text
         return self.net.levels(ids, features, entries, num_levels)
+
+
+@torch.no_grad()
+def overlap(read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor) -> Tensor:
+    """(R,) 1 - TV of softmax(read @ weight.T) and ``probs[rows]``: how often speculative sampling keeps a guess."""
+    chunk, found = CHUNK.get(read.device.type, GPU_CHUNK), []
+    for start in range(0, len(read), chunk):
+        logits = (read[start : start + chunk] @ weight.T).to(probs.dtype)
+        found.append(1 - tv(logits, probs[rows[start : start + chunk]]))
+    return torch.cat(found) if found else probs.new_zeros(0)
