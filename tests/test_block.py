@@ -192,6 +192,36 @@ def test_features_are_not_compared(method, small, folder_of):
         KINDS[method].net.loss(net, OBJECTIVES["eagle1"], net.num_levels)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_16_bits_come_to_nearly_the_same(method, small, folder_of):
+    """Under autocast, as runs train unless told otherwise: losses near float32's, and gradients for all weights."""
+    net = new_net(method, small, folder_of("llama", head_dim=32), num_layers=2, unroll_steps=3)
+    found, sums = scored(small, net), []
+    for enabled in (False, True):
+        scorer = KINDS[method].net.loss(net, OBJECTIVES["medusa"], 3).eval()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            sums.append(scorer(found, Truth.of(found, small.head, None, torch.float32), agreement=True))
+    for one, other in zip(*sums, strict=True):
+        assert other.loss.item() == pytest.approx(one.loss.item(), rel=0.05)
+    sum(each.loss for each in sums[1]).backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in net.parameters())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fewer_blocks_in_an_update(method, small, folder_of):
+    """``later_share`` thins out the entries that blocks start from, at random in training."""
+    net = new_net(method, small, folder_of("llama", head_dim=32), unroll_steps=3)
+    found, seen = scored(small, net, length=42), set()
+    loss = KINDS[method].net.loss(net, OBJECTIVES["medusa"], 3, 0.0, 0.5)
+    for _ in range(4):
+        entries = loss.train()._entries(found)
+        assert len(entries) == round(0.5 * net.share * 40)
+        assert entries.max() < 40
+        seen.add(tuple(entries.tolist()))
+    assert len(seen) > 1
+    assert loss.eval()._entries(found).tolist() == loss._entries(found).tolist()
+
+
 # --- how trees grow from a block -------------------------------------------------------------------------------------
 
 
