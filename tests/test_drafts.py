@@ -54,7 +54,9 @@ def drafter_for(name: str, target: LeanTarget, folder_of):
         return CausalLMDrafter(LeanTarget.from_folder(folder_of("llama", **SHAPE)), target.vocab_size)
     changes = {"eagle3-few-tokens": {"draft_vocab_size": 40}, "eagle3.1": {"fc_norm": True, "norm_output": True}}
     torch.manual_seed(5)
-    config = EagleConfig.for_target(3 if "3" in name else 1, target.config, **changes.get(name, {}))
+    config = EagleConfig.for_target(
+        3 if "3" in name else 1, target.config, calibration=Calibration(scale=1.25), **changes.get(name, {})
+    )
     ids = None
     if config.has_draft_vocab:
         ids = torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values
@@ -166,9 +168,9 @@ class Search:
         scores = logits.double()
         if request.temperature > 0:
             noise = self.sampling.noise.at(request.seed, self.ctx.rows[row].length + 1 + level)
-            ranked = (logits / request.temperature + noise).double()
-            best = ranked.topk(NUM_COMPARED)
             calibration: Calibration = self.drafter.net.config.calibration
+            ranked = (logits / request.temperature * calibration.scale + noise).double()
+            best = ranked.topk(NUM_COMPARED)
             told = (calibration.sharpness * best.values).softmax(-1) * (1 - calibration.miss)
             told, ids = told[: self.budget.width], best.indices[: self.budget.width]
         else:

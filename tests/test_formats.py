@@ -56,7 +56,7 @@ VARIANTS = {
     "eagle3-token": (3, {"inputs": "token"}),
     "eagle3-gelu": (3, {"hidden_act": "gelu"}),
     "eagle3-partial": (3, {"rotary_dim": 4}),
-    "eagle3-calibrated": (3, {"calibration": Calibration(0.75, 0.125)}),
+    "eagle3-calibrated": (3, {"calibration": Calibration(0.75, 0.125, 1.5)}),
     "eagle1-layers": (1, {"num_layers": 3}),
     "eagle1-qkv-bias": (1, {"qkv_bias": True, "num_layers": 2}),
     "eagle1-embedding": (1, {"own_embedding": True}),
@@ -330,7 +330,7 @@ def test_the_published_layout(head):
             "vocab_size": VOCAB,
             "vocab_hash": "0123456789abcdef",
         },
-        "calibration": {"sharpness": 2.7, "miss": 0.0},
+        "calibration": {"sharpness": 2.7, "miss": 0.0, "scale": 1.0},
         "training": {"steps": 3},
     }
     shapes = {
@@ -876,7 +876,7 @@ def test_configs_that_cannot_be_meant(head):
         ),
         (
             {"draftwing": {"format": 1, "version": 3, "calibration": {"sharpness": 0}}},
-            ("draftwing: a calibration needs a sharpness above 0", "found 0.0", "remove `calibration`"),
+            ("draftwing: a calibration needs a sharpness and a scale above 0", "found 0.0", "remove `calibration`"),
         ),
     ):
         (head / "config.json").write_text(whole)

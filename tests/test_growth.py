@@ -22,7 +22,7 @@ from draftwing.tree import PAD, DraftTree
 VOCAB = 11
 PROMPTS = ((4, 7, 7, 1), (9,), (3, 8, 2, 5, 8, 0))
 GREEDY = Sampling()
-CALIBRATION = Calibration(1.9, 0.15)
+CALIBRATION = Calibration(1.9, 0.15, 1.3)
 SAMPLINGS = {
     "greedy": [Sampling(seed=b) for b in range(3)],
     "t1": [Sampling(temperature=1.0, seed=b) for b in range(3)],
@@ -106,7 +106,7 @@ def slow_children(law, request: Sampling, prompt, path, how: str = "keyed") -> l
     if how == "keyed" and request.temperature > 0:
         # The target draws the token at this position as the argmax of its own scores and this very noise.
         noise = KeyedNoise(len(scores)).at(request.seed, len(prompt) + len(path)).tolist()
-        ranked = [score + each for score, each in zip(scores, noise, strict=True)]
+        ranked = [CALIBRATION.scale * score + each for score, each in zip(scores, noise, strict=True)]
         sharpness, rivals, miss = CALIBRATION.sharpness, 8, CALIBRATION.miss
     best = sorted(ranked, reverse=True)[:rivals]
     norm = math.log(sum(math.exp(sharpness * (score - best[0])) for score in best)) + sharpness * best[0]

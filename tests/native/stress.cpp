@@ -96,7 +96,7 @@ struct World {
         std::vector<float> chances(2 * ROWS * ROOM);
         Draft draft{};
         draft.depth = DEPTH, draft.width = WIDTH, draft.most = 12, draft.vocab_size = VOCAB, draft.room = ROOM;
-        draft.num_hidden = 4, draft.logits = 3, draft.states = -1, draft.sharpness = 1, draft.kept = 1;
+        draft.num_hidden = 4, draft.logits = 3, draft.states = -1, draft.sharpness = draft.kept = draft.scale = 1;
         draft.read = draft.fed_back = 0;  // the same buffer: its rows are moved once
         draft.counts = counts, draft.wanted = wanted, draft.temperatures = temperatures;
         draft.top_k = top_k, draft.top_p = top_p, draft.min_p = min_p;

@@ -101,8 +101,8 @@ class Gate:
 
     @property
     def rests(self) -> bool:
-        """Whether nothing is decided nor learnt now: in a long run of plain steps all but one in ``RESTING``."""
-        return not self.is_open and self._clock.run >= SETTLED and self._clock.run % RESTING > 0
+        """Whether a plain step tells nothing new: in a long run of them all but one in ``RESTING``."""
+        return self._clock.run >= SETTLED and self._clock.run % RESTING > 0
 
     def decide(self) -> bool:
         """For the next step."""
@@ -184,7 +184,8 @@ class Planner:
         self._own = 0.0  # seconds that learning takes after a step, in the mean
         self._unlearnt: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parents and told (B, N), path (B, D)
         self._nothing: dict[str, Budget] = {}
-        self._budget: tuple[tuple[int, str], Budget] | None = None  # rows and children that it was made for
+        self._num_learnt = 0  # times that something was learnt
+        self._budget: tuple[tuple[int, str, int], Budget] | None = None  # rows, children and knowledge it was made by
 
     @classmethod
     def of(
@@ -214,8 +215,8 @@ class Planner:
                 return self._nothing.setdefault(children, Budget(0, children=children))
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
                 return replace(self._blind(looks=True), children=children)
-            key, known = (rows, children), self._budget
-            if known is None or known[0] != key or not was_open or gate.steps < YOUNG or gate.steps % FRESH == 0:
+            key, known = (rows, children, self._num_learnt), self._budget
+            if known is None or known[0] != key or not was_open or gate.steps % FRESH == 0:
                 budget = replace(self.most, rule=self.rule(rows)) if self.sighted else self._blind()
                 known = self._budget = key, replace(budget, children=children)
             return known[1]
@@ -226,14 +227,14 @@ class Planner:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         with self._lock:
             gate, clock, (rows, nodes) = self.gate, self.clock, tree.tokens.shape
-            if nodes == 1 and gate.rests:
+            levels = tree.effort or float(tree.max_depth)
+            if nodes == 1 and not levels and gate.rests:
                 clock.run += 1
                 return
             if nodes > 1 and clock.num_drafts > KNOWN and gate.steps % 2:
                 clock.run = 0
                 return  # as much is known from every other step, and steps may be short
             began = time.perf_counter()
-            levels = tree.effort or float(tree.max_depth)
             is_wide = not self.sighted and nodes > 1 and not tree.is_line
             verify, draft = clock.observe(rows, nodes, levels, is_wide, drafted_s, verified_s)
             plain = num_tokens * clock.verify(1, rows) / clock.slow / rows
@@ -268,6 +269,7 @@ class Planner:
                         at.append(depth)
                         right.append(node in kept)
         self._unlearnt = []
+        self._num_learnt += 1
         self.acceptance.observe(np.array(said), np.array(at, dtype=np.int64), np.array(right))
 
     # --- what to draft ---------------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class Asked:
             [row.length + 1 for row in rows],
             self.calibration.sharpness,
             self.calibration.miss,
+            self.calibration.scale,
             rule,
         )
 

@@ -46,7 +46,16 @@ class Children:
 
     def ranked(self, scores: Tensor, level: int) -> Tensor:
         """What the best children are the best by: the scores under the target's noise, or (``top``) without."""
-        return scores if self._kind == "top" else self._sampling.perturb_level(scores, self._starts, level)
+        if self._kind == "top":
+            return scores
+        return self._sampling.perturb_level(self._scaled(scores), self._starts, level)
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        """What the noise is added to: scaled as the net was found to guess best by, but for greedy rows."""
+        sampling, scale = self._sampling, self._calibration.scale
+        if scale == 1 or sampling.all_greedy:
+            return scores
+        return torch.where(sampling.greedy, scores, scores * scale) if sampling.num_greedy else scores * scale
 
     def draw(self, scores: Tensor, level: int, count: int) -> tuple[Tensor, Tensor]:
         """Children drawn from q with noise of the drafter's own, in the order drawn: (B, W, C) tokens, log chances."""

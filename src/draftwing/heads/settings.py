@@ -298,7 +298,7 @@ def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
     fitted, usual = _Reader(read.table("calibration"), f"{inside}: calibration"), Calibration()
     sharpness, miss = fitted.number("sharpness", usual.sharpness), fitted.number("miss", usual.miss, most=1.0)
     try:
-        calibration = Calibration(sharpness, miss)
+        calibration = Calibration(sharpness, miss, fitted.number("scale", usual.scale))
     except ConfigError as error:
         raise ConfigError(f"{inside}: {error}: correct it, or remove `calibration`") from error
     return Block(

@@ -202,7 +202,7 @@ class DFlashNet(BlockNet):
         self.forward(None, self.fuse(features.flatten(0, 1)), attend)
         tokens = ids.new_full((rows, count, nodes), self.mask_id)
         tokens[:, :, 0] = ids[:, entries + 1]
-        read, _ = self.forward(tokens.flatten(), None, attend.within_blocks())
+        read: Tensor = self.forward(tokens.flatten(), None, attend.within_blocks())[0]
         return read.view(rows, count, nodes, -1)
 
     def level_logits(self, level: int, read: Tensor) -> Tensor:

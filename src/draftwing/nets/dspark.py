@@ -73,7 +73,8 @@ class DSparkNet(DFlashNet):
     def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
         """See ``BlockNet``: a law for each node, by its own token."""
         rows, nodes = tokens.shape
-        logits, x = block[:, level : level + 1].split([self.config.vocab_size, self.config.hidden_size], -1)
+        vocab, place = self.config.vocab_size, block[:, level : level + 1]
+        logits, x = place[..., :vocab], place[..., vocab:]
         before = self.embedding_before[tokens]
         bias = self.head_after.forward(before.flatten(0, 1)).view(rows, nodes, -1)
         read = torch.cat([x.expand(-1, nodes, -1), before], -1)
@@ -92,7 +93,7 @@ class DSparkNet(DFlashNet):
 
     def level_logits(self, level: int, read: Tensor) -> Tensor:
         """See ``BlockNet``."""
-        x, before = read.split([self.config.hidden_size, self.config.rank], -1)
+        x, before = read[:, : self.config.hidden_size], read[:, self.config.hidden_size :]
         found: Tensor = self.logits(x) + self.head_after.forward(before)
         return found
 

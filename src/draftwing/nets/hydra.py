@@ -102,7 +102,7 @@ class HydraNet(BlockNet):
 
     def mix(self, level: int, known: Tensor) -> Tensor:
         """The feature and the tokens so far (R, (level + 2) * H) -> (R, H), what the LM head of a level reads."""
-        x = cast(Linear, self.straight[level]).forward(known)
+        x: Tensor = cast(Linear, self.straight[level]).forward(known)
         x = x + F.silu(cast(Linear, self.mixed[level]).forward(known))
         for layer in cast(nn.ModuleList, self.further[level]):
             x = x + F.silu(cast(Linear, layer).forward(x))

@@ -22,7 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["OBJECTIVES", "Divergence", "Objective", "feature_loss", "head_loss", "soft_cross_entropy", "top_k", "tv"]
+__all__ = [
+    "OBJECTIVES",
+    "Divergence",
+    "Objective",
+    "StepSums",
+    "feature_loss",
+    "head_loss",
+    "soft_cross_entropy",
+    "top_k",
+    "tv",
+]
 
 Divergence = Callable[[Tensor, Tensor], Tensor]  # logits (R, V), p (R, V) -> (R,)
 CHUNK = {"cpu": 64}  # rows whose logits fit a processor's cache; elsewhere ``GPU_CHUNK``
@@ -68,6 +78,15 @@ class Objective:
         """(R, V), (R, V) -> (R,)."""
         parts = [weight * function(logits, probs) for weight, function in self.divergences]
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+
+
+@dataclass(frozen=True, eq=False)
+class StepSums:
+    """Sums over the entries of one step: loss (with gradient), entries, and greedy agreements."""
+
+    loss: Tensor
+    count: int
+    agreed: Tensor | None = None
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -53,7 +53,8 @@ class DraftRequest:
         temperatures: of each row, 0 for greedy ones; and its filters: ``top_k``, 0 for none, ``top_p`` and ``min_p``.
         noise: the handle of a ``NativeNoise``, with the rows' seeds, -1 where none is to be added, and the absolute
             positions of the tokens after their roots.
-        sharpness, miss: how scores under noise become chances (``nets.calibration``).
+        sharpness, miss, scale: how scores under noise become chances, and what they are multiplied by before the
+            noise is added (``nets.calibration``).
         rule: what the nodes are worth; None expands ``width`` nodes of every level and keeps the ``most`` likely.
     """
 
@@ -71,6 +72,7 @@ class DraftRequest:
     starts: Sequence[int]
     sharpness: float = 1.0
     miss: float = 0.0
+    scale: float = 1.0
     rule: GrowthRule | None = None
 
 

@@ -45,7 +45,7 @@ def _drafter(net: BlockNet, target: Target, name: str = "", identity: str = "") 
 
 
 def _loss(*args: Any, **said: Any) -> Any:
-    from draftwing.train.loss.block import BlockLoss
+    from draftwing.nets.block_loss import BlockLoss
 
     return BlockLoss(*args, **said)
 
@@ -66,7 +66,7 @@ def _last(num_layers: int) -> tuple[int, ...]:
 
 def _kind(name: str, help: str, classes: Classes, method: Method, settings: tuple[str, ...], **said: Any) -> Kind:
     """An entry; ``said``: what is not as of a plain head that reads the last hidden state."""
-    net = {
+    net: dict[str, Any] = {
         "read": lambda *args, **more: read_plain(*classes(), *args, **more),
         "taps": _last,
         "layouts": ("draftwing",),
@@ -75,7 +75,7 @@ def _kind(name: str, help: str, classes: Classes, method: Method, settings: tupl
         **said,
     }
     recognises = net.pop("recognises", partial(is_plain, name))
-    common = {"write": write_plain, "new": partial(_new, classes), "drafter": _drafter, "loss": _loss}
+    common: dict[str, Any] = {"write": write_plain, "new": partial(_new, classes), "drafter": _drafter, "loss": _loss}
     made = NetKind(**common, **net, methods={name: method}, settings=("unroll_steps", *settings))
     return Kind(name, help, partial(from_head, made), recognises, net=made)
 

@@ -49,7 +49,7 @@ class Draft(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("depth", "width", "most", "vocab_size", "room")),
         *((name, ctypes.c_int32) for name in ("num_catch_up", "num_hidden", "logits", "read", "states", "fed_back")),
         *((name, ctypes.c_int32) for name in ("num_tables", "num_knots")),
-        *((name, ctypes.c_float) for name in ("sharpness", "kept", "worth", "share")),
+        *((name, ctypes.c_float) for name in ("sharpness", "kept", "scale", "worth", "share")),
         *((name, ctypes.c_void_p) for name in ("counts", "wanted", "temperatures")),
         *((name, ctypes.c_void_p) for name in ("top_k", "top_p", "min_p", "noise", "seeds", "starts")),
         *((name, ctypes.c_void_p) for name in ("knots", "rates", "gains", "costs", "verify")),

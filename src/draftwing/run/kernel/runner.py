@@ -237,7 +237,7 @@ class KernelRunner(Runner):
             depth=request.depth, width=request.width, most=request.most, vocab_size=vocab,
             num_catch_up=built.num_fuse, num_hidden=built.num_hidden, logits=built.logits, read=built.read,
             states=built.states, fed_back=-1 if built.states < 0 else built.out,
-            sharpness=request.sharpness, kept=1 - request.miss,
+            sharpness=request.sharpness, kept=1 - request.miss, scale=request.scale,
             wanted=_at(wanted), seeds=_at(seeds), starts=_at(starts), noise=request.noise,
             temperatures=_at(temperatures), top_k=_at(top_k), top_p=_at(top_p), min_p=_at(min_p),
         )  # fmt: skip

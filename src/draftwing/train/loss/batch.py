@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
-from draftwing.nets.objectives import Objective, feature_loss, head_loss
+from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss
 from draftwing.train.features.source import FeatureBatch
 from draftwing.train.loss.unroll import UnrollStep, unroll
 
-__all__ = ["Scorer", "StepSums", "Teacher", "Truth", "UnrolledLoss"]
+__all__ = ["Scorer", "Teacher", "Truth", "UnrolledLoss"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,21 +92,30 @@ class Teacher:
         return Truth.of(found, self.head, self.target_ids, dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class StepSums:
-    """Sums over the entries of one step: loss (with gradient), entries, and greedy agreements."""
+class ScoredStep(Protocol):
+    """One drafted token after every entry: ``loss.unroll.UnrollStep``, or what a loss of its own has in its place.
 
-    loss: Tensor
-    count: int
-    agreed: Tensor | None = None
+    Attributes:
+        index: of the token, from 0.
+        entries: (C,) which entries of every row these are.
+        read: (B * C, H) from which ``Scorer.logits`` makes its guesses.
+    """
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def entries(self) -> Tensor: ...
+    @property
+    def read(self) -> Tensor: ...
 
 
 class Scorer(Protocol):
     """What is asked of a loss beside the sums: its net's guesses, for whoever weighs them otherwise."""
 
-    net: DraftNet
+    @property
+    def net(self) -> DraftNet: ...  # noqa: D102
 
-    def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[UnrollStep]:
+    def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[ScoredStep]:
         """The first ``num_steps`` tokens drafted after every position, or fewer; without noise."""
         ...
 

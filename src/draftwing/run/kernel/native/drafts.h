@@ -14,7 +14,7 @@ struct Draft {
     int32_t num_catch_up, num_hidden;  // operations: only of the catch-up; up to the states, the logits' come behind
     int32_t logits, read, states, fed_back;  // buffers; read: what the logits are made of. -1: none
     int32_t num_tables, num_knots;  // no knots: nothing is decided while the tree grows
-    float sharpness, kept;  // of the chances under noise, see Calibration; kept: 1 - miss
+    float sharpness, kept, scale;  // of the chances under noise, see Calibration; kept: 1 - miss
     float worth, share;  // seconds that a token is worth; what one more node of a level takes, of the first one's time
     const int64_t* counts;  // (rows) entries of the catch-up
     const int64_t* wanted;  // (rows) 0: nothing is drafted
@@ -162,8 +162,11 @@ void branch(const Draft& draft, int row, int level, const float* logits, Tree& t
         float* scores = draft_scores.get<float>(vocab);
         for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature;
         const float cut = cut_of(draft, row, scores);
+        for (int i = 0; i < vocab && noise != nullptr && draft.scale != 1.0f; ++i)
+            scores[i] = scores[i] < cut ? -INFINITY : scores[i] * draft.scale;
+        const float least = noise != nullptr && draft.scale != 1.0f ? -INFINITY : cut;  // what is below it is out by now
         for (int i = 0; i < vocab; ++i)
-            scores[i] = scores[i] < cut ? -INFINITY : scores[i] + (noise == nullptr ? 0.0f : noise[i]);
+            scores[i] = scores[i] < least ? -INFINITY : scores[i] + (noise == nullptr ? 0.0f : noise[i]);
         logits = scores;
     }
     const bool weighs = draft.num_knots > 0 || draft.width > 1;

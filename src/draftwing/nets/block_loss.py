@@ -1,4 +1,4 @@
-"""One update's loss for nets that guess several tokens in one pass (``nets.block``).
+"""What an update minimises for nets that guess several tokens in one pass (``nets.block``).
 
 Each level is a step: entry i guesses the token at i + 2 + k at level k, as in an unroll, scored by the same objectives
 and weighted by ``Objective.decay``. Nothing is fed back: later levels read the text's own tokens, if any.
@@ -9,23 +9,50 @@ Shape suffixes: B rows, T tokens, C entries that blocks start from, H hidden, V 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
+from draftwing.nets.base import Scored
 from draftwing.nets.block import BlockNet
-from draftwing.nets.objectives import CHUNK, GPU_CHUNK, Objective, head_loss, tv
-from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import StepSums, Truth
-from draftwing.train.loss.unroll import UnrollStep
+from draftwing.nets.objectives import CHUNK, GPU_CHUNK, Objective, StepSums, head_loss, tv
 
 __all__ = ["BlockLoss", "overlap"]
 
 
+class Truth(Protocol):
+    """What the target says of a batch: ``train.loss.batch.Truth``."""
+
+    @property
+    def probs(self) -> Tensor:
+        """(B * T, V)."""
+        ...
+
+    @property
+    def best(self) -> Tensor:
+        """(B, T)."""
+        ...
+
+    def rows(self, step: int, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of ``entries`` count, and where their truth lies."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LevelStep:
+    """A level of all blocks: a ``train.loss.batch.ScoredStep``."""
+
+    index: int
+    entries: Tensor
+    read: Tensor
+
+
 class BlockLoss(nn.Module):
-    """``net`` under an objective; see ``UnrolledLoss``.
+    """``net`` under an objective; called as ``train.loss.batch.UnrolledLoss`` is.
 
     Args:
         num_steps: levels; a net guesses as many, neither more nor fewer.
@@ -59,7 +86,7 @@ class BlockLoss(nn.Module):
         self._share = net.share * later_share
         self._narrowed = target_ids if net.target_ids is None else None
 
-    def forward(self, found: FeatureBatch, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, found: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         """Sums for every level; see ``UnrolledLoss.forward``."""
         device = found.features.device.type
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.dtype
@@ -81,18 +108,18 @@ class BlockLoss(nn.Module):
             sums.append(StepSums(loss, len(own), agreed))
         return sums
 
-    def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[UnrollStep]:
-        """See ``Scorer``."""
+    def steps(self, found: Scored, num_steps: int) -> Iterator[LevelStep]:
+        """See ``train.loss.batch.Scorer``."""
         entries = self._entries(found)
         levels = self._levels(found, entries, min(num_steps, self.num_steps))
         for level, (read, _) in enumerate(levels):
-            yield UnrollStep(level, entries, read, read)
+            yield LevelStep(level, entries, read)
 
     def logits(self, index: int, read: Tensor) -> Tensor:
-        """See ``Scorer``."""
+        """See ``train.loss.batch.Scorer``."""
         return self.net.level_logits(index, read)
 
-    def _entries(self, found: FeatureBatch) -> Tensor:
+    def _entries(self, found: Scored) -> Tensor:
         """(C,) from which blocks start: any of them in training, evenly spaced ones in evaluation."""
         count = found.batch.ids.shape[1] - 2
         chosen = max(1, round(self._share * count))
@@ -104,7 +131,7 @@ class BlockLoss(nn.Module):
             places = torch.arange(chosen) * count // chosen
         return places.to(found.batch.ids.device)
 
-    def _levels(self, found: FeatureBatch, entries: Tensor, num_levels: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _levels(self, found: Scored, entries: Tensor, num_levels: int) -> Iterator[tuple[Tensor, Tensor]]:
         features = found.features.to(self.net.dtype)
         if self.noise and self.training:
             features = features + (torch.rand_like(features) - 0.5) * self.noise

@@ -1,0 +1,63 @@
+"""Calibrations: which scale of log q guesses best under the target's noise, and which chances that gives."""
+
+import pytest
+import torch
+
+from draftwing.errors import ConfigError
+from draftwing.nets.calibration import Calibration
+from draftwing.train import calibrate
+
+ROWS, VOCAB = 4000, 64
+
+
+def planted(flatness, spread, seed=0):
+    """Positions at which q is p's logits, made flatter and disturbed."""
+    generator = torch.Generator().manual_seed(seed)
+    p = 2.0 * torch.randn(ROWS, VOCAB, generator=generator)
+    q = (flatness * p + spread * torch.randn(p.shape, generator=generator)).log_softmax(-1)
+    noise = -(-torch.rand(p.shape, generator=generator).clamp(min=1e-30).log()).log()
+    return q, noise, (p + noise).argmax(-1)
+
+
+def fitted(monkeypatch, *law):
+    monkeypatch.setattr(calibrate, "_guesses", lambda *args: iter([planted(*law)]))
+    return calibrate.fit_calibration(None, None, [])
+
+
+def test_a_net_that_is_right_is_left_as_it_is(monkeypatch):
+    found = fitted(monkeypatch, 1.0, 0.0)
+    assert found.scale == 1
+    assert found.miss == 0
+
+
+def test_a_net_that_is_too_flat_is_sharpened(monkeypatch):
+    found = fitted(monkeypatch, 0.6, 0.0)
+    assert found.scale in (1.5, 1.7)  # 1 / 0.6, or next to it
+
+
+def test_more_first_guesses_come_true_with_the_scale(monkeypatch):
+    found = fitted(monkeypatch, 0.6, 0.4)
+    q, noise, drawn = planted(0.6, 0.4, seed=1)  # other positions than it was fitted on
+
+    def right(scale):
+        return float(((scale * q + noise).argmax(-1) == drawn).float().mean())
+
+    assert found.scale > 1
+    assert right(found.scale) > 1.05 * right(1.0)
+
+
+def test_chances_are_those_under_the_scale(monkeypatch):
+    found = fitted(monkeypatch, 0.6, 0.4)
+    q, noise, drawn = planted(0.6, 0.4, seed=1)
+    ranked = found.scale * q + noise
+    tokens = ranked.topk(4, dim=-1).indices
+    told = found.log_chance(ranked, tokens).exp()
+    true = tokens == drawn[:, None]
+    for rank in range(4):
+        assert abs(float(told[:, rank].mean() - true[:, rank].float().mean())) < 0.03
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_is_a_number_above_zero(scale):
+    with pytest.raises(ConfigError, match="a scale above 0"):
+        Calibration(scale=scale)
