@@ -235,7 +235,7 @@ def data(tmp_path_factory) -> Path:
 
 def session(target: Path, data: Path, out: Path, initial: Path | None = None, **options) -> Session:
     usual = {
-        "layers": None if initial else 1,
+        "num_layers": None if initial else 1,
         "hidden_size": None if initial else 64,
         "iterations": 6,
         "save_every": 3,
@@ -347,10 +347,10 @@ def test_bad_starts_are_refused(target, data, tmp_path, folder_of):
         session(target, data, tmp_path / "a", folder_of("llama"))
     with refused(CheckpointError, str(tmp_path / "nothing")):
         session(target, data, tmp_path / "a", tmp_path / "nothing")
-    with refused(ConfigError, "layers shapes a new model", "leave it out"):
-        session(target, data, tmp_path / "a", target, layers=2)
+    with refused(ConfigError, "num_layers shapes a new model", "leave it out"):
+        session(target, data, tmp_path / "a", target, num_layers=2)
     with refused(ConfigError, "3 heads cannot share a hidden size of 64"):
-        session(target, data, tmp_path / "a", heads=3)
+        session(target, data, tmp_path / "a", num_heads=3)
     with refused(UnsupportedError, "type 'gpt2' is not trained as a draft model"):
         session(target, data, tmp_path / "a", folder_of("gpt2"))
 

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from conftest import SMALL, build, refused
 from draftwing.accept import RULES, get_rule
-from draftwing.drafters.base import EAGLE_TREE, Budget, Drafter, NoDrafter, Traits
+from draftwing.drafters.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoDrafter, Traits
+from draftwing.drafters.block import BlockDrafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.claims import Claims
 from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.itself import SelfDrafter
 from draftwing.drafters.kangaroo import KangarooDrafter
+from draftwing.drafters.kinds import KINDS, NewNet
 from draftwing.drafters.lookahead import LookaheadDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.drafters.mtp import ChainDrafter
@@ -42,6 +44,7 @@ from draftwing.drafters.sublayers import SubLayersDrafter
 from draftwing.drafters.views import ChosenSlots, WindowSlots
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.heads.identity import target_id
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
@@ -49,6 +52,7 @@ from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.subnet import Parts, SubNet
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.aligned import AlignedLoss
+from draftwing.nets.block import BlockNet
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.kangaroo import KangarooConfig, KangarooNet
@@ -235,6 +239,10 @@ def kangaroo(lab: Lab, kind: str) -> Drafter:
     return KangarooDrafter(lab.adapter(), lab.target) if isinstance(lab.target, LeanTarget) else NoDrafter()
 
 
+def block(kind: str, num_draft: int | None = None, **settings) -> Callable[[Lab, str], Drafter]:
+    return lambda lab, _: BlockDrafter(lab.block(kind, num_draft, tuple(settings.items())), lab.target)
+
+
 def anything(stats: Stats) -> bool:
     return stats.num_drafted > 0
 
@@ -312,6 +320,19 @@ DRAFTERS = {
     "eagle1-online": Case(online(1), Budget(4), anything),
     "eagle3-online": Case(online(3), Budget(3, 4, 9), anything),
     "eagle3-online-rule": Case(online(3, draft_vocab_size=40), erratic(5, 4, 12), anything),
+    "medusa-chain": Case(block("medusa"), Budget(5), anything),
+    "medusa-static": Case(block("medusa"), Budget(paths=MEDUSA_TREE)),
+    "medusa-dynamic": Case(block("medusa"), Budget(8, 6, 20)),
+    "medusa-rule": Case(block("medusa"), erratic(5, 4, 12), anything),
+    "medusa-few-tokens": Case(block("medusa", 40), Budget(3, 4)),
+    "hydra-dynamic": Case(block("hydra"), Budget(8, 6, 20)),
+    "hydra-static": Case(block("hydra"), Budget(paths=MEDUSA_TREE)),
+    "hydra-rule": Case(block("hydra"), erratic(5, 4, 12), anything),
+    "dflash-chain": Case(block("dflash", num_layers=2), Budget(5), anything),
+    "dflash-dynamic": Case(block("dflash", num_layers=1, unroll_steps=3), Budget(4, 4, 9), anything),
+    "dflash-rule": Case(block("dflash", num_layers=1, unroll_steps=4), erratic(5, 4, 12), anything),
+    "dspark-dynamic": Case(block("dspark", num_layers=1, rank=4), Budget(4, 4, 9), anything),
+    "dspark-rule": Case(block("dspark", num_layers=1, rank=4), erratic(5, 4, 12), anything),
     "self-tree": Case(lambda lab, kind: CausalLMDrafter(lab.itself, VOCAB), Budget(3, 3)),
     "lookup-chain": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(6), lambda stats: True),
     "lookup-tree": Case(lambda lab, kind: LookupDrafter(VOCAB, 1), Budget(4, 3), lambda stats: True),
@@ -414,7 +435,7 @@ class Lab:
         self.perturbed = LeanTarget.from_folder(folder, **load)
         self.plain = cache(self._plain)
         self.trained, self.head, self.mtp = cache(self._trained), cache(self._head), cache(self._mtp)
-        self.adapter = cache(self._adapter)
+        self.adapter, self.block = cache(self._adapter), cache(self._block)
         self._shape = ModelConfig.from_hf(read_config(own))
 
     def _trained(self, version: int, changes: tuple[tuple[str, object], ...]) -> EagleNet:
@@ -427,6 +448,16 @@ class Lab:
         """So many MTP modules, taught in the same way."""
         config = MtpConfig.for_target(self._shape, (self.target.num_layers,), num_modules=num_modules)
         return self._decoding(self._taught(MtpNet, config, None, partial(MtpLoss, num_steps=num_modules)))
+
+    def _block(self, kind: str, num_draft: int | None, settings: tuple[tuple[str, object], ...]) -> BlockNet:
+        """A net that guesses several tokens in one pass."""
+        entry, target = KINDS[kind].net, self.plain_target
+        ids = None if num_draft is None else torch.arange(num_draft) + 20
+        rows, said = target.embedding.plain().float(), dict(settings)
+        new = NewNet(self._shape, entry.taps(target.num_layers), target_id(target), rows, target.head, ids, said)
+        made = entry.new(new)
+        loss = partial(entry.loss, num_steps=made.num_levels)
+        return self._decoding(self._taught(type(made), made.config, ids, loss))
 
     def _taught(self, kind, config, ids: Tensor | None, new_loss):
         torch.manual_seed(2)

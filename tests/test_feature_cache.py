@@ -446,7 +446,7 @@ def test_the_command_refuses(folder, tmp_path):
     text.write_text("\n".join(TEXTS))
     base = ["data", "cache", "-t", folder, "--data", text, "-o", tmp_path / "cache", "--device", "cpu"]
     for args, part in [
-        (["--method", "medusa"], "--method must be one of"),
+        (["--method", "dragon"], "--method must be one of"),
         (["--taps", "a"], "--taps must be numbers"),
     ]:
         found = run(*base, *args)

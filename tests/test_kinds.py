@@ -94,6 +94,7 @@ NETS = {
     "kangaroo": Net("kangaroo"),
     "two-linear": Net("two-linear"),
 }
+BLOCKS = ("medusa", "hydra", "dflash", "dspark")  # whose trees the kernel does not grow: see test_block.py
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,15 @@ def test_every_kind_of_net_is_traced_here():
     reading = {
         name for name, kind in KINDS.items() if kind.net is not None and kind.net.taps(SHAPE["num_hidden_layers"])
     }
-    assert {net.kind for net in NETS.values()} == reading
+    assert {net.kind for net in NETS.values()} == reading - set(BLOCKS)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_is_not_traced_says_so(name, folder):
+    target, like = LeanTarget.from_folder(folder, prepack=False), ModelConfig.from_hf(read_config(folder))
+    net = Net(name).make(target, like)
+    assert not net.is_traceable
+    assert net.prepack().runs.name == "torch"
 
 
 @needs_kernel
@@ -218,14 +227,15 @@ def test_a_pickled_head_is_known(tmp_path):
 
 
 def test_layouts_and_objectives_are_there():
-    assert {layout for kind in KINDS.values() if kind.net for layout in kind.net.layouts} == set(LAYOUTS)
+    layouts = {layout for kind in KINDS.values() if kind.net for layout in kind.net.layouts}
+    assert layouts == {*LAYOUTS, "medusa"}
     assert list(methods())[:4] == ["eagle1", "hass", "eagle3", "mtp"]
     for _, method in methods().values():
         assert isinstance(method.objective, Objective) or method.objective in OBJECTIVES
-    with refused(ConfigError, "unknown training method 'medusa'", "eagle1, hass, eagle3, mtp"):
-        method_named("medusa")
-    with refused(ConfigError, "method must be one of eagle1, hass, eagle3, mtp", "'medusa'"):
-        TrainOptions("medusa", iterations=1)
+    with refused(ConfigError, "unknown training method 'dragon'", "eagle1, hass, eagle3, mtp"):
+        method_named("dragon")
+    with refused(ConfigError, "method must be one of eagle1, hass, eagle3, mtp", "'dragon'"):
+        TrainOptions("dragon", iterations=1)
 
 
 def test_speculators_has_no_eagle1(tmp_path):

@@ -371,6 +371,6 @@ def test_regenerate_and_train(folder, tmp_path):
     for args, part in [
         (["-T", "0,warm"], "--temperature must be a number, or several such as 0,0.7,1, found"),
         (["--features", features, "--server", "http://localhost:1"], "a server gives no hidden states"),
-        (["--features", features, "--method", "medusa"], "--method must be one of"),
+        (["--features", features, "--method", "dragon"], "--method must be one of"),
     ]:
         assert part in " ".join(run(*base, *args).output.split())

@@ -179,8 +179,8 @@ class Drafting:
         str,
         _draft(
             "auto (decided step by step from measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2; its "
-            "total_token=60, depth=7, top_k=10 is dynamic:59,8,10), static (EAGLE-1), or a JSON file with a list of "
-            "paths of ranks.",
+            "total_token=60, depth=7, top_k=10 is dynamic:59,8,10), static (EAGLE-1), medusa, or a JSON file with a "
+            "list of paths of ranks.",
             "--tree",
         ),
     ] = "auto"
@@ -205,12 +205,12 @@ class Drafting:
         Raises:
             ConfigError: it says nothing that is known.
         """
-        from draftwing.drafters.base import EAGLE_TREE, Budget
+        from draftwing.drafters.base import STATIC_TREES, Budget
 
         if self.tree == "auto":
             return None
-        if self.tree == "static":
-            return Budget(paths=EAGLE_TREE)
+        if self.tree in STATIC_TREES:
+            return Budget(paths=STATIC_TREES[self.tree])
         kind, _, numbers = self.tree.partition(":")
         try:
             if kind == "chain":
@@ -223,8 +223,8 @@ class Drafting:
             raise ConfigError(f"--tree {shown(self.tree)}: {error}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--tree must be auto, chain:5, dynamic:59,8,10, static, or a JSON file with a list of paths such as "
-                f"[[0], [1], [0, 0]], found {shown(self.tree)} ({error})"
+                f"--tree must be auto, chain:5, dynamic:59,8,10, static, medusa, or a JSON file with a list of paths "
+                f"such as [[0], [1], [0, 0]], found {shown(self.tree)} ({error})"
             ) from error
 
 

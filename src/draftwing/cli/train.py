@@ -56,16 +56,16 @@ class Training:
         int | None, _panel("Net", "Where a net uses the target's LM head: tokens that losses look at. [default: all]")
     ] = None
     inputs: Annotated[str, _panel("Net", "token, feature, feature-unshifted or feature-shifted.")] = "feature-shifted"
-    layers: Annotated[
-        int | None, _panel("Draft model", "Of a new one, without --init-from. [default: a quarter of the target's]")
-    ] = None
     hidden_size: Annotated[int | None, _panel("Draft model", "Of a new one. [default: half of the target's]")] = None
-    heads: Annotated[int | None, _panel("Draft model", "Of a new one. [default: each 64 wide]")] = None
+    num_heads: Annotated[int | None, _panel("Draft model", "Of a new one. [default: each 64 wide]")] = None
     own_text: Annotated[
         float, _panel("Draft model", "Share of the batches whose text the draft model goes on with itself (on-policy).")
     ] = 0.0
     fc_norm: Annotated[bool, _panel("Net", "EAGLE-3.1: a norm for each tap.", "--fc-norm")] = False
     norm_output: Annotated[bool, _panel("Net", "EAGLE-3.1: feed back the normed state.", "--norm-output")] = False
+    num_layers: Annotated[
+        int | None, _panel("Net", "Of a new one that may have several; a draft model has a quarter of the target's.")
+    ] = None
     optimizer: Annotated[str, _panel("Optimisation", "adamw, or muon for the matrices.")] = "adamw"
     lr: Annotated[float | None, _panel("Optimisation", "Peak. [default: 1e-3]")] = None
     warmup: Annotated[float, _panel("Optimisation", "Share of the run.")] = 0.04

@@ -18,7 +18,7 @@ from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "Budget", "Drafter", "Learning", "NoDrafter", "Traits"]
+__all__ = ["EAGLE_TREE", "MEDUSA_TREE", "STATIC_TREES", "Budget", "Drafter", "Learning", "NoDrafter", "Traits"]
 
 # What a budget may ask for, so that no shape asks for more memory or time than a machine has.
 MAX_DEPTH, MAX_WIDTH, MAX_NODES = 1024, 256, 4096
@@ -171,6 +171,17 @@ EAGLE_TREE: tuple[tuple[int, ...], ...] = (
     *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
     *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
+
+
+# Medusa's (2401.10774), made for its first heads on Vicuna 7B: 63 nodes, 10, 28, 23 and 2 on its four levels.
+MEDUSA_TREE: tuple[tuple[int, ...], ...] = (
+    *((first,) for first in range(10)),
+    *((first, rank) for first, most in enumerate((10, 7, 3, 2, 1, 1, 1, 1, 1, 1)) for rank in range(most)),
+    *((0, second, rank) for second, most in enumerate((10, 3, 2, 1, 1, 1, 1, 1)) for rank in range(most)),
+    *((1, 0, 0), (1, 0, 1), (2, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1)),
+)
+STATIC_TREES = {"static": EAGLE_TREE, "medusa": MEDUSA_TREE}  # by the names that the command line gives them
 
 
 class Drafter(Protocol):

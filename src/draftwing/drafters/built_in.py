@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftwing.drafters.entries.block import BLOCK
 from draftwing.drafters.entries.causal_lm import CAUSAL_LM
 from draftwing.drafters.entries.eagle import EAGLE
 from draftwing.drafters.entries.itself import ITSELF
@@ -15,4 +16,15 @@ from draftwing.drafters.kind import Kind
 
 __all__ = ["BUILT_IN"]
 
-BUILT_IN: tuple[Kind, ...] = (*PLAIN, *LOOKAHEAD, *EAGLE, MTP, *KANGAROO, *SUBLAYERS, *ITSELF, *RETRIEVAL, CAUSAL_LM)
+BUILT_IN: tuple[Kind, ...] = (
+    *PLAIN,
+    *LOOKAHEAD,
+    *EAGLE,
+    MTP,
+    *BLOCK,
+    *KANGAROO,
+    *SUBLAYERS,
+    *ITSELF,
+    *RETRIEVAL,
+    CAUSAL_LM,
+)

@@ -21,7 +21,7 @@ from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear, runs_as
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
 from draftwing.nets.base import DraftNet
-from draftwing.run.request import Waiting
+from draftwing.run.request import Drafted, Waiting
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
@@ -106,7 +106,11 @@ class EagleDrafter:
         if budget.depth == 0 or not any(wanted):
             return DraftTree.root(ctx.pending())
         asked = Asked(ctx, wanted, sampling, budget, self._calibration)
-        return self._runner.draft(self._waiting(ctx), asked).tree
+        return self._draft(self._waiting(ctx), asked).tree
+
+    def _draft(self, waiting: Waiting, asked: Asked) -> Drafted:
+        """Read what is waiting and grow the trees: each level by a pass of the net."""
+        return self._runner.draft(waiting, asked)
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until a tree is drafted again."""

@@ -87,6 +87,7 @@ class Growth:
                 budget.rule, self._tokens[:, 0].tolist(), (rows[:, 0] != 0).tolist(), budget.width, most
             )
         self._stopped = False
+        self._sure: Tensor | None = None  # of the newest level
 
     @property
     def done(self) -> bool:
@@ -101,8 +102,15 @@ class Growth:
             return DraftTree.chain(self._tokens)
         return DraftTree(self._tokens.gather(1, self._expanded), self._drafted_parents, depth=self.level)
 
-    def extend(self, logits: Tensor) -> None:
-        """Choose the next level from ``logits`` (B, W, V) after the newest expanded nodes."""
+    def extend(self, logits: Tensor, sure: Tensor | None = None) -> None:
+        """Choose the next level from ``logits`` (B, W, V) after the newest expanded nodes.
+
+        (B, 1, V) where one law holds for all of them: a net that guesses several tokens in one pass has one of each.
+        ``sure`` (B, W): how far the laws can be trusted; children are as much less likely.
+        """
+        self._sure = sure
+        if self._history is not None or self._children.are_drawn:  # then each node goes its own way all the same
+            logits = logits.expand(-1, self._num_newest, -1)
         scores = self._scores(logits)
         if self._forest is not None:
             self._extend_forest(scores, self._forest)
@@ -144,7 +152,7 @@ class Growth:
     def _extend_forest(self, scores: Tensor, forest: Forest) -> None:
         """As the rule says, on the host: a few numbers are handled faster there."""
         scores, count = scores.masked_fill(scores.isnan(), -torch.inf), min(self._budget.width, scores.shape[-1])
-        tokens, chances = self._children.best(scores, self.level, count)
+        tokens, chances = self._best(scores, count)
         forest.branch(tokens.tolist(), chances.tolist())
         self.level += 1
         self._stopped = self.level < self.depth and not forest.widen()
@@ -173,8 +181,7 @@ class Growth:
         self._expand((start + inner).expand(len(tokens), -1), (self.first + parents[inner]).expand(len(tokens), -1))
 
     def _extend_dynamic(self, scores: Tensor, frontier: Tensor) -> None:
-        width, vocab = scores.shape[1:]
-        count = min(self._budget.width, vocab)
+        width, count = self._num_newest, min(self._budget.width, scores.shape[-1])
         tokens, values = self._paths(scores, frontier, count)
         flat = values.flatten(1)
         best = flat.topk(min(self._budget.width, width * count), dim=-1).indices
@@ -225,8 +232,23 @@ class Growth:
 
     def _paths(self, scores: Tensor, frontier: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """For each frontier node ``count`` tokens and the log of the chance of each path: (B, W, C) both."""
-        tokens, chances = self._children.best(scores, self.level, count)
+        tokens, chances = self._best(scores, count)
         return tokens, self._values.gather(1, frontier)[:, :, None] + chances
+
+    def _best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """``Children.best`` of each of the newest nodes, chosen once where all have one law."""
+        tokens, chances = self._children.best(scores, self.level, count)
+        if self._sure is not None:
+            chances = chances + self._sure.log()[:, :, None]
+        wide = (-1, self._num_newest, -1)
+        return tokens.expand(wide), chances.expand(wide)
+
+    @property
+    def _num_newest(self) -> int:
+        """W: nodes whose children come next."""
+        if self._forest is not None:
+            return self._forest.num_newest
+        return 1 if self.is_chain else self._expanded.shape[1] - self.first
 
     def _draft_probs(self) -> Tensor | None:
         """(B, N, V) q after each node for the classic rules; nodes without children hold zeros."""

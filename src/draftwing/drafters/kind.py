@@ -102,7 +102,7 @@ class NetKind:
         start: sets a new net's weights from the target's LM head and texts that it scored; None leaves them random.
         settings: names of the training options that shape its nets (``train.options.NET_SETTINGS``).
         loss: makes what an update minimises, of the arguments of ``train.loss.batch.UnrolledLoss``, which it is
-            unless given: a module called as that one is, with sums for every drafted token.
+            unless given: a module called as that one is, with sums for every drafted token; a ``loss.batch.Scorer``.
         calibrates: whether scores of its nets are fitted to chances as training goes (``train.calibrate``).
         as_target: such a net as a model that writes text by itself, with the weights that it has at the time; for the
             training option ``own_text``.

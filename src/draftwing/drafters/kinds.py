@@ -75,7 +75,8 @@ def kind_of_folder(folder: Path) -> Kind:
 
     folder = Path(folder)
     config = read_config(folder)
-    for kind in KINDS.values():
+    # Nets first: what none of them knows is a language model's.
+    for kind in sorted(KINDS.values(), key=lambda kind: kind.net is None):
         if kind.recognises is not None and kind.recognises(config, folder):
             return kind
     block = config.get("draftwing")

@@ -16,13 +16,24 @@ if TYPE_CHECKING:
 
     from draftwing.drafters.base import Drafter
     from draftwing.heads.doctor.case import Finding
+    from draftwing.heads.plain import PlainHead
     from draftwing.model.embedding import Embedding
     from draftwing.model.linear import Linear
     from draftwing.model.target import Target
     from draftwing.nets.base import DraftNet, Scored
     from draftwing.nets.eagle_config import TargetId
 
-__all__ = ["ONLINE", "NetParts", "feature_drafter", "from_head", "net_kind", "plain_kind"]
+__all__ = [
+    "ONLINE",
+    "NetParts",
+    "feature_drafter",
+    "from_head",
+    "last_layer",
+    "net_kind",
+    "net_of_plain",
+    "new_plain",
+    "plain_kind",
+]
 
 NetParts = Callable[[], tuple[type["DraftNet"], type[Any]]]  # the class of a net and that of its config
 
@@ -55,7 +66,7 @@ def net_kind(
     help: str,
     *,
     drafter: Callable[[Any, Target, str, str], Drafter] | None = None,
-    taps: Callable[[int], tuple[int, ...]] = lambda num_layers: (num_layers,),
+    taps: Callable[[int], tuple[int, ...]] | None = None,
     start: Callable[[Any, Linear, Sequence[Scored]], None] | None = None,
     settings: tuple[str, ...] = (),
 ) -> Kind:
@@ -67,7 +78,7 @@ def net_kind(
         methods, drafter, taps, start, settings: see ``NetKind``; ``taps`` is the last hidden state unless given. A net
             with an LM head of its own may name ``draft_vocab_size`` among the settings.
     """
-    said: dict[str, Any] = {"drafter": drafter, "taps": taps, "start": start, "settings": settings}
+    said: dict[str, Any] = {"drafter": drafter, "taps": taps or last_layer, "start": start, "settings": settings}
     return plain_kind(net.kind, lambda: (net, config), methods, help, **said)
 
 
@@ -77,30 +88,34 @@ def plain_kind(
     methods: Mapping[str, Method],
     help: str,
     *,
+    recognises: Callable[[Mapping[str, Any], Path], bool] | None = None,
     drafter: Callable[[Any, Target, str, str], Drafter] | None = None,
-    loss: Callable[..., Any] | None = None,
     **said: Any,
 ) -> Kind:
     """The same of a net that comes with Draftwing: its classes are imported when they are used.
 
     Args:
         name: the net's ``kind``; ``parts`` gives its classes.
-        said: ``taps``, ``start`` and ``settings`` of ``NetKind``.
+        recognises: see ``Kind``; as written by ``heads.plain`` unless given.
+        said: further parts of ``NetKind``, those of a plain head in place of what is not said.
     """
-    trained = NetKind(
-        read=partial(_read_plain, parts),
-        write=_write_plain,
-        new=partial(_new_plain, parts),
-        methods=methods,
-        layouts=("draftwing",),
-        convert=partial(_convert_plain, name, parts),
-        diagnose=partial(_diagnose_plain, name, parts),
-        drafter=drafter or feature_drafter,
-        loss=loss,
-        **said,
-    )
+    plain: dict[str, Any] = {
+        "read": partial(_read_plain, parts),
+        "write": _write_plain,
+        "new": partial(new_plain, parts),
+        "taps": last_layer,
+        "layouts": ("draftwing",),
+        "convert": partial(_convert_plain, name, parts),
+        "diagnose": partial(_diagnose_plain, name, parts),
+    }
+    trained = NetKind(methods=methods, drafter=drafter or feature_drafter, **{**plain, **said})
     options = {} if drafter else ONLINE  # another drafter may not run its net as an unroll does
-    return Kind(name, help, partial(from_head, trained), partial(_is_plain, name), options, trained)
+    return Kind(name, help, partial(from_head, trained), recognises or partial(_is_plain, name), options, trained)
+
+
+def last_layer(num_layers: int) -> tuple[int, ...]:
+    """The taps of a net that reads the last hidden state."""
+    return (num_layers,)
 
 
 def feature_drafter(net: DraftNet, target: Target, name: str = "", identity: str = "") -> Drafter:
@@ -143,7 +158,11 @@ def _learning(kind: NetKind, source: Source, serving: DraftNet, new_drafter: New
     return lambda: OnlineDrafter(new_drafter(), learner)
 
 
+# --- the parts of an entry, for those that write their own -----------------------------------------------------------
+
+
 def _is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a folder holds a head of kind ``name`` as ``heads.plain`` writes it."""
     block = config.get("draftwing")
     return isinstance(block, dict) and block.get("kind") == name
 
@@ -156,32 +175,47 @@ def _read_plain(
     target: TargetId | None = None,
     dtype: torch.dtype | None = None,
 ) -> DraftNet:
-    import torch
-
+    """See ``NetKind.read``."""
     from draftwing.heads.plain import load_plain
 
     net, config = parts()
     head = load_plain(folder, net.kind, config)
     head.check_target(target, str(folder))
+    return net_of_plain(net, head, embedding, target_head, str(folder), dtype)
+
+
+def net_of_plain(
+    net: type[DraftNet],
+    head: PlainHead,
+    embedding: Tensor | Embedding,
+    target_head: Linear | None,
+    where: str,
+    dtype: torch.dtype | None = None,
+) -> DraftNet:
+    """The net of a head that was read. Raises CheckpointError where it does not fit the target's embedding."""
+    import torch
+
     wanted = (head.config.vocab_size, head.config.hidden_size)
     if tuple(embedding.shape) != wanted:
         raise CheckpointError(
-            f"{folder}: the head is made for a target with an embedding of {wanted}, this one's is "
+            f"{where}: the head is made for a target with an embedding of {wanted}, this one's is "
             f"{tuple(embedding.shape)}: load it with the target that it was trained for"
         )
     ids = None if head.target_ids is None else head.target_ids.to(embedding.device)
     found: DraftNet = net(head.config, embedding, target_head, ids, dtype or torch.float32)
-    found.load_tensors(head.tensors, str(folder))
+    found.load_tensors(head.tensors, where)
     return found
 
 
 def _write_plain(folder: Path, net: DraftNet, *, training: Mapping[str, Any] | None = None) -> None:
+    """See ``NetKind.write``."""
     from draftwing.heads.plain import PlainHead, save_plain
 
     save_plain(folder, PlainHead.from_net(net, training))
 
 
-def _new_plain(parts: NetParts, new: NewNet) -> DraftNet:
+def new_plain(parts: NetParts, new: NewNet) -> DraftNet:
+    """See ``NetKind.new``: its settings are fields of the config."""
     net, config = parts()
     shape = {name: value for name, value in new.settings.items() if name != "draft_vocab_size"}
     own = config.for_target(new.like, new.taps, target=new.target, **shape)

@@ -126,9 +126,14 @@ class Forest:
         return True
 
     @property
+    def num_newest(self) -> int:
+        """Nodes of the newest level that were expanded, unused ones counted."""
+        return len(self._trees[0].expanded)
+
+    @property
     def first(self) -> int:
         """Where the newest level begins in ``drafted``."""
-        return len(self._drafted[0][0]) - len(self._trees[0].expanded)
+        return len(self._drafted[0][0]) - self.num_newest
 
     def drafted(self, device: torch.device) -> DraftTree:
         """The expanded nodes as a tree."""

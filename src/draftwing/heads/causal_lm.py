@@ -90,7 +90,9 @@ def write_causal_lm(folder: Path, net: CausalLMNet, *, training: Mapping[str, An
     }
     dtype = str(net.dtype).removeprefix("torch.")
     config = {**net.config.source, "torch_dtype": dtype, "draftwing": block}
-    write_folder(Path(folder), config, net.tensors(), [file for file in net.files if file.parent != Path(folder)])
+    write_folder(
+        Path(folder), config, net.tensors(), copies=[file for file in net.files if file.parent != Path(folder)]
+    )
 
 
 def diagnose_causal_lm(folder: Path, target: Path | None) -> list[Finding]:

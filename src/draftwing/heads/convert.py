@@ -10,9 +10,11 @@ from pathlib import Path
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning
 from draftwing.heads.card import copy_card
 from draftwing.heads.layouts import LAYOUTS
+from draftwing.heads.medusa import is_medusa
 from draftwing.heads.prompts import copy_stored
 from draftwing.heads.read import head_version, load_head
 from draftwing.heads.write import save_head
+from draftwing.model.config import read_config
 from draftwing.nets.eagle_config import TargetId
 
 __all__ = ["SERVED_BY", "convert", "serve_command"]
@@ -84,6 +86,9 @@ def serve_command(to: str, target: str, folder: Path, depth: int, *, branching: 
         raise ConfigError(f"no engine serves the layout {to!r}: choose one of {', '.join(SERVED_BY)}")
     if depth < 1 or branching < 1:
         raise ConfigError(f"depth and branching must be at least 1, found {depth} and {branching}")
+    config = read_config(Path(folder))
+    if is_medusa(config):
+        return _vllm(target, {"method": "medusa", "model": str(folder)}, min(depth, config.get("num_heads", depth)))
     return _command(to, target, str(folder), head_version(Path(folder)), depth, branching)
 
 
@@ -91,8 +96,7 @@ def _command(to: str, target: str, folder: str, version: int, depth: int, branch
     first = version == 1
     if SERVED_BY[to] == "vllm":
         # Without a method vLLM goes by the name of the folder.
-        method = {"method": "eagle" if first else "eagle3", "model": folder, "num_speculative_tokens": depth}
-        return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(method))}"
+        return _vllm(target, {"method": "eagle" if first else "eagle3", "model": folder}, depth)
     # More tokens than the tree has nodes would be an error, and fewer than the depth waste steps.
     tokens = max(depth + 1, min(8, 1 + branching * depth))
     options = {
@@ -104,3 +108,8 @@ def _command(to: str, target: str, folder: str, version: int, depth: int, branch
         "--speculative-num-draft-tokens": str(depth + 1 if branching == 1 else tokens),
     }
     return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
+
+
+def _vllm(target: str, draft: dict[str, object], depth: int) -> str:
+    said = json.dumps({**draft, "num_speculative_tokens": depth})
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(said)}"

@@ -30,7 +30,7 @@ from draftwing.model.weights import check_finite
 from draftwing.nets.base import DraftNet
 from draftwing.nets.eagle_config import TargetId
 
-__all__ = ["PlainHead", "diagnose_plain", "load_plain", "save_plain"]
+__all__ = ["DRAFT_IDS", "PlainHead", "check_ids", "diagnose_plain", "load_plain", "own_block", "save_plain"]
 
 DRAFT_IDS = "draft_ids"
 
@@ -75,22 +75,27 @@ def save_plain(folder: Path, head: PlainHead) -> None:
     Raises:
         CheckpointError: the folder cannot be written, or holds another model.
     """
-    block = {
+    ids = {} if head.target_ids is None else {DRAFT_IDS: head.target_ids}
+    write_folder(Path(folder), {"draftwing": own_block(head)}, {**head.tensors, **ids})
+
+
+def own_block(head: PlainHead) -> dict[str, Any]:
+    """What a config says of the head for ourselves, in whatever layout."""
+    return {
         "format": FORMAT,
         "kind": head.kind,
         "config": dataclasses.asdict(head.config),
         "training": dict(head.training),
     }
-    ids = {} if head.target_ids is None else {DRAFT_IDS: head.target_ids}
-    write_folder(Path(folder), {"draftwing": block}, {**head.tensors, **ids})
 
 
-def load_plain(folder: Path, kind: str, config_type: type) -> PlainHead:
+def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str, Tensor] | None = None) -> PlainHead:
     """Read a head, without its target.
 
     Args:
         kind: that it must be of.
         config_type: of its net's config.
+        tensors: as this layout names them, where they were stored under other names.
 
     Raises:
         CheckpointError: another kind of head, or weights that are missing, damaged or not finite.
@@ -98,23 +103,23 @@ def load_plain(folder: Path, kind: str, config_type: type) -> PlainHead:
     """
     folder = Path(folder)
     block, where = read_config(folder).get("draftwing"), f"{folder / 'config.json'}: draftwing"
-    found = block.get("kind") if isinstance(block, dict) else None
-    if not isinstance(block, dict) or found != kind:
-        raise CheckpointError(f"{where}: expected a head of kind {kind!r}, found {found!r}: give a folder of that kind")
+    said = block.get("kind") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or said != kind:
+        raise CheckpointError(f"{where}: expected a head of kind {kind!r}, found {said!r}: give a folder of that kind")
     if block.get("format") != FORMAT:
         raise CheckpointError(
             f"{where}: expected format {FORMAT}, found {shown(block.get('format'))}: this head was written by another "
             f"version of Draftwing; use that one"
         )
     config = _parse(config_type, block.get("config"), f"{where}: config")
-    tensors = read_tensors(folder)
-    ids = tensors.pop(DRAFT_IDS, None)
-    for name, tensor in tensors.items():
+    found = dict(read_tensors(folder) if tensors is None else tensors)
+    ids = found.pop(DRAFT_IDS, None)
+    for name, tensor in found.items():
         check_finite(f"{name} of {folder}", tensor)
     if ids is not None:
-        _check_ids(ids, config.vocab_size, str(folder))
+        check_ids(ids, config.vocab_size, str(folder))
     training = block.get("training")
-    return PlainHead(kind, config, tensors, ids, training if isinstance(training, dict) else {})
+    return PlainHead(kind, config, found, ids, training if isinstance(training, dict) else {})
 
 
 def diagnose_plain(folder: Path, target: Path | None, kind: str, config_type: type) -> list[Finding]:
@@ -138,7 +143,8 @@ def diagnose_plain(folder: Path, target: Path | None, kind: str, config_type: ty
     return [*findings, Finding("target", "ok", "the one that it was trained for") if known else unknown]
 
 
-def _check_ids(ids: Tensor, vocab_size: int, where: str) -> None:
+def check_ids(ids: Tensor, vocab_size: int, where: str) -> None:
+    """Raise CheckpointError unless these can be the ids of a draft vocabulary."""
     good = ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) > 0
     if not good or not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         raise CheckpointError(

@@ -45,6 +45,7 @@ __all__ = [
     "is_head",
     "load_head",
     "read_head",
+    "read_pickled",
     "read_tensors",
     "same_matrix",
     "weight_files",
@@ -361,12 +362,13 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     folder = Path(folder)
     if folder.is_dir() and weight_files(folder) == [PICKLED]:
-        return _read_pickled(folder / PICKLED)
+        return read_pickled(folder / PICKLED)
     with WeightFiles(folder) as files:
         return {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (its own method, not a dict's)
 
 
-def _read_pickled(path: Path) -> dict[str, Tensor]:
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """All tensors of a pickled file; see ``read_tensors``."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

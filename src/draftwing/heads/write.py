@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -71,12 +72,19 @@ def check_destination(folder: Path) -> None:
 
 
 def write_folder(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], copies: Sequence[Path] = ()
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    name: str = WEIGHTS,
+    copies: Sequence[Path] = (),
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``, and ``copies`` of some files, whole or not at all.
 
     All are written into a folder beside ``folder`` and moved when they are complete; other files that a folder
     already has stay.
+
+    Args:
+        name: of the weights' file, where an engine wants another one; a ``.pt`` is pickled.
 
     Raises:
         CheckpointError: the folder cannot be written, holds another model, or has weights that an engine would read
@@ -84,10 +92,10 @@ def write_folder(
     """
     folder = Path(folder)
     check_destination(folder)
-    others = [name for name in weight_files(folder) if name != WEIGHTS]
+    others = [each for each in weight_files(folder) if each != name]
     if others:
         raise CheckpointError(
-            f"{folder}: has {others[0]} already, which some engines read before the {WEIGHTS} that would be written "
+            f"{folder}: has {others[0]} already, which some engines read before the {name} that would be written "
             f"beside it: choose an empty folder"
         )
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
@@ -96,28 +104,31 @@ def write_folder(
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         # Writing from memory of which another tensor holds a part is refused, and a tied copy is one.
         seen: set[int] = set()
-        for name, tensor in plain.items():
+        for each, tensor in plain.items():
             if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
-                plain[name] = tensor.clone()
+                plain[each] = tensor.clone()
             seen.add(tensor.untyped_storage().data_ptr())
-        save_file(plain, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / WEIGHTS).chmod(0o644)  # the writer's own mode lets nobody else read it
+        if name.endswith(".pt"):
+            torch.save(plain, partial / name)
+        else:
+            save_file(plain, partial / name, metadata={"format": "pt"})
+        (partial / name).chmod(0o644)  # the writer's own mode lets nobody else read it
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in copies:
             shutil.copyfile(file, partial / file.name)
-        _move(partial, folder, [file.name for file in copies])
-    except (OSError, SafetensorError) as error:
+        _move(partial, folder, [*(file.name for file in copies), name])
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save says so of a full disk
         raise CheckpointError(f"{folder}: the head cannot be written ({error}): {write_fix(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _move(partial: Path, folder: Path, others: Sequence[str]) -> None:
+def _move(partial: Path, folder: Path, names: Sequence[str]) -> None:
     if not folder.exists():
         partial.rename(folder)
         return
     # The config last: what has a config has the weights that belong to it, but for the moment between the two.
-    for name in (*others, WEIGHTS, "config.json"):
+    for name in (*names, "config.json"):
         os.replace(partial / name, folder / name)
 
 

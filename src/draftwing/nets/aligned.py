@@ -8,6 +8,7 @@ Shape suffixes: B rows, T tokens, R entries, H hidden, V draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import DraftNet, Scored
-from draftwing.nets.objectives import Objective, StepSums, head_loss
+from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss
 
 __all__ = ["AlignedLoss"]
 
@@ -59,11 +60,33 @@ class AlignedLoss(nn.Module):
 
     def forward(self, found: Scored, truth: Known, *, agreement: bool = False) -> list[StepSums]:
         """Sums over all entries whose next token counts: see ``UnrolledLoss.forward``."""
-        net, ids = self.net, found.batch.ids
-        rows, length = ids.shape
-        device = found.features.device.type
+        net, device = self.net, found.features.device.type
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else net.dtype
         weight = net.head_weight if self._narrowed is None else net.head_weight[self._narrowed]
+        where = _known(truth)
+        read = self._read(found)[where]
+        loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
+        agreed = None
+        if agreement:
+            with torch.no_grad():
+                agreed = ((read.to(narrow) @ weight.to(narrow).T).argmax(-1) == truth.best.flatten()[where]).sum()
+        return [StepSums(loss, len(where), agreed)]
+
+    def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        """See ``train.loss.batch.Scorer``: entry i of its numbering ends with the token at i + 1."""
+        rows, length = found.batch.ids.shape
+        read = self._read(found).view(rows, length, -1)[:, 1:-1]
+        yield StepGuesses(0, torch.arange(length - 2, device=read.device), read.flatten(0, 1))
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        """See ``train.loss.batch.Scorer``."""
+        found: Tensor = self.net.logits(read)
+        return found
+
+    def _read(self, found: Scored) -> Tensor:
+        """(B * T, H) what the LM head reads of every token."""
+        net, ids = self.net, found.batch.ids
+        rows, length = ids.shape
         features = found.features.to(net.dtype)
         if self.noise and self.training:
             features = features + (torch.rand_like(features) - 0.5) * self.noise
@@ -71,15 +94,8 @@ class AlignedLoss(nn.Module):
         positions = torch.arange(length, device=ids.device).repeat(rows)
         cis = net.rotary.cis(positions, upto=length).view(rows * length, 1, -1)
         attend = CausalAttention(rows, length, shape.windows, max(shape.head_dim, 1) ** -0.5, cis)
-        read, _ = net.forward(ids.flatten(), net.fuse(features.flatten(0, 1)), attend)
-        where = _known(truth)
-        read = read[where]
-        loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
-        agreed = None
-        if agreement:
-            with torch.no_grad():
-                agreed = ((read.to(narrow) @ weight.to(narrow).T).argmax(-1) == truth.best.flatten()[where]).sum()
-        return [StepSums(loss, len(where), agreed)]
+        read: Tensor = net.forward(ids.flatten(), net.fuse(features.flatten(0, 1)), attend)[0]
+        return read
 
 
 def _known(truth: Known) -> Tensor:

@@ -77,24 +77,24 @@ class CausalLMConfig:
 
 
 def new_config(
-    like: ModelConfig, layers: int | None = None, hidden_size: int | None = None, heads: int | None = None
+    like: ModelConfig, num_layers: int | None = None, hidden_size: int | None = None, num_heads: int | None = None
 ) -> dict[str, Any]:
     """The ``config.json`` of a new Llama that drafts for a target of the shape ``like``.
 
     Args:
-        layers: None takes a quarter of the target's.
+        num_layers: None takes a quarter of the target's.
         hidden_size: None takes half of its width, in whole heads.
-        heads: None takes heads of 64.
+        num_heads: None takes heads of 64.
 
     Raises:
         ConfigError: heads that do not share the width evenly.
     """
     hidden = hidden_size or max(HEAD_DIM, like.hidden_size // 2 // HEAD_DIM * HEAD_DIM)
-    count = heads or max(1, hidden // HEAD_DIM)
+    count = num_heads or max(1, hidden // HEAD_DIM)
     if hidden % count or hidden // count % 2:
         raise ConfigError(
             f"training: {count} heads cannot share a hidden size of {hidden}: heads of an even width are needed, give "
-            f"--heads {max(1, hidden // HEAD_DIM)} with --hidden-size {max(1, hidden // HEAD_DIM) * HEAD_DIM}, say"
+            f"--num-heads {max(1, hidden // HEAD_DIM)} with --hidden-size {max(1, hidden // HEAD_DIM) * HEAD_DIM}, say"
         )
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -102,7 +102,7 @@ def new_config(
         "vocab_size": like.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": -(-8 * hidden // 3 // 64) * 64,
-        "num_hidden_layers": layers or max(1, like.num_layers // 4),
+        "num_hidden_layers": num_layers or max(1, like.num_layers // 4),
         "num_attention_heads": count,
         "num_key_value_heads": count,
         "head_dim": hidden // count,

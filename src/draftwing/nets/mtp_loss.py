@@ -9,6 +9,7 @@ Shape suffixes: B rows, T tokens, E = T - 2 entries, R rows of the loss.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import Scored
 from draftwing.nets.mtp import MtpNet
-from draftwing.nets.objectives import Objective, StepSums, head_loss
+from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss
 
 __all__ = ["MtpLoss"]
 
@@ -114,6 +115,17 @@ class MtpLoss(nn.Module):
                     agreed = (guess == truth.best.flatten()[where]).sum()
             sums.append(StepSums(loss, len(entries), agreed))
         return sums
+
+    def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        """See ``train.loss.batch.Scorer``."""
+        every = torch.arange(found.batch.ids.shape[1] - 2, device=found.features.device)
+        for step, read in enumerate(islice(self._steps(found), num_steps)):
+            yield StepGuesses(step, every, read)
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        """See ``train.loss.batch.Scorer``."""
+        found: Tensor = self.net.logits(read)
+        return found
 
     def _steps(self, found: Scored) -> Iterator[Tensor]:
         """(B * E, H) what the LM head reads after each module."""

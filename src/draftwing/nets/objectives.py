@@ -3,6 +3,8 @@
     eagle1   Smooth L1 between predicted and true features, + 0.1 soft cross-entropy        (2401.15077)
     hass     eagle1 + top-K distillation: cross-entropy over the target's K best tokens      (2408.15766)
     eagle3   soft cross-entropy on the draft vocabulary, no feature loss                     (2503.01840)
+    medusa   soft cross-entropy of every head, the k-th weighted 0.8^k                       (2401.10774)
+    dflash   soft cross-entropy of every place of a block, the k-th weighted exp(-(k-1)/4)   (2602.06036, block of 8)
     tv       total variation, 1 - sum min(p, q): the chance that speculative sampling rejects (DistillSpec 2310.08461)
     fkl, rkl forward and reverse Kullback-Leibler, KL(p || q) and KL(q || p)                  (DistillSpec)
     jsd      generalised Jensen-Shannon, beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q:
@@ -16,6 +18,7 @@ Shape suffixes: R rows (entries), H hidden, V draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +34,7 @@ __all__ = [
     "OBJECTIVES",
     "Divergence",
     "Objective",
+    "StepGuesses",
     "StepSums",
     "feature_loss",
     "forward_kl",
@@ -137,10 +141,21 @@ class StepSums:
     agreed: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class StepGuesses:
+    """One step of every entry, before it is scored: a ``train.loss.batch.ScoredStep``."""
+
+    index: int
+    entries: Tensor
+    read: Tensor
+
+
 OBJECTIVES: dict[str, Objective] = {
     "eagle1": Objective(((0.1, soft_cross_entropy),), feature_weight=1.0),
     "hass": Objective(((0.1, soft_cross_entropy), (1.0, top_k)), feature_weight=1.0),
     "eagle3": Objective(((1.0, soft_cross_entropy),), decay=0.8),
+    "medusa": Objective(((1.0, soft_cross_entropy),), decay=0.8),
+    "dflash": Objective(((1.0, soft_cross_entropy),), decay=math.exp(-1 / 4)),
     "tv": Objective(((1.0, tv),), decay=0.8),
     "next-token": Objective(((1.0, next_token),), of_text=True),
     "fkl": Objective(((1.0, forward_kl),), decay=0.8),

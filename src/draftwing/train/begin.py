@@ -47,7 +47,7 @@ def net_of_head(where: Path, model: Target, options: TrainOptions, own: TargetId
             f"another head, from nothing, or choose another method"
         )
     net = options.kind.read(where, model.embedding.plain().float(), model.head, own)
-    given = [name for name in ("layers", "hidden_size", "heads") if getattr(options, name) is not None]
+    given = [name for name in ("num_layers", "hidden_size", "num_heads") if getattr(options, name) is not None]
     if given:
         raise ConfigError(
             f"training: {given[0]} shapes a new model, and this run starts from {where}, which has its own: leave it "

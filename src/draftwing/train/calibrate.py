@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from draftwing.model.linear import Linear
-from draftwing.nets.base import DraftNet
 from draftwing.nets.calibration import NUM_COMPARED, Calibration
-from draftwing.nets.unroll import unroll
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth
+from draftwing.train.loss.batch import Scorer, Truth
 
 __all__ = ["fit_calibration"]
 
@@ -22,21 +20,21 @@ GAIN = 1.01  # a scale must make so many more first guesses right than none: les
 
 
 @torch.no_grad()
-def fit_calibration(net: DraftNet, head: Linear, batches: Sequence[FeatureBatch], num_steps: int = 2) -> Calibration:
+def fit_calibration(scorer: Scorer, head: Linear, batches: Sequence[FeatureBatch], num_steps: int = 2) -> Calibration:
     """At temperature 1, over the first ``num_steps`` drafted tokens: first the scale, then the chances under it.
 
     Args:
-        net: in float32.
+        scorer: the loss, whose net is in float32.
         head: the target's.
         batches: held-out text with the target's features and logits.
     """
     right = torch.zeros(len(SCALES))
-    for q, noise, drawn in _guesses(net, head, batches, num_steps):
+    for q, noise, drawn in _guesses(scorer, head, batches, num_steps):
         right += torch.stack([((scale * q + noise).argmax(-1) == drawn).sum().cpu() for scale in SCALES])
     best = int(right.argmax())
     scale = SCALES[best] if right[best] > GAIN * right[0] else SCALES[0]
     rivals, hits = [], []
-    for q, noise, drawn in _guesses(net, head, batches, num_steps):
+    for q, noise, drawn in _guesses(scorer, head, batches, num_steps):
         ranked = (scale * q + noise).topk(min(NUM_COMPARED, q.shape[-1]), dim=-1)
         same = ranked.indices == drawn[:, None]
         rivals.append(ranked.values.cpu())
@@ -45,18 +43,18 @@ def fit_calibration(net: DraftNet, head: Linear, batches: Sequence[FeatureBatch]
 
 
 def _guesses(
-    net: DraftNet, head: Linear, batches: Sequence[FeatureBatch], num_steps: int
+    scorer: Scorer, head: Linear, batches: Sequence[FeatureBatch], num_steps: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of some positions, the same in every call: (R, V) log q, (R, V) noise, and (R,) what the target draws by it."""
     generator = torch.Generator().manual_seed(0)
     for found in batches:
         logits = found.logits_of(head)
-        truth = Truth.of(found, head, net.target_ids, torch.float32)
-        for step in unroll(net, found.batch.ids, found.features.to(net.dtype), num_steps):
+        truth = Truth.of(found, head, scorer.net.target_ids, torch.float32)
+        for step in scorer.steps(found, num_steps):
             entries, where = truth.rows(step.index, step.entries)
             some = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (num_steps * len(batches))]
             entries, where = entries[some.to(entries.device)], where[some.to(where.device)]
-            q = net.logits(step.read[entries]).float().log_softmax(-1)
+            q = scorer.logits(step.index, step.read[entries]).float().log_softmax(-1)
             p = logits.flatten(0, 1)[where].float().log_softmax(-1)
             uniform = torch.rand(q.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
             noise = -(-uniform.log()).log().float().to(q.device)

@@ -15,7 +15,7 @@ __all__ = ["NET_SETTINGS", "Recipe", "TrainOptions"]
 
 # Options that only some kinds have: they shape their nets, or say what text these learn from.
 NET_SETTINGS = (
-    "inputs", "draft_vocab_size", "fc_norm", "norm_output", "layers", "hidden_size", "heads", "own_text",
+    "inputs", "draft_vocab_size", "fc_norm", "norm_output", "num_layers", "hidden_size", "num_heads", "own_text",
 )  # fmt: skip
 
 
@@ -42,8 +42,9 @@ class TrainOptions:
         loss_vocab_size: of a net that uses the target's LM head: losses look at so many tokens, the most frequent ones,
             which is faster; None is all.
         fc_norm, norm_output: EAGLE-3.1.
-        layers, hidden_size, heads: of a new draft model; None takes a quarter of the target's layers, half its width,
-            and heads of 64.
+        num_layers: of nets that may have more or fewer layers; None takes the kind's own number (of a new draft model,
+            a quarter of the target's).
+        hidden_size, num_heads: of a new draft model; None takes half the target's width, and heads of 64.
         own_text: share of the batches of a draft model whose text it goes on with itself, as it stands then.
         max_length: tokens of a window or dialogue. ``tokens_per_batch``: of an update's micro-batch.
         accumulation: micro-batches of one update.
@@ -72,9 +73,9 @@ class TrainOptions:
     loss_vocab_size: int | None = None
     fc_norm: bool = False
     norm_output: bool = False
-    layers: int | None = None
+    num_layers: int | None = None
     hidden_size: int | None = None
-    heads: int | None = None
+    num_heads: int | None = None
     own_text: float = 0.0
     max_length: int = 512
     tokens_per_batch: int = 4096
@@ -104,11 +105,11 @@ class TrainOptions:
             (self.precision in ("bf16", "no"), "precision", "bf16 or no"),
             (self.unroll_steps is None or 1 <= self.unroll_steps <= 16, "unroll_steps", "from 1 to 16"),
             (0 < self.later_share <= 1, "later_share", "in (0, 1]"),
-            (self.layers is None or self.layers >= 1, "layers", "at least 1"),
             (self.hidden_size is None or self.hidden_size >= 8, "hidden_size", "at least 8"),
-            (self.heads is None or self.heads >= 1, "heads", "at least 1"),
+            (self.num_heads is None or self.num_heads >= 1, "num_heads", "at least 1"),
             (0 <= self.own_text <= 1, "own_text", "from 0 to 1"),
             (self.loss_vocab_size is None or self.loss_vocab_size >= 1, "loss_vocab_size", "at least 1"),
+            (self.num_layers is None or 1 <= self.num_layers <= 32, "num_layers", "from 1 to 32"),
             (self.max_length >= 8, "max_length", "at least 8"),
             (self.accumulation >= 1, "accumulation", "at least 1"),
             (self.iterations is None or self.iterations >= 1, "iterations", "at least 1"),

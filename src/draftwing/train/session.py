@@ -379,7 +379,7 @@ def _evaluate(
         count += torch.tensor([float(s.count) for s in sums])
         agreed += torch.tensor([float(s.agreed) for s in sums if s.agreed is not None])
     if net_kind_of(net).calibrates:
-        net.config = dataclasses.replace(net.config, calibration=fit_calibration(net, target.head, batches))
+        net.config = dataclasses.replace(net.config, calibration=fit_calibration(scorer, target.head, batches))
     result: dict[str, Any] = {
         **dataclasses.asdict(net.config.calibration),
         "val_loss": float((loss / count.clamp(min=1)).sum()),

@@ -371,7 +371,8 @@ def _optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimi
     if options.optimizer == "adamw":
         return [torch.optim.AdamW([p for _, p in trained], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
     # What maps from or to tokens is none of them: its rows are used one at a time.
-    inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(("head.", "embedding"))]
-    rest = [p for name, p in trained if p.ndim != 2 or name.startswith(("head.", "embedding"))]
+    outer = ("head", "embedding")
+    inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(outer)]
+    rest = [p for name, p in trained if p.ndim != 2 or name.startswith(outer)]
     muon = torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0)
     return [muon, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else [muon]

@@ -90,7 +90,7 @@ def _new(new: NewNet) -> DraftNet:
     from draftwing.heads.causal_lm import tokenizer_files
     from draftwing.nets.causal_lm import CausalLMNet, new_config
 
-    shape = {name: new.settings.get(name) for name in ("layers", "hidden_size", "heads")}
+    shape = {name: new.settings.get(name) for name in ("num_layers", "hidden_size", "num_heads")}
     config = new_config(new.like, **shape)
     files = tokenizer_files(new.folder)
     return CausalLMNet.new(config, new.embedding.device, target=new.target, files=files)
@@ -142,7 +142,7 @@ CAUSAL_LM = Kind(
         convert=_convert,
         diagnose=_diagnose,
         drafter=_drafter,
-        settings=("layers", "hidden_size", "heads", "own_text"),
+        settings=("num_layers", "hidden_size", "num_heads", "own_text"),
         loss=_loss,
         calibrates=False,
         as_target=_as_target,

@@ -47,8 +47,6 @@ KANGAROO = (
         "a kangaroo adapter",
         drafter=_drafter,
         taps=_taps,
-        start=None,
-        settings=(),
         loss=_loss,
     ),
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanTarget
 from draftwing.model.subnet import Parts, SubNet
-from draftwing.train.loss.unroll import UnrolledAttention
+from draftwing.nets.unroll import UnrolledAttention
 
 __all__ = ["Recorded", "Text"]
 

@@ -5,8 +5,9 @@ Shape suffixes: B rows, T tokens, E = T - 2 entries, H hidden, V draft vocabular
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,10 @@ from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
 from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss
-from draftwing.nets.unroll import unroll
+from draftwing.nets.unroll import UnrollStep, unroll
 from draftwing.train.features.source import FeatureBatch
 
-__all__ = ["Teacher", "Truth", "UnrolledLoss", "loss_of"]
+__all__ = ["Scorer", "Teacher", "Truth", "UnrolledLoss", "loss_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +105,38 @@ class Teacher:
         return Truth.of(found, self.head, self.target_ids, dtype)
 
 
+class ScoredStep(Protocol):
+    """One drafted token after every entry: ``nets.unroll.UnrollStep``, or what a loss of its own has in its place.
+
+    Attributes:
+        index: of the token, from 0.
+        entries: (C,) which entries of every row these are.
+        read: (B * C, H) from which ``Scorer.logits`` makes its guesses.
+    """
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def entries(self) -> Tensor: ...
+    @property
+    def read(self) -> Tensor: ...
+
+
+class Scorer(Protocol):
+    """What is asked of a loss beside the sums: its net's guesses, for whoever weighs them otherwise."""
+
+    @property
+    def net(self) -> DraftNet: ...  # noqa: D102
+
+    def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[ScoredStep]:
+        """The first ``num_steps`` tokens drafted after every position, or fewer; without noise."""
+        ...
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        """(R, V) over the target's tokens from what a step's entries read, (R, H)."""
+        ...
+
+
 class UnrolledLoss(nn.Module):
     """``net`` under an objective; a module, so that data-parallel wrappers see its forward.
 
@@ -164,6 +197,15 @@ class UnrolledLoss(nn.Module):
                     agreed = (guess == truth.best.flatten()[where]).sum()
             sums.append(StepSums(loss, len(entries), agreed))
         return sums
+
+    def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[UnrollStep]:
+        """See ``Scorer``."""
+        return unroll(self.net, found.batch.ids, found.features.to(self.net.dtype), num_steps)
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        """See ``Scorer``."""
+        found: Tensor = self.net.logits(read)
+        return found
 
 
 def loss_of(net: DraftNet, *said: Any) -> Any:
