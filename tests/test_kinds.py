@@ -315,8 +315,8 @@ def test_help_names_what_is_in_the_table():
     for command, words in (
         ("train", ["eagle1", "hass", "eagle3", "hass 3, eagle3 5"]),
         ("convert", list(LAYOUTS)),
-        ("generate", [name for name in KINDS if name != "two-linear"]),
-        ("compare", [name for name in KINDS if name != "two-linear"]),
+        ("generate", [kind.help for kind in KINDS.values() if kind.name != "two-linear"]),
+        ("compare", [kind.help for kind in KINDS.values() if kind.name != "two-linear"]),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, command, "--help"],

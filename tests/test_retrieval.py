@@ -12,7 +12,7 @@ import torch
 import draftwing as dw
 from conftest import refused
 from draftwing.api import load_drafter
-from draftwing.cli.options import drafts_at_hand, drafts_compared
+from draftwing.cli.drafts import drafts_at_hand, drafts_compared
 from draftwing.drafters.base import Budget
 from draftwing.drafters.retrieval.array import SuffixArray, joined
 from draftwing.drafters.retrieval.llma import LlmaDrafter

@@ -10,7 +10,7 @@ import torch
 
 from conftest import build, refused
 from draftwing.api import load_drafter, load_target
-from draftwing.cli.options import drafts_at_hand
+from draftwing.cli.drafts import drafts_at_hand, drafts_compared
 from draftwing.drafters.base import Budget
 from draftwing.drafters.kinds import KINDS, kind_of_folder
 from draftwing.drafters.sublayers import SubLayersDrafter
@@ -208,8 +208,8 @@ def test_early_exit_by_name(folder):
 
 
 def test_comparisons_do_not_try_it_unasked():
-    assert "early-exit" not in drafts_at_hand(None)
-    assert {"none", "lookup"} <= set(drafts_at_hand(None))
+    assert "early-exit" not in drafts_compared(None)
+    assert {"none", "lookup", "early-exit"} <= set(drafts_at_hand(None))
 
 
 @pytest.mark.parametrize(

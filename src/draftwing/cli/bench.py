@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import bench_tables, screen
-from draftwing.cli.options import Drafting, Drafts, Json, Model, drafts_compared, sampling_option, with_options
+from draftwing.cli.drafts import Drafts, drafts_compared
+from draftwing.cli.options import Drafting, Json, Model, sampling_option, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import ConfigError
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import CHAT_MODEL, ChatModel, ChatSampling, Draft, Drafting, drafts_at_hand, with_options
+from draftwing.cli.drafts import Draft, drafts_at_hand
+from draftwing.cli.options import CHAT_MODEL, ChatModel, ChatSampling, Drafting, with_options
 from draftwing.cli.screen import format_alpha
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SamplingError, TokenizerError, shown
 from draftwing.model.catalogue import entry_of

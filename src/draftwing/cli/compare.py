@@ -7,17 +7,9 @@ from typing import Annotated
 import typer
 
 from draftwing.cli import screen, tables
+from draftwing.cli.drafts import AllDrafts, Draft, Drafts
 from draftwing.cli.generate import namer
-from draftwing.cli.options import (
-    Draft,
-    Drafting,
-    Drafts,
-    Examples,
-    Json,
-    Model,
-    SamplingOptions,
-    with_options,
-)
+from draftwing.cli.options import Drafting, Examples, Json, Model, SamplingOptions, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import ConfigError
 
@@ -31,6 +23,7 @@ def compare(
     sampling: SamplingOptions,
     examples: Examples,
     draft: Drafts = None,
+    every: AllDrafts = False,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decode every prompt so often.")] = 1,
     texts: Annotated[bool, typer.Option("--texts", help="Show what each wrote after the first prompt.")] = False,
     as_json: Json = False,
@@ -43,6 +36,8 @@ def compare(
 
     - `draftwing compare`
 
+    - `draftwing compare --all`
+
     - `draftwing compare -t path/or/hub-id -d path/or/smaller -d lookup --prompts prompts.jsonl -T 0.8`
     """
     from draftwing.evaluate.compare import compare as measure
@@ -50,7 +45,7 @@ def compare(
     checked = sampling.to_sampling()
     drafting.check()
     todo = examples.read()
-    lms = model.load_many(draft, drafting)
+    lms = model.load_many(draft, drafting, every=every)
     ready = [sampling.put(each, lms[0].tokenizer) for each in todo]
     with progress("comparing") as on_progress:
         found = measure(lms, ready, checked, rounds=rounds, on_progress=on_progress)

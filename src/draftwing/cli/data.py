@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import Data, Json, Model, Target, or_of, sampling_option, taps_of, with_options
+from draftwing.cli.drafts import or_of
+from draftwing.cli.options import Data, Json, Model, Target, sampling_option, taps_of, with_options
 from draftwing.cli.progress import progress, token_rate
 from draftwing.drafters.kinds import method_named, methods
 from draftwing.errors import ConfigError, shown

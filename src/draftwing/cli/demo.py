@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftwing.cli import screen
-from draftwing.cli.options import ChatModel, Draft, Drafting, Json, sampling_option, with_options
+from draftwing.cli.drafts import Draft
+from draftwing.cli.options import ChatModel, Drafting, Json, sampling_option, with_options
 from draftwing.cli.screen import new_console, printable, put_line, text_of
 from draftwing.errors import CheckpointError
 from draftwing.model.catalogue import entry_of

@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import (
-    Draft,
-    Drafting,
-    Json,
-    Model,
-    Prompts,
-    SamplingOptions,
-    sampling_option,
-    with_options,
-)
+from draftwing.cli.drafts import Draft
+from draftwing.cli.options import Drafting, Json, Model, Prompts, SamplingOptions, sampling_option, with_options
 from draftwing.errors import PromptError
 
 if TYPE_CHECKING:

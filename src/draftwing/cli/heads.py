@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from draftwing.cli import screen, tables
-from draftwing.cli.options import FewExamples, Json, Model, or_of, taps_of, with_options
+from draftwing.cli.drafts import or_of
+from draftwing.cli.options import FewExamples, Json, Model, taps_of, with_options
 from draftwing.drafters.kinds import KINDS
 from draftwing.errors import ConfigError
 from draftwing.model.catalogue import entry_of

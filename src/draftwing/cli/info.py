@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from draftwing.cli import screen, tables
-from draftwing.cli.options import Draft, Drafting, Json, Model, with_options
+from draftwing.cli.drafts import Draft
+from draftwing.cli.options import Drafting, Json, Model, with_options
 from draftwing.errors import ConfigError
 
 __all__ = ["register"]

@@ -8,15 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from draftwing.drafters.kinds import KINDS
+from draftwing.cli.drafts import drafts_compared, every_draft
 from draftwing.errors import ConfigError, shown
-from draftwing.model.catalogue import entry_of
 
 if TYPE_CHECKING:
     from draftwing.api import LM
@@ -30,9 +29,7 @@ __all__ = [
     "ChatModel",
     "ChatSampling",
     "Data",
-    "Draft",
     "Drafting",
-    "Drafts",
     "Examples",
     "FewExamples",
     "Json",
@@ -41,63 +38,15 @@ __all__ = [
     "Prompts",
     "SamplingOptions",
     "Target",
-    "drafts_at_hand",
-    "drafts_compared",
-    "or_of",
     "sampling_option",
     "taps_of",
     "with_options",
 ]
 
 
-def or_of(names: Iterable[str]) -> str:
-    """``a, b or c``."""
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _shipped(target: str | None) -> list[str]:
-    """The kinds of the drafts that come with Draftwing for a target."""
-    entry = entry_of(target)
-    return [name for name in KINDS if entry is not None and name in entry.heads]
-
-
-def drafts_at_hand(target: str | None) -> list[str]:
-    """The drafts that need no path: those that suit any target, and those that come with Draftwing for this one."""
-    return [*(name for name in _NAMED if KINDS[name].by_default), *_shipped(target)]
-
-
-def drafts_compared(target: str | None) -> list[str]:
-    """The drafts that are measured where none is named: as the help of ``Drafts`` says."""
-    return ["lookup", *_shipped(target)]
-
-
-_NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]
-_FOLDERS = [kind.help for kind in KINDS.values() if kind.recognises is not None]
-_OWN = [f"{kind.name} (those in the target's own folder)" for kind in KINDS.values() if kind.of_target is not None]
 _TARGETS = "Folder, GGUF file, name (see draftwing models) or hub id. [default: the model that comes with Draftwing]"
-_DRAFTS = (
-    f"{', '.join([*(f'{name} ({KINDS[name].help})' for name in _NAMED), *_OWN])}, or a folder, name or hub id of "
-    f"{or_of(_FOLDERS)}; for the shipped target {or_of(_shipped(None))} too. Several at once: eagle3+lookup."
-)
 _MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        "-d",
-        help=f"{_DRAFTS} [default: what comes with Draftwing for the target (eagle3 for the shipped one), else lookup]",
-    ),
-]
-Drafts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--draft",
-        "-d",
-        help=f"{_DRAFTS} Repeatable. [default: lookup, and all that come with Draftwing for the target]",
-    ),
-]
 Prompts = Annotated[
     Path | None,
     typer.Option("--prompts", help="Text file (one prompt), .jsonl file (one a line), or - for stdin."),
@@ -140,20 +89,22 @@ class Model:
         budget = drafting.budget()
         return load(**vars(self), draft=draft, rule=drafting.rule, budget=budget, lossless=not drafting.lossy)
 
-    def load_many(self, drafts: Sequence[str] | None, drafting: Drafting) -> list[LM]:
-        """Plain decoding, then one ``LM`` for each drafter (by default each at hand), all on one target."""
+    def load_many(self, drafts: Sequence[str] | None, drafting: Drafting, *, every: bool = False) -> list[LM]:
+        """Plain decoding, then one ``LM`` for each drafter, all on one target; ``every``: with ``every_draft``."""
         from draftwing.api import LM, load, load_drafter
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
         wanted = list(drafts or drafts_compared(self.target))
-        lms = [plain]
-        for draft in wanted:
-            if draft != "none":  # that is plain decoding again
-                maker = load_drafter(draft, plain.target, plain.tokenizer, device=self.device)
-                lossless = not drafting.lossy
-                lms.append(LM(plain.target, plain.tokenizer, maker, drafting.rule, budget, lossless=lossless))
-        return lms
+        makers = [
+            load_drafter(draft, plain.target, plain.tokenizer, device=self.device)
+            for draft in wanted
+            if draft != "none"  # that is plain decoding again
+        ]
+        if every:
+            makers += [maker for _, maker in every_draft(plain, self.target, self.device, but=wanted)]
+        drafted = functools.partial(LM, plain.target, plain.tokenizer, lossless=not drafting.lossy)
+        return [plain, *(drafted(maker, drafting.rule, budget) for maker in makers)]
 
 
 CHAT_MODEL = "smollm2-135m-instruct"  # whom commands that talk talk to, unless they are told another target

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import screen, tables
-from draftwing.cli.options import Draft, Drafting, Examples, Json, Model, Prompts, SamplingOptions, with_options
+from draftwing.cli.drafts import Draft
+from draftwing.cli.options import Drafting, Examples, Json, Model, Prompts, SamplingOptions, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import CheckpointError, ConfigError
 

@@ -13,7 +13,8 @@ import typer
 
 from draftwing.cli import progress as shown
 from draftwing.cli import screen
-from draftwing.cli.options import Data, Json, Target, or_of, with_options
+from draftwing.cli.drafts import or_of
+from draftwing.cli.options import Data, Json, Target, with_options
 from draftwing.drafters.kinds import methods
 from draftwing.errors import ConfigError, DraftwingError
 

@@ -138,7 +138,6 @@ class Kind:
         net: of a kind that drafts by a trained net.
         of_target: the folder to take where the kind's name is all that is said: of a draft that targets bring along.
             Raises CheckpointError for a target that brings none.
-        by_default: of a kind without folders, whether comparisons try it where they are not told what to try.
     """
 
     name: str
@@ -148,4 +147,3 @@ class Kind:
     options: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     net: NetKind | None = None
     of_target: Callable[[Target], Path] | None = None
-    by_default: bool = True

@@ -124,7 +124,7 @@ def _dflash_taps(num_layers: int) -> tuple[int, ...]:
 BLOCK = (
     _kind(
         "medusa",
-        "Medusa heads: each guesses one of the next tokens",
+        "Medusa heads",
         _medusa,
         Method("medusa", 5),
         ("draft_vocab_size", "num_layers"),
@@ -136,14 +136,14 @@ BLOCK = (
     ),
     _kind(
         "hydra",
-        "Hydra heads: Medusa's, each reading the tokens drafted so far",
+        "Hydra heads",
         _hydra,
         Method("medusa", 5),
         ("draft_vocab_size", "num_layers"),
     ),
     _kind(
         "dflash",
-        "a DFlash net: a block of tokens in one pass",
+        "a DFlash net",
         _dflash,
         Method("dflash", 7),
         ("num_layers",),
@@ -151,7 +151,7 @@ BLOCK = (
     ),
     _kind(
         "dspark",
-        "a DSpark net: DFlash, each place on the token before it",
+        "a DSpark net",
         _dspark,
         Method("dflash", 7),
         ("num_layers",),

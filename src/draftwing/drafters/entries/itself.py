@@ -73,13 +73,13 @@ def _at_least(name: str, least: int) -> Callable[[Any], int]:
 ITSELF = (
     Kind(
         "self-window",
-        "the target itself, looking at the first and the last tokens alone (MagicDec with StreamingLLM)",
+        "MagicDec: the target looking at its first and last tokens",
         _make_window,
         options={"budget": _at_least("budget", 2), "sinks": _at_least("sinks", 0)},
     ),
     Kind(
         "self-snapkv",
-        "the target itself, looking at the tokens that matter most to the last ones (MagicDec with SnapKV)",
+        "MagicDec: the target looking at the tokens that matter most",
         _make_snapkv,
         options={
             "budget": _at_least("budget", 2),

@@ -44,7 +44,7 @@ KANGAROO = (
         "kangaroo",
         _parts,
         {"kangaroo": Method("eagle3")},
-        "a kangaroo adapter",
+        "a Kangaroo adapter",
         drafter=_drafter,
         taps=_taps,
         loss=_loss,

@@ -34,7 +34,7 @@ def _size(name: str, least: int, value: Any) -> int:
 LOOKAHEAD = (
     Kind(
         "lookahead",
-        "n-grams that the target says ahead of its text",
+        "n-grams that the target says ahead",
         _make_lookahead,
         options={name: partial(_size, name, least) for name, least in (("window", 1), ("ngram", 2), ("guesses", 1))},
     ),

@@ -31,5 +31,5 @@ def _min_match(value: Any) -> int:
 
 PLAIN = (
     Kind("none", "plain decoding", _make_none),
-    Kind("lookup", "what followed the same words earlier in the text", _make_lookup, options={"min_match": _min_match}),
+    Kind("lookup", "what followed the same words before", _make_lookup, options={"min_match": _min_match}),
 )

@@ -117,10 +117,15 @@ def _make_suffix(source: Source) -> NewDrafter:
 _MIN_MATCH = {"min_match": partial(_whole, "min_match", 1)}
 
 RETRIEVAL = (
-    Kind("llma", "what follows in reference texts", _make_llma, options={"references": _references, **_MIN_MATCH}),
+    Kind(
+        "llma",
+        "what follows in reference texts",
+        _make_llma,
+        options={"references": _references, **_MIN_MATCH},
+    ),
     Kind(
         "suffix",
-        "what followed in this request and in former ones",
+        "what followed in this and former requests",
         _make_suffix,
         options={
             "alpha": _alpha,
@@ -131,7 +136,7 @@ RETRIEVAL = (
     ),
     Kind(
         "rest",
-        "a datastore of texts (rest, made by draftwing datastore build)",
+        "a datastore of `draftwing datastore build` (REST)",
         _make_rest,
         _is_rest,
         options={"max_match": partial(_whole, "max_match", 1), **_MIN_MATCH},

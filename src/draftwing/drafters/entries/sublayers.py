@@ -50,12 +50,11 @@ def _is_layers(config: Mapping[str, Any], folder: Path) -> bool:
 
 
 SUBLAYERS = (
-    Kind("layers", "layers of `draftwing tune layers`", _make_layers, _is_layers),
+    Kind("layers", "layers that `draftwing tune layers` chose", _make_layers, _is_layers),
     Kind(
         "early-exit",
-        "the target's first layers, for models trained to exit early",
+        "the target's first layers",
         _make_exit,
         options={"layers": _count},
-        by_default=False,
     ),
 )
