@@ -22,8 +22,8 @@ from draftwing.budget.planner import Gate, Planner
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.growing.worth import Forest
 from draftwing.drafters.lookup import LookupDrafter
-from draftwing.drafters.worth import Forest
 from draftwing.engine.decode import Decoder
 from draftwing.model.target import Context, Row
 from draftwing.tree import PAD, Accepted, DraftTree

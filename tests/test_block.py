@@ -20,7 +20,7 @@ from draftwing.api import load, load_drafter, load_target
 from draftwing.cli.options import Drafting
 from draftwing.drafters.base import MEDUSA_TREE, Budget
 from draftwing.drafters.block import BlockDrafter
-from draftwing.drafters.growth import Growth
+from draftwing.drafters.growing.growth import Growth
 from draftwing.drafters.kinds import KINDS, NewNet, convert, diagnose, kind_of_folder
 from draftwing.engine.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError

@@ -13,13 +13,13 @@ from draftwing.api import LM, load, load_drafter
 from draftwing.budget.acceptance import Acceptance
 from draftwing.budget.clock import Clock
 from draftwing.budget.costs import Costs, Curve
-from draftwing.drafters import claims as claims_module
 from draftwing.drafters.base import Budget, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.claims import Asking, Claims
-from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.lookup import LookupDrafter
-from draftwing.drafters.merge import Proposal, unite
+from draftwing.drafters.several import claims as claims_module
+from draftwing.drafters.several.claims import Asking, Claims
+from draftwing.drafters.several.combined import CombinedDrafter
+from draftwing.drafters.several.merge import Proposal, unite
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanTarget

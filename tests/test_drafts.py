@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from conftest import refused
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.growing.asked import Asked
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.config import ModelConfig, read_config

@@ -24,8 +24,6 @@ from draftwing.accept import RULES, get_rule
 from draftwing.drafters.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoDrafter, Traits
 from draftwing.drafters.block import BlockDrafter
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.claims import Claims
-from draftwing.drafters.combined import CombinedDrafter
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.itself import SelfDrafter
 from draftwing.drafters.kangaroo import KangarooDrafter
@@ -39,6 +37,8 @@ from draftwing.drafters.retrieval.llma import LlmaDrafter
 from draftwing.drafters.retrieval.memory import Memory
 from draftwing.drafters.retrieval.rest import RestDrafter
 from draftwing.drafters.retrieval.suffixes import SuffixDrafter
+from draftwing.drafters.several.claims import Claims
+from draftwing.drafters.several.combined import CombinedDrafter
 from draftwing.drafters.staged import StagedDrafter
 from draftwing.drafters.sublayers import SubLayersDrafter
 from draftwing.drafters.views import ChosenSlots, WindowSlots

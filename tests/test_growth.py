@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftwing.drafters.base import EAGLE_TREE, Budget
-from draftwing.drafters.growth import Growth, Shape
+from draftwing.drafters.growing.growth import Growth, Shape
 from draftwing.errors import ConfigError
 from draftwing.model.target import Context, Row
 from draftwing.nets.calibration import Calibration

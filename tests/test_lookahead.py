@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from conftest import add_tokenizer, build, refused
 from draftwing.api import LM, load
 from draftwing.drafters.base import Budget, NoDrafter, Traits
+from draftwing.drafters.growing.worth import worth_keeping
 from draftwing.drafters.lookahead import LookaheadDrafter
 from draftwing.drafters.pool import NGramPool
-from draftwing.drafters.worth import worth_keeping
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.adapter import AdapterTarget

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.merge import (
+from draftwing.drafters.growing.worth import UNTOLD
+from draftwing.drafters.several.merge import (
     Proposal,
     Union,
     by_row,
@@ -22,7 +23,6 @@ from draftwing.drafters.merge import (
     together,
     unite,
 )
-from draftwing.drafters.worth import UNTOLD
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 ROOT = 7

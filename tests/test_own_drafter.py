@@ -14,8 +14,8 @@ from conftest import add_tokenizer, refused
 from draftwing.api import LM, load
 from draftwing.budget.acceptance import Acceptance
 from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.growing.worth import UNTOLD, worth_keeping
 from draftwing.drafters.lookup import LookupDrafter
-from draftwing.drafters.worth import UNTOLD, worth_keeping
 from draftwing.errors import ConfigError
 from draftwing.evaluate.compare import compare
 from draftwing.model.target import NO_FEATURES, Context, Row

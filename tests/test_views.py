@@ -9,8 +9,8 @@ import torch
 
 from conftest import add_tokenizer, build, float64_norms, refused
 from draftwing.api import load, load_drafter
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget
+from draftwing.drafters.growing.asked import Asked
 from draftwing.drafters.itself import CALIBRATION, SelfDrafter
 from draftwing.drafters.views import ChosenSlots, WindowSlots, most_watched
 from draftwing.engine.decode import Decoder

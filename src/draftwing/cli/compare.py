@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from draftwing.cli import screen, tables
-from draftwing.cli.drafts import AllDrafts, Draft, Drafts
+from draftwing.cli.drafts import Compared, Draft
 from draftwing.cli.generate import namer
 from draftwing.cli.options import Drafting, Examples, Json, Model, SamplingOptions, with_options
 from draftwing.cli.progress import progress
@@ -18,12 +18,11 @@ __all__ = ["register"]
 
 @with_options
 def compare(
+    compared: Compared,
     model: Model,
     drafting: Drafting,
     sampling: SamplingOptions,
     examples: Examples,
-    draft: Drafts = None,
-    every: AllDrafts = False,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decode every prompt so often.")] = 1,
     texts: Annotated[bool, typer.Option("--texts", help="Show what each wrote after the first prompt.")] = False,
     as_json: Json = False,
@@ -45,7 +44,7 @@ def compare(
     checked = sampling.to_sampling()
     drafting.check()
     todo = examples.read()
-    lms = model.load_many(draft, drafting, every=every)
+    lms = model.load_many(compared.draft, drafting, every=compared.every)
     ready = [sampling.put(each, lms[0].tokenizer) for each in todo]
     with progress("comparing") as on_progress:
         found = measure(lms, ready, checked, rounds=rounds, on_progress=on_progress)

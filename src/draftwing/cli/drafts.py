@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from draftwing.api import LM
     from draftwing.drafters.kind import NewDrafter
 
-__all__ = ["AllDrafts", "Draft", "Drafts", "drafts_at_hand", "drafts_compared", "every_draft", "or_of"]
+__all__ = ["Compared", "Draft", "Drafts", "drafts_at_hand", "drafts_compared", "every_draft", "or_of"]
 
 
 def or_of(names: Iterable[str]) -> str:
@@ -87,6 +88,13 @@ Drafts = Annotated[
         help=f"{_DRAFTS} Repeatable. [default: lookup, and all that come with Draftwing for the target]",
     ),
 ]
-AllDrafts = Annotated[
-    bool, typer.Option("--all", help="Beside these every draft that needs no path, and that this target can have.")
-]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """The drafts that are measured side by side."""
+
+    draft: Drafts = None
+    every: Annotated[
+        bool, typer.Option("--all", help="Beside these every draft that needs no path, and that this target can have.")
+    ] = False

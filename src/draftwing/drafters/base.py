@@ -212,7 +212,7 @@ class Drafter(Protocol):
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """What became of the tree. ``ctx.rows`` still shows the state before the step.
 
-        Others may have proposed nodes of it too (``drafters.combined``): ``accepted.path`` are nodes of ``tree``, as
+        Others may have proposed nodes of it too (``drafters.several``): ``accepted.path`` are nodes of ``tree``, as
         ``output`` has them, and ``accepted.own_path`` those that this drafter proposed, in its own numbers.
         """
         ...

@@ -15,8 +15,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.growing.asked import Asked
 from draftwing.nets.block import BlockNet
 from draftwing.run.forward import Entries, on_device
 from draftwing.run.request import Drafted, Waiting

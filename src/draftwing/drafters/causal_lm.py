@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.growing.asked import Asked
 from draftwing.errors import TokenizerError
 from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
 from draftwing.nets.calibration import Calibration

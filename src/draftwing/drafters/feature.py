@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.growing.asked import Asked
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear, runs_as
 from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput

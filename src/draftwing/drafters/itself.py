@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.growing.asked import Asked
 from draftwing.drafters.views import Slots
 from draftwing.errors import UnsupportedError
 from draftwing.model.target import NO_FEATURES, Context, Target, TargetOutput

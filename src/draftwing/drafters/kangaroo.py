@@ -2,7 +2,7 @@
 
 It drafts as a causal LM does that shares the target's layers: what the target keeps of a tree is committed in its own
 slots, as far as it was run there, and the next draft reads only what is missing. The paper stops a draft where the
-confidence falls below 0.6; here the growth rule does, by what such confidences came to (``drafters.worth``).
+confidence falls below 0.6; here the growth rule does, by what such confidences came to (``drafters.growing.worth``).
 """
 
 from __future__ import annotations

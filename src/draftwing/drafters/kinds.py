@@ -166,8 +166,8 @@ def _several(draft: str | Path) -> Sequence[str | Path]:
 
 def _all_of(makers: list[NewDrafter]) -> NewDrafter:
     """One drafter of several; what is learnt of their claims is shared by all that are made."""
-    from draftwing.drafters.claims import Claims
-    from draftwing.drafters.combined import CombinedDrafter
+    from draftwing.drafters.several.claims import Claims
+    from draftwing.drafters.several.combined import CombinedDrafter
 
     claims = Claims(len(makers))
     return lambda: CombinedDrafter([make() for make in makers], claims)

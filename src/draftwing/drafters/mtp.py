@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.growing.asked import Asked
 from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.nets.mtp import MtpNet
 from draftwing.run.forward import Entries, grow, on_device

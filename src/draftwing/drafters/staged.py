@@ -18,10 +18,10 @@ from torch import Tensor
 
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CALIBRATION, CausalLMDrafter
-from draftwing.drafters.children import Children
-from draftwing.drafters.merge import Proposal, Union, together, unite
+from draftwing.drafters.growing.children import Children
+from draftwing.drafters.growing.worth import Rates, worth_keeping
+from draftwing.drafters.several.merge import Proposal, Union, together, unite
 from draftwing.drafters.suffix import SuffixAutomaton
-from draftwing.drafters.worth import Rates, worth_keeping
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Context, Row
 from draftwing.run.forward import Entries

@@ -6,7 +6,7 @@ is prefilled, nothing is committed, and weights and slots are the target's. Wher
 the target's forward goes on from the stream that they left (``model.subnet.Begun``).
 
 Draft & Verify stops a draft below a confidence that it adapts to the share of drafts accepted. Here the growth rule
-does that (``drafters.worth``): by each depth's own table of how often drafts of such a confidence came true.
+does that (``drafters.growing.worth``): by each depth's own table of how often drafts of such a confidence came true.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.drafters.asked import Asked
 from draftwing.drafters.base import Budget, Traits
+from draftwing.drafters.growing.asked import Asked
 from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.subnet import Begun, SubNet, runner_over
 from draftwing.model.target import NO_FEATURES, Context, TargetOutput, own_context

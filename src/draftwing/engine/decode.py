@@ -21,7 +21,7 @@ import torch
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
-from draftwing.drafters.worth import worth_keeping
+from draftwing.drafters.growing.worth import worth_keeping
 from draftwing.engine.request import Request
 from draftwing.engine.rows import cut_to, explain, logprobs_of, widest
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError

@@ -141,7 +141,7 @@ class Entries:
 
 
 class Grows(Protocol):
-    """A tree under construction: see ``drafters.growth``."""
+    """A tree under construction: see ``drafters.growing.growth``."""
 
     first: int
 
@@ -172,7 +172,7 @@ class Over(Protocol):
 
 
 class Asked(Protocol):
-    """A tree that is asked for: see ``drafters.asked``."""
+    """A tree that is asked for: see ``drafters.growing.asked``."""
 
     @property
     def sampling(self) -> SamplingBatch:

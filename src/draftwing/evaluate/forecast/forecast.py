@@ -9,7 +9,7 @@ from typing import Any
 from draftwing.budget.clock import Clock
 from draftwing.budget.costs import Costs
 from draftwing.drafters.base import Budget
-from draftwing.drafters.shapes import Shape
+from draftwing.drafters.growing.shapes import Shape
 from draftwing.errors import ConfigError
 from draftwing.evaluate.compare import compare
 from draftwing.evaluate.forecast.held_out import THRESHOLDS, HeldOut

@@ -1,7 +1,7 @@
 """Several drafters' trees for one row as one: the union of their paths (SpecInfer, 2305.09781).
 
 Pure functions on lists. A path of tokens is one node, whoever proposed it; who did is kept, since a claim is judged by
-who made it and by who spoke otherwise (``drafters.claims``).
+who made it and by who spoke otherwise (``drafters.several.claims``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.worth import UNTOLD
+from draftwing.drafters.growing.worth import UNTOLD
 from draftwing.tree import PAD, Accepted, DraftTree
 
 __all__ = ["Proposal", "Union", "by_row", "follow", "kept_tokens", "own_path", "proposals", "together", "unite"]

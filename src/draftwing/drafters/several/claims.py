@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from draftwing.budget.acceptance import Acceptance
-from draftwing.drafters.merge import Proposal, Union, follow
-from draftwing.drafters.worth import Rates
+from draftwing.drafters.growing.worth import Rates
+from draftwing.drafters.several.merge import Proposal, Union, follow
 from draftwing.model.target import Row
 from draftwing.run.request import GrowthRule
 

@@ -4,10 +4,10 @@
     static    a tree of a fixed shape; EAGLE-1's has 25 nodes                    EAGLE 2401.15077
     dynamic   the best nodes of each level are expanded, and in the end the      EAGLE-2 2406.16858
               best of all that were met are kept
-    by rule   a dynamic tree whose depth, width and nodes follow from what       drafters.worth
+    by rule   a dynamic tree whose depth, width and nodes follow from what       drafters.growing.worth
               they are worth
 
-``drafters.children`` says which tokens follow a node. Under the classic rules the shape must not depend on what was
+``growing.children`` says which tokens follow a node. Under the classic rules the shape must not depend on what was
 drawn: theirs are chains and static trees.
 
 Shape suffixes: B rows, N nodes, W nodes of the newest level, C children of each, V vocabulary.
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.children import Children
-from draftwing.drafters.shapes import Level, Shape
-from draftwing.drafters.worth import Forest
+from draftwing.drafters.growing.children import Children
+from draftwing.drafters.growing.shapes import Level, Shape
+from draftwing.drafters.growing.worth import Forest
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.run.request import Drafted

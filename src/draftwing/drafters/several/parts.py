@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Drafter, Traits
-from draftwing.drafters.merge import Proposal, by_row, kept_tokens, own_path, proposals
+from draftwing.drafters.several.merge import Proposal, by_row, kept_tokens, own_path, proposals
 from draftwing.errors import DraftwingError
 from draftwing.model.target import Context, FeatureSpec, TargetOutput
 from draftwing.sampling import SamplingBatch

@@ -2,7 +2,7 @@
 
 Drafters that cost nothing are asked first. One whose drafts take passes of a net is asked where it is worth its time
 beside what the others have proposed, and what it proposes joins theirs: a node's chance is what came true of such
-claims (``drafters.claims``), and the nodes that are worth their verification are kept.
+claims (``drafters.several.claims``), and the nodes that are worth their verification are kept.
 
 Under the classic rules a node's children must come from one q. There each row takes a drafter that costs nothing where
 that one is sure of its next token, which the text so far decides alone, and else the first of the others (2411.10666).
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draftwing.drafters.base import Budget, Drafter
-from draftwing.drafters.claims import Claims, Step
-from draftwing.drafters.merge import Proposal, proposals, together, unite
-from draftwing.drafters.parts import Parts, levels_of, nothing
-from draftwing.drafters.worth import num_worth, worth_keeping
+from draftwing.drafters.growing.worth import num_worth, worth_keeping
+from draftwing.drafters.several.claims import Claims, Step
+from draftwing.drafters.several.merge import Proposal, proposals, together, unite
+from draftwing.drafters.several.parts import Parts, levels_of, nothing
 from draftwing.model.target import Context
 from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch

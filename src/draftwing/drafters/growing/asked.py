@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
-from draftwing.drafters.growth import Growth
+from draftwing.drafters.growing.growth import Growth
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.run.forward import Over
