@@ -186,9 +186,12 @@ def all_of(*makers: Callable[[Lab, str], Drafter]) -> Callable[[Lab, str], Draft
     return lambda lab, kind: CombinedDrafter([make(lab, kind) for make in makers], Claims(len(makers)))
 
 
-def all_right(stats: Stats) -> bool:
-    """Whatever others propose beside: a model that drafts for itself is always right."""
-    return bool(stats.alpha) and all(alpha == 1 for alpha in stats.alpha)
+def begun_right(stats: Stats) -> bool:
+    """Whatever others propose beside: of a model that drafts for itself, a first guess is right.
+
+    Deeper in a tree its right guess may not be among the likeliest of a level.
+    """
+    return stats.alpha[0] == 1
 
 
 def staged(lab: Lab, kind: str) -> Drafter:
@@ -221,6 +224,8 @@ def online(version: int, **changes) -> Callable[[Lab, str], Drafter]:
         serving, trained = lab.learning(version, tuple(changes.items()))
         learner = Learner(serving, trained, Pace(share=1e9, lr=1e-2, window=4, places=2))
         return Restless(EagleDrafter(serving, lab.target), learner)
+
+    return make
 
 
 def sublayers(attention: tuple[int, ...], mlp: tuple[int, ...]) -> Callable[[Lab, str], Drafter]:
@@ -349,7 +354,7 @@ DRAFTERS = {
     "eagle3+lookup-rule-chain": Case(all_of(eagle(3), lookup), erratic(5, 1), anything),
     "eagle1+eagle3": Case(all_of(eagle(1), eagle(3)), Budget(3, 6, 24)),
     "lm+lookup": Case(all_of(lookup, lm), Budget(3)),
-    "self+lookup": Case(all_of(lookup, oneself), Budget(3, 2, 40), all_right),
+    "self+lookup": Case(all_of(lookup, oneself), Budget(3, 2, 40), begun_right),
     "self+lm+lookup-rule": Case(all_of(oneself, lookup, lm), erratic(4, 3, 30), anything),
     "staged-chain": Case(staged, Budget(4)),
     "staged-tree": Case(staged, Budget(5, 3, 9)),
@@ -580,7 +585,7 @@ def check_step(step: Step) -> None:
 
 
 FACTORS = {"family": TARGETS, "kind": tuple(SAMPLINGS), "drafter": tuple(DRAFTERS), "batch": tuple(BATCHES)}
-TOGETHER = [*groups_of(FACTORS, 2), ("drafter", "kind", "batch"), ("family", "kind", "batch")]
+TOGETHER = [*groups_of(FACTORS, 2), ("family", "kind", "batch")]
 # Each by itself: a target of transformers does not draft for itself, which covers nothing but that it is refused.
 BY_OWNER = [
     FACTORS | {"drafter": tuple(name for name, case in DRAFTERS.items() if case.is_own == is_own)}
