@@ -21,13 +21,12 @@ import typer
 
 import draftwing as dw
 from draftwing.api import load_drafter
+from draftwing.cli.drafts import head_folder
 from draftwing.cli.options import Drafting, SamplingOptions
 from draftwing.evaluate.forecast.forecast import forecast
 from draftwing.evaluate.forecast.held_out import HeldOut
 from draftwing.evaluate.machine import describe_machine
 from draftwing.lm import LM
-from draftwing.model.catalogue import SHIPPED_TARGET, entry_of
-from draftwing.model.resolve import resolve
 from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
 
 TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10")
@@ -51,9 +50,8 @@ def main(
     if known["settings"] != settings:
         raise typer.BadParameter(f"{out} has {known['settings']}, and this run {settings}: choose another --out")
     cells: list[dict[str, Any]] = known.setdefault("cells", [])
-    entry = entry_of(plain.target.name) or SHIPPED_TARGET
     for name in draft or ["eagle3", "eagle1"]:
-        folder = entry.head(name) if name in entry.heads else resolve(name)
+        folder = head_folder(target, name)
         held_out = HeldOut.read(folder)
         maker = load_drafter(folder, plain.target, plain.tokenizer)
         budgets = {each: Drafting(tree=each).budget() for each in tree or TREES}

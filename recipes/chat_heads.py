@@ -35,10 +35,9 @@ from draftwing.heads.write import write_head
 from draftwing.model.resolve import resolve
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data.corpus import Corpus, held_out
 from draftwing.train.features.cache import FeatureCache
 from draftwing.train.options import TrainOptions
-from draftwing.train.session import validation_prompts
+from draftwing.train.session import split_cache, validation_prompts
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option(help="Folder of answers, features and runs.")]
@@ -114,10 +113,9 @@ def measured_of(name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, 
 
 def held_out_prompts(out: Path) -> list[list[int]]:
     """What training held out, up to the answers."""
-    rows = FeatureCache(out / "features").cut(TrainOptions("eagle3", iterations=1).max_length).corpus.examples
-    held = held_out([row.ids for row in rows], float(COMMON["--validation-share"]), seed=0)
-    corpus = Corpus(tuple(row for row, is_held in zip(rows, held, strict=True) if is_held))
-    return validation_prompts(corpus, int(COMMON["--forecast-prompts"]))
+    whole = FeatureCache(out / "features").cut(TrainOptions("eagle3", iterations=1).max_length)
+    _, held = split_cache(whole, float(COMMON["--validation-share"]), seed=0)
+    return validation_prompts(held.corpus, int(COMMON["--forecast-prompts"]))
 
 
 def _statistics(head: Path) -> HeldOut | None:

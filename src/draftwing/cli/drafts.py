@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from draftwing.drafters.kinds import KINDS
-from draftwing.errors import DraftwingError
+from draftwing.errors import ConfigError, DraftwingError
 from draftwing.model.catalogue import entry_of
 
 if TYPE_CHECKING:
     from draftwing.api import LM
     from draftwing.drafters.kind import NewDrafter
 
-__all__ = ["Compared", "Draft", "Drafts", "drafts_at_hand", "drafts_compared", "every_draft", "or_of"]
+__all__ = ["Compared", "Draft", "Drafts", "drafts_at_hand", "drafts_compared", "every_draft", "head_folder", "or_of"]
 
 
 def or_of(names: Iterable[str]) -> str:
@@ -63,6 +64,30 @@ def every_draft(
         except DraftwingError as error:
             screen.line(f"left out: {name}: {error}", "yellow")
     return found
+
+
+def head_folder(target: str | None, draft: str | None) -> Path:
+    """Of a head as the command line has it, found without loading the target.
+
+    Raises:
+        ConfigError: a draft without a head's statistics.
+    """
+    from draftwing.model.resolve import resolve
+
+    entry = entry_of(target)
+    draft = draft or (entry.best_head if entry is not None else None)
+    kind = KINDS.get(str(draft))
+    folder: Path | None = None
+    if entry is not None and draft is not None and draft in entry.heads:
+        folder = entry.head(draft)
+    elif draft is not None and (kind is None or (kind.recognises is not None and kind.of_target is None)):
+        folder = resolve(draft)
+    if folder is None:
+        raise ConfigError(
+            f"a forecast is made from a head's held-out statistics, and {draft or 'lookup'} has none: give a head with "
+            f"--draft, or measure with `draftwing compare` or --formulas"
+        )
+    return folder
 
 
 _NAMED = [kind.name for kind in KINDS.values() if kind.recognises is None]

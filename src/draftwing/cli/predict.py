@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import screen, tables
-from draftwing.cli.drafts import Draft
+from draftwing.cli.drafts import Draft, head_folder
 from draftwing.cli.options import Drafting, Examples, Json, Model, Prompts, SamplingOptions, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import CheckpointError, ConfigError
@@ -123,7 +123,7 @@ def predict(
     if question.formulas:
         _formulas(model, question, examples, draft, as_json=as_json)
         return
-    trees, folder = question.trees(), _folder(model, draft)
+    trees, folder = question.trees(), head_folder(model.target, draft)
     if question.tau_only:
         from draftwing.evaluate.forecast.held_out import HeldOut
 
@@ -139,28 +139,6 @@ def predict(
     if question.measure:
         found = _measured(found, lm, trees, todo, question)
     _show(found, held_out, lm, as_json=as_json)
-
-
-def _folder(model: Model, draft: str | None) -> Path:
-    """The head's, found without loading the target."""
-    from draftwing.drafters.kinds import KINDS
-    from draftwing.model.catalogue import entry_of
-    from draftwing.model.resolve import resolve
-
-    entry = entry_of(model.target)
-    draft = draft or (entry.best_head if entry is not None else None)
-    kind = KINDS.get(str(draft))
-    folder: Path | None = None
-    if entry is not None and draft is not None and draft in entry.heads:
-        folder = entry.head(draft)
-    elif draft is not None and (kind is None or (kind.recognises is not None and kind.of_target is None)):
-        folder = resolve(draft)
-    if folder is None:
-        raise ConfigError(
-            f"a forecast is made from a head's held-out statistics, and {draft or 'lookup'} has none: give a head with "
-            f"--draft, or measure with `draftwing compare` or --formulas"
-        )
-    return folder
 
 
 def _prompts(model: Model, examples: Sample, question: Question) -> Sequence[Prompt]:

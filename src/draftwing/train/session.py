@@ -48,7 +48,7 @@ from draftwing.train.loss.batch import Teacher, Truth, loss_of
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
 
-__all__ = ["RunFiles", "Session", "measure_tau", "prepare", "validation_prompts"]
+__all__ = ["RunFiles", "Session", "measure_tau", "prepare", "split_cache", "validation_prompts"]
 
 PROMPT_LENGTH = 128  # tokens of a document from which tau is measured
 VALIDATION_BATCHES = 4
@@ -298,14 +298,18 @@ def _read_cached(
         as_then = dataclasses.replace(options, seed=info.seed, data_share=1.0)
         _, validation = _read_data(files, as_then, tokenizer, on_data)
     else:
-        rows = cached.corpus.examples
-        held_rows = held_out([row.ids for row in rows], options.validation_share, options.seed)
-        validation = Corpus(tuple(row for row, out in zip(rows, held_rows, strict=True) if out))
-        cached, held = cached.part(~held_rows), cached.part(held_rows)
+        cached, held = split_cache(cached, options.validation_share, options.seed)
+        validation = held.corpus
     if options.data_share < 1:
         ids = [row.ids for row in cached.corpus.examples]
         cached = cached.part(held_out(ids, options.data_share, options.seed + 1))
     return _Data(cached.corpus, validation, cached, held)
+
+
+def split_cache(cached: FeatureCache, share: float, seed: int) -> tuple[FeatureCache, FeatureCache]:
+    """What is trained on, and what is held out: the same for a cache, whoever asks."""
+    held = held_out([row.ids for row in cached.corpus.examples], share, seed)
+    return cached.part(~held), cached.part(held)
 
 
 def _source_of(

@@ -162,10 +162,10 @@ void branch(const Draft& draft, int row, int level, const float* logits, Tree& t
     if (temperature > 0.0f) {
         float* scores = draft_scores.get<float>(vocab);
         for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature;
+        const bool is_scaled = noise != nullptr && draft.scale != 1.0f;
         const float cut = cut_of(draft, row, scores);
-        for (int i = 0; i < vocab && noise != nullptr && draft.scale != 1.0f; ++i)
-            scores[i] = scores[i] < cut ? -INFINITY : scores[i] * draft.scale;
-        const float least = noise != nullptr && draft.scale != 1.0f ? -INFINITY : cut;  // what is below it is out by now
+        for (int i = 0; i < vocab && is_scaled; ++i) scores[i] = scores[i] < cut ? -INFINITY : scores[i] * draft.scale;
+        const float least = is_scaled ? -INFINITY : cut;  // what is below it is out by now
         for (int i = 0; i < vocab; ++i)
             scores[i] = scores[i] < least ? -INFINITY : scores[i] + (noise == nullptr ? 0.0f : noise[i]);
         logits = scores;
