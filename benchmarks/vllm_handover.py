@@ -179,7 +179,7 @@ def load_ours(target: Path | None, draft: str, depth: int, drafts: str = "float3
         return dw.load(target, draft=draft, budget=budget)
     plain, folder = dw.load(target, draft="none"), Path(draft)
     ours, kind = plain.target, kind_of_folder(folder).net
-    if kind is None:
+    if kind is None or kind.as_target is not None:  # a model that writes text by itself
         model = LeanTarget.from_folder(folder, ours.dtype, ours.device, name=folder.name)
         return dw.LM(ours, plain.tokenizer, partial(CausalLMDrafter, model, ours.vocab_size), budget=budget)
     own = target_id(ours, plain.tokenizer)

@@ -225,7 +225,7 @@ def test_draft_with_another_vocabulary_size(folder, folder_of, tmp_path):
 
 def test_draft_of_an_unsupported_architecture(folder, folder_of, tmp_path):
     draft = add_tokenizer(shutil.copytree(folder_of("gpt2", vocab_size=300), tmp_path / "draft"))
-    with refused(UnsupportedError, "is of type 'gpt2'", "must be one of llama, mistral", "or use draft='lookup'"):
+    with refused(UnsupportedError, "is of type 'gpt2'", "must be one of llama, mimo, mistral", "or use draft='lookup'"):
         load(folder, draft)
 
 

@@ -136,7 +136,7 @@ RETRIEVAL = (
     ),
     Kind(
         "rest",
-        "a datastore of `draftwing datastore build` (REST)",
+        "a datastore of draftwing datastore build (REST)",
         _make_rest,
         _is_rest,
         options={"max_match": partial(_whole, "max_match", 1), **_MIN_MATCH},

@@ -50,7 +50,7 @@ def _is_layers(config: Mapping[str, Any], folder: Path) -> bool:
 
 
 SUBLAYERS = (
-    Kind("layers", "layers that `draftwing tune layers` chose", _make_layers, _is_layers),
+    Kind("layers", "layers that draftwing tune layers chose", _make_layers, _is_layers),
     Kind(
         "early-exit",
         "the target's first layers",
