@@ -736,7 +736,7 @@ def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab
 
 @pytest.mark.parametrize("drafter", WEIGHED)
 @pytest.mark.parametrize("rule", CLASSIC)
-@pytest.mark.parametrize("kind", ["t1", "penalties"])
+@pytest.mark.parametrize("kind", ["t1", pytest.param("penalties", marks=pytest.mark.full)])
 def test_classic_rules_give_a_seed_one_text(kind, rule, drafter, lab):
     """Whatever shares the batch, but for drafters that remember it. (Their law is the subject of test_laws.)"""
     here, case = lab("llama"), DRAFTERS[drafter]
@@ -766,8 +766,17 @@ def test_siblings_are_drawn_as_the_rule_asks(drafter, lab):
         assert (equal == 0) == distinct
 
 
-@pytest.mark.parametrize("drafter", ["lm-chain", "eagle3-chain", "eagle1-online"])
-@pytest.mark.parametrize("rule", ["match", "match-top", *CLASSIC])
+LAWS = [("eagle3-chain", rule) for rule in ("match", "match-top", *CLASSIC)]
+LAWS += [("lm-chain", "match"), ("lm-chain", "block"), ("eagle1-online", "speculative")]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        pytest.param(*case, marks=() if case in LAWS else pytest.mark.full)
+        for case in product(["lm-chain", "eagle3-chain", "eagle1-online"], ["match", "match-top", *CLASSIC])
+    ],
+)
 def test_the_law_of_the_text_through_the_decoder(rule, drafter, lab):
     """Chi-square of the first two tokens over many seeds: the q that a drafter hands over is the one it drew from."""
     here, num_seeds = lab("llama"), 500

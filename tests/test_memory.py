@@ -94,7 +94,7 @@ def test_threads_share_it():
     memory, failures, stop = Memory(50_000), [], threading.Event()
 
     def write(own: int) -> None:
-        for number in range(60):
+        for number in range(25):
             memory.add([own, number, own, number + 1])
 
     def read() -> None:
@@ -118,7 +118,7 @@ def test_threads_share_it():
     for thread in readers:
         thread.join()
     assert not failures
-    wanted = [[own, number, own, number + 1] for own in (1, 1000, 2000) for number in range(60)]
+    wanted = [[own, number, own, number + 1] for own in (1, 1000, 2000) for number in range(25)]
     assert texts_in(memory) == Counter(map(tuple, wanted))
     found = memory.match([1], 1, 1)
     assert found is not None

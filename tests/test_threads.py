@@ -12,17 +12,17 @@ PROMPTS = ["def quicksort(", "class Stack:\n    def", "import os\n\ndef walk(", 
 @pytest.mark.parametrize(
     ("dtype", "draft", "budget"),
     [
-        ("float64", "eagle3", None),
+        ("float64", "eagle3", dw.Budget(4, 3, 12)),
         ("float32", "none", None),
         ("float32", "lookup", None),
         ("float32", "eagle3", dw.Budget(4, 3, 12)),
         ("float32", "eagle3", None),
     ],
-    ids=["torch-auto", "kernel-plain", "kernel-lookup", "kernel-tree", "kernel-auto"],
+    ids=["torch-tree", "kernel-plain", "kernel-lookup", "kernel-tree", "kernel-auto"],
 )
 def test_four_threads_write_what_one_writes(dtype, draft, budget):
     lm = dw.load(draft=draft, device="cpu", budget=budget, dtype=dtype)
-    options = {"max_tokens": 16 if dtype == "float32" else 6, "temperature": 1.0, "ignore_eos": True}
+    options = {"max_tokens": 16, "temperature": 1.0, "ignore_eos": True}
     wanted = [lm.generate(text, seed=seed, **options)[0].text for seed, text in enumerate(PROMPTS)]
     found: dict[tuple[int, int], str] = {}
     failed: list[BaseException] = []
