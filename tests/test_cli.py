@@ -20,6 +20,7 @@ import draftwing as dw
 from draftwing.cli import main as cli
 from draftwing.cli import progress
 from draftwing.cli import screen as console
+from draftwing.cli.drafts import every_draft
 from draftwing.errors import DraftwingWarning
 from draftwing.evaluate import compare as compare_module
 from draftwing.evaluate import lossless as lossless_module
@@ -539,6 +540,14 @@ def settled(process) -> None:
         before = fields[10:12]
         time.sleep(0.2)
     raise AssertionError("it never waits")
+
+
+def test_every_draft_that_a_target_can_have(capsys):
+    plain = dw.load(draft="none")
+    found = [name for name, _ in every_draft(plain, None, None, but=["lookup"])]
+    assert {"eagle1", "eagle3", "eagle3+lookup", "causal-lm", "lookahead", "suffix", "self-window"} <= set(found)
+    assert not {"none", "lookup", "mtp"} & set(found)
+    assert "left out: mtp: draftwing/target (LlamaForCausalLM) has no MTP modules" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

@@ -129,7 +129,9 @@ def test_any_budget(model, drafts, budget):
     assert fast.stats.num_drafted > 0
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.full) for each in FAMILIES[1:])])
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.full) for each in FAMILIES[1:])]
+)
 def test_the_budget_of_a_planner(drafts, family):
     for draft in ("causal-lm", "eagle3"):
         assert_same(build(family), draftwing.custom_generate(drafts(family)[draft]), inputs())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import bench_tables, screen
-from draftwing.cli.drafts import Drafts, drafts_compared
+from draftwing.cli.drafts import AllDrafts, Drafts, drafts_compared, every_draft
 from draftwing.cli.options import Drafting, Json, Model, sampling_option, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import ConfigError
@@ -58,6 +58,7 @@ class Measured:
     """What drafts, and how much."""
 
     draft: Drafts = None
+    every: AllDrafts = False
     tree: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,11 +85,12 @@ class Measured:
         from draftwing.api import LM, load_drafter
         from draftwing.evaluate.bench.settings import Method
 
+        names = [name for name in dict.fromkeys(self.draft or drafts_compared(model.target)) if name != "none"]
+        makers = [(name, load_drafter(name, plain.target, plain.tokenizer, device=model.device)) for name in names]
+        if self.every:
+            makers += every_draft(plain, model.target, model.device, but=names)
         found = []
-        for name in dict.fromkeys(self.draft or drafts_compared(model.target)):
-            if name == "none":  # that is plain decoding, and measured anyhow
-                continue
-            maker = load_drafter(name, plain.target, plain.tokenizer, device=model.device)
+        for name, maker in makers:
             called = Path(name).name if Path(name).exists() else name
             for each in self.check():
                 lm = LM(plain.target, plain.tokenizer, maker, each.rule, each.budget(), lossless=not each.lossy)

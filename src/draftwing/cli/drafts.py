@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from draftwing.api import LM
     from draftwing.drafters.kind import NewDrafter
 
-__all__ = ["Compared", "Draft", "Drafts", "drafts_at_hand", "drafts_compared", "every_draft", "head_folder", "or_of"]
+__all__ = [
+    "AllDrafts",
+    "Compared",
+    "Draft",
+    "Drafts",
+    "drafts_at_hand",
+    "drafts_compared",
+    "every_draft",
+    "head_folder",
+    "or_of",
+]
 
 
 def or_of(names: Iterable[str]) -> str:
@@ -55,8 +65,10 @@ def every_draft(
     from draftwing.cli import screen
 
     brought = [kind.name for kind in KINDS.values() if kind.of_target is not None]
+    entry = entry_of(target)
+    joined = [] if entry is None or entry.best_head is None else [f"{entry.best_head}+lookup"]
     found = []
-    for name in [*drafts_at_hand(target), *brought]:
+    for name in [*drafts_at_hand(target), *joined, *brought]:
         if name == "none" or name in but:
             continue
         try:
@@ -115,11 +127,14 @@ Drafts = Annotated[
 ]
 
 
+AllDrafts = Annotated[
+    bool, typer.Option("--all", help="Beside these every draft that needs no path, and that this target can have.")
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class Compared:
     """The drafts that are measured side by side."""
 
     draft: Drafts = None
-    every: Annotated[
-        bool, typer.Option("--all", help="Beside these every draft that needs no path, and that this target can have.")
-    ] = False
+    every: AllDrafts = False
