@@ -388,6 +388,18 @@ DRAFTERS = {
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
+# Another shape of a tree, or another setting of a net, of drafters that meet every family: these meet a few.
+VARIANTS = (
+    "lm-static", "lm-dynamic", "lm-rule-chain", "self-tree", "eagle1-unshifted", "eagle3-level", "eagle3-few-tokens",
+    "eagle1-rule-chain", "eagle3-rule-20", "eagle3-rule-few-tokens-20", "medusa-chain", "medusa-static",
+    "medusa-rule", "medusa-few-tokens", "hydra-static", "hydra-dynamic", "dflash-dynamic", "dflash-rule",
+    "dspark-dynamic", "mtp-chain", "mtp-modules-chain", "mtp-modules-rule", "eagle1-online", "eagle3-online",
+    "llma-chain", "rest-chain", "rest-tree", "suffix-chain", "suffix-tree", "eagle3+lookup-rule-chain",
+    "eagle1+eagle3", "self+lookup", "self+lm+lookup-rule", "staged-chain", "staged-tree", "staged-self",
+    "staged+lookup", "lookahead", "lookahead-chain", "lookahead+eagle3", "skip-chain", "skip-tree", "exit-dynamic",
+    "exit-static", "kangaroo-chain", "kangaroo-dynamic",
+)  # fmt: skip
+MAIN_ONES = [pytest.param(name, marks=pytest.mark.full if name in VARIANTS else ()) for name in DRAFTERS]
 WEIGHED = (
     "lm-chain",
     "self-chain",
@@ -585,13 +597,16 @@ def check_step(step: Step) -> None:
 
 
 FACTORS = {"family": TARGETS, "kind": tuple(SAMPLINGS), "drafter": tuple(DRAFTERS), "batch": tuple(BATCHES)}
-TOGETHER = [*groups_of(FACTORS, 2), ("family", "kind", "batch")]
+PAIRS = groups_of(FACTORS, 2)
+TOGETHER = [*PAIRS, ("family", "kind", "batch")]
+FEW = tuple(family for family in TARGETS if family in ("llama", "gpt2", "kernel", "kernel-int8"))
 # Each by itself: a target of transformers does not draft for itself, which covers nothing but that it is refused.
-BY_OWNER = [
-    FACTORS | {"drafter": tuple(name for name, case in DRAFTERS.items() if case.is_own == is_own)}
-    for is_own in (False, True)
+PARTS = [
+    FACTORS | {"drafter": tuple(name for name, case in DRAFTERS.items() if name not in VARIANTS and not case.is_own)},
+    FACTORS | {"drafter": tuple(name for name, case in DRAFTERS.items() if case.is_own)},
+    FACTORS | {"drafter": VARIANTS, "family": FEW},
 ]
-CHOSEN = [case for factors in BY_OWNER for case in cover(factors, TOGETHER)]
+CHOSEN = [case for factors in PARTS for case in cover(factors, TOGETHER if factors is not PARTS[2] else PAIRS)]
 
 
 def everything() -> list[object]:
@@ -637,7 +652,7 @@ def test_children_without_the_targets_noise_change_no_text(kind, drafter, lab):
     assert stats.num_drafted > 0
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", MAIN_ONES)
 def test_rows_of_different_sampling_share_a_batch(drafter, lab):
     here, case, kinds = lab("llama"), DRAFTERS[drafter], ("penalties", "greedy", "top-p")
     made = case.make(here, "greedy")
@@ -666,7 +681,7 @@ def test_what_is_drafted_are_the_targets_tokens(family, kind, drafter, lab):
     assert accepted > 0
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", MAIN_ONES)
 @pytest.mark.parametrize("kind", ["greedy", "t1"])
 def test_a_stop_token_inside_a_draft_ends_the_text_there(kind, drafter, lab):
     here, case = lab("llama"), DRAFTERS[drafter]
@@ -696,7 +711,7 @@ def test_the_end_of_the_context(width, draft_length, folder_of):
         assert (stats.num_drafted > 0) == (len(batch) == 2 or draft_length > 32)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", MAIN_ONES)
 def test_logprobs_are_those_of_plain_decoding(drafter, lab):
     here, case = lab("llama"), DRAFTERS[drafter]
 
