@@ -388,7 +388,7 @@ DRAFTERS = {
     "twins": Case(scripted(twins), Budget(), lambda stats: stats.alpha == [1.0, 1.0, 1.0]),
     "scattered": Case(scripted(scattered), Budget()),
 }
-# Another shape of a tree, or another setting of a net, of drafters that meet every family: these meet a few.
+# Another shape of a tree, or another setting of a net, of a drafter that is there already.
 VARIANTS = (
     "lm-static", "lm-dynamic", "lm-rule-chain", "self-tree", "eagle1-unshifted", "eagle3-level", "eagle3-few-tokens",
     "eagle1-rule-chain", "eagle3-rule-20", "eagle3-rule-few-tokens-20", "medusa-chain", "medusa-static",
@@ -399,6 +399,13 @@ VARIANTS = (
     "staged+lookup", "lookahead", "lookahead-chain", "lookahead+eagle3", "skip-chain", "skip-tree", "exit-dynamic",
     "exit-static", "kangaroo-chain", "kangaroo-dynamic",
 )  # fmt: skip
+# What a target's family may matter to: its features, its LM head, its slots. Others meet a few families.
+EVERYWHERE = (
+    *("lm-chain", "lm-tree", "lm-rule", "self-chain", "eagle1-chain", "eagle1-static", "eagle1-rule", "eagle3-chain"),
+    *("eagle3-dynamic", "eagle3-few-tokens", "eagle3-rule", "eagle3.1-dynamic", "lookup-chain", "lookup-tree"),
+    *("eagle3+lookup-rule", "medusa-dynamic", "skip-nothing-chain", "always-wrong", "twins", "scattered"),
+)
+ELSEWHERE = tuple(name for name, case in DRAFTERS.items() if name not in EVERYWHERE and not case.is_own)
 MAIN_ONES = [pytest.param(name, marks=pytest.mark.full if name in VARIANTS else ()) for name in DRAFTERS]
 WEIGHED = (
     "lm-chain",
@@ -602,9 +609,9 @@ TOGETHER = [*PAIRS, ("family", "kind", "batch")]
 FEW = tuple(family for family in TARGETS if family in ("llama", "gpt2", "kernel", "kernel-int8"))
 # Each by itself: a target of transformers does not draft for itself, which covers nothing but that it is refused.
 PARTS = [
-    FACTORS | {"drafter": tuple(name for name, case in DRAFTERS.items() if name not in VARIANTS and not case.is_own)},
+    FACTORS | {"drafter": EVERYWHERE},
     FACTORS | {"drafter": tuple(name for name, case in DRAFTERS.items() if case.is_own)},
-    FACTORS | {"drafter": VARIANTS, "family": FEW},
+    FACTORS | {"drafter": ELSEWHERE, "family": FEW},
 ]
 CHOSEN = [case for factors in PARTS for case in cover(factors, TOGETHER if factors is not PARTS[2] else PAIRS)]
 
@@ -735,9 +742,20 @@ def test_logprobs_are_those_of_plain_decoding(drafter, lab):
 # --- the classic rules -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", [*WEIGHED, "suffix-chain", "eagle1-online"])
-@pytest.mark.parametrize("rule", CLASSIC)
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt2"])
+GREEDY = [*product(["llama"], CLASSIC, [*WEIGHED, "suffix-chain", "eagle1-online"])]
+GREEDY_TOO = [*product(["mistral-window", "gpt2"], CLASSIC, [*WEIGHED, "suffix-chain", "eagle1-online"])]
+
+
+@pytest.mark.parametrize(
+    ("family", "rule", "drafter"),
+    [
+        *GREEDY,
+        *(
+            pytest.param(*case, marks=() if case[2] in ("lm-chain", "eagle3-chain") else pytest.mark.full)
+            for case in GREEDY_TOO
+        ),
+    ],
+)
 def test_classic_rules_are_greedy_at_temperature_zero(family, rule, drafter, lab):
     here = lab(family)
     requests = [here.request("greedy", row) for row in range(3)]

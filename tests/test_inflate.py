@@ -120,7 +120,7 @@ def texts_of(target):
     return texts
 
 
-@pytest.mark.parametrize("shape", ["larger", "smaller groups"])
+@pytest.mark.parametrize("shape", ["larger", pytest.param("smaller groups", marks=pytest.mark.full)])
 @pytest.mark.parametrize("variant", HEADS)
 def test_the_same_drafts(folder_of, tmp_path, variant, shape):
     small = folder_of("llama")

@@ -1,5 +1,7 @@
 """A quantised target: another model, of which every text is as exact as of any other."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
+from pairwise import cover, groups_of
 
 pytestmark = pytest.mark.skipif(
     not linear_module._has_exact_int8(), reason="this CPU multiplies no 8-bit integers exactly"
@@ -60,9 +63,15 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+FACTORS = {"family": FAMILIES, "kind": tuple(SAMPLINGS), "dtype": (torch.float32, torch.bfloat16)}
+CHOSEN = cover(FACTORS, groups_of(FACTORS, 2))
+
+
+@pytest.mark.parametrize(
+    tuple(FACTORS),
+    [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.full) for case in product(*FACTORS.values())],
+    ids=str,
+)
 def test_text_is_plain_decodings(family, kind, dtype, folder_of):
     """Alone and in a ragged batch, by every kind of drafter."""
     folder = folder_of(family)
