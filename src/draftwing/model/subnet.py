@@ -89,8 +89,29 @@ class Parts:
         return f"{len(self.attention)} attentions and {len(self.mlp)} MLPs of {self.num_layers} layers"
 
 
+class _OfTarget:
+    """A part of a target: a ``Net`` with the whole one's dtype, device and rotation."""
+
+    net: TappedNet
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The target's."""
+        return self.net.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.net.device
+
+    @property
+    def rotary(self) -> Rotary:
+        """The target's."""
+        return self.net.rotary
+
+
 @dataclass(eq=False)
-class SubNet:
+class SubNet(_OfTarget):
     """Some ``parts`` of a decoder as a net (``run.forward.Net``), read by its final norm and LM head.
 
     Attributes:
@@ -116,21 +137,6 @@ class SubNet:
     def shape(self) -> NetShape:
         """See ``Net``: the slots are the whole decoder's."""
         return replace(self.net.shape, out_width=self.net.config.hidden_size if self.gives_stream else 0)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``Net``."""
-        return self.net.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """See ``Net``."""
-        return self.net.device
-
-    @property
-    def rotary(self) -> Rotary:
-        """See ``Net``."""
-        return self.net.rotary
 
     def fuse(self, features: Any) -> Any:
         """Tokens are all it reads."""
@@ -165,7 +171,7 @@ class SubNet:
 
 
 @dataclass(eq=False)
-class RestNet:
+class RestNet(_OfTarget):
     """What is left of a forward behind the first ``count`` layers: a net that reads the stream behind these."""
 
     net: TappedNet
@@ -176,21 +182,6 @@ class RestNet:
         """See ``Net``, here and below."""
         hidden = self.net.config.hidden_size
         return replace(self.net.shape, feature_width=hidden, state_width=hidden, out_width=0)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The target's."""
-        return self.net.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The target's."""
-        return self.net.device
-
-    @property
-    def rotary(self) -> Rotary:
-        """The target's."""
-        return self.net.rotary
 
     def fuse(self, features: Any) -> Any:
         """The stream as it is."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import DraftNet, Scored
-from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss
+from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss, num_agreed, product_dtype
 
 __all__ = ["AlignedLoss"]
 
@@ -60,16 +60,12 @@ class AlignedLoss(nn.Module):
 
     def forward(self, found: Scored, truth: Known, *, agreement: bool = False) -> list[StepSums]:
         """Sums over all entries whose next token counts: see ``UnrolledLoss.forward``."""
-        net, device = self.net, found.features.device.type
-        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else net.dtype
+        net, narrow = self.net, product_dtype(found.features, self.net.dtype)
         weight = net.head_weight if self._narrowed is None else net.head_weight[self._narrowed]
         where = _known(truth)
         read = self._read(found)[where]
         loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
-        agreed = None
-        if agreement:
-            with torch.no_grad():
-                agreed = ((read.to(narrow) @ weight.to(narrow).T).argmax(-1) == truth.best.flatten()[where]).sum()
+        agreed = num_agreed(read, weight, truth.best, where, narrow) if agreement else None
         return [StepSums(loss, len(where), agreed)]
 
     def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.nets.base import Scored
 from draftwing.nets.block import BlockNet
-from draftwing.nets.objectives import CHUNK, GPU_CHUNK, Objective, StepGuesses, StepSums, head_loss, tv
+from draftwing.nets.objectives import (
+    CHUNK,
+    GPU_CHUNK,
+    Objective,
+    StepGuesses,
+    StepSums,
+    head_loss,
+    num_agreed,
+    product_dtype,
+    tv,
+)
 
 __all__ = ["BlockLoss", "overlap"]
 
@@ -78,8 +88,7 @@ class BlockLoss(nn.Module):
 
     def forward(self, found: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
         """Sums for every level; see ``UnrolledLoss.forward``."""
-        device = found.features.device.type
-        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.dtype
+        narrow = product_dtype(found.features, self.net.dtype)
         entries, sums = self._entries(found), []
         for level, (read, weight) in enumerate(self._levels(found, entries, self.num_steps)):
             weight = weight if self._narrowed is None else weight[self._narrowed]
@@ -90,11 +99,7 @@ class BlockLoss(nn.Module):
             if sureness is not None:
                 share = overlap(read.detach().to(narrow), weight.to(narrow), truth.probs, where)
                 loss = loss + F.binary_cross_entropy_with_logits(sureness.float(), share.float(), reduction="sum")
-            agreed = None
-            if agreement:
-                with torch.no_grad():
-                    guess = (read.to(narrow) @ weight.to(narrow).T).argmax(-1)
-                    agreed = (guess == truth.best.flatten()[where]).sum()
+            agreed = num_agreed(read, weight, truth.best, where, narrow) if agreement else None
             sums.append(StepSums(loss, len(own), agreed))
         return sums
 

@@ -17,7 +17,7 @@ from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import Scored
 from draftwing.nets.causal_lm import CausalLMNet
-from draftwing.nets.objectives import Objective, StepSums, head_loss
+from draftwing.nets.objectives import Objective, StepSums, head_loss, num_agreed, product_dtype
 
 __all__ = ["CausalLoss", "Told"]
 
@@ -81,17 +81,12 @@ class CausalLoss(nn.Module):
             agreement: count too how often the net's best token is the target's.
         """
         net, ids = self.net, found.batch.ids
-        device = ids.device.type
-        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else net.dtype
+        narrow = product_dtype(ids, net.dtype)
         # ``rows`` counts as an unroll does, whose entry 0 guesses the token at 2: position i stands for entry i - 1.
         entries, where = truth.rows(0, torch.arange(-1, ids.shape[1] - 2, device=ids.device))
         read = _read(net, ids)[:, :-1].flatten(0, 1)[entries]
         loss = head_loss(read, net.head_weight, truth.probs, where, self.objective.divergence, narrow)
-        agreed = None
-        if agreement:
-            with torch.no_grad():
-                guess = (read.to(narrow) @ net.head_weight.to(narrow).T).argmax(-1)
-                agreed = (guess == truth.best.flatten()[where]).sum()
+        agreed = num_agreed(read, net.head_weight, truth.best, where, narrow) if agreement else None
         return [StepSums(loss, len(entries), agreed)]
 
 

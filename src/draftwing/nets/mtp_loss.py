@@ -20,7 +20,7 @@ from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import Scored
 from draftwing.nets.mtp import MtpNet
-from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss
+from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss, num_agreed, product_dtype
 
 __all__ = ["MtpLoss"]
 
@@ -97,8 +97,7 @@ class MtpLoss(nn.Module):
         Args:
             agreement: count too how often a module's best token is the target's.
         """
-        net, device = self.net, found.features.device.type
-        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else net.dtype
+        net, narrow = self.net, product_dtype(found.features, self.net.dtype)
         weight = net.head_weight if self._ids is None else net.head_weight[self._ids]
         of_text = self.objective.of_text
         wanted = truth.after if of_text else truth.probs
@@ -108,11 +107,7 @@ class MtpLoss(nn.Module):
             entries, where = truth.rows(step, every, of_text=of_text)
             kept = read[entries]
             loss = head_loss(kept, weight, wanted, where, self.objective.divergence, narrow) * (LAMBDA / len(net.chain))
-            agreed = None
-            if agreement:
-                with torch.no_grad():
-                    guess = (kept.to(narrow) @ weight.to(narrow).T).argmax(-1)
-                    agreed = (guess == truth.best.flatten()[where]).sum()
+            agreed = num_agreed(kept, weight, truth.best, where, narrow) if agreement else None
             sums.append(StepSums(loss, len(entries), agreed))
         return sums
 

@@ -41,7 +41,9 @@ __all__ = [
     "head_loss",
     "jensen_shannon",
     "next_token",
+    "num_agreed",
     "objective_named",
+    "product_dtype",
     "reverse_kl",
     "soft_cross_entropy",
     "top_k",
@@ -184,6 +186,19 @@ def objective_named(name: object) -> Objective:
         f"training: objective must be one of {', '.join(OBJECTIVES)}, or jsd:BETA with a BETA between 0 and 1, found "
         f"{shown(name)}"
     )
+
+
+def product_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """In which losses multiply with the LM head: that of an autocast on the tensor's device, else ``dtype``."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+@torch.no_grad()
+def num_agreed(read: Tensor, weight: Tensor, best: Tensor, where: Tensor, dtype: torch.dtype) -> Tensor:
+    """How many of ``read`` (R, H) guess the target's best token: ``best`` (B, T) at ``where`` (R,) into B * T."""
+    guess = (read.to(dtype) @ weight.to(dtype).T).argmax(-1)
+    return (guess == best.flatten()[where]).sum()
 
 
 def head_loss(

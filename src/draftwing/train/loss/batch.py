@@ -17,7 +17,7 @@ from draftwing.drafters.kinds import net_kind_of
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
-from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss
+from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss, num_agreed, product_dtype
 from draftwing.nets.unroll import UnrollStep, unroll
 from draftwing.train.features.source import FeatureBatch
 
@@ -176,8 +176,7 @@ class UnrolledLoss(nn.Module):
         Args:
             agreement: count too how often the net's best token is the target's.
         """
-        device = found.features.device.type
-        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.net.dtype
+        narrow = product_dtype(found.features, self.net.dtype)
         weight = self.net.head_weight if self._narrowed is None else self.net.head_weight[self._narrowed]
         features = found.features.to(self.net.dtype)
         noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
@@ -190,11 +189,7 @@ class UnrolledLoss(nn.Module):
             if self.objective.feature_weight:
                 regression = feature_loss(step.states[entries], truth.last[where]).sum()
                 loss = loss + self.objective.feature_weight * regression
-            agreed = None
-            if agreement:
-                with torch.no_grad():
-                    guess = (read.to(narrow) @ weight.to(narrow).T).argmax(-1)
-                    agreed = (guess == truth.best.flatten()[where]).sum()
+            agreed = num_agreed(read, weight, truth.best, where, narrow) if agreement else None
             sums.append(StepSums(loss, len(entries), agreed))
         return sums
 
