@@ -14,7 +14,7 @@ import typer
 from draftwing.cli import progress as shown
 from draftwing.cli import screen
 from draftwing.cli.drafts import or_of
-from draftwing.cli.options import Data, Json, Target, with_options
+from draftwing.cli.options import Data, Json, Target, taps_of, with_options
 from draftwing.drafters.kinds import methods
 from draftwing.errors import ConfigError, DraftwingError
 
@@ -57,6 +57,9 @@ class Training:
         int | None, _panel("Net", "Where a net uses the target's LM head: tokens that losses look at. [default: all]")
     ] = None
     inputs: Annotated[str, _panel("Net", "token, feature, feature-unshifted or feature-shifted.")] = "feature-shifted"
+    taps: Annotated[
+        str | None, _panel("Net", "Other hidden states than the method's, such as 2,16,29; a cache must have them.")
+    ] = None
     hidden_size: Annotated[int | None, _panel("Draft model", "Of a new one. [default: half of the target's]")] = None
     num_heads: Annotated[int | None, _panel("Draft model", "Of a new one. [default: each 64 wide]")] = None
     own_text: Annotated[
@@ -173,7 +176,8 @@ def _prepared(training: Training, method: str, data: Data, run: Run) -> Session:
     from draftwing.train.options import TrainOptions
     from draftwing.train.session import RunFiles, prepare
 
-    options = TrainOptions(method=method, **dataclasses.asdict(training))
+    said = {**dataclasses.asdict(training), "taps": taps_of(training.taps)}
+    options = TrainOptions(method=method, **said)
     if run.regenerated and run.cache is not None:
         raise ConfigError(
             "--regenerate makes data that the --cache does not have: run `draftwing data regenerate`, then `draftwing "

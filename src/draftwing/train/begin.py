@@ -27,7 +27,7 @@ def new_net(
     return kind.new(
         NewNet(
             like=shape,
-            taps=kind.taps(shape.num_layers),
+            taps=_taps_of(options, shape.num_layers),
             target=own,
             embedding=target.embedding.plain().float(),
             head=target.head,
@@ -36,6 +36,22 @@ def new_net(
             folder=folder,
         )
     )
+
+
+def _taps_of(options: TrainOptions, num_layers: int) -> tuple[int, ...]:
+    """The hidden states that a new net reads."""
+    usual, wanted = options.kind.taps(num_layers), options.taps
+    if wanted is None:
+        return usual
+    if usual in ((), (num_layers,)):
+        reads = "the last hidden state" if usual else "no hidden states"
+        raise ConfigError(f"training: a net of method {options.method!r} reads {reads}: leave out taps")
+    if list(wanted) != sorted(set(wanted)) or not 0 <= wanted[0] <= wanted[-1] <= num_layers:
+        raise ConfigError(
+            f"training: taps must be different numbers from 0 to {num_layers}, in order, found {list(wanted)}: {usual} "
+            f"are usual"
+        )
+    return wanted
 
 
 def net_of_head(where: Path, model: Target, options: TrainOptions, own: TargetId) -> DraftNet:
@@ -57,6 +73,8 @@ def net_of_head(where: Path, model: Target, options: TrainOptions, own: TargetId
     found: dict[str, Any] = {}
     if "inputs" in options.settings:
         wanted["inputs"], found["inputs"] = options.inputs, net.config.inputs
+    if options.taps:
+        wanted["taps"], found["taps"] = options.taps, tuple(net.config.taps)
     if options.draft_vocab_size:
         wanted["draft_vocab_size"], found["draft_vocab_size"] = options.draft_vocab_size, net.num_draft_tokens
     for name, value in wanted.items():

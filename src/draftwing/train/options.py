@@ -38,6 +38,8 @@ class TrainOptions:
         unroll_steps: of training-time test, or an MTP head's modules; None takes the method's own.
         later_share: share of the entries that the unroll goes on with after its first step; less is faster.
         inputs: what an entry reads (the EAGLE paper's ablation).
+        taps: the target's hidden states that the net reads, of methods that read others than the last; None takes the
+            method's own.
         draft_vocab_size: of EAGLE-3's own head; None is the whole vocabulary.
         loss_vocab_size: of a net that uses the target's LM head: losses look at so many tokens, the most frequent ones,
             which is faster; None is all.
@@ -69,6 +71,7 @@ class TrainOptions:
     unroll_steps: int | None = None
     later_share: float = 1.0
     inputs: Inputs = "feature-shifted"
+    taps: tuple[int, ...] | None = None
     draft_vocab_size: int | None = None
     loss_vocab_size: int | None = None
     fc_norm: bool = False
@@ -170,7 +173,7 @@ class TrainOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "taps": None if self.taps is None else list(self.taps)}
 
     def check_resumes(self, saved: dict[str, Any], where: str) -> None:
         """Raise ConfigError unless a run saved with ``saved`` may go on with these; how often it reports may change."""

@@ -339,8 +339,8 @@ class CachedFeatures:
         kept = cache.info.states
         if not set(taps) <= set(kept):
             raise DataError(
-                f"{cache.folder}: has the hidden states {_listed(kept)}, and the net reads {_listed(taps)}: train a "
-                f"net that reads those, or make a cache for this one with {_COMMAND}"
+                f"{cache.folder}: has the hidden states {_listed(kept)}, and the net reads {_listed(taps)}: train "
+                f"one that reads those (--taps), or make a cache for this one with {_COMMAND}"
             )
         self._cache, self._device, self._dtype = cache, torch.device(device), dtype
         self._chosen = [kept.index(tap) for tap in (*taps, cache.info.target.num_layers)]

@@ -1,0 +1,136 @@
+"""Which kind of head is best after the same minutes of training on the same data?
+
+    python benchmarks/equal_training.py --target smollm2-135m-instruct --quantize int8 --prompts held-out.jsonl \
+        --cache build/chat-heads/features --minutes 6 --json benchmarks/results/NAME.json
+
+Every method is trained from nothing on the same cache of features, one after the other, on a machine with nothing else
+to do: minutes are what a user has, and a cheap method sees more text in them. Heads are kept in --runs: run again, and
+only what is missing is trained; a run that was stopped goes on. Then each drafts under trees of one shape, the same for
+all: tau is what it is worth, its milliseconds and bytes are what it asks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+import draftwing as dw
+from draftwing.api import LM, load_drafter
+from draftwing.evaluate.machine import describe_machine
+from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, prepare
+from plain_decoding import commit
+
+COMMON: dict[str, Any] = {"tokens_per_batch": 2048, "eval_prompts": 0, "eval_every": 10**6}
+UNROLLED: dict[str, Any] = {"later_share": 0.15}  # of the entries go on after the first step: see docs/log.md
+METHODS: dict[str, dict[str, Any]] = {
+    "medusa": {"draft_vocab_size": 8192},
+    "hydra": {"draft_vocab_size": 8192},
+    "eagle1": {"loss_vocab_size": 8192, **UNROLLED},
+    "hass": {"loss_vocab_size": 8192, **UNROLLED},
+    "eagle3": {"lr": 2e-3, "draft_vocab_size": 8192, **UNROLLED},
+    "mtp": {"loss_vocab_size": 8192, "unroll_steps": 1},
+    "mtp-5": {"method": "mtp", "loss_vocab_size": 8192, "unroll_steps": 5},
+    "kangaroo": {"loss_vocab_size": 8192},
+    "dflash": {"loss_vocab_size": 8192, "num_layers": 2},
+    "dspark": {"loss_vocab_size": 8192, "num_layers": 2},
+}
+READS_SEVERAL = ("dflash", "dspark")  # which read whatever states the cache has
+TREES = {"chain of 5": dw.Budget(5), "60 nodes": dw.Budget(8, 10, 60)}
+TEMPERATURES, SEED = (0.0, 1.0), 7
+
+
+def train(name: str, minutes: float, target: str | None, cache: Path, runs: Path) -> Path:
+    """A finished run's folder."""
+    out = runs / f"{name}-{minutes:g}"
+    if not (out / "done").exists():
+        said = {"method": name, **COMMON, **METHODS[name]}
+        if said["method"] in READS_SEVERAL:
+            *taps, _ = json.loads((cache / "index.json").read_text())["states"]  # the last one is the law's
+            said["taps"] = tuple(taps)
+        done = prepare(RunFiles(target, [], cache=cache), TrainOptions(minutes=minutes, **said), out).run()
+        (out / "done").write_text(str(done.iteration))
+    return out / "head"
+
+
+def measure(plain: LM, texts: dict[float, list[str]], head: Path, prompts: list[Prompt], tokens: int) -> dict[str, Any]:
+    """Of each tree and temperature: tau, texts that are plain decoding's, and milliseconds of drafting in a step."""
+    maker, found = load_drafter(head, plain.target, plain.tokenizer), {}
+    for tree, budget in TREES.items():
+        lm = LM(plain.target, plain.tokenizer, maker, budget=budget)
+        alone = lm.generate(prompts[:4], max_tokens=64, max_batch=1)
+        draft_ms = [1000 * each.stats.seconds["draft"] / each.stats.num_forwards for each in alone]
+        for temperature in TEMPERATURES:
+            answers = lm.generate(prompts, max_tokens=tokens, temperature=temperature, seed=SEED)
+            found[f"{tree}, T={temperature:g}"] = {
+                "tau": round(dw.Stats.sum(each.stats for each in answers).tau, 3),
+                "same": sum(each.text == text for each, text in zip(answers, texts[temperature], strict=True)),
+                "draft_ms": round(statistics.median(draft_ms), 2),
+            }
+    return found
+
+
+def describe(head: Path) -> dict[str, Any]:
+    """What a head read in training, and its size as it is shipped."""
+    training = json.loads((head / "config.json").read_text())["draftwing"]["training"]
+    with safe_open(head / "model.safetensors", "pt") as file:
+        numbers = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    tokens = training["iterations"] * training["tokens_per_batch"] * training["accumulation"]
+    return {"tokens": tokens, "megabytes_bf16": round(2 * numbers / 1e6, 1)}
+
+
+def main(
+    cache: Annotated[Path, typer.Option(help="Features, see `draftwing data regenerate --features`.")],
+    target: Annotated[str | None, typer.Option(help="Folder, name or hub id; default the shipped one.")] = None,
+    quantize: Annotated[str, typer.Option(help="Of the target, while heads are measured.")] = "none",
+    method: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(METHODS)}]")] = None,
+    minutes: Annotated[float, typer.Option(help="Of each run.")] = 6,
+    prompts: Annotated[Path | None, typer.Option(help="Held-out prompts. [default: the shipped ones]")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    runs: Annotated[Path, typer.Option(help="Where heads are trained.")] = Path("build/equal-training"),
+    output: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Train what is missing, and print a table."""
+    console, plain = Console(), dw.load(target, "none", quantize=quantize)
+    todo = list(read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts))
+    heads = {name: train(name, minutes, target, cache, runs) for name in method or METHODS}
+    texts = {
+        temperature: [
+            each.text for each in plain.generate(todo, max_tokens=max_tokens, temperature=temperature, seed=SEED)
+        ]
+        for temperature in TEMPERATURES
+    }
+    found: dict[str, Any] = {}
+    columns = [f"{tree}, T={temperature:g}" for tree in TREES for temperature in TEMPERATURES]
+    table = Table("head", "tokens read", "MB", *(f"tau, {each}" for each in columns), "draft ms", "same texts")
+    for name, head in heads.items():
+        cells = measure(plain, texts, head, todo, max_tokens)
+        found[name] = about = {**describe(head), "cells": cells}
+        taus = [f"{cells[each]['tau']:.2f}" for each in columns]
+        times = "/".join(f"{cells[f'{tree}, T=0']['draft_ms']:.1f}" for tree in TREES)
+        same = f"{sum(each['same'] for each in cells.values())}/{len(columns) * len(todo)}"
+        table.add_row(name, f"{about['tokens']:,}", f"{about['megabytes_bf16']:.0f}", *taus, times, same)
+        console.print(f"{name}: {taus}, {same} texts the same")
+    console.print(table)
+    if output is not None:
+        settings = {
+            "target": plain.target.name, "quantize": quantize, "minutes": minutes, "num_prompts": len(todo),
+            "max_tokens": max_tokens, "methods": METHODS,
+        }  # fmt: skip
+        where = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}
+        output.write_text(json.dumps({"heads": found, "settings": settings, **where}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
