@@ -36,7 +36,7 @@ from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data.batches import Batch
 from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth
+from draftwing.train.loss.batch import Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.tree import PAD
@@ -133,6 +133,24 @@ def test_it_trains(method, run_of, folder):
     assert metrics[-1]["tau"] >= 1
     assert f"{method} head of" in session.describe()
     assert session.trainer.net.config.calibration != Calibration()  # fitted on what this kind guesses
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "dflash", "eagle1", "eagle3", "mtp", "kangaroo"])
+def test_the_texts_own_tokens_as_truth(method, small, folder_of):
+    """Cross-entropy with the next token is that with a law which is sure of it."""
+    kind, options = KINDS[method].net, TrainOptions(method, iterations=1)
+    settings = {**options.settings, "num_layers": 1} if "num_layers" in options.settings else options.settings
+    net = new_net(method, small, folder_of("llama", head_dim=32), **settings)
+    found, steps = scored(small, net), options.recipe.unroll_steps
+    truth = Truth.of(found, small.head, None, torch.float32)
+    sure = F.one_hot(truth.after[:, 0].long().clamp(min=0), small.vocab_size).float()
+    sums = []
+    for objective, told in (("next-token", truth), ("eagle3", replace(truth, probs=sure))):
+        torch.manual_seed(0)
+        scorer = (kind.loss or UnrolledLoss)(net, OBJECTIVES[objective], steps).eval()
+        sums.append([each.loss.item() for each in scorer(found, told)])
+    assert sums[0][0] > 0
+    torch.testing.assert_close(sums[0], sums[1])
 
 
 @pytest.mark.parametrize("method", METHODS)

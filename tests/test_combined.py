@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from draftwing.drafters.base import Budget, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.lookup import LookupDrafter
 from draftwing.drafters.several import claims as claims_module
-from draftwing.drafters.several.claims import Asking, Claims
+from draftwing.drafters.several.claims import Asking, Claims, Step
 from draftwing.drafters.several.combined import CombinedDrafter
 from draftwing.drafters.several.merge import Proposal, unite
 from draftwing.engine.decode import Decoder
@@ -240,14 +242,53 @@ def test_a_drafter_is_asked_where_it_brings_more_than_it_takes():
     assert not asking.is_worth_it([0.0], 5, costly)  # its nodes take what its tokens are worth
 
 
-def test_what_is_refused_is_tried_now_and_then():
+def test_what_is_refused_is_tried_ever_rarer():
     asking, rule = Asking(), rule_of()
     asking.took(1, 1.0)
+    for _ in range(200):
+        asking.brought(3.0, 0, 0)
+    tried = [step for step in range(400) if asking.is_worth_it([3.0], 5, rule)]
+    pauses = [later - earlier for earlier, later in pairwise(tried)]
+    assert tried[0] == claims_module.SOON - 1
+    assert pauses[:4] == [8, 16, 32, 64]
+    assert set(pauses[4:]) == {claims_module.LOOK}
+    for _ in range(200):
+        asking.brought(3.0, 4, 0)  # by now it is worth it,
+    assert asking.is_worth_it([3.0], 5, rule)
+    for _ in range(400):
+        asking.brought(3.0, 0, 0)  # and then no more
+    assert [asking.is_worth_it([3.0], 5, rule) for _ in range(4)] == [False, False, False, True]
+
+
+def test_a_few_bad_answers_prove_little():
+    asking, rule = Asking(), rule_of(worth=2.0)
+    asking.took(1, 0.5)
     for _ in range(claims_module.FIRST):
         asking.brought(3.0, 0, 0)
-    answers = [asking.is_worth_it([3.0], 5, rule) for _ in range(3 * claims_module.LOOK)]
-    assert sum(answers) == 3
-    assert not answers[0]
+    assert asking.is_worth_it([3.0], 5, rule)
+    for _ in range(100):
+        asking.brought(3.0, 0, 0)
+    assert not asking.is_worth_it([3.0], 5, rule)
+
+
+def test_slow_first_drafts_are_not_held_against_it():
+    asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
+    for seconds in (10.0, 1.0, 5.0):
+        asking.took(1, seconds)
+    for _ in range(200):
+        asking.brought(0.0, 1, 0)
+    assert asking.is_worth_it([0.0], 0, rule)
+
+
+def test_what_asking_brought_is_learnt_of_every_step():
+    """Of claims every fourth is enough."""
+    claims = Claims(2)
+    given = [Proposal([9], [-1], [1.0]), Proposal([9, 1], [-1, 0], [1.0, 0.5])]
+    row = Row([5, 9, 1, 7], 3, 1)
+    Step([row], [1], [given], [None], {1: [0.0]}).teach(claims, whole=False)
+    assert claims.asking[1]._seen[0] == 1
+    assert claims.asking[1]._added[0] == 1.0
+    assert claims._own[1]._waiting == []
 
 
 def context(texts: list[list[int]]) -> Context:
@@ -264,7 +305,7 @@ def test_a_draft_without_a_pass_says_that_it_took_none():
     assert first.effort == 3
     assert costly.budgets[-1].depth == 4
     asking = claims.asking[1]
-    asking.took(1, 100.0)
+    asking._seconds[1] = (claims_module.FIRST, 100.0)
     for _ in range(claims_module.FIRST):
         asking.brought(3.0, 0, 3)
     tree = both.propose(ctx, sampling, budget)

@@ -153,6 +153,28 @@ def test_losses_may_look_at_the_most_frequent_tokens_alone(run, target, tmp_path
         prepare(files, replace(options, method="eagle3"), tmp_path / "other", dtype="float32", device="cpu")
 
 
+def test_a_net_reads_the_states_that_it_is_told_to(run, target, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
+    options = TrainOptions(
+        "eagle3", iterations=2, max_length=64, tokens_per_batch=512, precision="no", taps=(0, 2), eval_prompts=0
+    )
+    files, place = RunFiles(target, [run[1], run[2]]), {"dtype": "float32", "device": "cpu"}
+    session = prepare(files, options, tmp_path / "run", **place)
+    assert tuple(session.trainer.net.config.taps) == (0, 2)
+    session.run()
+    assert load_head(tmp_path / "run" / "head").config.taps == (0, 2)
+    prepare(files, options, tmp_path / "run", **place).run()  # goes on, and is told so by JSON
+    last = session.target.num_layers
+    for taps in ((2, 0), (1, 1), (0, last + 1), (-1, 2)):
+        with refused(ConfigError, f"different numbers from 0 to {last}, in order", "are usual"):
+            prepare(files, replace(options, taps=taps), tmp_path / "other", **place)
+    with refused(ConfigError, "'eagle1' reads the last hidden state", "leave out taps"):
+        prepare(files, replace(options, method="eagle1"), tmp_path / "other", **place)
+    started = replace(files, initial=tmp_path / "run" / "head")
+    with refused(ConfigError, "taps (0, 2)", "asks for (0, 1)"):
+        prepare(started, replace(options, taps=(0, 1)), tmp_path / "other", **place)
+
+
 def test_long_prompts_stay_behind():
     assert line_of({"text": "a" * 1000}) is not None
     assert line_of({"text": "a" * 1024}) is None

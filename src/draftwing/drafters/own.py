@@ -33,6 +33,7 @@ __all__ = [
     "net_of_plain",
     "new_plain",
     "plain_kind",
+    "read_plain",
 ]
 
 NetParts = Callable[[], tuple[type["DraftNet"], type[Any]]]  # the class of a net and that of its config
@@ -100,7 +101,7 @@ def plain_kind(
         said: further parts of ``NetKind``, those of a plain head in place of what is not said.
     """
     plain: dict[str, Any] = {
-        "read": partial(_read_plain, parts),
+        "read": partial(read_plain, parts),
         "write": _write_plain,
         "new": partial(new_plain, parts),
         "taps": last_layer,
@@ -167,7 +168,7 @@ def _is_plain(name: str, config: Mapping[str, Any], folder: Path) -> bool:
     return isinstance(block, dict) and block.get("kind") == name
 
 
-def _read_plain(
+def read_plain(
     parts: NetParts,
     folder: Path,
     embedding: Tensor | Embedding,

@@ -9,7 +9,6 @@ Shape suffixes: B rows, T tokens, R entries, H hidden, V draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +16,9 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import DraftNet, Scored
-from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss, num_agreed, product_dtype
+from draftwing.nets.objectives import Objective, StepGuesses, StepSums, Told, product_dtype, step_sums
 
 __all__ = ["AlignedLoss"]
-
-
-class Known(Protocol):
-    """What the target says of every token of a batch: ``train.loss.batch.Truth``."""
-
-    @property
-    def probs(self) -> Tensor: ...
-    @property
-    def best(self) -> Tensor: ...
-    @property
-    def counts(self) -> Tensor: ...
 
 
 class AlignedLoss(nn.Module):
@@ -58,15 +46,15 @@ class AlignedLoss(nn.Module):
         self.net, self.objective, self.noise = net, objective, noise
         self._narrowed = target_ids if net.target_ids is None else None
 
-    def forward(self, found: Scored, truth: Known, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, found: Scored, truth: Told, *, agreement: bool = False) -> list[StepSums]:
         """Sums over all entries whose next token counts: see ``UnrolledLoss.forward``."""
         net, narrow = self.net, product_dtype(found.features, self.net.dtype)
         weight = net.head_weight if self._narrowed is None else net.head_weight[self._narrowed]
-        where = _known(truth)
+        # ``rows`` counts as an unroll does, whose entry 0 guesses the token at 2: position i stands for entry i - 1.
+        every = torch.arange(-1, found.batch.ids.shape[1] - 2, device=found.features.device)
+        _, where = truth.rows(0, every, of_text=self.objective.of_text)
         read = self._read(found)[where]
-        loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
-        agreed = num_agreed(read, weight, truth.best, where, narrow) if agreement else None
-        return [StepSums(loss, len(where), agreed)]
+        return [step_sums(read, weight, truth, where, self.objective, narrow, agreement=agreement)]
 
     def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:
         """See ``train.loss.batch.Scorer``: entry i of its numbering ends with the token at i + 1."""
@@ -92,11 +80,3 @@ class AlignedLoss(nn.Module):
         attend = CausalAttention(rows, length, shape.windows, max(shape.head_dim, 1) ** -0.5, cis)
         read: Tensor = net.forward(ids.flatten(), net.fuse(features.flatten(0, 1)), attend)[0]
         return read
-
-
-def _known(truth: Known) -> Tensor:
-    """(R,) into B * T: the positions whose next token counts, and is in the draft vocabulary."""
-    keep = torch.zeros_like(truth.counts)
-    keep[:, :-1] = truth.counts[:, 1:] & (truth.best[:, :-1] >= 0)
-    found: Tensor = keep.flatten().nonzero()[:, 0]
-    return found

@@ -9,7 +9,7 @@ Shape suffixes: B rows, T tokens, C entries that blocks start from, H hidden, V 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,31 +24,13 @@ from draftwing.nets.objectives import (
     Objective,
     StepGuesses,
     StepSums,
-    head_loss,
-    num_agreed,
+    Told,
     product_dtype,
+    step_sums,
     tv,
 )
 
 __all__ = ["BlockLoss", "overlap"]
-
-
-class Truth(Protocol):
-    """What the target says of a batch: ``train.loss.batch.Truth``."""
-
-    @property
-    def probs(self) -> Tensor:
-        """(B * T, V)."""
-        ...
-
-    @property
-    def best(self) -> Tensor:
-        """(B, T)."""
-        ...
-
-    def rows(self, step: int, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``entries`` count, and where their truth lies."""
-        ...
 
 
 class BlockLoss(nn.Module):
@@ -86,21 +68,21 @@ class BlockLoss(nn.Module):
         self._share = net.share * later_share
         self._narrowed = target_ids if net.target_ids is None else None
 
-    def forward(self, found: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, found: Scored, truth: Told, *, agreement: bool = False) -> list[StepSums]:
         """Sums for every level; see ``UnrolledLoss.forward``."""
         narrow = product_dtype(found.features, self.net.dtype)
         entries, sums = self._entries(found), []
         for level, (read, weight) in enumerate(self._levels(found, entries, self.num_steps)):
             weight = weight if self._narrowed is None else weight[self._narrowed]
-            own, where = truth.rows(level, entries)
+            own, where = truth.rows(level, entries, of_text=self.objective.of_text)
             read = read[own]
-            loss = head_loss(read, weight, truth.probs, where, self.objective.divergence, narrow)
+            scored = step_sums(read, weight, truth, where, self.objective, narrow, agreement=agreement)
             sureness = self.net.sureness(read.detach())
             if sureness is not None:
                 share = overlap(read.detach().to(narrow), weight.to(narrow), truth.probs, where)
-                loss = loss + F.binary_cross_entropy_with_logits(sureness.float(), share.float(), reduction="sum")
-            agreed = num_agreed(read, weight, truth.best, where, narrow) if agreement else None
-            sums.append(StepSums(loss, len(own), agreed))
+                unsure = F.binary_cross_entropy_with_logits(sureness.float(), share.float(), reduction="sum")
+                scored = replace(scored, loss=scored.loss + unsure)
+            sums.append(scored)
         return sums
 
     def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:

@@ -8,7 +8,7 @@ Shape suffixes: B rows, T tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +17,9 @@ from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import Scored
 from draftwing.nets.causal_lm import CausalLMNet
-from draftwing.nets.objectives import Objective, StepSums, head_loss, num_agreed, product_dtype
+from draftwing.nets.objectives import Objective, StepSums, Told, product_dtype, step_sums
 
-__all__ = ["CausalLoss", "Told"]
-
-
-class Told(Protocol):
-    """What the target says after every position of a batch: see ``train.loss.batch.Truth``."""
-
-    @property
-    def probs(self) -> Tensor:
-        """(B * T, V) p."""
-        ...
-
-    @property
-    def best(self) -> Tensor:
-        """(B, T) the target's best token."""
-        ...
-
-    def rows(self, step: int, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Of entries (C,) those that count, into B * C, and their places among B * T."""
-        ...
+__all__ = ["CausalLoss"]
 
 
 class CausalLoss(nn.Module):
@@ -83,11 +65,10 @@ class CausalLoss(nn.Module):
         net, ids = self.net, found.batch.ids
         narrow = product_dtype(ids, net.dtype)
         # ``rows`` counts as an unroll does, whose entry 0 guesses the token at 2: position i stands for entry i - 1.
-        entries, where = truth.rows(0, torch.arange(-1, ids.shape[1] - 2, device=ids.device))
+        every = torch.arange(-1, ids.shape[1] - 2, device=ids.device)
+        entries, where = truth.rows(0, every, of_text=self.objective.of_text)
         read = _read(net, ids)[:, :-1].flatten(0, 1)[entries]
-        loss = head_loss(read, net.head_weight, truth.probs, where, self.objective.divergence, narrow)
-        agreed = num_agreed(read, net.head_weight, truth.best, where, narrow) if agreement else None
-        return [StepSums(loss, len(entries), agreed)]
+        return [step_sums(read, net.head_weight, truth, where, self.objective, narrow, agreement=agreement)]
 
 
 def _read(net: CausalLMNet, ids: Tensor) -> Tensor:

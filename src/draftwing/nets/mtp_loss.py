@@ -9,8 +9,8 @@ Shape suffixes: B rows, T tokens, E = T - 2 entries, R rows of the loss.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,35 +20,12 @@ from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import Scored
 from draftwing.nets.mtp import MtpNet
-from draftwing.nets.objectives import Objective, StepGuesses, StepSums, head_loss, num_agreed, product_dtype
+from draftwing.nets.objectives import Objective, StepGuesses, StepSums, Told, product_dtype, step_sums
 
 __all__ = ["MtpLoss"]
 
 
 LAMBDA = 0.3  # for most of DeepSeek-V3's training; here the target is frozen, and it weighs against nothing
-
-
-class Truth(Protocol):
-    """What the target says of a batch: ``train.loss.batch.Truth``."""
-
-    @property
-    def probs(self) -> Tensor:
-        """(B * T, V)."""
-        ...
-
-    @property
-    def best(self) -> Tensor:
-        """(B, T)."""
-        ...
-
-    @property
-    def after(self) -> Tensor:
-        """(B * T, 1)."""
-        ...
-
-    def rows(self, step: int, entries: Tensor, *, of_text: bool = False) -> tuple[Tensor, Tensor]:
-        """Which of ``entries`` count, and where their truth lies."""
-        ...
 
 
 class MtpLoss(nn.Module):
@@ -91,7 +68,7 @@ class MtpLoss(nn.Module):
         self.net, self.objective, self._noise = net, objective, noise
         self._ids = target_ids
 
-    def forward(self, found: Scored, truth: Truth, *, agreement: bool = False) -> list[StepSums]:
+    def forward(self, found: Scored, truth: Told, *, agreement: bool = False) -> list[StepSums]:
         """Sums for every module, whose means over entries add up to the loss.
 
         Args:
@@ -99,16 +76,12 @@ class MtpLoss(nn.Module):
         """
         net, narrow = self.net, product_dtype(found.features, self.net.dtype)
         weight = net.head_weight if self._ids is None else net.head_weight[self._ids]
-        of_text = self.objective.of_text
-        wanted = truth.after if of_text else truth.probs
-        sums = []
+        sums, share = [], LAMBDA / len(net.chain)
         for step, read in enumerate(self._steps(found)):
             every = torch.arange(found.batch.ids.shape[1] - 2, device=read.device)
-            entries, where = truth.rows(step, every, of_text=of_text)
-            kept = read[entries]
-            loss = head_loss(kept, weight, wanted, where, self.objective.divergence, narrow) * (LAMBDA / len(net.chain))
-            agreed = num_agreed(kept, weight, truth.best, where, narrow) if agreement else None
-            sums.append(StepSums(loss, len(entries), agreed))
+            entries, where = truth.rows(step, every, of_text=self.objective.of_text)
+            scored = step_sums(read[entries], weight, truth, where, self.objective, narrow, agreement=agreement)
+            sums.append(replace(scored, loss=scored.loss * share))
         return sums
 
     def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,16 +36,17 @@ __all__ = [
     "Objective",
     "StepGuesses",
     "StepSums",
+    "Told",
     "feature_loss",
     "forward_kl",
     "head_loss",
     "jensen_shannon",
     "next_token",
-    "num_agreed",
     "objective_named",
     "product_dtype",
     "reverse_kl",
     "soft_cross_entropy",
+    "step_sums",
     "top_k",
     "tv",
 ]
@@ -188,6 +189,53 @@ def objective_named(name: object) -> Objective:
     )
 
 
+class Told(Protocol):
+    """What the target says of a batch: ``train.loss.batch.Truth``."""
+
+    @property
+    def probs(self) -> Tensor:
+        """(B * T, V) p."""
+        ...
+
+    @property
+    def best(self) -> Tensor:
+        """(B, T) its best tokens."""
+        ...
+
+    @property
+    def after(self) -> Tensor:
+        """(B * T, 1) the text's own next tokens."""
+        ...
+
+    def rows(self, step: int, entries: Tensor, *, of_text: bool = False) -> tuple[Tensor, Tensor]:
+        """Of a step's entries (C,) those that count, into B * C, and where their truth lies, into B * T."""
+        ...
+
+
+def step_sums(
+    read: Tensor,
+    weight: Tensor,
+    truth: Told,
+    where: Tensor,
+    objective: Objective,
+    dtype: torch.dtype,
+    *,
+    agreement: bool = False,
+) -> StepSums:
+    """One step's sums over R entries, features left out.
+
+    Args:
+        read: (R, H) what the LM head reads; ``weight``: (V, H) its rows.
+        truth: of which ``where`` (R,) is meant, into B * T.
+        dtype: of the matrix products, see ``product_dtype``.
+        agreement: count too how often the best token is the target's.
+    """
+    wanted = truth.after if objective.of_text else truth.probs
+    loss = head_loss(read, weight, wanted, where, objective.divergence, dtype)
+    agreed = _num_agreed(read, weight, truth.best, where, dtype) if agreement else None
+    return StepSums(loss, len(where), agreed)
+
+
 def product_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """In which losses multiply with the LM head: that of an autocast on the tensor's device, else ``dtype``."""
     device = tensor.device.type
@@ -195,7 +243,7 @@ def product_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def num_agreed(read: Tensor, weight: Tensor, best: Tensor, where: Tensor, dtype: torch.dtype) -> Tensor:
+def _num_agreed(read: Tensor, weight: Tensor, best: Tensor, where: Tensor, dtype: torch.dtype) -> Tensor:
     """How many of ``read`` (R, H) guess the target's best token: ``best`` (B, T) at ``where`` (R,) into B * T."""
     guess = (read.to(dtype) @ weight.to(dtype).T).argmax(-1)
     return (guess == best.flatten()[where]).sum()

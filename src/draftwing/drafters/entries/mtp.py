@@ -2,75 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from draftwing.drafters.kind import Kind, Method, NetKind, NewDrafter, NewNet, Source
-from draftwing.drafters.own import feature_drafter, from_head, net_kind
+from draftwing.drafters.kind import Method, NetKind, NewDrafter, NewNet, Source
+from draftwing.drafters.own import feature_drafter, from_head, plain_kind, read_plain
 from draftwing.errors import CheckpointError, ConfigError, shown
 
 if TYPE_CHECKING:
     from draftwing.drafters.base import Drafter
-    from draftwing.heads.doctor.case import Finding
     from draftwing.model.target import Target
     from draftwing.nets.base import DraftNet
 
 __all__ = ["MTP"]
 
-HELP = "MTP modules"
 
-
-def _plain() -> NetKind:
-    """How a head's own folder is read, written, converted and examined."""
+def _parts() -> tuple[type[Any], type[Any]]:
     from draftwing.nets.mtp import MtpConfig, MtpNet
 
-    return cast(NetKind, net_kind(MtpNet, MtpConfig, {}, HELP).net)
-
-
-def _is_head(config: Mapping[str, Any], folder: Path) -> bool:
-    block = config.get("draftwing")
-    return isinstance(block, dict) and block.get("kind") == "mtp"
+    return MtpNet, MtpConfig
 
 
 def _read(folder: Path, *args: Any, **said: Any) -> DraftNet:
+    """A head's own folder, or the target's."""
     from draftwing.heads.mtp import read_modules
     from draftwing.model.config import read_config
 
-    if _is_head(read_config(folder), folder):
-        return _plain().read(folder, *args, **said)
+    recognises = _PLAIN.recognises
+    assert recognises is not None
+    if recognises(read_config(folder), folder):
+        return read_plain(_parts, folder, *args, **said)
     return read_modules(folder, *args, **said)
 
 
-def _write(folder: Path, net: DraftNet, *, training: Mapping[str, Any] | None = None) -> None:
-    _plain().write(folder, net, training=training)
-
-
-def _convert(source: Path, destination: Path, to: str, **said: Any) -> None:
-    _plain().convert(source, destination, to, **said)
-
-
-def _diagnose(folder: Path, target: Path | None) -> list[Finding]:
-    return _plain().diagnose(folder, target)
-
-
 def _new(new: NewNet) -> DraftNet:
-    from draftwing.nets.mtp import MtpConfig, MtpNet
-
-    count = new.settings["unroll_steps"] or METHODS["mtp"].unroll_steps
-    config = MtpConfig.for_target(new.like, new.taps, target=new.target, num_modules=count)
-    return MtpNet(config, new.embedding, new.head, new.target_ids)
+    count = new.settings["unroll_steps"] or _METHOD.unroll_steps
+    net, config = _parts()
+    shape = config.for_target(new.like, new.taps, target=new.target, num_modules=count)
+    return cast("DraftNet", net(shape, new.embedding, new.head, new.target_ids))
 
 
 def _new_loss(*args: Any) -> Any:
     from draftwing.nets.mtp_loss import MtpLoss
 
     return MtpLoss(*args)
-
-
-def _last_state(num_layers: int) -> tuple[int, ...]:
-    return (num_layers,)
 
 
 def _drafter(net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
@@ -128,18 +104,17 @@ def _folder_of(target: Target) -> Path:
     return folder
 
 
-METHODS = {"mtp": Method("next-token", 1)}  # as many modules as steps
-_NET = NetKind(
-    read=_read,
-    write=_write,
-    new=_new,
-    taps=_last_state,
-    methods=METHODS,
-    layouts=("draftwing",),
-    convert=_convert,
-    diagnose=_diagnose,
+_METHOD = Method("next-token", 1)  # as many modules as steps
+_PLAIN = plain_kind(
+    "mtp",
+    _parts,
+    {"mtp": _METHOD},
+    "MTP modules",
     drafter=_drafter,
+    read=_read,
+    new=_new,
     settings=("unroll_steps",),
     loss=_new_loss,
 )
-MTP = Kind("mtp", HELP, _make, _is_head, {"modules": _modules}, _NET, of_target=_folder_of)
+_NET = cast(NetKind, _PLAIN.net)
+MTP = replace(_PLAIN, make=_make, options={"modules": _modules}, of_target=_folder_of)

@@ -5,6 +5,7 @@ One for all decode loops of a model: what is learnt in one text holds for the ne
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ FEW, MANY = 1, 64  # claims of a drafter that are learnt at once: few at first
 KNOWN, RARE = 128, 4  # after so many steps one of so many is learnt from
 EXPECTED = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tokens that others promise, told apart
 FIRST = 6  # times that a drafter is asked, whatever others promise, before that is judged
+DOUBT = 1.0  # tokens, over the root of the times that it was asked: those of a step scatter as much as that
 LATEST = 0.03  # what the latest answer counts, once there were many
-LOOK = 64  # refusals, after which one is asked all the same: what is never asked is never learnt
+SOON, LOOK = 4, 64  # refusals, at first and at most, after which one is asked all the same, to learn how it is by now
 
 
 class _Table:
@@ -150,13 +152,16 @@ class Step:
     unions: Sequence[Union | None]
     expected: Mapping[int, Sequence[float]]
 
-    def teach(self, claims: Claims) -> None:
-        """What became of it, by the tokens that are in the rows by now."""
+    def teach(self, claims: Claims, *, whole: bool) -> None:
+        """What became of it, by the tokens that are in the rows by now; ``whole``: of every claim, too."""
+        if not whole and not self.expected:
+            return
         for number, (row, start) in enumerate(zip(self.rows, self.starts, strict=True)):
             emitted, given = row.tokens[start + 1 :], self.given[number]
             if not emitted:  # a step that never counted
                 continue
-            claims.learn(given, self.unions[number], emitted)
+            if whole:
+                claims.learn(given, self.unions[number], emitted)
             most = row.length - start - 1
             depths = [min(len(follow(each, emitted)) - 1, most) for each in given]
             for place, expected in self.expected.items():
@@ -189,8 +194,9 @@ class Asking:
 
     def __init__(self) -> None:
         bins = len(EXPECTED) + 1
-        self._added, self._seen, self._refused = [0.0] * bins, [0] * bins, [0] * bins
-        self._seconds: dict[int, float] = {}
+        self._added, self._seen = [0.0] * bins, [0] * bins
+        self._refused, self._patience = [0] * bins, [SOON] * bins
+        self._seconds: dict[int, tuple[int, float]] = {}  # by rows: times, seconds
         self._nodes = 0.0
 
     def is_worth_it(self, expected: Sequence[float], nodes: int, rule: GrowthRule) -> bool:
@@ -202,29 +208,34 @@ class Asking:
             rule: what tokens and nodes are worth.
         """
         places = [_bin(each) for each in expected]
-        takes = self._seconds.get(len(places))
-        if takes is None or any(self._seen[place] < FIRST for place in places):
+        times, takes = self._seconds.get(len(places), (0, 0.0))
+        if not times or any(self._seen[place] < FIRST for place in places):
             return True
         last = len(rule.verify) - 1
         here, there = min(nodes + 1, last), min(nodes + 1 + round(self._nodes), last)
         takes += float(rule.verify[there] - rule.verify[here])
-        if sum([self._added[place] for place in places]) * rule.worth > takes:
+        # With the benefit of the doubt: a few steps in which it added little prove little.
+        added = sum([self._added[place] + DOUBT / math.sqrt(self._seen[place]) for place in places])
+        if added * rule.worth > takes:
+            for place in places:
+                self._refused[place], self._patience[place] = 0, SOON
             return True
         for place in places:
             self._refused[place] += 1
-        if self._refused[places[0]] < LOOK:
+        first = places[0]
+        if self._refused[first] < self._patience[first]:
             return False
-        self._refused[places[0]] = 0
+        self._refused[first], self._patience[first] = 0, min(2 * self._patience[first], LOOK)
         return True
 
     def took(self, rows: int, seconds: float) -> None:
         """What asking it took."""
-        known = self._seconds.get(rows)
-        if known is None:
-            self._seconds[rows] = seconds
-        else:  # a hiccup of the machine says little, and the first drafts of all are slow ones
-            weight = 0.3 if seconds < known else 0.1
-            self._seconds[rows] = known + weight * (min(seconds, 3 * known) - known)
+        times, known = self._seconds.get(rows, (0, seconds))
+        if times < FIRST:  # the first drafts of all are slow ones
+            known = min(known, seconds)
+        else:  # a hiccup of the machine says little
+            known += 0.1 * (min(seconds, 3 * known) - known)
+        self._seconds[rows] = times + 1, known
 
     def brought(self, expected: float, tokens: int, nodes: int) -> None:
         """In one row: tokens and nodes beyond what others had proposed, where these promised so many tokens."""

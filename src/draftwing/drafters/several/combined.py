@@ -51,8 +51,8 @@ class CombinedDrafter(Parts):
 
     def _proposed(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         step, self._step = self._step, None
-        if step is not None and self._claims.is_due():
-            step.teach(self._claims)
+        if step is not None:
+            step.teach(self._claims, whole=self._claims.is_due())
         self.made = [None] * len(self.parts)
         if budget.depth == 0:
             for part in self.parts:

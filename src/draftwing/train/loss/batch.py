@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens, E = T - 2 entries, H hidden, V draft vocabular
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from draftwing.drafters.kinds import net_kind_of
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear
 from draftwing.nets.base import DraftNet
-from draftwing.nets.objectives import Objective, StepSums, feature_loss, head_loss, num_agreed, product_dtype
+from draftwing.nets.objectives import Objective, StepSums, feature_loss, product_dtype, step_sums
 from draftwing.nets.unroll import UnrollStep, unroll
 from draftwing.train.features.source import FeatureBatch
 
@@ -180,17 +180,15 @@ class UnrolledLoss(nn.Module):
         weight = self.net.head_weight if self._narrowed is None else self.net.head_weight[self._narrowed]
         features = found.features.to(self.net.dtype)
         noise, share = (self.noise, self.later_share) if self.training else (0.0, 1.0)
-        sums, of_text = [], self.objective.of_text
-        wanted = truth.after if of_text else truth.probs
+        sums = []
         for step in unroll(self.net, found.batch.ids, features, self.num_steps, noise, share):
-            entries, where = truth.rows(step.index, step.entries, of_text=of_text)
+            entries, where = truth.rows(step.index, step.entries, of_text=self.objective.of_text)
             read = step.read[entries]
-            loss = head_loss(read, weight, wanted, where, self.objective.divergence, narrow)
+            scored = step_sums(read, weight, truth, where, self.objective, narrow, agreement=agreement)
             if self.objective.feature_weight:
                 regression = feature_loss(step.states[entries], truth.last[where]).sum()
-                loss = loss + self.objective.feature_weight * regression
-            agreed = num_agreed(read, weight, truth.best, where, narrow) if agreement else None
-            sums.append(StepSums(loss, len(entries), agreed))
+                scored = replace(scored, loss=scored.loss + self.objective.feature_weight * regression)
+            sums.append(scored)
         return sums
 
     def steps(self, found: FeatureBatch, num_steps: int) -> Iterator[UnrollStep]:

@@ -1,0 +1,72 @@
+"""Prompts whose answers repeat much of what was given: edits of a file, and summaries.
+
+    python benchmarks/copy_heavy.py --out copy-heavy.jsonl --summaries spec_bench.jsonl        # a chat model's
+    python benchmarks/copy_heavy.py --out copy-code.jsonl --plain                              # of a model that goes on
+
+Files are those that the shipped target has never seen (``recipes/held_out.txt``). An edit renames a function; a model
+that only goes on with a text is given the file, a comment that it comes again with the function renamed, and its
+beginning. Summaries are the rows of ``--summaries`` whose category is summarization.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+from corpus import documents
+
+SHORTEST, LONGEST = 400, 1400  # characters of a piece
+
+
+def pieces(rng: random.Random) -> Iterator[tuple[str, str]]:
+    """A function of a held-out file with its name, one of each file, in an order of chance."""
+    found = []
+    for _, text in documents(held_out=True):
+        functions = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+        whole = [(each.name, str(ast.get_source_segment(text, each))) for each in functions]
+        fitting = [each for each in whole if SHORTEST <= len(each[1]) <= LONGEST]
+        if fitting:
+            found.append(rng.choice(fitting))
+    rng.shuffle(found)
+    yield from found
+
+
+def edit(name: str, text: str, *, plain: bool) -> str:
+    """The wish for an edit, or the beginning of the edited text."""
+    other = f"{name}_checked"
+    if plain:
+        return f"{text}\n\n# The same function, renamed to {other}.\ndef {other}("
+    return (
+        f"Rename the function {name} to {other} in this code, and write the whole code again:\n\n```python\n{text}```"
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSONL of prompts.")],
+    plain: Annotated[bool, typer.Option("--plain", help="For a model that goes on with a text.")] = False,
+    summaries: Annotated[Path | None, typer.Option(help="Spec-Bench's questions, or others with a category.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Of each sort.")] = 12,
+    seed: int = 0,
+) -> None:
+    """Write the prompts, and say how many."""
+    rows = [
+        {"category": "edit", **({"prompt": wish} if plain else {"turns": [wish]})}
+        for wish in (edit(*each, plain=plain) for each in pieces(random.Random(seed)))
+    ][:count]
+    if summaries is not None:
+        asked = [json.loads(line) for line in summaries.read_text().splitlines()]
+        rows += [each for each in asked if each.get("category") == "summarization"][:count]
+    out.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    typer.echo(f"wrote {len(rows)} prompts: {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
