@@ -102,7 +102,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Train what is missing, and print a table."""
-    console, plain = Console(), dw.load(target, "none", quantize=quantize)
+    console, plain = Console(), dw.load(target, "none", quantize=None if quantize == "none" else quantize)
     todo = list(read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts))
     heads = {name: train(name, minutes, target, cache, runs) for name in method or METHODS}
     texts = {

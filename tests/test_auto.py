@@ -330,6 +330,7 @@ class World:
         self.rows, self.rate, self.slow, self.plain_slow = 1, 0.9, 1.0, 1.0
         self.depths: list[int] = []  # levels drafted in each step
         self.nodes: list[int] = []
+        self.texts: dict[int, Context] = {}
         self.tokens = self.seconds = 0.0
 
     def grow(self, ctx: Context, budget: Budget) -> tuple[DraftTree, float]:
@@ -355,7 +356,7 @@ class World:
         return tree, tree.effort
 
     def step(self) -> None:
-        ctx = context(self.rows)
+        ctx = self.texts.setdefault(self.rows, context(self.rows))
         budget = self.planner.budget(ctx, "keyed")
         tree, levels = self.grow(ctx, budget)
         pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)

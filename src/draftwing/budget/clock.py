@@ -15,6 +15,9 @@ HICCUP = 2.0  # times what was expected: more of a step's time is not held again
 JUMP = 4.0  # times what was expected: no step says that the machine's speed has changed by more
 SETTLED = 8  # plain steps of a run that tell how these compare with drafts; later ones tell of the machine's speed
 MOST = 256  # nodes that costs are looked up for
+DOUBTED = 0.1  # share by which what was learnt of plain steps fades while none are beside drafts
+YOUNG = 32  # drafts up to which the latest ones count more
+UNSETTLED = 2  # drafts at first that tell nothing: memory is laid out for them
 STALE = 0.6, 1.7  # of what was measured: steps outside are of another machine than was measured,
 PERSISTENT = 48  # where so many in a row are
 
@@ -113,12 +116,16 @@ class Clock:
         self._num_stale = 0 if STALE[0] < measured < STALE[1] else self._num_stale + 1
         ratio = min(max(measured, self.slow / JUMP), self.slow * JUMP)
         self.run = self.run + 1 if nodes == 1 else 0
-        if nodes > 1:
+        if nodes > 1 and self.num_drafts < UNSETTLED:
+            self.num_drafts += 1
+        elif nodes > 1:
             excess = (min(ratio, HICCUP * self.slow) - self.slow) * verify * self.slow
             self._tilt.observe(nodes, excess / self.verify(1, rows))
             self.num_drafts += 1
-            self.slow += max(0.05, 1 / (self.num_drafts + 1)) * (ratio - self.slow)
+            latest = 0.2 if self.num_drafts < YOUNG else 0.05  # early drafts grow faster as memory warms up
+            self.slow += max(latest, 1 / (self.num_drafts + 1 - UNSETTLED)) * (ratio - self.slow)
         elif self.run > SETTLED:
+            self.alone += DOUBTED * (1 - self.alone)
             self.slow += 0.3 * (ratio / self.alone - self.slow)
         elif self.run > 1:  # the first plain step after drafts is not yet like those of plain decoding
             self._num_plain += 1

@@ -28,7 +28,7 @@ from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.clock import KEEP, SETTLED, Clock
 from draftwing.budget.costs import Costs
 from draftwing.drafters.base import Budget, Traits
-from draftwing.model.target import Context
+from draftwing.model.target import Context, Row
 from draftwing.run.request import GrowthRule
 from draftwing.tree import Accepted, DraftTree
 
@@ -39,7 +39,9 @@ PLAIN = 4  # plain steps at first: a loop of them may take less than one among o
 FIRST = 16  # drafts that are tried before they are judged
 GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs nothing plainly
 DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: tokens of a step scatter as much as that
+HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
+FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
 CHECK, CLOSE = 24, 1.5  # the step from which plain steps are measured anew, ever rarer, where drafting gains less
 RESTING = 32  # plain steps of a long run, of which one is looked at
 # When to learn.
@@ -65,12 +67,18 @@ class Account:
     verify: float = 0.0
     draft: float = 0.0
     steps: int = 0
+    weight: float = 0.0  # of them, as far as they are remembered
 
     def add(self, plain: float, verify: float, draft: float) -> None:
         """One step."""
         self.plain, self.verify = KEEP * self.plain + plain, KEEP * self.verify + verify
-        self.draft = KEEP * self.draft + draft
+        self.draft, self.weight = KEEP * self.draft + draft, KEEP * self.weight + 1
         self.steps += 1
+
+    def fade(self, share: float) -> None:
+        """Remember only so much of what was."""
+        self.plain, self.verify = share * self.plain, share * self.verify
+        self.draft, self.weight = share * self.draft, share * self.weight
 
     def speedup(self, clock: Clock) -> float:
         """Over plain decoding, at the machine's present speed."""
@@ -122,21 +130,28 @@ class Gate:
             self._probes -= 1
             return True
         # With the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little.
-        speedup = drafts.speedup(self._clock)
+        speedup, seen = drafts.speedup(self._clock), drafts.weight
         if self._trusts:
-            speedup = (speedup + self._forecast()) / 2
-        if speedup * (1 + DOUBT / math.sqrt(drafts.steps)) >= GAIN:
+            speedup, seen = (speedup + self._forecast()) / 2, drafts.steps
+        if speedup * (1 + DOUBT / math.sqrt(seen)) >= GAIN:
             self._plain, self._patience = 0, PROBE
             return True
         self._plain += 1
         if self._plain < self._patience:
             return False
         self._plain, self._patience, self._probes = 0, min(2 * self._patience, PATIENCE), PROBES - 1
-        if self.steps >= self._reform and self._forecast() > max(1.05, 1.1 * speedup):
-            # What drafts brought was brought by others than would be drafted now. Ever rarer, should that prove wrong.
+        if not self._trusts:
+            drafts.fade(FADE)
+        if self.steps >= self._reform and self._forecast() > max(HOPE, 1.05 * speedup):
+            # What drafts brought was brought by others than would be drafted now: the first ones knew nothing yet of
+            # what comes true, and slow as first ones are. Ever rarer, should that prove wrong.
             self._reform = self.steps + 2 * (self.steps + FIRST)
             self.drafts = Account()
         return True
+
+    def begin_text(self) -> None:
+        """Another text begins, which may be of another kind: try drafts soon."""
+        self._patience = min(self._patience, PROBE)
 
     def _must_check(self) -> bool:
         """Whether to step plainly for once: what that takes decides, and the first steps of all told little of it."""
@@ -181,6 +196,7 @@ class Planner:
         self.gate = Gate(self.clock, self._forecast, trusts_forecast=not sighted)
         self._lock, self._on_stale = threading.Lock(), on_stale
         self._rows = 1
+        self._text: Row | None = None  # of the last step, where it had one row
         self._own = 0.0  # seconds that learning takes after a step, in the mean
         self._unlearnt: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parents and told (B, N), path (B, D)
         self._nothing: dict[str, Budget] = {}
@@ -211,6 +227,9 @@ class Planner:
             gate, rows = self.gate, len(ctx.rows)
             was_open = gate.is_open
             self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
+            if rows == 1 and ctx.rows[0] is not self._text:
+                self._text = ctx.rows[0]
+                gate.begin_text()
             if not gate.decide():
                 return self._nothing.setdefault(children, Budget(0, children=children))
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
