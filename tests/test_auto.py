@@ -16,7 +16,7 @@ from draftwing.accept import RULES, get_rule
 from draftwing.budget import acceptance as accepting
 from draftwing.budget import planner as auto
 from draftwing.budget.acceptance import Acceptance, Ranks
-from draftwing.budget.clock import Clock, Line
+from draftwing.budget.clock import SETTLED, Clock, Line
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Gate, Planner
 from draftwing.drafters.base import Budget, Traits
@@ -331,6 +331,7 @@ class World:
         self.depths: list[int] = []  # levels drafted in each step
         self.nodes: list[int] = []
         self.texts: dict[int, Context] = {}
+        self.cold = 0  # drafts at first that take longer than those after them
         self.tokens = self.seconds = 0.0
 
     def grow(self, ctx: Context, budget: Budget) -> tuple[DraftTree, float]:
@@ -365,6 +366,8 @@ class World:
         verified = self.costs.verify_seconds(tree.num_nodes, self.rows, 0) * self.slow
         if levels == 0:
             verified *= self.plain_slow
+        elif self.cold:
+            self.cold, verified = self.cold - 1, 1.7 * verified
         tokens = int(accepted.num.sum()) + self.rows
         self.planner.observe(tree, accepted, tokens, drafted, verified)
         self.depths.append(int(np.ceil(levels)))
@@ -495,6 +498,47 @@ def test_plain_steps_come_first(plain, drafts):
     share, speedup = world.run(300, 0.6)
     assert (share > 0.75) == drafts
     assert speedup > 0.97
+
+
+@pytest.mark.parametrize("plan", ["chain", "tree"])
+def test_a_text_of_another_kind_is_tried_soon(plan, no_plain_start):
+    """Whatever drafts brought in those before."""
+    world = World(PLANS[plan](COSTS))
+    world.run(2000, 0.1)
+    world.texts.clear()
+    world.run(48, 0.9)
+    share, speedup = world.run(48, 0.9)
+    assert share > 0.9
+    assert speedup > 1.5
+    world.texts.clear()
+    world.run(48, 0.1)
+    assert world.run(600, 0.1)[0] < 0.1
+
+
+@pytest.mark.parametrize("plan", ["chain", "tree"])
+def test_cold_first_drafts_decide_nothing(plan):
+    """They are slow as memory is laid out, and later plain steps are not: small gains are not given up for that."""
+    shares = []
+    for seed in range(4):
+        world = World(PLANS[plan](COSTS), 0.6, seed)
+        world.cold = 14
+        world.run(300, 0.6)
+        shares.append(world.run(300, 0.6)[0])
+        assert world.planner.clock.alone == pytest.approx(1.0, abs=0.05)
+    assert np.mean(shares) > 0.8
+
+
+def test_what_plain_steps_take_beside_drafts_fades():
+    clock = Clock(COSTS)
+    for _ in range(20):
+        clock.observe(1, 5, 4, False, 0.4, 1.5 * COSTS.verify_seconds(5))
+    for _ in range(SETTLED):
+        clock.observe(1, 1, 0, False, 0.0, COSTS.verify_seconds(1))
+    assert clock.alone < 0.75
+    for _ in range(60):
+        clock.observe(1, 1, 0, False, 0.0, COSTS.verify_seconds(1))
+    assert clock.alone == pytest.approx(1.0, abs=0.01)
+    assert clock.slow == pytest.approx(1.0, abs=0.01)
 
 
 def test_no_more_nodes_than_the_budget_has():

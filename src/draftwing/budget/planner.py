@@ -41,6 +41,7 @@ GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs 
 DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: tokens of a step scatter as much as that
 HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
+CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
 CHECK, CLOSE = 24, 1.5  # the step from which plain steps are measured anew, ever rarer, where drafting gains less
 RESTING = 32  # plain steps of a long run, of which one is looked at
@@ -150,8 +151,10 @@ class Gate:
         return True
 
     def begin_text(self) -> None:
-        """Another text begins, which may be of another kind: try drafts soon."""
+        """Another text begins, which may be of another kind: try drafts soon, and believe what they bring."""
         self._patience = min(self._patience, PROBE)
+        if self.drafts.weight > CARRIED and not self._trusts:
+            self.drafts.fade(CARRIED / self.drafts.weight)
 
     def _must_check(self) -> bool:
         """Whether to step plainly for once: what that takes decides, and the first steps of all told little of it."""
