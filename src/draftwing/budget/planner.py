@@ -41,6 +41,7 @@ GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs 
 DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: tokens of a step scatter as much as that
 HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
+NEAR = 0.8  # speedup from which drafts may pay in another text
 CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
 CHECK, CLOSE = 24, 1.5  # the step from which plain steps are measured anew, ever rarer, where drafting gains less
@@ -151,8 +152,12 @@ class Gate:
         return True
 
     def begin_text(self) -> None:
-        """Another text begins, which may be of another kind: try drafts soon, and believe what they bring."""
-        self._patience = min(self._patience, PROBE)
+        """Another text begins, which may be of another kind: believe what drafts bring in it, and try them soon.
+
+        Not so where they were far from worth it: texts differ by less than that, and such drafts are dear.
+        """
+        if self.drafts.speedup(self._clock) > NEAR:
+            self._patience = min(self._patience, PROBE)
         if self.drafts.weight > CARRIED and not self._trusts:
             self.drafts.fade(CARRIED / self.drafts.weight)
 
