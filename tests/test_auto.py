@@ -515,6 +515,15 @@ def test_a_text_of_another_kind_is_tried_soon(plan, no_plain_start):
     assert world.run(600, 0.1)[0] < 0.1
 
 
+def test_loops_that_take_turns_are_no_new_texts(monkeypatch):
+    planner, begun = PLANS["chain"](COSTS), []
+    monkeypatch.setattr(planner.gate, "begin_text", lambda: begun.append(planner.gate.steps))
+    one, other, both = context(1), context(1), context(2)
+    for ctx in (one, other, both) * 5:
+        planner.budget(ctx, "keyed")
+    assert begun == [0, 1]
+
+
 @pytest.mark.parametrize("plan", ["chain", "tree"])
 def test_cold_first_drafts_decide_nothing(plan):
     """They are slow as memory is laid out, and later plain steps are not: small gains are not given up for that."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -41,6 +42,7 @@ GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs 
 DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: tokens of a step scatter as much as that
 HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
+LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
 NEAR = 0.8  # speedup from which drafts may pay in another text
 CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
@@ -204,7 +206,7 @@ class Planner:
         self.gate = Gate(self.clock, self._forecast, trusts_forecast=not sighted)
         self._lock, self._on_stale = threading.Lock(), on_stale
         self._rows = 1
-        self._text: Row | None = None  # of the last step, where it had one row
+        self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
         self._own = 0.0  # seconds that learning takes after a step, in the mean
         self._unlearnt: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parents and told (B, N), path (B, D)
         self._nothing: dict[str, Budget] = {}
@@ -235,8 +237,8 @@ class Planner:
             gate, rows = self.gate, len(ctx.rows)
             was_open = gate.is_open
             self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
-            if rows == 1 and ctx.rows[0] is not self._text:
-                self._text = ctx.rows[0]
+            if rows == 1 and not any(ctx.rows[0] is each for each in self._texts):
+                self._texts.append(ctx.rows[0])
                 gate.begin_text()
             if not gate.decide():
                 return self._nothing.setdefault(children, Budget(0, children=children))
