@@ -20,6 +20,8 @@ from typing import Annotated
 
 import typer
 
+from draftwing.text.prompts import read_entries
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from corpus import documents
 
@@ -62,7 +64,7 @@ def main(
         for wish in (edit(*each, plain=plain) for each in pieces(random.Random(seed)))
     ][:count]
     if summaries is not None:
-        asked = [json.loads(line) for line in summaries.read_text().splitlines()]
+        asked = [each for _, each in read_entries(summaries)]
         rows += [each for each in asked if each.get("category") == "summarization"][:count]
     out.write_text("".join(json.dumps(each) + "\n" for each in rows))
     typer.echo(f"wrote {len(rows)} prompts: {out}")

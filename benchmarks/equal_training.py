@@ -27,11 +27,11 @@ import draftwing as dw
 from draftwing.api import LM, load_drafter
 from draftwing.evaluate.machine import describe_machine
 from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
+from draftwing.train.features.cache import FeatureCache
 from draftwing.train.options import TrainOptions
-from draftwing.train.session import RunFiles, prepare
 from plain_decoding import commit
+from training_curve import COMMON, TREES, run_to_end, tokens_of
 
-COMMON: dict[str, Any] = {"tokens_per_batch": 2048, "eval_prompts": 0, "eval_every": 10**6}
 UNROLLED: dict[str, Any] = {"later_share": 0.15}  # of the entries go on after the first step: see docs/log.md
 METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"draft_vocab_size": 8192},
@@ -46,21 +46,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "dspark": {"loss_vocab_size": 8192, "num_layers": 2},
 }
 READS_SEVERAL = ("dflash", "dspark")  # which read whatever states the cache has
-TREES = {"chain of 5": dw.Budget(5), "60 nodes": dw.Budget(8, 10, 60)}
 TEMPERATURES, SEED = (0.0, 1.0), 7
 
 
 def train(name: str, minutes: float, target: str | None, cache: Path, runs: Path) -> Path:
     """A finished run's folder."""
-    out = runs / f"{name}-{minutes:g}"
-    if not (out / "done").exists():
-        said = {"method": name, **COMMON, **METHODS[name]}
-        if said["method"] in READS_SEVERAL:
-            *taps, _ = json.loads((cache / "index.json").read_text())["states"]  # the last one is the law's
-            said["taps"] = tuple(taps)
-        done = prepare(RunFiles(target, [], cache=cache), TrainOptions(minutes=minutes, **said), out).run()
-        (out / "done").write_text(str(done.iteration))
-    return out / "head"
+    said = {"method": name, **COMMON, **METHODS[name]}
+    if said["method"] in READS_SEVERAL:
+        *taps, _ = FeatureCache(cache).info.states  # the last one is the law's
+        said["taps"] = tuple(taps)
+    return run_to_end(runs / f"{name}-{minutes:g}", TrainOptions(minutes=minutes, **said), target, cache)
 
 
 def measure(plain: LM, texts: dict[float, list[str]], head: Path, prompts: list[Prompt], tokens: int) -> dict[str, Any]:
@@ -82,11 +77,9 @@ def measure(plain: LM, texts: dict[float, list[str]], head: Path, prompts: list[
 
 def describe(head: Path) -> dict[str, Any]:
     """What a head read in training, and its size as it is shipped."""
-    training = json.loads((head / "config.json").read_text())["draftwing"]["training"]
     with safe_open(head / "model.safetensors", "pt") as file:
         numbers = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    tokens = training["iterations"] * training["tokens_per_batch"] * training["accumulation"]
-    return {"tokens": tokens, "megabytes_bf16": round(2 * numbers / 1e6, 1)}
+    return {"tokens": tokens_of(head), "megabytes_bf16": round(2 * numbers / 1e6, 1)}
 
 
 def main(

@@ -44,10 +44,14 @@ TREES = {"chain of 5": dw.Budget(5), "60 nodes": dw.Budget(8, 10, 60)}
 
 def train(method: str, tokens: float, target: str | None, cache: Path, runs: Path) -> Path:
     """A finished run's folder."""
-    out = runs / f"{method}-{tokens:g}"
+    updates = max(1, round(tokens / COMMON["tokens_per_batch"]))
+    options = TrainOptions(method=method, iterations=updates, **COMMON, **METHODS[method])
+    return run_to_end(runs / f"{method}-{tokens:g}", options, target, cache)
+
+
+def run_to_end(out: Path, options: TrainOptions, target: str | None, cache: Path) -> Path:
+    """The head of a run that is trained on a cache, unless it is finished already."""
     if not (out / "done").exists():
-        updates = max(1, round(tokens / COMMON["tokens_per_batch"]))
-        options = TrainOptions(method=method, iterations=updates, **COMMON, **METHODS[method])
         done = prepare(RunFiles(target, [], cache=cache), options, out).run()
         (out / "done").write_text(str(done.iteration))
     return out / "head"

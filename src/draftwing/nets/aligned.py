@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import DraftNet, Scored
-from draftwing.nets.objectives import Objective, StepGuesses, StepSums, Told, product_dtype, step_sums
+from draftwing.nets.objectives import Objective, StepGuesses, StepSums, Told, known_positions, product_dtype, step_sums
 
 __all__ = ["AlignedLoss"]
 
@@ -50,9 +50,8 @@ class AlignedLoss(nn.Module):
         """Sums over all entries whose next token counts: see ``UnrolledLoss.forward``."""
         net, narrow = self.net, product_dtype(found.features, self.net.dtype)
         weight = net.head_weight if self._narrowed is None else net.head_weight[self._narrowed]
-        # ``rows`` counts as an unroll does, whose entry 0 guesses the token at 2: position i stands for entry i - 1.
-        every = torch.arange(-1, found.batch.ids.shape[1] - 2, device=found.features.device)
-        _, where = truth.rows(0, every, of_text=self.objective.of_text)
+        ids = found.batch.ids
+        where = known_positions(truth, ids.shape[1], ids.device, of_text=self.objective.of_text)
         read = self._read(found)[where]
         return [step_sums(read, weight, truth, where, self.objective, narrow, agreement=agreement)]
 

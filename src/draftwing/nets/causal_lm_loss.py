@@ -17,7 +17,7 @@ from draftwing.errors import ConfigError
 from draftwing.model.attention import CausalAttention
 from draftwing.nets.base import Scored
 from draftwing.nets.causal_lm import CausalLMNet
-from draftwing.nets.objectives import Objective, StepSums, Told, product_dtype, step_sums
+from draftwing.nets.objectives import Objective, StepSums, Told, known_positions, product_dtype, step_sums
 
 __all__ = ["CausalLoss"]
 
@@ -64,10 +64,8 @@ class CausalLoss(nn.Module):
         """
         net, ids = self.net, found.batch.ids
         narrow = product_dtype(ids, net.dtype)
-        # ``rows`` counts as an unroll does, whose entry 0 guesses the token at 2: position i stands for entry i - 1.
-        every = torch.arange(-1, ids.shape[1] - 2, device=ids.device)
-        entries, where = truth.rows(0, every, of_text=self.objective.of_text)
-        read = _read(net, ids)[:, :-1].flatten(0, 1)[entries]
+        where = known_positions(truth, ids.shape[1], ids.device, of_text=self.objective.of_text)
+        read = _read(net, ids).flatten(0, 1)[where]
         return [step_sums(read, net.head_weight, truth, where, self.objective, narrow, agreement=agreement)]
 
 

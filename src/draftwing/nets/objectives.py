@@ -41,6 +41,7 @@ __all__ = [
     "forward_kl",
     "head_loss",
     "jensen_shannon",
+    "known_positions",
     "next_token",
     "objective_named",
     "product_dtype",
@@ -210,6 +211,14 @@ class Told(Protocol):
     def rows(self, step: int, entries: Tensor, *, of_text: bool = False) -> tuple[Tensor, Tensor]:
         """Of a step's entries (C,) those that count, into B * C, and where their truth lies, into B * T."""
         ...
+
+
+def known_positions(truth: Told, length: int, device: torch.device, *, of_text: bool) -> Tensor:
+    """(R,) into B * T: the positions whose next token counts, for nets that guess it at every one of ``length``.
+
+    ``rows`` counts as an unroll does, whose entry 0 guesses the token at 2: position i stands for entry i - 1.
+    """
+    return truth.rows(0, torch.arange(-1, length - 2, device=device), of_text=of_text)[1]
 
 
 def step_sums(
