@@ -1,12 +1,13 @@
-"""Which kind of head is best after the same minutes of training on the same data?
+"""Which kind of head is best after the same minutes of training on the same data, or after the same tokens of it?
 
     python benchmarks/equal_training.py --target smollm2-135m-instruct --quantize int8 --prompts held-out.jsonl \
         --cache build/chat-heads/features --minutes 6 --json benchmarks/results/NAME.json
+    python benchmarks/equal_training.py --cache build/chat-heads/features --tokens 5e5 --method eagle1 --method eagle3
 
 Every method is trained from nothing on the same cache of features, one after the other, on a machine with nothing else
-to do: minutes are what a user has, and a cheap method sees more text in them. Heads are kept in --runs: run again, and
-only what is missing is trained; a run that was stopped goes on. Then each drafts under trees of one shape, the same for
-all: tau is what it is worth, its milliseconds and bytes are what it asks.
+to do: minutes are what a user has, and a cheap method sees more text in them; tokens say what it makes of a text. Heads
+are kept in --runs: run again, and only what is missing is trained; a run that was stopped goes on. Then each drafts
+under trees of one shape, the same for all: tau is what it is worth, its milliseconds and bytes are what it asks.
 """
 
 from __future__ import annotations
@@ -49,13 +50,17 @@ READS_SEVERAL = ("dflash", "dspark")  # which read whatever states the cache has
 TEMPERATURES, SEED = (0.0, 1.0), 7
 
 
-def train(name: str, minutes: float, target: str | None, cache: Path, runs: Path) -> Path:
-    """A finished run's folder."""
+def train(name: str, length: tuple[float, float | None], target: str | None, cache: Path, runs: Path) -> Path:
+    """A finished run's folder. ``length``: minutes, or tokens where they are said."""
     said = {"method": name, **COMMON, **METHODS[name]}
     if said["method"] in READS_SEVERAL:
         *taps, _ = FeatureCache(cache).info.states  # the last one is the law's
         said["taps"] = tuple(taps)
-    return run_to_end(runs / f"{name}-{minutes:g}", TrainOptions(minutes=minutes, **said), target, cache)
+    minutes, tokens = length
+    if tokens is None:
+        return run_to_end(runs / f"{name}-{minutes:g}", TrainOptions(minutes=minutes, **said), target, cache)
+    said["iterations"] = max(1, round(tokens / COMMON["tokens_per_batch"]))
+    return run_to_end(runs / f"{name}-{tokens:g}-tokens", TrainOptions(**said), target, cache)
 
 
 def measure(plain: LM, texts: dict[float, list[str]], head: Path, prompts: list[Prompt], tokens: int) -> dict[str, Any]:
@@ -88,6 +93,7 @@ def main(
     quantize: Annotated[str, typer.Option(help="Of the target, while heads are measured.")] = "none",
     method: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(METHODS)}]")] = None,
     minutes: Annotated[float, typer.Option(help="Of each run.")] = 6,
+    tokens: Annotated[float | None, typer.Option(help="Of each run, instead of minutes.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="Held-out prompts. [default: the shipped ones]")] = None,
     num_prompts: Annotated[int, typer.Option(min=1)] = 32,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
@@ -97,7 +103,7 @@ def main(
     """Train what is missing, and print a table."""
     console, plain = Console(), dw.load(target, "none", quantize=None if quantize == "none" else quantize)
     todo = list(read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts))
-    heads = {name: train(name, minutes, target, cache, runs) for name in method or METHODS}
+    heads = {name: train(name, (minutes, tokens), target, cache, runs) for name in method or METHODS}
     texts = {
         temperature: [
             each.text for each in plain.generate(todo, max_tokens=max_tokens, temperature=temperature, seed=SEED)
@@ -118,7 +124,8 @@ def main(
     console.print(table)
     if output is not None:
         settings = {
-            "target": plain.target.name, "quantize": quantize, "minutes": minutes, "num_prompts": len(todo),
+            "target": plain.target.name, "quantize": quantize, "minutes": None if tokens else minutes, "tokens": tokens,
+            "num_prompts": len(todo),
             "max_tokens": max_tokens, "methods": METHODS,
         }  # fmt: skip
         where = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}

@@ -18,6 +18,7 @@ from draftwing.errors import DraftwingWarning, TokenizerError
 from draftwing.gguf.container import open_file
 from draftwing.gguf.folder import folder_files, open_gguf
 from draftwing.gguf.split import SPLITS, split_of
+from draftwing.model.catalogue import CATALOGUE
 from draftwing.text.tokenizer import Tokenizer
 from gguf_files import add_byte_level, write
 
@@ -291,3 +292,17 @@ def test_the_command_writes_a_folder_and_says_what(source, tmp_path):
     plain = runner.invoke(cli.app, ["import", str(file), str(tmp_path / "other")])
     assert plain.exit_code == 0
     assert "float32" in plain.stderr
+
+
+def test_the_command_takes_a_name(source, tmp_path, monkeypatch):
+    (tmp_path / "kept").mkdir()
+    write(source, tmp_path / "kept" / "model.gguf", lambda name, weight: "F16")
+    monkeypatch.setitem(CATALOGUE, "named", CATALOGUE["draftwing-20m"])
+    monkeypatch.setattr("draftwing.model.resolve.resolve", lambda name: tmp_path / "kept")
+    done = CliRunner().invoke(cli.app, ["import", "named", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    monkeypatch.undo()
+    shipped = CliRunner().invoke(cli.app, ["import", "draftwing-20m", str(tmp_path / "other")])
+    assert shipped.exit_code == 2
+    assert "is a folder already" in shipped.stderr
