@@ -518,6 +518,34 @@ def test_no_server(server, dialogues, tmp_path):
         answerer(server, num_parallel=0)
 
 
+def test_several_servers_share_the_work(server, tmp_path):
+    file, options = tmp_path / "many.jsonl", {"backoff": 0.001, "num_retries": 1, "timeout": 10, "num_parallel": 2}
+    file.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(24)))
+    tasks = read_tasks([file])
+    regenerate(tasks, answerer(server), tmp_path / "alone.jsonl")
+    with Server() as other:
+        thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        both = ServerAnswerer([server.url, other.url], "tiny", SAMPLED, **options)
+        assert regenerate(tasks, both, tmp_path / "both.jsonl").num_written == 24
+        assert other.requests
+        seeds = {json.dumps(body["messages"]): body["seed"] for _, _, body in server.requests}
+        assert all(seeds[json.dumps(body["messages"])] == body["seed"] for _, _, body in other.requests)
+        other.script = lambda body: (503, {}, "out of memory")  # goes down: what it had begun is begun anew
+        both = ServerAnswerer([server.url, other.url], "tiny", SAMPLED, **options)
+        assert regenerate(tasks, both, tmp_path / "one-left.jsonl").num_written == 24
+        assert [problem.startswith(other.url) for problem in both.gone] == [True]
+        server.script = other.script
+        with refused(DataError, "no answer after 2 tries (503 out of memory)"):
+            regenerate(tasks, both, tmp_path / "none.jsonl")
+        other.shutdown()
+        thread.join()
+    alone, together = (sorted(map(json.dumps, lines_of(tmp_path / f"{name}.jsonl"))) for name in ("alone", "one-left"))
+    assert together == alone
+    with refused(ConfigError, "expected the URL of a server", "found none"):
+        ServerAnswerer([], "tiny", SAMPLED)
+
+
 def test_ctrl_c_does_not_wait_for_the_server(server, dialogues, tmp_path):
     released = threading.Event()
     server.script = lambda body: [len(body["messages"]) > 1 or released.wait(60), None][1]

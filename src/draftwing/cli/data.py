@@ -55,11 +55,12 @@ class Server:
     """Who answers, where that is not a model here."""
 
     server: Annotated[
-        str | None, typer.Option("--server", help="Ask an OpenAI-compatible server at this URL instead.")
+        list[str] | None,
+        typer.Option("--server", help="Ask an OpenAI-compatible server at this URL instead. Repeatable."),
     ] = None
     served_model: Annotated[str | None, typer.Option("--served-model", help="The target's name on that server.")] = None
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Of the server.")] = None
-    num_parallel: Annotated[int, typer.Option("--num-parallel", min=1, help="Requests to it at once.")] = 16
+    num_parallel: Annotated[int, typer.Option("--num-parallel", min=1, help="Requests to each at once.")] = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +163,11 @@ def regenerate(
     """
     from draftwing.train.answers.local import LMAnswerer
     from draftwing.train.answers.regenerate import regenerate as run
+    from draftwing.train.answers.server import ServerAnswerer
 
     sampling = answers.to_sampling()
     answerer: LMAnswerer | ServerAnswerer
-    if server.server is not None:
+    if server.server:
         if kept.features is not None:
             raise ConfigError("--features needs a model here: a server gives no hidden states; drop --server")
         answerer, tokenizer, cache = _served(server, sampling), None, None
@@ -178,6 +180,8 @@ def regenerate(
         _tell_size(cache, tasks, answers.max_tokens)
     with progress("answering", token_rate(lambda: answerer.num_tokens), resumes=True) as on_progress:
         done = run(tasks, answerer, out, cache=cache, on_progress=on_progress)
+    for problem in answerer.gone if isinstance(answerer, ServerAnswerer) else ():
+        screen.line(f"one server went down, the others went on: {problem}", "yellow")
     if as_json:
         kept_states = None if cache is None else {"rows": cache.num_rows, **dataclasses.asdict(cache.size)}
         result = {**dataclasses.asdict(done), "tokens_per_s": done.tokens_per_s, "features": kept_states}
@@ -199,7 +203,7 @@ def _served(server: Server, sampling: list[Sampling]) -> ServerAnswerer:
     if server.served_model is None:
         raise ConfigError("--server needs --served-model: the name under which the server knows the target")
     parallel, key = server.num_parallel, server.api_key
-    return ServerAnswerer(str(server.server), server.served_model, sampling, num_parallel=parallel, api_key=key)
+    return ServerAnswerer(server.server or [], server.served_model, sampling, num_parallel=parallel, api_key=key)
 
 
 def _tell_size(cache: GrowingCache, tasks: list[Task], max_tokens: int) -> None:

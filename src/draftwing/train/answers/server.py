@@ -30,12 +30,15 @@ _EXTRA = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency
 class ServerAnswerer:
     """Answers with ``/v1/chat/completions`` (dialogues) and ``/v1/completions`` (documents).
 
+    Several servers share the tasks, each as fast as it can. Which one answers changes nothing but the time: every task
+    has a seed of its own. What a server that goes down had begun is begun anew by another.
+
     Args:
-        url: of the server, with or without ``/v1``.
-        model: the name under which it serves the target.
+        url: of the server, with or without ``/v1``; or of several.
+        model: the name under which each serves the target.
         sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits. Of several, each task gets
             one: see ``sampling_of``.
-        num_parallel: requests at once.
+        num_parallel: requests at once, to each server.
         api_key: sent as a bearer token.
         timeout: seconds for one answer.
         num_retries: of a request that the server was too busy for, or that was cut off.
@@ -43,14 +46,15 @@ class ServerAnswerer:
 
     Attributes:
         num_tokens: written so far, of requests that are done.
+        gone: what was wrong with servers that went down while others went on.
 
     Raises:
-        ConfigError: the URL is none, or a number is out of range.
+        ConfigError: a URL is none, or a number is out of range.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         model: str,
         sampling: Sampling | Sequence[Sampling],
         *,
@@ -60,56 +64,52 @@ class ServerAnswerer:
         num_retries: int = 6,
         backoff: float = 1.0,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"server {url!r}: expected a URL such as http://localhost:8000")
         if num_parallel < 1 or num_retries < 0 or timeout <= 0:
             raise ConfigError("num_parallel must be at least 1, num_retries at least 0, timeout above 0")
-        base = url.rstrip("/")
-        self._url = base if base.endswith("/v1") else base + "/v1"
+        urls = dict.fromkeys([url] if isinstance(url, str) else url)
+        if not urls:
+            raise ConfigError("expected the URL of a server such as http://localhost:8000, found none")
+        self._servers = [_Server(each, model, api_key, timeout, (num_retries, backoff)) for each in urls]
         self._model, self._num_parallel = model, num_parallel
         self._choices = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-        self.num_tokens = 0
-        self._timeout, self._num_retries, self._backoff = timeout, num_retries, backoff
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        # A proxy of the environment knows nothing of this machine's own ports.
-        own = [urllib.request.ProxyHandler({})] if parts.hostname in _LOOPBACK else []
-        self._opener = urllib.request.build_opener(*own)
-        self._stopping = threading.Event()
-        self._reached = False
+        self.num_tokens, self.gone = 0, list[str]()
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """See ``Answerer``.
 
         Raises:
-            DataError: the server cannot be reached, keeps failing, or refuses everything (wrong key, unknown model).
+            DataError: no server can be reached, all keep failing, or one refuses everything (wrong key, unknown model).
         """
-        self._stopping = stopping = threading.Event()
-        waiting, lock = iter(tasks), threading.Lock()
-        done: queue.Queue[Answer | Exception | None] = queue.Queue()
+        shared = _Shared(tasks, len(self._servers))
+        self.gone = shared.gone
+        for server in self._servers:
+            server.stopping, server.is_gone = shared.stopping, False
 
-        def work() -> None:
+        def work(server: _Server) -> None:
             try:
-                while not stopping.is_set():
-                    with lock:
-                        task = next(waiting, None)
-                    if task is None:
-                        break
-                    done.put(self._answer(task))
+                while not server.is_gone and (task := shared.take()) is not None:
+                    try:
+                        shared.done.put(self._answer(task, server))
+                    except _GoneError as error:
+                        shared.give_back(task, server, error)
+                    finally:
+                        shared.finish()
             except Exception as error:  # raised again where it is seen
-                done.put(error)
-            done.put(None)
+                shared.done.put(error)
+            shared.done.put(None)
 
         # Daemons: after Ctrl-C nobody waits for requests that may take minutes.
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(self._num_parallel)]
+        threads = [
+            threading.Thread(target=work, args=(server,), daemon=True)
+            for _ in range(self._num_parallel)
+            for server in self._servers
+        ]
         try:
             for thread in threads:
                 thread.start()
             num_running = len(threads)
             while num_running:
-                found = done.get()
+                found = shared.done.get()
                 if found is None:
                     num_running -= 1
                 elif isinstance(found, Exception):
@@ -117,23 +117,26 @@ class ServerAnswerer:
                 else:
                     yield found
         finally:
-            stopping.set()
+            shared.stop()
 
-    def _answer(self, task: Task) -> Answer:
+    def _answer(self, task: Task, server: _Server) -> Answer:
         sampling = sampling_of(self._choices, task.id)
-        dialogue = Dialogue(task, sampling.temperature)
+        dialogue, num_tokens = Dialogue(task, sampling.temperature), 0
         while (prompt := dialogue.next_prompt()) is not None:
             try:
-                text, finish_reason, num_tokens = self._complete(prompt, sampling)
+                text, finish_reason, count = self._complete(prompt, sampling, server)
             except _RefusedError as error:
                 return dialogue.finish(str(error))
             if not text.strip():
                 return dialogue.finish("the answer is empty")
-            dialogue.take(text, finish_reason, num_tokens)
-            self.num_tokens += num_tokens  # for show: two threads at once may lose a count
+            dialogue.take(text, finish_reason, count)
+            num_tokens += count
+        self.num_tokens += num_tokens  # for show: two threads at once may lose a count
         return dialogue.finish()
 
-    def _complete(self, prompt: str | list[dict[str, str]], sampling: Sampling) -> tuple[str, str, int]:
+    def _complete(
+        self, prompt: str | list[dict[str, str]], sampling: Sampling, server: _Server
+    ) -> tuple[str, str, int]:
         """Text, finish reason and number of tokens."""
         body: dict[str, Any] = {
             "model": self._model,
@@ -147,10 +150,10 @@ class ServerAnswerer:
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if isinstance(prompt, str):
-            reply = self._post("/completions", {**body, "prompt": prompt})
+            reply = server.post("/completions", {**body, "prompt": prompt})
         else:
             messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
-            reply = self._post("/chat/completions", {**body, "messages": messages})
+            reply = server.post("/chat/completions", {**body, "messages": messages})
         try:
             choice = reply["choices"][0]
             text = choice["text"] if isinstance(prompt, str) else choice["message"]["content"]
@@ -159,28 +162,92 @@ class ServerAnswerer:
             return str(text or ""), finish_reason, int(usage.get("completion_tokens") or 0)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"{self._url}: expected a completion, found {json.dumps(reply)[:120]}: is this a server that speaks "
+                f"{server.url}: expected a completion, found {json.dumps(reply)[:120]}: is this a server that speaks "
                 f"the OpenAI protocol?"
             ) from error
 
-    # --- one request -----------------------------------------------------------------------------------------------
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+class _Shared:
+    """Tasks that several threads take from, and what came of them."""
+
+    def __init__(self, tasks: Iterable[Task], num_servers: int) -> None:
+        self._tasks, self._again, self._under_way = iter(tasks), list[Task](), 0
+        self._changed, self._num_servers = threading.Condition(), num_servers
+        self.stopping, self.gone = threading.Event(), list[str]()
+        self.done: queue.Queue[Answer | Exception | None] = queue.Queue()
+
+    def take(self) -> Task | None:
+        """The next one; waits while one that is under way may still come back. None: that was all."""
+        with self._changed:
+            while not self.stopping.is_set():
+                task = self._again.pop() if self._again else next(self._tasks, None)
+                if task is not None:
+                    self._under_way += 1
+                    return task
+                if not self._under_way:
+                    return None
+                self._changed.wait()
+            return None
+
+    def give_back(self, task: Task, server: _Server, error: _GoneError) -> None:
+        """A server went down with a task. Raises DataError where no other is left."""
+        with self._changed:
+            self._again.append(task)
+            if not server.is_gone:
+                server.is_gone, self._num_servers = True, self._num_servers - 1
+                self.gone.append(str(error))
+            if not self._num_servers:
+                raise DataError(str(error)) from error
+
+    def finish(self) -> None:
+        """What was taken is done, or was given back."""
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Nobody takes any more."""
+        self.stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+
+
+class _Server:
+    """One of them. ``retries``: how many, and seconds before the first."""
+
+    def __init__(self, url: str, model: str, api_key: str | None, timeout: float, retries: tuple[int, float]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"server {url!r}: expected a URL such as http://localhost:8000")
+        base = url.rstrip("/")
+        self.url = base if base.endswith("/v1") else base + "/v1"
+        self._model, self._timeout, self._retries = model, timeout, retries
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # A proxy of the environment knows nothing of this machine's own ports.
+        own = [urllib.request.ProxyHandler({})] if parts.hostname in _LOOPBACK else []
+        self._opener = urllib.request.build_opener(*own)
+        self.stopping = threading.Event()
+        self._reached = self.is_gone = False
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON of the reply; tries again while the server is busy or out of reach."""
-        where, problem = self._url + path, ""
+        where, problem = self.url + path, ""
         request = urllib.request.Request(where, json.dumps(body).encode(), self._headers)
-        for attempt in range(self._num_retries + 1):
+        num_retries, backoff = self._retries
+        for attempt in range(num_retries + 1):
             try:
                 content = self._send(request)
                 break
             except _BusyError as error:
                 problem = str(error)
-                wait = min(self._backoff * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
-                if attempt < self._num_retries and self._stopping.wait(max(wait, error.wait)):
+                wait = min(backoff * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
+                if attempt < num_retries and self.stopping.wait(max(wait, error.wait)):
                     raise DataError(f"{where}: stopped while waiting to try again ({problem})") from error
         else:
-            raise DataError(
-                f"{where}: no answer after {self._num_retries + 1} tries ({problem}): see to the server, then run the "
+            raise _GoneError(
+                f"{where}: no answer after {num_retries + 1} tries ({problem}): see to the server, then run the "
                 f"same command again; what was finished is kept"
             )
         try:
@@ -211,9 +278,13 @@ class ServerAnswerer:
             problem = str(getattr(error, "reason", error)) or type(error).__name__
             if self._reached:
                 raise _BusyError(problem) from error
-            raise DataError(
-                f"{self._url}: no server can be reached ({problem}): start it, or correct its URL"
+            raise _GoneError(
+                f"{self.url}: no server can be reached ({problem}): start it, or correct its URL"
             ) from error
+
+
+class _GoneError(Exception):
+    """The server does not answer at all; another one may."""
 
 
 class _RefusedError(Exception):
