@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import build
-from draftwing.accept import _along, _walk, match
+from draftwing.accept import _along, _walk, match, match_logits
 from draftwing.drafters.base import Budget
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.engine.decode import Decoder
@@ -200,6 +200,58 @@ def test_a_walk_finds_what_python_finds(vocab):
                 assert not emitted.finite
             longest = max(longest, num)
     assert longest >= 3
+
+
+FILTERED = [
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=0.5, top_p=0.8, seed=2),
+    Sampling(temperature=1.3, top_k=3, top_p=0.9, seed=3),
+    Sampling(temperature=1.0, top_k=300, seed=4),
+    Sampling(temperature=2.0, top_k=300, top_p=0.97, seed=5),
+    Sampling(temperature=1.0, min_p=0.2, seed=6),
+    Sampling(temperature=0.9, top_k=40, top_p=0.6, min_p=0.01, seed=7),
+    Sampling(top_k=2, top_p=0.1),
+]
+
+
+@needs_kernel
+@pytest.mark.parametrize("vocab", [5, 61, 1000])
+@pytest.mark.parametrize("sharpness", [0.1, 3.0])
+def test_filters_on_the_way_are_those_of_whole_scores(vocab, sharpness):
+    """Flat laws, where top-p and a large top-k go beyond what is looked at first, sharp ones, equals, and -inf."""
+    kernel, rng = get_kernel(), random.Random(vocab)
+    assert kernel is not None
+    native, python = (
+        SamplingBatch(FILTERED, each) for each in (NativeNoise(kernel, vocab, capacity=2), KeyedNoise(vocab))
+    )
+    rows, masked = len(FILTERED), 0
+    for turn in range(40):
+        tree, generator = random_trees(rng, rows, vocab), torch.Generator().manual_seed(turn)
+        logits = sharpness * torch.randn(rows, tree.num_nodes, vocab, generator=generator)
+        logits[..., :2] += sharpness
+        if turn % 2:
+            logits = logits.round()
+        logits[torch.rand(logits.shape, generator=generator) < 0.1] = -math.inf
+        starts = [rng.randrange(100) for _ in range(rows)]
+        scores = python.scores(logits, tree, None)
+        masked += int((scores == -math.inf).sum() - (logits == -math.inf).sum())
+        found, wanted = match_logits(tree, logits, native, starts), _walk(tree, scores, python, starts)
+        assert found is not None
+        for ours, theirs in zip(
+            (found.path, found.num, found.bonus), (wanted.path, wanted.num, wanted.bonus), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    assert masked > 0
+
+
+@needs_kernel
+def test_what_needs_whole_scores_is_left_to_them():
+    tree, logits = DraftTree.chain(torch.zeros(1, 1, dtype=torch.int64)), torch.randn(1, 1, 61)
+    kernel = get_kernel()
+    assert kernel is not None
+    for row in (Sampling(repetition_penalty=1.2), Sampling(logit_bias={3: 1.0}), Sampling(banned_tokens=(1,))):
+        assert match_logits(tree, logits, SamplingBatch([row], NativeNoise(kernel, 61)), [5]) is None
+    assert match_logits(tree, logits, SamplingBatch([Sampling()], KeyedNoise(61)), [5]) is None
 
 
 @needs_kernel

@@ -29,7 +29,18 @@ from draftwing.noise import ACCEPT, hash_bits, uniform
 from draftwing.sampling import SamplingBatch, on_host
 from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = ["RULES", "Draws", "KeyedDraws", "Rule", "block", "get_rule", "match", "multi_round", "typical"]
+__all__ = [
+    "RULES",
+    "Draws",
+    "KeyedDraws",
+    "Rule",
+    "block",
+    "get_rule",
+    "match",
+    "match_logits",
+    "multi_round",
+    "typical",
+]
 
 
 class Draws(Protocol):
@@ -67,6 +78,16 @@ class KeyedDraws:
 
 
 # --- match -----------------------------------------------------------------------------------------------------------
+
+
+def match_logits(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
+    """The same as ``match``, of logits (B, N, V): scores are made on the kept path alone, and by the CPU kernel.
+
+    None where that cannot be: there is no kernel, or scores depend on more than temperatures and filters.
+    """
+    if sampling.penalises or sampling.biases:
+        return None
+    return sampling.noise.walk(tree, logits, sampling.drawing_seeds, starts, sampling.filters)
 
 
 def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
@@ -283,12 +304,18 @@ def _rowwise(pure: PureRule) -> AcceptRule:
     return rule
 
 
+def _never(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
+    """Of rules that weigh whole laws."""
+    return None
+
+
 @dataclass(frozen=True)
 class Rule:
     """An acceptance rule and what it asks of the drafter.
 
     Attributes:
         apply: the rule over a batch.
+        early: the same where it can do without scores, of logits; else it gives None.
         lossless: whether the law of the text is the target's.
         children: how a drafter must choose a node's children: ``keyed`` (any way; best with the target's own
             noise), ``top`` (the best of q), ``sampled`` (independent draws of q), ``distinct`` (draws of q without
@@ -301,13 +328,14 @@ class Rule:
     lossless: bool = True
     children: str = "keyed"
     chain_only: bool = False
+    early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = _never
 
 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("match", match),
-        Rule("match-top", match, children="top"),
+        Rule("match", match, early=match_logits),
+        Rule("match-top", match, children="top", early=match_logits),
         Rule("speculative", _rowwise(partial(multi_round, replacement=True)), children="sampled", chain_only=True),
         Rule("multi-round", _rowwise(partial(multi_round, replacement=False)), children="distinct"),
         Rule("multi-round-replacement", _rowwise(partial(multi_round, replacement=True)), children="sampled"),

@@ -19,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["ACCEPT", "DRAFT", "TARGET", "KeyedNoise", "gumbel", "hash_bits", "uniform"]
+__all__ = ["ACCEPT", "DRAFT", "TARGET", "Filters", "KeyedNoise", "gumbel", "hash_bits", "uniform"]
 
 _GOLDEN, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _ALL = 2**64 - 1
@@ -78,6 +78,10 @@ def gumbel(bits: Tensor) -> Tensor:
     return uniform(bits).log_().neg_().log_().neg_().float()
 
 
+# Temperatures, top-k (0 for all tokens), top-p and min-p of the rows.
+Filters = tuple[Sequence[float], Sequence[int], Sequence[float], Sequence[float]]
+
+
 class KeyedNoise:
     """Gumbel noise of a (seed, position) over the whole vocabulary, each computed once while it is near.
 
@@ -117,13 +121,21 @@ class KeyedNoise:
         rows = [self.at(seed, position) for seed, position in keys]
         return torch.stack(rows).view(len(seeds), num_positions, -1)
 
-    def walk(self, tree: DraftTree, scores: Tensor, seeds: Sequence[int], starts: Sequence[int]) -> Accepted | None:
+    def walk(
+        self,
+        tree: DraftTree,
+        scores: Tensor,
+        seeds: Sequence[int],
+        starts: Sequence[int],
+        filters: Filters | None = None,
+    ) -> Accepted | None:
         """What ``accept.match`` keeps, where something faster than Python finds it; else None.
 
         Args:
             tree: the batch of trees.
-            scores: (B, N, V) on the host.
+            scores: (B, N, V) on the host; with ``filters`` the logits that scores are made of.
             seeds: of the rows, -1 for greedy ones.
             starts: for each row the absolute position of the token after the root.
+            filters: what makes scores of logits, on the kept path alone.
         """
         return None

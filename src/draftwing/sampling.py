@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import SamplingError, shown
-from draftwing.noise import KeyedNoise
+from draftwing.noise import Filters, KeyedNoise
 from draftwing.tree import DraftTree
 
 __all__ = ["History", "Sampling", "SamplingBatch", "best_of", "on_host"]
@@ -244,8 +244,11 @@ class SamplingBatch:
     @cached_property
     def only_temperature(self) -> bool:
         """Whether the scores follow from the logits and a temperature alone."""
-        filters = any(row.top_k is not None or row.top_p < 1 or row.min_p > 0 for row in self.rows)
-        return not (self.penalises or self.biases or (filters and not self.all_greedy))
+        return not (self.penalises or self.biases or (self._cuts and not self.all_greedy))
+
+    @cached_property
+    def _cuts(self) -> bool:
+        return any(row.top_k is not None or row.top_p < 1 or row.min_p > 0 for row in self.rows)
 
     def scores(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
         """(B, N, V) scores of the token after each node. ``history`` may be None where nothing penalises."""
@@ -313,8 +316,13 @@ class SamplingBatch:
         return scores
 
     @cached_property
-    def filters(self) -> tuple[list[float], list[int], list[float], list[float]]:
-        """Temperatures, top-k in 32 bits (0 for all tokens), top-p and min-p of the rows, as the kernel takes them."""
+    def filters(self) -> Filters | None:
+        """What is made of the logits beside penalties and biases, as the kernel takes it; None for nothing."""
+        return None if self.all_greedy or not (self.scales or self._cuts) else self.all_filters
+
+    @cached_property
+    def all_filters(self) -> Filters:
+        """Temperatures, top-k in 32 bits (0 for all tokens), top-p and min-p of the rows."""
         vocab, rows = self.noise.vocab_size, self.rows
         top_ks = [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in rows]
         return [row.temperature for row in rows], top_ks, [row.top_p for row in rows], [row.min_p for row in rows]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from draftwing.drafters.base import Budget
 from draftwing.engine.request import Request
 from draftwing.errors import NumericsError
+from draftwing.sampling import on_host
 from draftwing.stats import Logprob
 from draftwing.tree import PAD
 
@@ -55,12 +57,19 @@ def logprobs_of(tokens: Sequence[int], logits_NV: Tensor, path: Tensor, num_top:
         path: (D + 1,) the kept nodes.
         num_top: how many of the best tokens are named beside each.
     """
-    logprobs = logits_NV[path[: len(tokens)]].float().log_softmax(-1)
-    best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1) if num_top else None
-    found = []
-    for i, token in enumerate(tokens):
-        top = () if best is None else tuple(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True))
-        found.append(Logprob(token, float(logprobs[i, token]), top))
+    # By numpy: PyTorch's threads would go on waiting for more, on the processors that the next forward needs.
+    nodes = path[: len(tokens)]
+    if on_host(logits_NV):
+        logits = logits_NV.detach().float().numpy()[nodes.numpy()]
+    else:
+        logits = logits_NV[nodes].detach().float().cpu().numpy()
+    shifted = logits - logits.max(-1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    found, num_top = [], min(num_top, logprobs.shape[-1])
+    for token, law in zip(tokens, logprobs, strict=True):
+        best = np.argpartition(-law, num_top - 1)[:num_top] if num_top else []
+        top = tuple((int(each), float(law[each])) for each in sorted(best, key=lambda each: (-law[each], each)))
+        found.append(Logprob(token, float(law[token]), top))
     return tuple(found)
 
 

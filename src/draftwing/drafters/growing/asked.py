@@ -94,7 +94,7 @@ class Asked:
             most,
             [row.tokens[row.length] for row in rows],
             self.wanted,
-            *sampling.filters,
+            *sampling.all_filters,
             handle,
             seeds,
             [row.length + 1 for row in rows],

@@ -57,7 +57,7 @@ class Kernel:
         self.noise_copy, self.walk = library.draftwing_noise_copy, library.draftwing_walk
         self.noise_copy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
         self.noise_copy.restype = None
-        self.walk.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 5]
+        self.walk.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 6]
         self.walk.restype = None
         self._pack = library.draftwing_pack
         self._pack.argtypes = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import DraftwingWarning
-from draftwing.noise import KeyedNoise
+from draftwing.noise import Filters, KeyedNoise
 from draftwing.run.kernel.library import Kernel, get_kernel, kernel_notice
 from draftwing.tree import Accepted, DraftTree, Emitted
 
@@ -31,6 +31,17 @@ def noise_of(vocab_size: int, device: torch.device) -> KeyedNoise:
         warnings.warn(notice, DraftwingWarning, stacklevel=2)
     kernel = get_kernel()
     return KeyedNoise(vocab_size, device) if kernel is None else NativeNoise(kernel, vocab_size)
+
+
+class _Filter(ctypes.Structure):
+    """``Filter`` of ``native/filters.h``."""
+
+    _fields_ = (
+        ("temperature", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+    )
 
 
 class NativeNoise(KeyedNoise):
@@ -59,7 +70,14 @@ class NativeNoise(KeyedNoise):
             self._kernel.noise_copy(self.handle, seed, start, num_positions, out[row].data_ptr())
         return out
 
-    def walk(self, tree: DraftTree, scores: Tensor, seeds: Sequence[int], starts: Sequence[int]) -> Accepted | None:
+    def walk(
+        self,
+        tree: DraftTree,
+        scores: Tensor,
+        seeds: Sequence[int],
+        starts: Sequence[int],
+        filters: Filters | None = None,
+    ) -> Accepted | None:
         """See ``KeyedNoise.walk``; of float32 scores."""
         rows, nodes, vocab = scores.shape
         if scores.dtype != torch.float32 or vocab != self.vocab_size or not scores.is_contiguous():
@@ -69,7 +87,8 @@ class NativeNoise(KeyedNoise):
         found = (ctypes.c_int64 * (rows * width))()
         self._kernel.walk(
             self.handle, scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(),
-            whole(*seeds), whole(*starts), found,
+            whole(*seeds), whole(*starts), None if filters is None else (_Filter * rows)(*zip(*filters, strict=True)),
+            found,
         )  # fmt: skip
         numbers, longest, on_host = found[:], 0, []
         for at in range(0, rows * width, width):

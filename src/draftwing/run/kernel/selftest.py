@@ -174,7 +174,7 @@ def _draws(library: ctypes.CDLL) -> bool:
     store = library.draftwing_noise_new(vocab, 2)
     library.draftwing_walk(
         store, scores.ctypes.data, rows, 1, whole.ctypes.data, greedy.ctypes.data, greedy.ctypes.data,
-        whole.ctypes.data, found.ctypes.data,
+        whole.ctypes.data, None, found.ctypes.data,
     )  # fmt: skip
     library.draftwing_noise_free(store)
     return bool(found[:, 1].tolist() == [5, 20, 39, 0] and found[:, 4].tolist() == [1, 0, 0, 0])

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "filters.h"
 #include "noise.h"
 #include "programs.h"
 
@@ -39,82 +40,6 @@ struct Draft {
     int32_t levels, is_chain, deepest;  // written: levels that were drafted, and what the finished tree is
     float effort;  // levels, by the nodes expanded on them: 1 for the first of each, `share` for each other
 };
-
-// The best scores in falling order, equal ones by their ids: how many there are, `count` at most. NaN is never among
-// them, nor -inf.
-int top_of(const float* scores, int size, int count, int* ids, float* values) {
-    constexpr int BLOCK = 128;
-    int found = 0;
-    float floor = -INFINITY;  // what a score must exceed to be among them
-    const auto look_at = [&](int id) {
-        const float score = scores[id];
-        if (!(score > floor)) return;
-        int place = found < count ? found++ : count - 1;
-        for (; place > 0 && score > values[place - 1]; --place) values[place] = values[place - 1], ids[place] = ids[place - 1];
-        values[place] = score, ids[place] = id;
-        if (found == count) floor = values[count - 1];
-    };
-    int start = 0;
-    for (; start + BLOCK <= size; start += BLOCK) {
-        v16 lanes = load(scores + start);
-        for (int i = 16; i < BLOCK; i += 16) {
-            const v16 part = load(scores + start + i);
-            lanes = part > lanes ? part : lanes;
-        }
-        float top = -INFINITY;
-        for (int lane = 0; lane < 16; ++lane) top = lanes[lane] > top ? lanes[lane] : top;
-        bool may = top > floor;
-        for (int lane = 0; lane < 16; ++lane) may |= lanes[lane] != lanes[lane];  // NaN hides what is beside it
-        if (may)
-            for (int id = start; id < start + BLOCK; ++id) look_at(id);
-    }
-    for (; start < size; ++start) look_at(start);
-    return found;
-}
-
-// Sum of e^(score - highest).
-float sum_of_exp(const float* scores, int size, float highest) {
-    v16 lanes{};
-    int i = 0;
-    for (; i + 16 <= size; i += 16) lanes += exp_of(load(scores + i) - highest);
-    float sum = sum_of(lanes);
-    for (; i < size; ++i) sum += std::exp(scores[i] - highest);
-    return sum;
-}
-
-// Below which score the filters of a row mask all: `SamplingBatch._filter`, or less. A top-k above NUM_FILTERED masks
-// nothing here, nor does top-p where the best NUM_FILTERED tokens do not reach it.
-float cut_of(const Draft& draft, int row, const float* scores) {
-    constexpr int NUM_FILTERED = 256;
-    const int k = draft.top_k[row], vocab = draft.vocab_size;
-    const float p = draft.top_p[row], least = draft.min_p[row];
-    if (k == 0 && p >= 1.0f && least <= 0.0f) return -INFINITY;
-    static thread_local int ids[NUM_FILTERED];
-    static thread_local float values[NUM_FILTERED];
-    const int wanted = k > 0 && k < NUM_FILTERED ? k : NUM_FILTERED, found = top_of(scores, vocab, wanted, ids, values);
-    if (found == 0) return -INFINITY;
-    const bool is_whole = k == 0 || k > NUM_FILTERED;
-    float cut = is_whole ? -INFINITY : values[found - 1];
-    if (p < 1.0f) {
-        float whole = 0.0f, mass = 0.0f;
-        if (is_whole) whole = sum_of_exp(scores, vocab, values[0]);
-        for (int i = 0; i < found && !is_whole; ++i) whole += std::exp(values[i] - values[0]);
-        if (!is_whole) {  // what ties with the k-th is not masked, and counts
-            int equals = 0;
-            for (int i = 0; i < vocab; ++i) equals += scores[i] == cut;
-            for (int i = 0; i < found; ++i) equals -= values[i] == cut;
-            whole += static_cast<float>(equals) * std::exp(cut - values[0]);
-        }
-        for (int i = 0; i < found; ++i) {
-            mass += std::exp(values[i] - values[0]) / whole;
-            if (mass < p) continue;
-            cut = values[i];
-            break;
-        }
-    }
-    const float floor = least > 0.0f ? values[0] + std::log(least) : -INFINITY;
-    return floor > cut ? floor : cut;
-}
 
 float interpolate(const float* x, const float* y, int count, float at) {
     int right = 0;
@@ -163,7 +88,8 @@ void branch(const Draft& draft, int row, int level, const float* logits, Tree& t
         float* scores = draft_scores.get<float>(vocab);
         for (int i = 0; i < vocab; ++i) scores[i] = logits[i] / temperature;
         const bool is_scaled = noise != nullptr && draft.scale != 1.0f;
-        const float cut = cut_of(draft, row, scores);
+        const Filter filter{temperature, draft.top_k[row], draft.top_p[row], draft.min_p[row]};
+        const float cut = cut_of<false>(filter, scores, vocab);
         for (int i = 0; i < vocab && is_scaled; ++i) scores[i] = scores[i] < cut ? -INFINITY : scores[i] * draft.scale;
         const float least = is_scaled ? -INFINITY : cut;  // what is below it is out by now
         for (int i = 0; i < vocab; ++i)

@@ -56,18 +56,20 @@ void draftwing_noise_copy(NoiseStore* store, int64_t seed, int64_t position, int
 
 // Descends in every row's tree along the tokens that the target itself draws: `accept.match`.
 //
-// scores (rows, nodes, vocab); tokens and parents (rows, nodes); seeds (rows), -1: greedy; starts (rows) the positions
-// of the tokens after the roots. `found` (rows, 5 + 2 * nodes) holds how many drafted nodes are kept, the token after
+// scores (rows, nodes, vocab), or logits where `filters` (rows) say what makes scores of them; tokens and parents
+// (rows, nodes); seeds (rows), -1: greedy; starts (rows) the positions of the tokens after the roots. `found` (rows, 5 + 2 * nodes) holds how many drafted nodes are kept, the token after
 // them, the tree's used nodes and its depth, whether all scores drawn from allow it; then the path, the root first, and
 // the tokens that the row emits, -1 behind each.
 void draftwing_walk(NoiseStore* store, const float* scores, int32_t rows, int32_t nodes, const int64_t* tokens,
-                    const int64_t* parents, const int64_t* seeds, const int64_t* starts, int64_t* found) {
+                    const int64_t* parents, const int64_t* seeds, const int64_t* starts, const Filter* filters,
+                    int64_t* found) {
     const auto turn = store->turn();
     int32_t* own = walk_levels.get<int32_t>(3 * static_cast<size_t>(nodes));
     for (int32_t row = 0; row < rows; ++row) {
         const int64_t first = static_cast<int64_t>(row) * nodes;
-        walk_row(*store, scores + first * store->vocab, nodes, tokens + first, parents + first, seeds[row], starts[row],
-                 own, found + row * (5 + 2 * static_cast<int64_t>(nodes)));
+        const Drawing drawing{filters == nullptr ? Filter{0.0f, 0, 1.0f, 0.0f} : filters[row], seeds[row], starts[row]};
+        walk_row(*store, scores + first * store->vocab, nodes, tokens + first, parents + first, drawing, own,
+                 found + row * (5 + 2 * static_cast<int64_t>(nodes)));
     }
 }
 

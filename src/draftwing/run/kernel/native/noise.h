@@ -6,6 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "filters.h"
 #include "products.h"
 
 namespace {
@@ -178,9 +179,25 @@ template <bool NOISY> int32_t drawn_from(const float* scores, const float* noise
     return chosen;
 }
 
+thread_local Scratch walk_levels, walk_scores;
+
+// What a row's temperature and filters make of a node's scores.
+const float* filtered(const Filter& filter, const float* scores, int32_t vocab) {
+    float* own = walk_scores.get<float>(vocab);
+    for (int32_t i = 0; i < vocab; ++i) own[i] = scores[i] / filter.temperature;
+    const float cut = cut_of<true>(filter, own, vocab);
+    for (int32_t i = 0; i < vocab; ++i) own[i] = own[i] < cut ? -INFINITY : own[i];
+    return own;
+}
+
+struct Drawing {  // of a row
+    Filter filter;
+    int64_t seed, start;  // -1: greedy; the position of the token after the root
+};
+
 // Of one row what `found` says: see `draftwing_walk`.
 void walk_row(NoiseStore& store, const float* scores, int32_t nodes, const int64_t* tokens, const int64_t* parents,
-              int64_t seed, int64_t start, int32_t* own, int64_t* found) {
+              const Drawing& drawing, int32_t* own, int64_t* found) {
     int32_t *drawn = own, *depths = own + nodes, *level = own + 2 * nodes;  // drawn: -1 where the walk has not come
     int32_t used = 0, deepest = 0;
     for (int32_t node = 0; node < nodes; ++node) {
@@ -193,10 +210,11 @@ void walk_row(NoiseStore& store, const float* scores, int32_t nodes, const int64
     int32_t count = 1, last = 0, num = 0;
     for (level[0] = 0;; ++num) {  // more than one node of a level only where siblings are equal
         last = level[0];
-        const float* noise = seed < 0 ? nullptr : store.at(seed, start + num);
+        const float* noise = drawing.seed < 0 ? nullptr : store.at(drawing.seed, drawing.start + num);
         const int32_t vocab = static_cast<int32_t>(store.vocab);
         for (int32_t i = 0; i < count; ++i) {
             const float* own_scores = scores + static_cast<int64_t>(level[i]) * vocab;
+            if (drawing.filter.changes()) own_scores = filtered(drawing.filter, own_scores, vocab);
             drawn[level[i]] = noise == nullptr ? drawn_from<false>(own_scores, noise, vocab, &finite)
                                                : drawn_from<true>(own_scores, noise, vocab, &finite);
         }
@@ -217,7 +235,5 @@ void walk_row(NoiseStore& store, const float* scores, int32_t nodes, const int64
     }
     found[0] = num, found[1] = drawn[last], found[2] = used, found[3] = deepest, found[4] = finite;
 }
-
-thread_local Scratch walk_levels;
 
 }  // namespace

@@ -1,0 +1,124 @@
+// Which tokens top-k, top-p and min-p leave: `SamplingBatch._filter`.
+
+#pragma once
+
+#include <algorithm>
+#include <functional>
+
+#include "products.h"
+
+namespace {
+
+struct Filter {  // of one row
+    float temperature;  // 0: greedy, and nothing is filtered
+    int32_t top_k;  // 0: none
+    float top_p, min_p;  // 1 and 0: none
+
+    bool cuts() const { return top_k > 0 || top_p < 1.0f || min_p > 0.0f; }
+    bool changes() const { return temperature > 0.0f && (temperature != 1.0f || cuts()); }
+};
+
+// The best scores in falling order, equal ones by their ids: how many there are, `count` at most. NaN is never among
+// them, nor -inf.
+int top_of(const float* scores, int size, int count, int* ids, float* values) {
+    constexpr int BLOCK = 128;
+    int found = 0;
+    float floor = -INFINITY;  // what a score must exceed to be among them
+    const auto look_at = [&](int id) {
+        const float score = scores[id];
+        if (!(score > floor)) return;
+        int place = found < count ? found++ : count - 1;
+        for (; place > 0 && score > values[place - 1]; --place) values[place] = values[place - 1], ids[place] = ids[place - 1];
+        values[place] = score, ids[place] = id;
+        if (found == count) floor = values[count - 1];
+    };
+    int start = 0;
+    for (; start + BLOCK <= size; start += BLOCK) {
+        v16 lanes = load(scores + start);
+        for (int i = 16; i < BLOCK; i += 16) {
+            const v16 part = load(scores + start + i);
+            lanes = part > lanes ? part : lanes;
+        }
+        float top = -INFINITY;
+        for (int lane = 0; lane < 16; ++lane) top = lanes[lane] > top ? lanes[lane] : top;
+        bool may = top > floor;
+        for (int lane = 0; lane < 16; ++lane) may |= lanes[lane] != lanes[lane];  // NaN hides what is beside it
+        if (may)
+            for (int id = start; id < start + BLOCK; ++id) look_at(id);
+    }
+    for (; start < size; ++start) look_at(start);
+    return found;
+}
+
+// Sum of e^(score - highest).
+float sum_of_exp(const float* scores, int size, float highest) {
+    v16 lanes{};
+    int i = 0;
+    for (; i + 16 <= size; i += 16) lanes += exp_of(load(scores + i) - highest);
+    float sum = sum_of(lanes);
+    for (; i < size; ++i) sum += std::exp(scores[i] - highest);
+    return sum;
+}
+
+// Down to which of the best scores, in falling order, top-p goes; -inf where so many do not reach it.
+float nucleus_of(const float* best, int count, float whole, float top_p) {
+    float mass = 0.0f;
+    for (int i = 0; i < count; ++i) {
+        mass += std::exp(best[i] - best[0]) / whole;
+        if (mass >= top_p) return best[i];
+    }
+    return -INFINITY;
+}
+
+thread_local Scratch filter_sorted;
+
+// The same as `cut_of`, all scores being sorted: where the best few of them do not say it.
+float sorted_cut_of(const Filter& filter, const float* scores, int vocab) {
+    float* sorted = filter_sorted.get<float>(vocab);
+    int count = 0;
+    for (int i = 0; i < vocab; ++i)
+        if (scores[i] > -INFINITY) sorted[count++] = scores[i];  // NaN is no score
+    std::sort(sorted, sorted + count, std::greater<float>());
+    float cut = -INFINITY;
+    if (filter.top_k > 0 && filter.top_k <= count) {
+        cut = sorted[filter.top_k - 1];
+        count = static_cast<int>(std::upper_bound(sorted, sorted + count, cut, std::greater<float>()) - sorted);
+    }
+    if (filter.top_p >= 1.0f) return cut;
+    const float nucleus = nucleus_of(sorted, count, sum_of_exp(sorted, count, sorted[0]), filter.top_p);
+    return nucleus > cut ? nucleus : cut;
+}
+
+// Below which score the filters of a row mask all. Where it need not be EXACT it may be less: a top-k above
+// NUM_FILTERED then masks nothing, nor does top-p where the best NUM_FILTERED tokens do not reach it.
+template <bool EXACT> float cut_of(const Filter& filter, const float* scores, int vocab) {
+    constexpr int NUM_FILTERED = 256;
+    const int k = filter.top_k;
+    const float p = filter.top_p, least = filter.min_p;
+    if (!filter.cuts()) return -INFINITY;
+    static thread_local int ids[NUM_FILTERED];
+    static thread_local float values[NUM_FILTERED];
+    const int wanted = k > 0 && k < NUM_FILTERED ? k : NUM_FILTERED, found = top_of(scores, vocab, wanted, ids, values);
+    if (found == 0) return -INFINITY;
+    const float floor = least > 0.0f ? values[0] + std::log(least) : -INFINITY;
+    const bool is_whole = k == 0 || k > NUM_FILTERED, is_far = is_whole && k > 0;
+    float cut = is_whole ? -INFINITY : values[found - 1];
+    if (p < 1.0f && !(EXACT && is_far)) {
+        float whole = 0.0f;
+        if (is_whole) whole = sum_of_exp(scores, vocab, values[0]);
+        for (int i = 0; i < found && !is_whole; ++i) whole += std::exp(values[i] - values[0]);
+        if (!is_whole) {  // what ties with the k-th is not masked, and counts
+            int equals = 0;
+            for (int i = 0; i < vocab; ++i) equals += scores[i] == cut;
+            for (int i = 0; i < found; ++i) equals -= values[i] == cut;
+            whole += static_cast<float>(equals) * std::exp(cut - values[0]);
+        }
+        const float nucleus = nucleus_of(values, found, whole, p);
+        cut = nucleus > cut ? nucleus : cut;
+    }
+    // Where top-p left it open, more than the best few may be in it.
+    if (EXACT && (is_far || (p < 1.0f && is_whole && cut == -INFINITY))) cut = sorted_cut_of(filter, scores, vocab);
+    return floor > cut ? floor : cut;
+}
+
+}  // namespace
