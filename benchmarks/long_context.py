@@ -5,9 +5,10 @@
 
 Plain decoding and chains drafted through a view take turns, block by block, in one batch of rows whose texts go on, so
 that a machine that slows down slows both. What a step gains, tau plain steps less its own time, grows in a line with
-the context; where it crosses zero is the measured inflection. The predicted ones need no long run: `costs` is by the
-measured draft, `plain costs` by plain steps alone (a draft step is then a plain step of a text as long as the view),
-both with the acceptance of all that was drafted. A target whose context is too short is stretched by YaRN.
+the context; where it crosses zero is the measured inflection. Some texts are easier to guess than others, which hides
+that line: `alike` is where it crosses with the acceptance of all texts together. The predicted ones need no long run:
+`costs` is by the measured draft, `plain costs` by plain steps alone (a draft step is then a plain step of a text as long
+as the view), both with the acceptance of all that was drafted. A target whose context is too short is stretched by YaRN.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rich.table import Table
 import draftwing as dw
 from draftwing.api import load_drafter, load_target
 from draftwing.budget.costs import Costs, inflection_length
+from draftwing.budget.formulas import expected_tokens
 from draftwing.budget.measure import measure
 from draftwing.engine.decode import loop_of
 from draftwing.evaluate.machine import describe_machine
@@ -188,6 +190,8 @@ def inflections(found: dict[Point, Found], costs: dict[int, Costs], gamma: int) 
     for view, rows in dict.fromkeys((view, rows) for view, rows, _ in found):
         own = {context: each for (v, r, context), each in found.items() if (v, r) == (view, rows)}
         alpha = sum(each.taken for each in own.values()) / max(sum(each.tries for each in own.values()), 1)
+        tau = expected_tokens(alpha, gamma)
+        alike = [tau * statistics.median(each.plain) - statistics.median(each.drafted) for each in own.values()]
         by_costs, by_plain = (inflection_length(costs[view], alpha, gamma, rows, view=seen) for seen in (None, view))
         lines.append(
             {
@@ -195,6 +199,7 @@ def inflections(found: dict[Point, Found], costs: dict[int, Costs], gamma: int) 
                 "rows": rows,
                 "alpha": alpha,
                 "measured": crossing(list(own), [each.gain for each in own.values()]),
+                "alike": crossing(list(own), alike),
                 "by_costs": by_costs if math.isfinite(by_costs) else None,
                 "by_plain_costs": by_plain if math.isfinite(by_plain) else None,
             }
@@ -212,10 +217,10 @@ def show(found: dict[Point, Found], lines: Sequence[dict[str, Any]], title: str)
         )
     console.print(points)
     table = Table(
-        "view", "rows", "alpha", "inflection", "by costs", "by plain costs", title="tokens from which it gains"
+        "view", "rows", "alpha", "inflection", "alike", "by costs", "by plain costs", title="tokens from which it gains"
     )
     for line in lines:
-        told = [line["measured"], line["by_costs"], line["by_plain_costs"]]
+        told = [line["measured"], line["alike"], line["by_costs"], line["by_plain_costs"]]
         lengths = ["never" if each is None else f"{each:,.0f}" for each in told]
         table.add_row(str(line["view"]), str(line["rows"]), f"{line['alpha']:.3f}", *lengths)
     console.print(table)
