@@ -220,11 +220,14 @@ class Decoder:
             output = self.target.forward(ctx, tree)
             tree = output.tree or tree
             stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
-            scores = output.logits if masks is None else masks.apply(output.logits)
-            if sampling.changes_scores or scores.dtype not in _SCORES:
-                scores = sampling.scores(scores, tree, ctx.history() if sampling.penalises else None)
             whole, tree = tree, tree.offer
-            accepted = self.rule.apply(tree, scores, sampling, [state.length + 1 for state in ctx.rows])
+            scores = output.logits if masks is None else masks.apply(output.logits)
+            starts = [state.length + 1 for state in ctx.rows]
+            accepted = self.rule.early(tree, scores, sampling, starts)
+            if accepted is None:
+                if sampling.changes_scores or scores.dtype not in _SCORES:
+                    scores = sampling.scores(scores, whole, ctx.history() if sampling.penalises else None)
+                accepted = self.rule.apply(tree, scores, sampling, starts)
             emitted = accepted.on_host or self._read(tree, accepted, scores)  # the one place that waits for the device
             clock.append(time.perf_counter())
             if marks:

@@ -20,6 +20,7 @@ from torch import Tensor
 from draftwing.constraint import State, bits_of, has_bit, words_without
 from draftwing.engine.request import Request
 from draftwing.errors import DraftwingError
+from draftwing.sampling import on_host
 from draftwing.tree import PAD, DraftTree
 
 __all__ = ["Masks"]
@@ -152,14 +153,22 @@ class Masks:
         if not self._places and not self._failed:
             return logits_BNV
         _, nodes, vocab_size = logits_BNV.shape
-        masked = logits_BNV.clone(memory_format=torch.contiguous_format)
+        by_numpy = on_host(logits_BNV) and logits_BNV.dtype in (torch.float32, torch.float64)
+        if by_numpy:  # PyTorch would wake its threads for so little
+            masked = torch.from_numpy(np.array(logits_BNV.numpy()))
+        else:
+            masked = logits_BNV.clone(memory_format=torch.contiguous_format)
         flat_RV = masked.view(-1, vocab_size)
         if self._places:
             longest = max(map(len, self._words))
             masks = np.stack([np.pad(each, (0, longest - len(each))) for each in self._words])
-            forbidden = torch.from_numpy(~bits_of(masks, vocab_size)).to(masked.device)
-            index = torch.tensor([row * nodes + node for row, node in self._places], device=masked.device)
-            flat_RV[index] = flat_RV[index].masked_fill_(forbidden, -math.inf)
+            forbidden, index = ~bits_of(masks, vocab_size), [row * nodes + node for row, node in self._places]
+            if by_numpy:
+                for place, each in zip(index, forbidden, strict=True):
+                    flat_RV[place].numpy()[each] = -math.inf
+            else:
+                places = torch.tensor(index, device=masked.device)
+                flat_RV[places] = flat_RV[places].masked_fill_(torch.from_numpy(forbidden).to(masked.device), -math.inf)
         for row, node in self._failed:
             flat_RV[row * nodes + node] = math.nan
         return masked

@@ -67,8 +67,8 @@ def logprobs_of(tokens: Sequence[int], logits_NV: Tensor, path: Tensor, num_top:
     logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     found, num_top = [], min(num_top, logprobs.shape[-1])
     for token, law in zip(tokens, logprobs, strict=True):
-        best = np.argpartition(-law, num_top - 1)[:num_top] if num_top else []
-        top = tuple((int(each), float(law[each])) for each in sorted(best, key=lambda each: (-law[each], each)))
+        best: list[int] = np.argpartition(-law, num_top - 1)[:num_top].tolist() if num_top else []
+        top = tuple((each, float(law[each])) for each in sorted(best, key=lambda each: (-law[each], each)))
         found.append(Logprob(token, float(law[token]), top))
     return tuple(found)
 

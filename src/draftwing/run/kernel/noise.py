@@ -44,6 +44,11 @@ class _Filter(ctypes.Structure):
     )
 
 
+def _as_structures(filters: Filters) -> ctypes.Array[_Filter]:
+    found = [_Filter(*row) for row in zip(*filters, strict=True)]
+    return (_Filter * len(found))(*found)
+
+
 class NativeNoise(KeyedNoise):
     """Keyed noise that the kernel makes and keeps, and reads itself where it drafts and where it walks trees.
 
@@ -87,8 +92,7 @@ class NativeNoise(KeyedNoise):
         found = (ctypes.c_int64 * (rows * width))()
         self._kernel.walk(
             self.handle, scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(),
-            whole(*seeds), whole(*starts), None if filters is None else (_Filter * rows)(*zip(*filters, strict=True)),
-            found,
+            whole(*seeds), whole(*starts), filters if filters is None else _as_structures(filters), found,
         )  # fmt: skip
         numbers, longest, on_host = found[:], 0, []
         for at in range(0, rows * width, width):
