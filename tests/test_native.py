@@ -62,8 +62,8 @@ def cut(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     function = ctypes.CDLL(str(path)).cut
     function.restype = ctypes.c_float
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_float, ctypes.c_float]
-    return lambda scores, k, p, least: function(scores.data_ptr(), len(scores), k, p, least)
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 2, *[ctypes.c_float] * 2, ctypes.c_int32]
+    return lambda scores, k, p, least, exact=False: function(scores.data_ptr(), len(scores), k, p, least, exact)
 
 
 def kept_of(scores: torch.Tensor, **filters) -> torch.Tensor:
@@ -91,10 +91,12 @@ def test_a_draft_masks_what_the_sampling_masks_and_nothing_more(kind, k, p, leas
         few = int(wanted.sum()) <= BEST and (k is None or k <= BEST or k >= VOCAB)
         if (few and kind != "ties") or (k is not None and k <= BEST and p == 1.0):
             assert torch.equal(kept, wanted)
+        assert torch.equal(scores >= cut(scores, k or 0, p, least, exact=True), wanted)  # the walk must not guess
 
 
 def test_a_draft_masks_nothing_where_all_is_banned(cut):
     assert cut(torch.full((VOCAB,), -math.inf), 5, 0.5, 0.1) == -math.inf
+    assert cut(torch.full((VOCAB,), -math.inf), 300, 0.5, 0.1, exact=True) == -math.inf
     banned = torch.full((VOCAB,), -math.inf)
     banned[[3, 9]] = torch.tensor([1.0, 2.0])
     assert cut(banned, 5, 1.0, 0.0) == 1.0

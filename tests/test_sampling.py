@@ -17,7 +17,9 @@ from transformers import (
 
 from draftwing.errors import SamplingError
 from draftwing.noise import KeyedNoise
-from draftwing.sampling import History, Sampling, SamplingBatch
+from draftwing.penalties import History, Penalties, penalised_on_host
+from draftwing.penalties import penalised as on_device
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
 NAN, INF = math.nan, math.inf
@@ -257,7 +259,15 @@ def test_penalties_look_at_each_nodes_own_path(seed):
         torch.tensor(prompt_lengths),
     )
     logits = logits_of(num_rows, num_nodes, vocab, seed)
-    found = scores_of(samplings, logits, DraftTree.from_lists(tokens, parents), history)
+    tree = DraftTree.from_lists(tokens, parents)
+    found = scores_of(samplings, logits, tree, history)
+    columns = [
+        [getattr(each, f"{name}_penalty") for each in samplings] for name in ("repetition", "presence", "frequency")
+    ]
+    by = Penalties(*(torch.tensor(each, dtype=torch.float64)[:, None, None] for each in columns))
+    for kind in (torch.float32, torch.float64):
+        on_host = penalised_on_host(logits.to(kind), tree, history, by)
+        assert torch.equal(on_host, on_device(logits.to(kind), tree, history, by))
     for b, sampling in enumerate(samplings):
         for node in (node for node in range(num_nodes) if tokens[b][node] != PAD):
             path, at = [], node

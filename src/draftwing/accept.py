@@ -81,12 +81,10 @@ class KeyedDraws:
 
 
 def match_logits(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
-    """The same as ``match``, of logits (B, N, V): scores are made on the kept path alone, and by the CPU kernel.
+    """The same as ``match``, of logits (B, N, V) with penalties and biases: the rest on the kept path alone.
 
-    None where that cannot be: there is no kernel, or scores depend on more than temperatures and filters.
+    None where there is no kernel to do that.
     """
-    if sampling.penalises or sampling.biases:
-        return None
     return sampling.noise.walk(tree, logits, sampling.drawing_seeds, starts, sampling.filters)
 
 
@@ -315,7 +313,7 @@ class Rule:
 
     Attributes:
         apply: the rule over a batch.
-        early: the same where it can do without scores, of logits; else it gives None.
+        early: the same of scores to which temperatures and filters are yet to be applied, where it can; else None.
         lossless: whether the law of the text is the target's.
         children: how a drafter must choose a node's children: ``keyed`` (any way; best with the target's own
             noise), ``top`` (the best of q), ``sampled`` (independent draws of q), ``distinct`` (draws of q without

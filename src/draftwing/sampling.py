@@ -23,9 +23,10 @@ from torch import Tensor
 
 from draftwing.errors import SamplingError, shown
 from draftwing.noise import Filters, KeyedNoise
+from draftwing.penalties import History, Penalties, penalised, penalised_on_host
 from draftwing.tree import DraftTree
 
-__all__ = ["History", "Sampling", "SamplingBatch", "best_of", "on_host"]
+__all__ = ["Sampling", "SamplingBatch", "best_of", "on_host"]
 _PENALTIES = ("repetition", "presence", "frequency")
 # What a setting may multiply a score by, or add to it: all of them together stay far inside float32, so that scores
 # that are not finite are never a setting's fault.
@@ -186,21 +187,6 @@ def best_of(scores: Tensor) -> Tensor:
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class History:
-    """What penalties look at: the committed tokens of each row.
-
-    Attributes:
-        tokens: (B, S) int64, valid up to ``lengths``.
-        lengths: (B,) committed tokens (the pending token not counted).
-        prompt_lengths: (B,).
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor
-
-
 class SamplingBatch:
     """The sampling of the rows of one step, as tensors.
 
@@ -219,7 +205,7 @@ class SamplingBatch:
         self.scales = any(row.temperature not in (0.0, 1.0) for row in rows)
         self.penalises = any(row.penalises for row in rows)
         self.biases = any(row.logit_bias or row.banned_tokens for row in rows)
-        self.changes_scores = not self.all_greedy or self.penalises or self.biases  # from what float logits say
+        self.adjusts = self.penalises or self.biases
         self._columns: dict[str, Tensor] = {}
 
     def _column(self, name: str) -> Tensor:
@@ -250,44 +236,32 @@ class SamplingBatch:
 
     def scores(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
         """(B, N, V) scores of the token after each node. ``history`` may be None where nothing penalises."""
+        return self.filtered(self.adjusted(logits, tree, history))
+
+    def adjusted(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
+        """The first half of it: penalties and biases, which depend on what came before or concern a few tokens.
+
+        On a CPU by numpy: PyTorch's threads would go on waiting for more, on the processors that the kernel needs.
+        """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.penalises:
             if history is None:
                 raise SamplingError("penalties need the tokens so far: pass ctx.history()")
-            scores = self._penalise(scores, tree, history)
-        if self.biases:
-            scores = self._bias(scores)
+            by = Penalties(*(self._column(f"{name}_penalty") for name in _PENALTIES))
+            scores = (penalised_on_host if on_host(scores) else penalised)(scores, tree, history, by)
+        if not self.biases:
+            return scores
+        if on_host(scores):
+            return torch.from_numpy(scores.detach().numpy() + self._bias_rows.to(scores.dtype).numpy())
+        return scores + self._bias_rows.to(scores.dtype)
+
+    def filtered(self, scores: Tensor) -> Tensor:
+        """The second half: temperature, top-k, top-p, min-p."""
         if self.all_greedy:
             return scores
         if self.scales:
             scores = scores / self.temperature.to(scores.dtype)
         return self._filter(scores)
-
-    def _penalise(self, scores: Tensor, tree: DraftTree, history: History) -> Tensor:
-        """Counts of the committed tokens plus those on each node's own path, then the three penalties."""
-        rows, nodes, vocab = scores.shape
-        slots = torch.arange(history.tokens.shape[1], device=scores.device)
-        committed = slots < history.lengths[:, None]
-        output = committed & (slots >= history.prompt_lengths[:, None])
-        safe = history.tokens.clamp(min=0)
-        path = tree.ancestors & tree.valid[:, None, :]
-        # The root is output unless it is still the prompt's last token; every drafted node is.
-        path_output = path.clone()
-        path_output[:, :, 0] &= (history.lengths >= history.prompt_lengths)[:, None]
-        path_tokens = tree.tokens.clamp(min=0)[:, None, :].expand(rows, nodes, tree.num_nodes)
-
-        def counts(past: Tensor, on_path: Tensor) -> Tensor:
-            base = torch.zeros(rows, vocab, dtype=scores.dtype, device=scores.device)
-            base.scatter_add_(1, safe, past.to(scores.dtype))
-            each = base[:, None, :].repeat(1, nodes, 1)
-            return each.scatter_add_(2, path_tokens, on_path.to(scores.dtype))
-
-        seen = counts(committed, path) > 0
-        written = counts(output, path_output)
-        penalty = self._column("repetition_penalty").to(scores.dtype)
-        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-        scores = scores - self._column("frequency_penalty").to(scores.dtype) * written
-        return scores - self._column("presence_penalty").to(scores.dtype) * (written > 0)
 
     @cached_property
     def _bias_rows(self) -> Tensor:
@@ -298,9 +272,6 @@ class SamplingBatch:
                 bias[b, 0, token] = value
             bias[b, 0, list(row.banned_tokens)] = -math.inf
         return bias.to(self.device)
-
-    def _bias(self, scores: Tensor) -> Tensor:
-        return scores + self._bias_rows.to(scores.dtype)
 
     def _filter(self, scores: Tensor) -> Tensor:
         vocab = scores.shape[-1]

@@ -1,10 +1,8 @@
-// The filters of one row of a draft, for a test to call.
+// The filters of one row, as a draft and as the walk take them, for a test to call.
 
-#include "drafts.h"
+#include "filters.h"
 
-extern "C" float cut(const float* scores, int32_t vocab, int32_t top_k, float top_p, float min_p) {
-    Draft draft{};
-    draft.vocab_size = vocab;
-    draft.top_k = &top_k, draft.top_p = &top_p, draft.min_p = &min_p;
-    return cut_of(draft, 0, scores);
+extern "C" float cut(const float* scores, int32_t vocab, int32_t top_k, float top_p, float min_p, int32_t exact) {
+    const Filter filter{1.0f, top_k, top_p, min_p};
+    return exact != 0 ? cut_of<true>(filter, scores, vocab) : cut_of<false>(filter, scores, vocab);
 }

@@ -110,7 +110,7 @@ struct World {
         const int64_t chain[ROWS * WAITING] = {1, 2, 3, 4, 5, 6}, above[ROWS * WAITING] = {-1, 0, 1, -1, 0, 1};
         int64_t walked[ROWS * (5 + 2 * WAITING)];
         for (NoiseStore* store : {&noise, other}) {
-            draftwing_walk(store, found.data(), ROWS, WAITING, chain, above, seeds, starts, walked);
+            draftwing_walk(store, found.data(), ROWS, WAITING, chain, above, seeds, starts, nullptr, walked);
             found.insert(found.end(), walked, walked + ROWS * (5 + 2 * WAITING));
             std::vector<float> copied(3 * VOCAB);
             draftwing_noise_copy(store, seeds[0], starts[0], 3, copied.data());

@@ -223,10 +223,11 @@ class Decoder:
             whole, tree = tree, tree.offer
             scores = output.logits if masks is None else masks.apply(output.logits)
             starts = [state.length + 1 for state in ctx.rows]
+            if sampling.adjusts or scores.dtype not in _SCORES:
+                scores = sampling.adjusted(scores, whole, ctx.history() if sampling.penalises else None)
             accepted = self.rule.early(tree, scores, sampling, starts)
             if accepted is None:
-                if sampling.changes_scores or scores.dtype not in _SCORES:
-                    scores = sampling.scores(scores, whole, ctx.history() if sampling.penalises else None)
+                scores = sampling.filtered(scores)
                 accepted = self.rule.apply(tree, scores, sampling, starts)
             emitted = accepted.on_host or self._read(tree, accepted, scores)  # the one place that waits for the device
             clock.append(time.perf_counter())

@@ -18,9 +18,9 @@ from draftwing.errors import ConfigError, PromptError, UnsupportedError
 from draftwing.model.cache import View
 from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
+from draftwing.penalties import History
 from draftwing.run.forward import Asked, on_device
 from draftwing.run.request import Drafted
-from draftwing.sampling import History
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput", "own_context"]

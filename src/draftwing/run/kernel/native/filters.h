@@ -62,10 +62,11 @@ float sum_of_exp(const float* scores, int size, float highest) {
 
 // Down to which of the best scores, in falling order, top-p goes; -inf where so many do not reach it.
 float nucleus_of(const float* best, int count, float whole, float top_p) {
-    float mass = 0.0f;
+    const double wanted = static_cast<double>(top_p) * whole;
+    double mass = 0.0;
     for (int i = 0; i < count; ++i) {
-        mass += std::exp(best[i] - best[0]) / whole;
-        if (mass >= top_p) return best[i];
+        mass += std::exp(best[i] - best[0]);
+        if (mass >= wanted) return best[i];
     }
     return -INFINITY;
 }
