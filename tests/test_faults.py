@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def expected(target):
 class Failing(CausalLMDrafter):
     """Fails at the calls that a class of it says: by the name of the method and its number among all such calls."""
 
-    fails: dict[str, tuple[int, ...]] = {}
+    fails: ClassVar[dict[str, tuple[int, ...]]] = {}
     error: BaseException = ZeroDivisionError("by nothing")
-    calls: dict[str, int] = {}
+    calls: ClassVar[dict[str, int]] = {}
 
     def _count(self, name):
         calls = type(self).calls
@@ -123,7 +124,7 @@ def test_a_drafter_that_always_fails_is_given_up(name, target, expected):
 
 
 def test_faults_far_apart_are_not_in_a_row(target, expected):
-    decoder, own, requests = engine_with(target, failing(target, propose=(1, 4, 7, 10)))
+    decoder, own, requests = engine_with(target, failing(target, propose=(1, 4, 7, 10)), 1)
     own.run()
     assert [each.token_ids for each in requests] == expected
     assert (decoder.faults.num, decoder.faults.in_a_row) == (4, 0)
@@ -135,7 +136,7 @@ def test_what_cannot_even_be_made_again_is_given_up(target, expected):
     def make():
         return next(makers)()
 
-    decoder, own, requests = engine_with(target, make)
+    _, own, requests = engine_with(target, make)
     with pytest.warns(DraftwingWarning, match="StopIteration"):
         own.run()
     assert [each.token_ids for each in requests] == expected
