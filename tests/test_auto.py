@@ -331,6 +331,7 @@ class World:
         self.depths: list[int] = []  # levels drafted in each step
         self.nodes: list[int] = []
         self.texts: dict[int, Context] = {}
+        self.dear = 0.0  # of nodes of several rows: plain steps that each takes more than is believed
         self.cold = 0  # drafts at first that take longer than those after them
         self.tokens = self.seconds = 0.0
 
@@ -364,6 +365,9 @@ class World:
         accepted = taken(tree, *(self._path(tokens, parents) for tokens, parents in pairs))
         drafted = self.costs.draft_seconds(levels, 1, self.rows) * self.slow
         verified = self.costs.verify_seconds(tree.num_nodes, self.rows, 0) * self.slow
+        if self.rows > 1:
+            plain = self.costs.verify_seconds(1, self.rows, 0)
+            verified += self.dear * plain * (tree.num_nodes - 1) * self.slow
         if levels == 0:
             verified *= self.plain_slow
         elif self.cold:
@@ -473,6 +477,63 @@ def test_rows_that_come_and_go_do_not_stop_the_drafts(no_plain_start):
             assert speedup > 2
 
 
+CROWD = Costs(  # of a small chat model: many rows fill the machine by themselves
+    Curve(((1, 1.0), (4, 1.09), (12, 1.24), (16, 1.47), (32, 2.4), (64, 4.69))),
+    Curve(((1, 0.05), (8, 0.4))),
+    Curve(((1, 0.06), (8, 0.5))),
+    width=4,
+    per_row=0.02,
+    draft_per_row=0.1,
+)
+
+
+def best_for(costs: Costs, rate: float, rows: int) -> float:
+    """Speedup of the best chain, or of none, for so many rows."""
+    plain = costs.verify_seconds(1, rows, 0)
+    takes = [costs.verify_seconds(gamma + 1, rows, 0) + costs.draft_seconds(gamma, 1, rows) for gamma in range(10)]
+    return max(sum(rate**i for i in range(gamma + 1)) * plain / each for gamma, each in enumerate(takes))
+
+
+@pytest.mark.parametrize("plan", ["chain", "tree", "blind-chain"])
+def test_how_much_is_drafted_depends_on_the_rows(plan):
+    """Four nodes for one row, none for 32, and each time at once: what pays for one size is not asked of another."""
+    world = World(PLANS[plan](CROWD), 0.6)
+    world.run(300, 0.6)
+    for rows in (4, 8, 16, 32, 1, 32, 4):
+        share, speedup = world.run(250, 0.6, rows)
+        best = best_for(CROWD, 0.6, rows)
+        assert speedup > 0.9 * best, rows
+        assert speedup > 0.98 or best > 1.05, rows
+        assert rows == 16 or (share < 0.15 if rows == 32 else share > 0.9), rows  # 16 break even
+    assert max(world.nodes[:300]) >= 4
+
+
+def test_what_many_rows_take_decides_for_many_alone():
+    """Further rows were believed to be cheap, and are not: that is learnt of them, and says nothing of one row."""
+    world = World(Planner(CROWD, Budget(14)), 0.8)
+    world.dear = 0.8  # of the nodes of 16 rows, each by this share of a plain step more
+    assert world.run(300, 0.8)[1] > 0.9 * best_for(CROWD, 0.8, 1)
+    assert best_for(CROWD, 0.8, 8) > 1.3
+    world.run(200, 0.8, 8)
+    share, speedup = world.run(200, 0.8, 8)
+    assert share < 0.15
+    assert speedup > 0.97
+    share, speedup = world.run(100, 0.8)
+    assert share == 1.0
+    assert speedup > 0.9 * best_for(CROWD, 0.8, 1)
+
+
+def test_costs_are_stale_where_they_were_measured_alone():
+    """What 16 rows take was never measured: that it is otherwise is no reason to measure anew."""
+    for rows, told in ((2, [1]), (16, [])):
+        found: list[int] = []
+        planner = Planner(CROWD, Budget(4), on_stale=lambda found=found: found.append(1))
+        tree = DraftTree.chain(torch.zeros(rows, 2, dtype=torch.int64))
+        for _ in range(120):
+            planner.observe(tree, taken(tree, *[[0]] * rows), rows, 0.05, 9 * CROWD.verify_seconds(2, rows))
+        assert found == told
+
+
 def test_a_machine_that_changes_its_speed_neither_stops_nor_starts_the_drafts(no_plain_start):
     world = World(Planner(COSTS, Budget(4)))
     for slow in (1.0, 3.0, 0.5, 1.0):
@@ -576,7 +637,7 @@ def test_many_threads_may_use_one_planner():
     for thread in threads:
         thread.join()
     assert not problems
-    assert planner.gate.steps == 600
+    assert sum(gate.steps for _, gate in planner._sizes.values()) == 600  # of one row, and of two
     assert planner.rule(1).worth < 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,6 +24,7 @@ from draftwing.drafters.several.claims import Asking, Claims, Step
 from draftwing.drafters.several.combined import CombinedDrafter
 from draftwing.drafters.several.merge import Proposal, unite
 from draftwing.engine.decode import Decoder
+from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Context, FeatureSpec, Row
@@ -113,6 +115,7 @@ def test_traits_are_those_of_all(target):
     assert [part.name for part in both.parts] == ["lookup", "oracle 1"]  # what costs nothing is asked first
     assert both.name == "lookup + oracle 1"
     wanted = Traits(reads_features=True, grows_by_rule=True, identity="lookup + oracle 1 a", num_bytes=3, runs_as="x")
+    wanted = replace(wanted, parts=("lookup", "oracle 1"))
     assert both.traits == wanted
     assert not CombinedDrafter([LookupDrafter(VOCAB)], Claims(1)).traits.costs_forwards
 
@@ -325,6 +328,95 @@ def test_lone_claims_that_are_worth_nothing_are_left_out():
     both.admit(ctx, None)
     tree = both.propose(ctx, sampling, Budget(4, 2, 16, rule=rule_of(worth=0.01, node=1.0)))
     assert tree.tokens[0, 1:].tolist() == [0, 0, 0]  # the other grows by its own rule, as this one does not
+
+
+# --- requests that choose among them ---------------------------------------------------------------------------------
+
+
+PROMPTS = ([5, 6, 9, 5, 6], [8, 5, 6, 9, 8, 5], [11, 12, 11, 12], [4, 9, 4])
+WISHES = (["lookup"], ["model"], None, [], ("model", "lookup"))
+
+
+class Asked(CausalLMDrafter):
+    """Keeps the depths that it was asked for."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.depths = []
+
+    def propose(self, ctx, sampling, budget):
+        self.depths.append(budget.depth)
+        return super().propose(ctx, sampling, budget)
+
+
+def choosing(target, rule="match", budget=None):
+    model = Asked(target, VOCAB)
+    both = CombinedDrafter([model, LookupDrafter(VOCAB, 1)], Claims(2), ["model", "lookup"])
+    return model, Engine(Decoder(target, both, rule, budget or Budget(3, 2)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_requests_of_one_batch_choose_who_drafts_for_them(temperature, target):
+    for budget in (Budget(3, 2), Budget(4, 2, 20, rule=rule_of(node=0.01))):
+        _, plain = choosing(target, budget=Budget(0))
+        model, own = choosing(target, budget=budget)
+        texts = [
+            [
+                each.submit(
+                    prompt, Sampling(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True), drafts=wish
+                )
+                for prompt, wish in zip((*PROMPTS, PROMPTS[0]), WISHES, strict=True)
+            ]
+            for each in (plain, own)
+        ]
+        plain.run()
+        for step in own.steps():
+            step.tree.check(VOCAB)
+            for row, tokens in zip(step.rows, step.tree.tokens.tolist(), strict=True):
+                if WISHES[row.request_id] == []:
+                    assert row.num_drafted == 0, tokens
+        assert [each.token_ids for each in texts[1]] == [each.token_ids for each in texts[0]]
+        of_lookup, of_model, of_both = (texts[1][row].stats for row in (0, 1, 2))
+        assert of_model.num_accepted > of_lookup.num_accepted  # a model that drafts for itself is right
+        assert of_both.num_accepted > 0
+        assert max(model.depths) > 0
+
+
+def test_who_is_wanted_by_nobody_is_not_asked(target):
+    for rule, budget in (("match", Budget(3, 2)), ("speculative", Budget(3))):
+        model, own = choosing(target, rule, budget)
+        first, second = (own.submit(prompt, Sampling(max_tokens=8), drafts=["lookup"]) for prompt in PROMPTS[:2])
+        own.run()
+        assert set(model.depths) == {0}
+        assert first.finish_reason == second.finish_reason == "length"
+        last = own.submit(PROMPTS[0], Sampling(max_tokens=8), drafts=["model"])
+        own.run()
+        assert max(model.depths) > 0
+        assert last.token_ids == first.token_ids
+        assert last.stats.num_accepted > 0
+
+
+def test_what_nobody_wanted_says_nothing_of_a_drafter(target):
+    claims, given = Claims(2), [Proposal([9], [-1], [1.0]), Proposal([9], [-1], [1.0])]
+    rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
+    Step(rows, [1, 1], [given] * 2, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
+    assert claims.asking[1]._seen[0] == 1
+
+
+def test_drafts_that_are_not_there_are_refused(folder, target):
+    own = load(folder, f"{folder}+lookup", dtype="float64", budget=Budget(3, 2)).engine()
+    for name in (str(folder), "lookup"):
+        own.submit([5], drafts=[name])
+    with refused(ConfigError, "drafts: 'eagle3' is not loaded: choose among", "lookup"):
+        own.submit([5], drafts=["lookup", "eagle3"])
+    for wrong in ("lookup", 5, {"lookup": 1}):
+        with refused(ConfigError, "drafts must be a list of names, found"):
+            own.submit([5], drafts=wrong)
+    alone = Engine(Decoder(target, LookupDrafter(VOCAB, 1)))
+    assert alone.submit([5], drafts=["lookup"]).speculation is None
+    assert alone.submit([5], drafts=[]).speculation.depth == 0
+    with refused(ConfigError, "choose among lookup, or load"):
+        alone.submit([5], drafts=["eagle3"])
 
 
 # --- the classic rules -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from draftwing.engine import decode, engine, request, rows
 from draftwing.engine.engine import Engine
 from draftwing.engine.request import Request
 from draftwing.engine.rows import explain
-from draftwing.errors import ConfigError, DraftwingError, NumericsError, PromptError
+from draftwing.errors import ConfigError, NumericsError, PromptError
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.nets.eagle import EagleNet
@@ -212,45 +212,6 @@ def test_settings_that_leave_no_number_are_named():
     found = explain("tiny", one, 9, torch.zeros(2, 4), torch.tensor([0, 1, -1]))
     with refused(NumericsError, "request 3 at position 9 are finite", "temperature 0.5, logit_bias -8.0"):
         raise found
-
-
-class Refusing(LookupDrafter):
-    """Refuses a prompt after the target has read it, or fails in a later step."""
-
-    fails = 0
-
-    def admit(self, ctx, features):
-        if ctx.rows[-1].tokens[0] == 13:
-            raise DraftwingError("no thirteen")
-        super().admit(ctx, features)
-
-    def observe(self, ctx, tree, accepted, output):
-        Refusing.fails -= 1
-        if Refusing.fails == 0:
-            raise DraftwingError("no more")
-        super().observe(ctx, tree, accepted, output)
-
-
-def test_a_drafter_that_fails(target, expected):
-    def make():
-        return Refusing(VOCAB, 1)
-
-    own = Engine(dw.Decoder(target, make, budget=dw.Budget(3)))
-    good = own.submit(PROMPTS[0], samplings()[0])
-    bad, last = own.submit([13, 5]), own.submit(PROMPTS[1], samplings()[1])
-    Refusing.fails = 3
-    with refused(DraftwingError, "no more"):
-        own.run()
-    own.run()  # in new rows
-    assert [good.token_ids, last.token_ids] == expected[:2]
-    assert (bad.finish_reason, str(bad.error)) == ("error", "no thirteen")
-    decoder = dw.Decoder(target, make(), budget=dw.Budget(3))
-    decoder.admit(*zip(PROMPTS, samplings(), strict=True).__next__())
-    Refusing.fails = 1
-    with refused(DraftwingError, "no more"):
-        decoder.step()
-    with refused(ConfigError, "a step was interrupted", "admit the requests to a new Decoder"):
-        decoder.step()
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------

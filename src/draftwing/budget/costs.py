@@ -15,7 +15,9 @@ from typing import Any
 from draftwing.budget.formulas import expected_tokens
 from draftwing.errors import ConfigError
 
-__all__ = ["Costs", "Curve", "inflection_length", "pooled"]
+__all__ = ["ROWS", "Costs", "Curve", "inflection_length", "pooled"]
+
+ROWS = 4  # at once, with which it is measured what further rows take
 
 
 @dataclass(frozen=True)

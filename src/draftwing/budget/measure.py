@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftwing.accept import get_rule
-from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.costs import ROWS, Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, Traits
 from draftwing.errors import ConfigError
@@ -41,7 +41,7 @@ TREE_DEPTHS, WIDTH = (1, 2, 4, 6), 4
 # Where a plain step takes longer than this, fewer sizes are measured.
 SLOW = 0.06
 FEW_NODES, FEW_DEPTHS = (1, 4, 6, 8, 12, 16, 32, 64), (1, 4)
-ROWS, ROW_NODES = 4, (1, 4, 16)
+ROW_NODES = (1, 4, 16)
 CONTEXT, LONG = 64, 1024  # tokens of the rows that are measured
 ROUNDS, LEAST_ROUNDS = 12, 2  # the first warms everything up, and does not count
 YOUNG = 3600  # seconds for which costs are kept whatever steps take, or they might be measured at every start

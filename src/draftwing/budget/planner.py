@@ -27,7 +27,7 @@ from torch import Tensor
 from draftwing.accept import Rule
 from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.clock import KEEP, SETTLED, Clock
-from draftwing.budget.costs import Costs
+from draftwing.budget.costs import ROWS, Costs
 from draftwing.drafters.base import Budget, Traits
 from draftwing.model.target import Context, Row
 from draftwing.run.request import GrowthRule
@@ -37,9 +37,9 @@ __all__ = ["Account", "Gate", "Planner"]
 
 # When to draft at all.
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
-FIRST = 16  # drafts that are tried before they are judged
+FIRST, LEAST = 16, 8  # drafts of one row that are tried before they are judged; of many rows at once, at least
 GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs nothing plainly
-DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: tokens of a step scatter as much as that
+DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: a row's tokens scatter as much as that
 HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
@@ -99,13 +99,16 @@ class Gate:
         forecast: the speedup to be expected by all that was learnt.
         trusts_forecast: whether drafts follow the forecast: what was drafted before is then of other shapes than what
             would be now, and both count.
+
+    Attributes:
+        rows: of the next step.
     """
 
     def __init__(self, clock: Clock, forecast: Callable[[], float], *, trusts_forecast: bool = False) -> None:
         self._clock, self._forecast, self._trusts = clock, forecast, trusts_forecast
         self.drafts = Account()  # of steps that drafted,
         self.all = Account()  # and of every step
-        self.steps = 0
+        self.steps, self.rows = 0, 1
         self.is_open = False
         self._plain, self._patience, self._probes = 0, PROBE, 0
         self._check, self._checking = CHECK, 0
@@ -128,7 +131,7 @@ class Gate:
 
     def _is_worth_it(self) -> bool:
         drafts = self.drafts
-        if drafts.steps < FIRST:
+        if drafts.steps < max(FIRST // self.rows, LEAST):
             return True
         if self._probes:
             self._probes -= 1
@@ -137,7 +140,7 @@ class Gate:
         speedup, seen = drafts.speedup(self._clock), drafts.weight
         if self._trusts:
             speedup, seen = (speedup + self._forecast()) / 2, drafts.steps
-        if speedup * (1 + DOUBT / math.sqrt(seen)) >= GAIN:
+        if speedup * (1 + DOUBT / math.sqrt(seen * self.rows)) >= GAIN:
             self._plain, self._patience = 0, PROBE
             return True
         self._plain += 1
@@ -205,7 +208,8 @@ class Planner:
         self.most, self.sighted, self.shapes = most, sighted, shapes
         self.gate = Gate(self.clock, self._forecast, trusts_forecast=not sighted)
         self._lock, self._on_stale = threading.Lock(), on_stale
-        self._rows = 1
+        self._rows, self._size = 1, 0
+        self._sizes: dict[int, tuple[Clock, Gate]] = {}  # of batches: what they take, and whether drafts pay in them
         self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
         self._own = 0.0  # seconds that learning takes after a step, in the mean
         self._unlearnt: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parents and told (B, N), path (B, D)
@@ -234,7 +238,9 @@ class Planner:
     def budget(self, ctx: Context, children: str) -> Budget:
         """For the next step."""
         with self._lock:
-            gate, rows = self.gate, len(ctx.rows)
+            rows = len(ctx.rows)
+            self._turn_to(rows)
+            gate, self.gate.rows = self.gate, rows
             was_open = gate.is_open
             self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
             if rows == 1 and not any(ctx.rows[0] is each for each in self._texts):
@@ -255,7 +261,9 @@ class Planner:
     ) -> None:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         with self._lock:
-            gate, clock, (rows, nodes) = self.gate, self.clock, tree.tokens.shape
+            rows, nodes = tree.tokens.shape
+            self._turn_to(rows)
+            gate, clock = self.gate, self.clock
             levels = float(tree.max_depth) if tree.effort is None else tree.effort
             if nodes == 1 and not levels and gate.rests:
                 clock.run += 1
@@ -274,10 +282,25 @@ class Planner:
                 self._unlearnt.append((tree.parents, accepted.path, tree.told))
                 if gate.steps < YOUNG or gate.steps % FRESH == 0:  # several at once take less than each by itself
                     self._learn()
-            if self._on_stale is not None and clock.is_stale:
+            if self._on_stale is not None and clock.is_stale and rows <= ROWS:
                 self._on_stale()
                 self._on_stale = None
             self._own += 0.05 * (min(time.perf_counter() - began, 1e-3) - self._own)
+
+    def _turn_to(self, rows: int) -> None:
+        """Go on with what was learnt of batches of about so many rows.
+
+        Each size (1, 2, 3-4, 5-8, ...) has a clock and a gate of its own: drafts that pay for one row may not for many,
+        and what many take is not measured beforehand, but follows from what few took.
+        """
+        size = (rows - 1).bit_length()
+        if size == self._size:
+            return
+        self._sizes[self._size] = self.clock, self.gate
+        if size not in self._sizes:
+            clock = Clock(self.clock.costs)
+            self._sizes[size] = clock, type(self.gate)(clock, self._forecast, trusts_forecast=not self.sighted)
+        self._size, (self.clock, self.gate) = size, self._sizes[size]
 
     def _learn(self) -> None:
         """Acceptance of the nodes whose parents were accepted, in the steps since it was learnt from last."""

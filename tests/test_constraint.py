@@ -1,0 +1,476 @@
+"""Masks at tree nodes: a text under a constraint is what the target says under it, whatever was drafted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import draftwing as dw
+from conftest import add_tokenizer, refused
+from draftwing.constraint import bits_of, has_bit, words_without
+from draftwing.drafters.base import Budget
+from draftwing.engine.decode import Decoder
+from draftwing.engine.engine import Engine
+from draftwing.engine.masks import Masks
+from draftwing.engine.request import Request
+from draftwing.errors import ConfigError, DraftwingError, NumericsError, SamplingError, UnsupportedError
+from draftwing.model.target import FeatureSpec
+from draftwing.sampling import Sampling
+from draftwing.text.grammar import DEEPEST, LONGEST, Grammar, as_grammar
+from draftwing.text.stream import TextStream
+from draftwing.tree import DraftTree
+from test_exact import CLASSIC, DRAFTERS, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step, lab  # noqa: F401
+
+EOS = 2
+LENGTH = 17  # tokens of a text, the end token counted
+
+
+class Rhymes:
+    """Each token must differ from the last one modulo 3; the text may end from 9 tokens on, and must after 16."""
+
+    def start(self) -> RhymesState:
+        return RhymesState((), self.fails_at)
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+
+
+class RhymesState:
+    def __init__(self, tokens: tuple[int, ...], fails_at: int | None) -> None:
+        self.tokens, self.fails_at = tokens, fails_at
+
+    def good(self) -> set[int]:
+        if len(self.tokens) == LENGTH - 1:
+            return {EOS}
+        last = self.tokens[-1] % 3 if self.tokens else 0
+        found = {token for token in range(VOCAB) if token % 3 != last and token != EOS}
+        return found | {EOS} if len(self.tokens) >= 9 else found
+
+    def allowed(self) -> np.ndarray:
+        if len(self.tokens) == self.fails_at:
+            raise ConfigError("no rhyme any more")
+        return words_of(self.good())
+
+    def take(self, token: int) -> None:
+        assert token in self.good()
+        self.tokens = (*self.tokens, token)
+
+    def fork(self) -> RhymesState:
+        return RhymesState(self.tokens, self.fails_at)
+
+
+def words_of(tokens) -> np.ndarray:
+    words = np.zeros((VOCAB + 31) // 32, dtype=np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+def check_valid(text) -> None:
+    state = Rhymes().start()
+    for token in text:
+        state.take(token)
+    assert text[-1] == EOS or len(text) == LENGTH
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.sets(st.integers(0, 159)), st.integers(1, 200))
+def test_bits_say_which_tokens_are_in_a_mask(num_words, tokens, vocab_size):
+    words = np.zeros(num_words, dtype=np.uint32)
+    here = {token for token in tokens if token < 32 * num_words}
+    for token in here:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    bits = bits_of(np.stack([words, ~words]), vocab_size)
+    assert bits.shape == (2, vocab_size)
+    assert bits.dtype == bool
+    assert set(np.flatnonzero(bits[0])) == {token for token in here if token < vocab_size}
+    assert set(np.flatnonzero(bits[1])) == {t for t in range(min(vocab_size, 32 * num_words)) if t not in here}
+    assert all(has_bit(words, token) == (token in here) for token in range(vocab_size))
+    gone = tuple(tokens)[:2]
+    left = bits_of(words_without(words, gone)[None], vocab_size)[0]
+    assert set(np.flatnonzero(left)) == {token for token in here if token < vocab_size} - set(gone)
+
+
+def test_every_node_has_the_mask_of_its_own_path():
+    """Nodes below forbidden ones, and below the end of the text, go; the others keep their numbers."""
+    request = Request(0, [5], Sampling(), constraint=Rhymes())
+    other = Request(1, [5], Sampling())
+    tokens = [[5, 4, 7, 8, 3, 6, 10], [5, 4, 7, 8, 3, 6, 10]]
+    parents = [[-1, 0, 1, 1, 3, 2, 4]] * 2  # 4-7 rhyme, so 7 and the 6 below it go
+    tree = DraftTree.from_lists(tokens, parents)
+    masks = Masks.of([request, other], VOCAB, (EOS,), cuts=True)
+    cut = masks.read(tree)
+    cut.check(VOCAB)
+    assert cut.tokens[0].tolist() == [5, 4, -1, 8, 3, -1, 10]
+    assert cut.tokens[1].tolist() == tokens[1]
+    logits = torch.randn(2, 7, VOCAB)
+    masked = masks.apply(logits)
+    assert torch.equal(masked[1], logits[1])
+    for node, path in {0: (), 1: (4,), 3: (4, 8), 4: (4, 8, 3), 6: (4, 8, 3, 10)}.items():
+        good = sorted(RhymesState(path, None).good())
+        assert torch.equal(masked[0, node, good], logits[0, node, good])
+        assert masked[0, node].isfinite().sum() == len(good)
+
+    trimmed = Masks.of([request], VOCAB, (EOS,), cuts=True).read(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
+    assert trimmed.tokens.tolist() == [[5, 4]]  # what nobody verifies is not even there
+    assert (trimmed.is_line, trimmed.depth, trimmed.effort) == (True, 1, 3.0)
+    whole = Masks.of([request], VOCAB, (EOS,), cuts=False).read(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
+    assert whole.num_nodes == 4
+    assert Masks.of([other], VOCAB, (EOS,), cuts=True) is None
+
+
+# --- the text --------------------------------------------------------------------------------------------------------
+
+
+def decode(target, drafter, requests, budget=None, rule="match"):
+    """Texts of (prompt, sampling, constraint or None), decoded together."""
+    own = Engine(Decoder(target, drafter, rule, budget))
+    submitted = [own.submit(prompt, sampling, constraint=held) for prompt, sampling, held in requests]
+    for step in own.steps():
+        check_step(step)
+    assert all(each.error is None for each in submitted)
+    return [tuple(each.token_ids) for each in submitted], [each.stats for each in submitted]
+
+
+def requests_of(kind: str):
+    """One under a constraint, one that must not end soon, one that is free."""
+    common = {"max_tokens": 24, **SAMPLINGS[kind]}
+    return [
+        (PROMPTS[0], Sampling(seed=1, **common), Rhymes()),
+        (PROMPTS[1], Sampling(seed=2, min_tokens=11, logit_bias={EOS: 40.0}, stop_tokens=(7,), **common), None),
+        (PROMPTS[2], Sampling(seed=3, ignore_eos=True, **common), None),
+        (PROMPTS[2], Sampling(seed=4, min_tokens=12, **common), Rhymes()),
+    ]
+
+
+FEW = ("lm-tree", "eagle3-dynamic", "lookahead", "kangaroo-dynamic", "eagle3+lookup-rule", "twins", "scattered")
+MORE = (
+    "self-chain",
+    "lm-static",
+    "eagle3-rule",
+    "medusa-dynamic",
+    "lookahead+eagle3",
+    "skip-chain",
+    "mtp-modules-tree",
+)
+KINDS = [(kind, "llama", name) for kind in ("greedy", "t1") for name in FEW]
+KINDS += [("penalties", "llama", "lm-tree"), ("top-p", "llama", "twins"), ("t1", "gpt2", "lm-tree")]
+KINDS += [
+    (kind, family, name) for family in FUSED[:1] for kind in ("t1", "greedy") for name in ("lm-tree", "eagle3-rule")
+]
+FULL = [(kind, "llama", name) for kind in SAMPLINGS for name in (*FEW, *MORE)]
+FULL += [(kind, family, name) for family in ("gpt2", *FUSED) for kind in SAMPLINGS for name in ("lm-tree", "twins")]
+
+
+@pytest.fixture(scope="module")
+def plain(lab):  # noqa: F811
+    known = {}
+
+    def get(family, kind):
+        if (family, kind) not in known:
+            known[family, kind] = decode(lab(family).target, None, requests_of(kind))[0]
+        return known[family, kind]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "drafter"),
+    [
+        *KINDS,
+        *(pytest.param(*case, marks=pytest.mark.full) for case in dict.fromkeys(FULL) if case not in KINDS),
+    ],
+)
+def test_the_text_is_the_same_whatever_is_drafted(kind, family, drafter, lab, plain):  # noqa: F811
+    here, case, wanted = lab(family), DRAFTERS[drafter], plain(family, kind)
+    for text in (wanted[0], wanted[3]):
+        check_valid(text)
+    assert len(wanted[3]) > 12 or wanted[3][-1] != EOS
+    made, requests = case.make(here, kind), requests_of(kind)
+    if isinstance(made, Scripted):  # it knows what is said under the constraints
+        made._futures = {tuple(prompt): text for (prompt, *_), text in zip(requests, wanted, strict=True)}
+    found, stats = decode(here.target, made, requests, case.budget)
+    assert found == wanted
+    if drafter in ("lm-tree", "eagle3-dynamic", "twins", "scattered", "self-chain") and family != "gpt2":
+        assert sum(each.num_accepted for each in stats) > 0
+
+
+def test_it_is_the_best_of_what_is_allowed_at_every_place(lab):  # noqa: F811
+    """By definition: the target scores each text up to there as a whole, and the best allowed token follows."""
+    target, text, state = lab("llama").target, list(PROMPTS[1]), Rhymes().start()
+    while len(text) == len(PROMPTS[1]) or text[-1] != EOS:
+        logits = target.score(torch.tensor([text]), FeatureSpec()).logits[0, -1]
+        text.append(max(state.good(), key=lambda token: float(logits[token])))
+        state.take(text[-1])
+    (found,), _ = decode(target, None, [(PROMPTS[1], Sampling(), Rhymes())])
+    assert list(found) == text[len(PROMPTS[1]) :]
+
+
+@pytest.mark.parametrize("rule", CLASSIC)
+def test_classic_rules_are_greedy_under_a_constraint(rule, lab, plain):  # noqa: F811
+    here = lab("llama")
+    made = DRAFTERS["lm-chain"].make(here, "greedy")
+    assert decode(here.target, made, requests_of("greedy"), CLASSIC[rule], rule)[0] == plain("llama", "greedy")
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [
+        ("speculative", "lm-chain"),
+        *(pytest.param(rule, "lm-chain", marks=pytest.mark.full) for rule in ("match", "block", "multi-round")),
+    ],
+)
+def test_the_law_under_a_constraint(rule, drafter, lab):  # noqa: F811
+    """Chi-square of the first two tokens: forbidden drafts count as rejected, or what follows would be off."""
+    here, num_seeds = lab("llama"), 600
+    settings = {"temperature": 1.0, "max_tokens": 3}
+    prompt = list(here.plain("t1", 1)[:3])
+    allowed = FewWords()
+    requests = [(prompt, Sampling(seed=seed, **settings), allowed) for seed in range(num_seeds)]
+    made = DRAFTERS[drafter].make(here, "t1")
+    texts, stats = decode(here.target, made, requests, CLASSIC.get(rule, Budget(3, 2)), rule)
+    assert 0 < sum(each.num_accepted for each in stats) < sum(each.num_drafted for each in stats)
+
+    def law(ids):
+        logits = here.target.score(torch.tensor([ids]), FeatureSpec()).logits[0, -1][list(allowed.words)]
+        return dict(zip(allowed.words, logits.softmax(0).tolist(), strict=True))
+
+    wanted = {(a, b): p * q for a, p in law(prompt).items() for b, q in law([*prompt, a]).items()}
+    wanted = {pair: num_seeds * p for pair, p in wanted.items()}
+    found = Counter(text[:2] for text in texts)
+    assert set(found) <= set(wanted)
+    rare = [pair for pair, count in wanted.items() if count < 5]  # together, as the test asks for
+    bins = [(found[pair], count) for pair, count in wanted.items() if count >= 5]
+    bins += [(sum(found[pair] for pair in rare), sum(wanted[pair] for pair in rare))] if rare else []
+    chi_square = sum((seen - count) ** 2 / count for seen, count in bins if count)
+    assert chi_square < len(bins) - 1 + 4 * (2 * (len(bins) - 1)) ** 0.5
+
+
+class FewWords:
+    """Three tokens in four may follow any other, and never an end."""
+
+    words = tuple(token for token in range(3, VOCAB) if token % 4)
+
+    def start(self):
+        return self
+
+    def allowed(self):
+        return words_of(self.words)
+
+    def take(self, token):
+        assert token in self.words
+
+    def fork(self):
+        return self
+
+
+def test_a_constraint_that_fails_ends_its_own_text(lab):  # noqa: F811
+    here = lab("llama")
+    own = Engine(Decoder(here.target, lambda: DRAFTERS["lm-tree"].make(here, "t1"), budget=Budget(3, 2)))
+    free, bad = (
+        own.submit(PROMPTS[1], Sampling(max_tokens=12, ignore_eos=True)),
+        own.submit(PROMPTS[2], constraint=Rhymes(fails_at=5)),
+    )
+    own.run()
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 12)
+    assert (bad.finish_reason, str(bad.error)) == ("error", "no rhyme any more")
+    assert len(bad.token_ids) <= 5
+    nothing = Sampling(banned_tokens=tuple(token for token in range(VOCAB) if token % 3))
+    last = own.submit(PROMPTS[2], nothing, constraint=Rhymes())
+    own.run()
+    with refused(NumericsError, "leave no token with a finite score", "constraint that allows none of what is left"):
+        raise last.error
+
+
+def test_what_is_no_constraint_is_refused(lab):  # noqa: F811
+    own = Engine(Decoder(lab("llama").target))
+    with refused(ConfigError, "constraint must have a start()", "found 'json'"):
+        own.submit([5], constraint="json")
+    with refused(ConfigError, "ignore_eos would go on"):
+        own.submit([5], Sampling(ignore_eos=True), constraint=Rhymes())
+    assert own.num_waiting == 0
+
+
+# --- min_tokens ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_ends_a_text_before_min_tokens(lab):  # noqa: F811
+    """The end token is by far the likeliest, so that it comes as soon as it may."""
+    here, likely = lab("llama"), {EOS: 1e6}
+    for name in (None, "lm-tree", "scattered"):
+        for least in (0, 1, 7):
+            sampling = Sampling(min_tokens=least, max_tokens=12, logit_bias=likely)
+            drafter = None if name is None else DRAFTERS[name].make(here, "greedy")
+            ((text,), _) = decode(here.target, drafter, [(PROMPTS[1], sampling, None)], Budget(4, 2))
+            assert len(text) == least + 1
+            assert text.index(EOS) == least
+    stop = replace(sampling, logit_bias={9: 1e6}, stop_tokens=(9,), ignore_eos=True)
+    ((text,), _) = decode(here.target, None, [(PROMPTS[1], stop, None)])
+    assert text.index(9) == 7
+
+
+@pytest.mark.parametrize("value", [-1, 25, 1.5, "3", True, None])
+def test_min_tokens_lie_within_max_tokens(value):
+    with pytest.raises(SamplingError, match="min_tokens must be"):
+        Sampling(max_tokens=24, min_tokens=value)
+
+
+class Letters:
+    """Token 0 is ``a``, token 1 ``b``, ..."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join(chr(97 + token) for token in ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "least", "shown"),
+    [
+        (("c",), 0, "ab"),
+        (("c",), 2, "ab"),
+        (("c",), 3, "abcab"),
+        (("ca",), 3, "ab"),  # complete with the fourth token, though it begins before
+        (("ca",), 4, "abcabcabc"[:5]),
+        (("b", "bcx"), 2, "abca"),  # an early b that may begin another one is still not an end
+        (("cabca",), 5, "ab"),
+    ],
+)
+def test_stop_strings_that_are_complete_too_soon_are_none(stop, least, shown):
+    for size in (1, 2, 9):
+        stream, text = TextStream(Letters(), (), stop, min_ids=least), ""
+        ids = [0, 1, 2] * 3
+        for at in range(0, len(ids), size):
+            text += stream.push(ids[at : at + size])
+        assert text + stream.flush() == shown, size
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["x", "yz"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+LARK = 'start: "def " name "(" name ("," name)? ")"\nname: /[a-c]{1,3}/'
+
+
+@pytest.fixture(scope="module")
+def lm(folder_of, tmp_path_factory):
+    pytest.importorskip("llguidance")
+    path = tmp_path_factory.mktemp("grammar") / "model"
+    add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=320), path))  # more rows than the tokenizer has tokens
+    return dw.load(path, f"{path}+lookup", dtype="float64", device="cpu", draft_options={"min_match": 1})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_follows_its_grammar_whatever_is_drafted(temperature, lm):
+    grammars = {
+        "schema": (SCHEMA, lambda text: set(json.loads(text)) == {"kind", "count"} and json.loads(text)["count"] < 100),
+        "regex": (Grammar.regex(r"[0-9]{3}-[a-f]{2,9}"), re.compile(r"[0-9]{3}-[a-f]{2,9}").fullmatch),
+        "lark": (Grammar.lark(LARK), re.compile(r"def [a-c]{1,3}\([a-c]{1,3}(,[a-c]{1,3})?\)").fullmatch),
+    }
+    for name, (grammar, is_valid) in grammars.items():
+        options = {"temperature": temperature, "seed": 5, "max_tokens": 200, "grammar": grammar}
+        texts = []
+        for budget in ("none", Budget(3), Budget(3, 2, 5)):
+            (found,) = lm.generate("def add(a, b):", speculation=budget, **options)
+            texts.append(found.token_ids)
+            assert found.finish_reason == "stop"
+            assert found.token_ids[-1] == EOS
+            assert is_valid(found.text), (name, found.text)
+        assert texts[0] == texts[1] == texts[2]
+        assert found.stats.num_accepted > 0
+        assert "".join(step.text for step in lm.stream("def add(a, b):", **options)) == found.text
+
+
+def test_any_json_object(lm):
+    (found,) = lm.generate("x", max_tokens=12, grammar="json", temperature=1.0, seed=2)
+    assert found.text.startswith("{")
+    assert lm.constraint("json") is lm.constraint(Grammar.json_object()) is lm.constraint({"type": "object"})
+
+
+def test_space_is_bounded(lm):
+    """Blanks are by far the likeliest, and still the text comes to its end."""
+    blank, line = lm.encode(" ")[-1], lm.encode("\n")[-1]
+    bias = {blank: 1e6, line: 1e6}
+    (found,) = lm.generate("x", max_tokens=500, grammar=SCHEMA, logit_bias=bias)
+    assert found.finish_reason == "stop"
+    assert set(json.loads(found.text)) == {"kind", "count"}
+
+
+def test_a_complete_grammar_ends_a_young_text(lm):
+    (found,) = lm.generate("x", max_tokens=50, min_tokens=40, grammar=Grammar.regex("[ab]{5}"))
+    assert re.fullmatch("[ab]{5}", found.text)
+    (longer,) = lm.generate(
+        "x", max_tokens=50, min_tokens=40, grammar=Grammar.regex("[ab]{1,300}"), logit_bias={EOS: 1e6}
+    )
+    assert len(longer.token_ids) == 41
+
+
+def deep(levels):
+    found = {"type": "string"}
+    for _ in range(levels):
+        found = {"type": "array", "items": found}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ({"type": "nonsense"}, "the JSON schema cannot be followed"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "cannot be followed"),
+        ({"$ref": "http://example.com/x.json"}, "cannot be followed"),
+        ({"type": "object", "not": {}}, "cannot be followed"),
+        (deep(DEEPEST + 1), f"nested deeper than {DEEPEST} levels"),
+        (deep(100_000), "nested deeper than"),
+        ({"a": {1, 2}}, "is not JSON"),
+        ({"const": float("nan")}, "is not JSON"),
+        (5, "grammar must be a Grammar, a JSON schema as a dict, or 'json', found 5"),
+        ("xml", "found 'xml'"),
+    ],
+)
+def test_grammars_that_cannot_be_followed_are_refused(grammar, message, lm):
+    with refused(ConfigError, message):
+        lm.generate("x", grammar=grammar)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "(a"),
+        ("regex", "(" * 2000 + "a" + ")" * 2000),
+        ("lark", "start: nope"),
+        ("lark", ""),
+        ("lark", "x" * (LONGEST + 1)),
+        ("xml", "<a/>"),
+        ("regex", 5),
+        (["regex"], "a"),
+    ],
+)
+def test_sources_that_cannot_be_read_are_refused(kind, source, lm):
+    with pytest.raises(ConfigError) as caught:
+        lm.constraint(Grammar(kind, source))
+    assert len(str(caught.value)) < 400
+    with refused(ConfigError, "a JSON schema is an object or true or false, found [1]"):
+        Grammar.json_schema("[1]")
+    assert as_grammar(Grammar.json_schema("true")).source == "true"
+
+
+def test_without_llguidance_it_says_what_to_install(lm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    lm.__dict__.pop("_grammars", None)
+    with refused(UnsupportedError, "grammars need llguidance", "pip install 'draftwing[grammar]'"):
+        lm.generate("x", grammar="json")
+    assert issubclass(UnsupportedError, DraftwingError)
