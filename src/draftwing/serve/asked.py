@@ -19,18 +19,10 @@ from draftwing.text.grammar import Grammar
 __all__ = ["MOST_TEXTS", "Asked", "Defaults", "Text", "asked_of_chat", "asked_of_completion"]
 
 MOST_TEXTS = 128  # of one request: prompts times n
-_SAME = [
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-]
+_SAME = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "min_tokens", "ignore_eos"),
+)
 
 
 @dataclass(frozen=True)
