@@ -28,7 +28,7 @@ from draftwing.serve.guard import Guard
 from draftwing.serve.metrics import Metrics
 from draftwing.serve.refusal import Refusal, dumps
 from draftwing.serve.shapes import Shape
-from draftwing.serve.writing import Tracer, Writing
+from draftwing.serve.writing import NewTracer, Writing
 
 __all__ = ["Settings", "make_app"]
 
@@ -73,7 +73,7 @@ class _Server:
             on_end=lambda ticket: self.metrics.end(ticket, time.monotonic()),
         )
         self.metrics.watch(self.worker)
-        self.trace = _tracer()
+        self.new_tracer = _new_tracer()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here; none is this one."""
@@ -100,7 +100,7 @@ class _Server:
         self.check_model(body.model)
         asked = await run_in_threadpool(read, body, self.lm, self.defaults)
         shape = Shape(body.model or self.settings.names[0], is_chat)
-        writing = Writing(self.worker, self.lm, asked, shape, self.trace)
+        writing = Writing(self.worker, self.lm, asked, shape, self.new_tracer)
         if asked.stream:
             return StreamingResponse(_closing(writing), media_type="text/event-stream", headers=_STREAM)
         try:
@@ -139,11 +139,11 @@ async def _unless_gone(request: Request, writing: Writing) -> bytes:
         left.cancel()
 
 
-def _tracer() -> Tracer | None:
-    """What makes the trace of a step; it comes with the page."""
+def _new_tracer() -> NewTracer | None:
+    """What traces steps; it comes with the page."""
     if not (_PAGE.parent / "trace.py").exists():
         return None
-    found: Tracer = import_module("draftwing.serve.trace").step_trace
+    found: NewTracer = import_module("draftwing.serve.trace").Tracer
     return found
 
 
