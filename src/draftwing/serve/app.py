@@ -46,6 +46,7 @@ class Settings:
         max_body: bytes of a request.
         max_tokens: of an answer whose request does not say it; None for what is left of the context.
         api_keys: any of which is good.
+        hosts: names by which it may be asked for; none: any.
         engine: more options of ``LM.engine``.
     """
 
@@ -55,6 +56,7 @@ class Settings:
     max_body: int = 8 * 2**20
     max_tokens: int | None = None
     api_keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -166,7 +168,8 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
     app = FastAPI(title="Draftwing", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.worker, app.state.metrics = server.worker, server.metrics
     refusal.install(app)
-    app.add_middleware(Guard, api_keys=settings.api_keys, max_body=settings.max_body)
+    keys, hosts = settings.api_keys, settings.hosts
+    app.add_middleware(Guard, api_keys=keys, max_body=settings.max_body, hosts=hosts)
     _add_answers(app, server)
     _add_rest(app, server)
     if (_PAGE / "index.html").exists():
@@ -203,7 +206,7 @@ def _responses(*statuses: int, kind: str = "application/json") -> dict[int | str
 
 def _add_answers(app: FastAPI, server: _Server) -> None:
     """The paths that write."""
-    found = _responses(400, 401, 404, 413, 415, 422, 429, 500, 503)
+    found = _responses(400, 401, 403, 404, 408, 413, 429, 500, 503)
     found[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
 
     @app.post("/v1/chat/completions", response_class=Response, responses=found)

@@ -98,7 +98,7 @@ class Writing:
                     keeps_steps=new_tracer is not None,
                     **text.options,
                 )
-                reader = None if asked.tool_names is None else ToolReader(asked.tool_names)
+                reader = None if asked.tool_names is None else ToolReader(asked.tool_names, asked.most_calls)
                 tracer = new_tracer and new_tracer(lm.tokenizer, text.prompt_ids, text.sampling.stop)
                 self._choices.append(_Choice(number, ticket, reader, tracer))
         except DraftwingError as error:
