@@ -10,6 +10,7 @@
     ├── SamplingError      a sampling parameter outside its range
     ├── TreeError          a draft tree that is not one
     ├── NumericsError      NaN or infinity where a probability should be
+    ├── SlotsError         KV slots that are used up, or rows and slots that do not add up
     └── DraftwingWarning   (a warning) it goes on, but slower or differently than one would think
 
 Each message names the thing, says what was expected and what was found, and ends with the fix. All are
@@ -29,6 +30,7 @@ __all__ = [
     "NumericsError",
     "PromptError",
     "SamplingError",
+    "SlotsError",
     "TokenizerError",
     "TreeError",
     "UnsupportedError",
@@ -88,6 +90,10 @@ class TreeError(DraftwingError, ValueError):
 
 class NumericsError(DraftwingError, ArithmeticError):
     """NaN or infinity in the target's logits."""
+
+
+class SlotsError(DraftwingError):
+    """KV slots that are used up, or whose account with rows and requests is wrong."""
 
 
 class DraftwingWarning(UserWarning):

@@ -38,9 +38,11 @@ class Request:
         speculation: how much is drafted for it; None: as much as for everyone.
         tokenizer: turns its ids into text; None: it is ids alone, and has no stop strings.
         references: texts, as ids, that are likely to be repeated in it: a drafter may copy from them.
+        priority: those with more come first, and are the last to give their slots up.
+        deadline: seconds of ``time.monotonic`` at which it ends wherever it is; None: whenever it ends.
         token_ids: emitted so far, cut where the text ended.
-        finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error`` or
-            ``cancelled``.
+        finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error``,
+            ``cancelled`` or ``deadline``.
         error: why it failed.
 
     Raises:
@@ -53,6 +55,8 @@ class Request:
     speculation: Budget | None = None
     tokenizer: TokenDecoder | None = None
     references: Sequence[Sequence[int]] = ()
+    priority: int = 0
+    deadline: float | None = None
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)
