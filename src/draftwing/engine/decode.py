@@ -23,7 +23,7 @@ from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.drafters.growing.worth import worth_keeping
 from draftwing.engine.request import Request
-from draftwing.engine.rows import cut_to, explain, logprobs_of, widest
+from draftwing.engine.rows import cut_to, explain, logprobs_of, widest, with_laws
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
 from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.run.kernel.noise import noise_of
@@ -230,6 +230,7 @@ class Decoder:
             for place, found in enumerate(emitted):
                 rows.append(self._advance(place, found, accepted, output))
                 num_tokens += len(rows[-1].token_ids)
+            rows = with_laws(rows, tree, scores, sampling) if sampling.has_laws else rows
             if planner is not None:
                 planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
             clock.append(time.perf_counter())

@@ -1,0 +1,1 @@
+"""An HTTP server that speaks the OpenAI protocol."""
