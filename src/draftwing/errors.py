@@ -10,6 +10,8 @@
     ├── SamplingError      a sampling parameter outside its range
     ├── TreeError          a draft tree that is not one
     ├── NumericsError      NaN or infinity where a probability should be
+    ├── BusyError          too many requests wait already; try again later
+    ├── ClosedError        the worker that decodes takes no requests any more
     └── DraftwingWarning   (a warning) it goes on, but slower or differently than one would think
 
 Each message names the thing, says what was expected and what was found, and ends with the fix. All are
@@ -21,7 +23,9 @@ from __future__ import annotations
 import reprlib
 
 __all__ = [
+    "BusyError",
     "CheckpointError",
+    "ClosedError",
     "ConfigError",
     "DataError",
     "DraftwingError",
@@ -88,6 +92,14 @@ class TreeError(DraftwingError, ValueError):
 
 class NumericsError(DraftwingError, ArithmeticError):
     """NaN or infinity in the target's logits."""
+
+
+class BusyError(DraftwingError):
+    """Too many requests wait already: the same one may be taken later."""
+
+
+class ClosedError(DraftwingError):
+    """Whoever decodes takes no requests any more: it is shutting down, or broke."""
 
 
 class DraftwingWarning(UserWarning):

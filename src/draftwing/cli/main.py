@@ -28,6 +28,7 @@ from draftwing.cli import (
     models,
     predict,
     screen,
+    serve,
     train,
     tune,
 )
@@ -107,7 +108,7 @@ def _root(
     """Speculative decoding: several tokens per forward pass of a model, and the same text."""
 
 
-_COMMANDS = (generate, chat, demo, compare, bench, predict, info, models, train, tune, heads, data, datastore, gguf)
+_COMMANDS = (generate, chat, demo, compare, bench, predict, info, models, train, tune, heads, data, datastore, gguf, serve)
 for _commands in _COMMANDS:
     _commands.register(app)
 

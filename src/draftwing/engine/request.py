@@ -71,6 +71,11 @@ class Request:
         return "".join(row.text for row, _ in self._steps.values())
 
     @property
+    def rows(self) -> list[RowStep]:
+        """Its share of every step so far."""
+        return [row for row, _ in list(self._steps.values())]
+
+    @property
     def logprobs(self) -> list[Logprob]:
         """One per token where asked for, else none."""
         return [found for row, _ in self._steps.values() for found in row.logprobs or ()]

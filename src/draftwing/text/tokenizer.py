@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,11 @@ from draftwing.errors import PromptError, TokenizerError
 from draftwing.text.prompts import check_text
 
 __all__ = ["Tokenizer"]
+
+# The characters by which byte-level tokenizers write bytes: printable ones stand for themselves, others follow from 256.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 class Tokenizer:
@@ -101,8 +107,16 @@ class Tokenizer:
         """
         return list(self.fast.encode(check_text(text), add_special_tokens=False).ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template makes use of a variable, such as ``tools``."""
+        return re.search(rf"\b{re.escape(name)}\b", str(self._transformers.chat_template or "")) is not None
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Ids of a dialogue through the chat template, ready for the assistant's turn.
+
+        Args:
+            messages: role and content, and whatever else the template reads.
+            variables: of the template, such as ``tools``.
 
         Raises:
             TokenizerError: there is no chat template, or it refuses the messages.
@@ -112,7 +126,8 @@ class Tokenizer:
             raise TokenizerError(f"{self.folder}: this tokenizer has no chat template: prompt it with plain text")
         try:
             text = self._transformers.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                **{"add_generation_prompt": True, **variables, "tokenize": False},
             )
         except Exception as error:  # jinja errors, and whatever the template itself raises
             raise TokenizerError(f"{self.folder}: the chat template refuses these messages: {error}") from error
@@ -121,6 +136,24 @@ class Tokenizer:
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
         """Text of ids."""
         return str(self.fast.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for; a part of a character has no text, but bytes it has."""
+        found = self.fast.id_to_token(token)
+        if found is None:
+            return b""
+        if self._is_byte_level:
+            try:
+                return bytes(_BYTES[character] for character in found)
+            except KeyError:  # one that was added as it stands
+                return found.encode("utf-8", "replace")
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", found)
+        return bytes.fromhex(byte[1]) if byte else found.replace("\u2581", " ").encode("utf-8", "replace")
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self.fast.decoder
+        return decoder is not None and b'"ByteLevel"' in bytes(decoder.__getstate__())
 
     def check_same(self, other: Tokenizer, name: str) -> None:
         """Raise TokenizerError unless ``other`` gives every text the same ids."""

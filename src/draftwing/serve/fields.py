@@ -1,0 +1,146 @@
+"""What may be asked: the fields of ``/v1/chat/completions`` and ``/v1/completions``.
+
+Types are strict, and unknown fields are refused by name: a setting that is ignored in silence would be worse.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["ChatBody", "CompletionBody", "Function", "Message", "ResponseFormat", "Speculation", "Tool"]
+
+_Text = Annotated[str, Field(max_length=2**22)]
+_Name = Annotated[str, Field(min_length=1, max_length=256)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Message(BaseModel):
+    """One message; what it has beside these is for the chat template to read."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Text | list[dict[str, Any]] | None = Field(
+        None, description="Text, or parts of the form {'type': 'text', 'text': ...}; others are refused."
+    )
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(_Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: _Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema.")
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool: always a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class _Called(_Strict):
+    name: _Name
+
+
+class _ToolChoice(_Strict):
+    type: Literal["function"]
+    function: _Called
+
+
+class _JsonSchema(_Strict):
+    name: _Name
+    description: _Text | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """``text``, ``json_object``, or ``json_schema`` with a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+class Speculation(_Strict):
+    """How much is drafted for a request. It changes its speed, never its text."""
+
+    draft: _Name | None = Field(None, description="One of the server's drafts, or none.")
+    tree: Annotated[str, Field(max_length=64)] | None = Field(None, description="auto, chain:K or dynamic:N,D,W.")
+    max_nodes: Annotated[int, Field(ge=0, le=4096)] | None = Field(None, description="Nodes of a tree at most.")
+    detailed: bool = Field(False, description="Adds figures of every step to the metrics.")
+    trace: bool = Field(False, description="Each chunk of the stream carries what its step drafted and kept.")
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Body(_Strict):
+    """What both have."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="As /v1/models names it.")
+    temperature: _Finite | None = None
+    top_p: _Finite | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: int | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logit_bias: dict[str, _Finite] | None = Field(None, description="Token ids, as strings, to numbers.")
+    presence_penalty: _Finite | None = None
+    frequency_penalty: _Finite | None = None
+    user: _Text | None = Field(None, description="Taken, and not used.")
+    response_format: ResponseFormat | None = None
+    # Beyond OpenAI's.
+    grammar: _Text | None = Field(None, description="What the answer must follow, in llguidance's Lark syntax.")
+    top_k: int | None = None
+    min_p: _Finite | None = None
+    repetition_penalty: _Finite | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] | None = None
+    speculation: Speculation | None = None
+    # OpenAI's own clients may send these; on one server of one model they mean nothing.
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: _Text | None = None
+    prompt_cache_key: _Text | None = None
+
+
+class ChatBody(_Body):
+    """Of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+
+
+class CompletionBody(_Body):
+    """Of ``/v1/completions``."""
+
+    prompt: _Text | list[_Text] | list[_TokenId] | list[list[_TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+    echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
+    best_of: Literal[1] | None = None

@@ -1,0 +1,235 @@
+"""An answer under way: the texts of one request, from the worker's tickets to JSON, at once or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftwing.engine.worker import Part, Ticket, Worker
+from draftwing.errors import DraftwingError
+from draftwing.lm import LM
+from draftwing.serve.asked import Asked
+from draftwing.serve.refusal import Refusal, dumps, of_error
+from draftwing.serve.shapes import Shape, chat_logprobs, completion_logprobs, usage_of
+from draftwing.serve.speculation import figures
+from draftwing.serve.tools import Call, ToolReader
+from draftwing.stats import Logprob, RowStep
+from draftwing.text.tokenizer import Tokenizer
+
+__all__ = ["Tracer", "Writing"]
+
+Tracer = Callable[[Any, int, Tokenizer], dict[str, Any]]  # a Step, the row in it, the tokenizer
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class _Choice:
+    """One text of the answer."""
+
+    index: int
+    ticket: Ticket
+    reader: ToolReader | None
+    said: str = ""
+    calls: list[Call] = field(default_factory=list)
+    has_begun: bool = False
+    is_done: bool = False
+    num_characters: int = 0  # of its tokens, for text_offset
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.calls else str(self.ticket.request.finish_reason)
+
+    def take(self, text: str, done: bool) -> tuple[str, list[Call]]:
+        """What is said with the next text, and the calls in it."""
+        calls: list[Call] = []
+        if self.reader is not None:
+            text = self.reader.push(text)
+            if done:
+                rest, calls = self.reader.flush()
+                text += rest
+        self.said += text
+        self.calls += calls
+        return text, calls
+
+
+class Writing:
+    """Carries a request out. Whoever stops listening ends it: ``close`` cancels what still runs.
+
+    Args:
+        worker: decodes.
+        lm: whose answer it is.
+        asked: what is asked for.
+        shape: how answers look.
+        trace: makes of a step what chunks carry where they are asked to.
+
+    Raises:
+        Refusal: too busy, closed, or a setting that cannot be decoded.
+    """
+
+    def __init__(self, worker: Worker, lm: LM, asked: Asked, shape: Shape, trace: Tracer | None = None) -> None:
+        self._worker, self._lm, self._asked, self._shape = worker, lm, asked, shape
+        self._trace = trace if asked.traced else None
+        self._news = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._choices: list[_Choice] = []
+        try:
+            for number, text in enumerate(asked.texts):
+                ticket = worker.submit(
+                    text.prompt_ids,
+                    text.sampling,
+                    lambda: loop.call_soon_threadsafe(self._news.set) and None,
+                    keeps_steps=self._trace is not None,
+                    **text.options,
+                )
+                reader = None if asked.tool_names is None else ToolReader(asked.tool_names)
+                self._choices.append(_Choice(number, ticket, reader))
+        except DraftwingError as error:
+            self.close()
+            raise of_error(error) from error
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        for choice in self._choices:
+            if not choice.is_done:
+                self._worker.cancel(choice.ticket)
+
+    async def whole(self) -> bytes:
+        """The answer as one JSON object.
+
+        Raises:
+            Refusal: a text failed.
+        """
+        async for choice, parts, done in self._parts():
+            choice.take("".join(part.row.text for part in parts), done)
+        answer = self._shape.whole([self._choice(choice) for choice in self._choices])
+        return dumps({**answer, "usage": self._usage(), "metrics": self._metrics()})
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        try:
+            async for choice, parts, done in self._parts():
+                for chunk in self._chunks(choice, parts, done):
+                    yield self._event(chunk)
+        except Refusal as error:
+            yield b"data: " + dumps(error.body) + b"\n\n"
+        else:
+            if self._asked.with_usage:
+                last = {**self._shape.chunk([]), "usage": self._usage(), "metrics": self._metrics()}
+                yield b"data: " + dumps(last) + b"\n\n"
+        yield _DONE
+
+    async def _parts(self) -> AsyncIterator[tuple[_Choice, list[Part], bool]]:
+        """What comes, until every text has ended."""
+        while not all(choice.is_done for choice in self._choices):
+            await self._news.wait()
+            self._news.clear()
+            for choice in self._choices:
+                parts, done = ([], True) if choice.is_done else choice.ticket.take()
+                if choice.is_done or not (parts or done):
+                    continue
+                choice.is_done = done
+                request = choice.ticket.request
+                if done and request.finish_reason not in ("stop", "length"):
+                    raise self._failure(request.error)
+                yield choice, parts, done
+
+    def _failure(self, error: DraftwingError | None) -> Refusal:
+        if error is not None:
+            return of_error(error)
+        return Refusal(503, "the server shut down before the answer was finished: ask again", code="unavailable")
+
+    # --- pieces ----------------------------------------------------------------------------------------------------
+
+    def _chunks(self, choice: _Choice, parts: Sequence[Part], done: bool) -> list[dict[str, Any]]:
+        """The chunks of a stream for what has come; one for each step where they are traced."""
+        chunks = []
+        groups = [[part] for part in parts] if self._trace is not None else [list(parts)]
+        for number, group in enumerate(groups or [[]]):
+            last = done and number >= len(groups) - 1
+            text, calls = choice.take("".join(part.row.text for part in group), last)
+            logprobs = [found for part in group for found in part.row.logprobs or ()]
+            found = self._pieces(choice, text, calls, logprobs)
+            traced = group[0] if group and group[0].step is not None else None
+            if traced is not None and self._trace is not None:
+                piece = found[-1] if found else self._shape.chunk([self._piece(choice, "")])
+                piece["draftwing"] = self._trace(traced.step, traced.place, self._lm.tokenizer)
+                found = found or [piece]
+            chunks += found
+        if done:
+            chunks.append(self._shape.chunk([self._piece(choice, "", finish=choice.finish_reason)]))
+        return chunks
+
+    def _pieces(
+        self, choice: _Choice, text: str, calls: Sequence[Call], logprobs: Sequence[Logprob]
+    ) -> list[dict[str, Any]]:
+        found = []
+        if not choice.has_begun:
+            choice.has_begun = True
+            if self._shape.is_chat:
+                piece = {"index": choice.index, "delta": {"role": "assistant", "content": ""}}
+                found.append(self._shape.chunk([{**piece, "logprobs": None, "finish_reason": None}]))
+        if text or logprobs:
+            found.append(self._shape.chunk([self._piece(choice, text, logprobs)]))
+        for number, call in enumerate(calls):
+            for delta in _deltas(number, call):
+                piece = {"index": choice.index, "delta": {"tool_calls": [delta]}, "finish_reason": None}
+                found.append(self._shape.chunk([piece]))
+        return found
+
+    def _piece(
+        self, choice: _Choice, text: str, logprobs: Sequence[Logprob] = (), finish: str | None = None
+    ) -> dict[str, Any]:
+        """A choice of a chunk."""
+        shown = self._logprobs(choice, logprobs) if logprobs else None
+        body: dict[str, Any] = {"text": text}
+        if self._shape.is_chat:
+            body = {"delta": {"content": text} if finish is None else {}}
+        return {"index": choice.index, **body, "logprobs": shown, "finish_reason": finish}
+
+    def _choice(self, choice: _Choice) -> dict[str, Any]:
+        """A choice of a whole answer."""
+        request = choice.ticket.request
+        shown = None if request.sampling.logprobs is None else self._logprobs(choice, request.logprobs)
+        body: dict[str, Any] = {"text": choice.said}
+        if self._shape.is_chat:
+            message: dict[str, Any] = {"role": "assistant", "content": choice.said, "refusal": None}
+            if choice.calls:
+                message["content"] = choice.said or None
+                message["tool_calls"] = [_call(call) for call in choice.calls]
+            body = {"message": message}
+        return {"index": choice.index, **body, "logprobs": shown, "finish_reason": choice.finish_reason}
+
+    def _logprobs(self, choice: _Choice, found: Sequence[Logprob]) -> dict[str, Any]:
+        if self._shape.is_chat:
+            return chat_logprobs(found, self._lm.tokenizer)
+        shown = completion_logprobs(found, self._lm.tokenizer, choice.num_characters)
+        choice.num_characters += sum(map(len, shown["tokens"]))
+        return shown
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        if self._asked.usage_always:
+            chunk["usage"] = self._usage()
+        elif self._asked.with_usage:
+            chunk["usage"] = None
+        return b"data: " + dumps(chunk) + b"\n\n"
+
+    def _usage(self) -> dict[str, int]:
+        written = sum(len(choice.ticket.request.token_ids) for choice in self._choices)
+        return usage_of(self._asked.num_prompt_tokens, written)
+
+    def _metrics(self) -> dict[str, Any]:
+        rows: list[RowStep] = [row for choice in self._choices for row in choice.ticket.request.rows]
+        return figures(rows, detailed=self._asked.detailed)
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _deltas(number: int, call: Call) -> list[dict[str, Any]]:
+    """A call as a stream has it: what is called, then with what."""
+    whole = _call(call)
+    first = {**whole, "index": number, "function": {"name": call.name, "arguments": ""}}
+    return [first, {"index": number, "function": {"arguments": call.arguments}}]
