@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from draftwing.budget.costs import Costs
 from draftwing.budget.measure import costs_of, planner_for
 from draftwing.budget.planner import Planner
+from draftwing.constraint import Constraint
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.engine.decode import Decoder, loop_of
 from draftwing.engine.engine import Engine, Speculation
@@ -23,6 +25,7 @@ from draftwing.model.target import Target
 from draftwing.noise import hash_bits
 from draftwing.sampling import Sampling
 from draftwing.stats import Logprob, Stats, Step
+from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
 from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.tokenizer import Tokenizer
 
@@ -208,6 +211,19 @@ class LM:
             return self.tokenizer.encode(checked)
         return self.tokenizer.encode_chat(checked) if checked and isinstance(checked[0], Mapping) else checked
 
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_ids)
+
+    def constraint(self, grammar: GrammarLike | None) -> Constraint | None:
+        """What ``Engine.submit`` takes of a ``Grammar``, a JSON schema as a dict, or ``"json"`` for any JSON object.
+
+        Raises:
+            ConfigError: none of these, or one that cannot be followed.
+            UnsupportedError: llguidance is not installed.
+        """
+        return None if grammar is None else self._grammars.constraint(as_grammar(grammar))
+
     def _encode_references(self, references: Sequence[str]) -> list[list[int]]:
         if not isinstance(references, list | tuple) or not all(isinstance(text, str) for text in references):
             raise ConfigError(f"references must be a list of texts, found {shown(references)}: put each text into it")
@@ -220,6 +236,7 @@ class LM:
         *,
         speculation: Speculation = None,
         references: Sequence[str] = (),
+        grammar: GrammarLike | None = None,
         **options: Any,
     ) -> Iterator[StreamStep]:
         """Decode one prompt and yield the text of every step as it comes.
@@ -232,6 +249,7 @@ class LM:
             sampling: how to sample, on which ``options`` are laid.
             speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
             references: texts that are likely to be repeated; draft ``"llma"`` copies from them.
+            grammar: what a text must follow: a ``Grammar``, a JSON schema as a dict, or ``"json"``.
 
         Raises:
             PromptError, SamplingError, ConfigError: refused at once, before any work is done.
@@ -239,7 +257,8 @@ class LM:
         """
         engine, ids = self.engine(), self._encode_references(references)
         sampling = _sampling(sampling, options)
-        request = engine.submit(self.encode(prompt), sampling, speculation=speculation, references=ids)
+        held = self.constraint(grammar)
+        request = engine.submit(self.encode(prompt), sampling, speculation=speculation, references=ids, constraint=held)
         return self._stream(engine, request)
 
     def _stream(self, engine: Engine, request: Request) -> Iterator[StreamStep]:
@@ -258,6 +277,7 @@ class LM:
         *,
         speculation: Speculation = None,
         references: Sequence[str] = (),
+        grammar: GrammarLike | None = None,
         **options: Any,
     ) -> AsyncIterator[StreamStep]:
         """``stream`` for asyncio: each step runs in a worker thread, so that the event loop goes on meanwhile.
@@ -265,7 +285,8 @@ class LM:
         Whoever stops listening, by ``break``, ``aclose`` or cancelling the task, ends the text after the step that is
         under way.
         """
-        steps = self.stream(prompt, sampling, speculation=speculation, references=references, **options)
+        chosen: Any = {"speculation": speculation, "references": references, "grammar": grammar}
+        steps = self.stream(prompt, sampling, **chosen, **options)
         loop, under_way = asyncio.get_running_loop(), None
         while True:
             under_way = loop.run_in_executor(None, next, steps, None)
@@ -287,6 +308,7 @@ class LM:
         max_batch: int = 8,
         speculation: Speculation = None,
         references: Sequence[str] = (),
+        grammar: GrammarLike | None = None,
         on_step: Callable[[int, StreamStep], None] | None = None,
         **options: Any,
     ) -> list[Generation]:
@@ -300,6 +322,7 @@ class LM:
             max_batch: texts decoded at once.
             speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
             references: texts that are likely to be repeated; draft ``"llma"`` copies from them.
+            grammar: what every text must follow: see ``constraint``.
             on_step: called with a text's place in the result and what a step adds to it.
             options: ``Sampling``'s fields.
 
@@ -308,8 +331,7 @@ class LM:
             fails while it is decoded, the others are whole, and its ``error`` says why.
 
         Raises:
-            ConfigError: ``max_batch`` or ``n`` below 1, or not one ``Sampling`` for each prompt.
-            PromptError, SamplingError: refused at once, before any work is done.
+            ConfigError, PromptError, SamplingError: refused at once, before any work is done.
             NumericsError: the logits of the only text are not finite.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -317,8 +339,9 @@ class LM:
         wanted = as_list(prompts)
         each = _one_each(sampling, len(wanted), options)
         engine, given = self.engine(max_batch=max_batch), self._encode_references(references)
+        wishes: Any = {"speculation": speculation, "references": given, "constraint": self.constraint(grammar)}
         requests = [
-            engine.submit(ids, _nth(own, number), speculation=speculation, references=given)
+            engine.submit(ids, _nth(own, number), **wishes)
             for ids, own in zip([self.encode(prompt) for prompt in wanted], each, strict=True)
             for number in range(n)
         ]

@@ -30,7 +30,7 @@ _PENALTIES = ("repetition", "presence", "frequency")
 # What a setting may multiply a score by, or add to it: all of them together stay far inside float32, so that scores
 # that are not finite are never a setting's fault.
 _MOST, _MOST_ADDED = 1e10, 1e20
-_OR_GREEDY = "0 (greedy) or in [1e-10, 1e10]"
+_OR_GREEDY, _OR_NONE = "0 (greedy) or in [1e-10, 1e10]", "in [-1e20, 1e20] (0 is none)"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Sampling:
     Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
     tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at
     the output alone. All of it is applied at every tree node with the history of that node's own path.
+
+    ``min_tokens`` come before anything ends the text: until then end tokens and ``stop_tokens`` are not drawn, and a
+    stop string that is complete by then is none. (A grammar that is complete ends its text all the same.)
 
     Raises:
         SamplingError: a value outside its range, named with the range.
@@ -61,6 +64,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     max_tokens: int = 128
+    min_tokens: int = 0
     seed: int | None = None
     logprobs: int | None = None
     laws: int = 0
@@ -68,7 +72,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
             self._set(name, _items(name, getattr(self, name), kind))
-        for name in ("top_k", "max_tokens", "seed", "logprobs", "laws"):
+        for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs", "laws"):
             value = getattr(self, name)
             if value is None and name in ("top_k", "logprobs", "seed"):
                 continue
@@ -86,9 +90,10 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("repetition_penalty", 1 / _MOST <= self.repetition_penalty <= _MOST, "in [1e-10, 1e10] (1 is none)"),
-            ("presence_penalty", abs(self.presence_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
-            ("frequency_penalty", abs(self.frequency_penalty) <= _MOST_ADDED, "in [-1e20, 1e20] (0 is none)"),
+            ("presence_penalty", abs(self.presence_penalty) <= _MOST_ADDED, _OR_NONE),
+            ("frequency_penalty", abs(self.frequency_penalty) <= _MOST_ADDED, _OR_NONE),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {self.max_tokens}]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
             ("laws", 0 <= self.laws <= 64, "in [0, 64] (0 is none)"),
@@ -131,12 +136,9 @@ def _number(name: str, value: object) -> float:
 
 def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
     """A field that lists token ids or stop strings; a lone string is one stop string."""
-    if isinstance(value, str):
-        items: tuple[Any, ...] | None = (value,)
-    elif isinstance(value, Iterable) and not isinstance(value, Mapping | bytes | bytearray):
+    items: tuple[Any, ...] | None = (value,) if isinstance(value, str) else None
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping | bytes | bytearray):
         items = tuple(value)
-    else:
-        items = None
     if items is not None and any(isinstance(item, str) and not _is_text(item) for item in items):
         raise SamplingError(f"{name} must be text, found {shown(value)}: half of a surrogate pair stands in no text")
     if items is None or any(isinstance(item, bool) or not isinstance(item, kind) for item in items):
@@ -147,11 +149,7 @@ def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
 
 def _is_text(value: str) -> bool:
     """Whether it can be encoded: half of a surrogate pair cannot, nor what stands for bytes that are not UTF-8."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not any("\ud800" <= each <= "\udfff" for each in value)
 
 
 def _biases(value: object) -> dict[int, float]:

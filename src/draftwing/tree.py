@@ -147,6 +147,29 @@ class DraftTree:
         depth = self.depth if self.is_line else depth
         return replace(self, tokens=tokens, parents=parents, depth=depth, paths=None)
 
+    def without(self, dead: Sequence[tuple[int, int]]) -> DraftTree:
+        """The same without some nodes (row, node), below which there must be none either.
+
+        The others keep their numbers; places at the end that no row uses are left out.
+        """
+        if not dead:
+            return self
+        device, rows, nodes = self.tokens.device, *zip(*dead, strict=True)
+        tokens, parents = self.tokens.clone(), self.parents.clone()
+        at = torch.tensor(rows, device=device), torch.tensor(nodes, device=device)
+        tokens[at], parents[at] = PAD, -1
+        used = (tokens != PAD).any(0).nonzero()
+        count = int(used[-1]) + 1
+        confidence, draft_probs, told = (
+            None if each is None else each[:, :count] for each in (self.confidence, self.draft_probs, self.told)
+        )
+        effort = float(self.max_depth) if self.effort is None else self.effort
+        is_line = self.is_line or count == 1
+        depth = count - 1 if is_line else None
+        return DraftTree(
+            tokens[:, :count], parents[:, :count], confidence, draft_probs, told, effort, is_line=is_line, depth=depth
+        )
+
     def beside(self, tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
         """The same with nodes that are to be scored, but must not be kept.
 

@@ -108,8 +108,9 @@ def _root(
     """Speculative decoding: several tokens per forward pass of a model, and the same text."""
 
 
-_COMMANDS = (generate, chat, demo, compare, bench, predict, info, models, train, tune, heads, data, datastore, gguf, serve)
-for _commands in _COMMANDS:
+_TALKING = (generate, chat, serve, demo, compare, bench, predict)
+_MAKING = (info, models, train, tune, heads, data, datastore, gguf)
+for _commands in (*_TALKING, *_MAKING):
     _commands.register(app)
 
 

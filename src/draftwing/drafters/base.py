@@ -41,6 +41,7 @@ class Traits:
             measures the same prompts again calls it in between (``LM.forget``).
         learns: whether it is a ``Learning`` one.
         context: tokens of text with which a draft takes what it takes with any longer one; 0: it depends little.
+        parts: names of the drafters that it consists of, where there are several: a request may choose among them.
     """
 
     drafts: bool = True
@@ -53,6 +54,7 @@ class Traits:
     forget: Callable[[], None] | None = field(default=None, compare=False, repr=False)
     learns: bool = False
     context: int = 0
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def drafter_maker(
     for part, (kind, folder) in zip(parts, found, strict=True):
         own = {name: kind.options[name](value) for name, value in (options or {}).items() if name in kind.options}
         makers.append(kind.make(Source(target, tokenizer, str(part), folder, device, own)))
-    return makers[0] if len(makers) == 1 else _all_of(makers)
+    return makers[0] if len(makers) == 1 else _all_of(makers, list(map(str, parts)))
 
 
 def _several(draft: str | Path) -> Sequence[str | Path]:
@@ -164,13 +164,13 @@ def _several(draft: str | Path) -> Sequence[str | Path]:
     return parts
 
 
-def _all_of(makers: list[NewDrafter]) -> NewDrafter:
+def _all_of(makers: list[NewDrafter], names: list[str]) -> NewDrafter:
     """One drafter of several; what is learnt of their claims is shared by all that are made."""
     from draftwing.drafters.several.claims import Claims
     from draftwing.drafters.several.combined import CombinedDrafter
 
     claims = Claims(len(makers))
-    return lambda: CombinedDrafter([make() for make in makers], claims)
+    return lambda: CombinedDrafter([make() for make in makers], claims, names)
 
 
 def _found(draft: str | Path, target: Target, tokenizer: Tokenizer | None) -> tuple[Kind, Path]:

@@ -8,28 +8,31 @@ nothing that anybody reads has changed, and from there on the next call finishes
 
 from __future__ import annotations
 
-import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import sub
+from typing import cast
 
 import torch
 
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
-from draftwing.drafters.base import Budget, Drafter, NoDrafter
+from draftwing.drafters.base import Budget, Drafter, Learning, NoDrafter
 from draftwing.drafters.growing.worth import worth_keeping
+from draftwing.engine.faults import Faults
+from draftwing.engine.masks import Masks
+from draftwing.engine.reading import as_on_device, gathered, mark, on_the_host, stamp
 from draftwing.engine.request import Request
 from draftwing.engine.rows import cut_to, explain, logprobs_of, widest, with_laws
+from draftwing.engine.wishes import names_of
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
 from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch, on_host
 from draftwing.stats import RowStep, Step, Timings
-from draftwing.tree import PAD, Accepted, DraftTree, Emitted
+from draftwing.tree import Accepted, DraftTree, Emitted
 
 __all__ = ["Decoder", "loop_of"]
 
@@ -55,6 +58,10 @@ class Decoder:
         running: the requests in its rows.
         undone: a step that counts, but was interrupted before everything was put down; the next call of ``step`` does
             that and returns it.
+        draft_names: names of what drafts: a request may choose among them.
+        faults: what drafters raised. A step goes on without a drafter that fails, the next one has a fresh one, and
+            after several faults in a row there is none any more. (An only drafter that was given, not made by a
+            function, cannot be replaced: what it raises goes on to the caller.)
 
     Raises:
         ConfigError: an unknown or lossy rule, or a budget that the rule cannot take.
@@ -75,6 +82,7 @@ class Decoder:
         self.target, self._planner = target, planner
         self._new_drafter = drafter if callable(drafter) else NoDrafter if drafter is None else None
         self.drafter: Drafter = drafter() if callable(drafter) else drafter or NoDrafter()
+        self.draft_names = names_of(self.drafter)
         self.rule = get_rule(rule, lossless=lossless)
         self.budget = self.checked(budget or Budget())
         if self.drafter.traits.drafts and not target.supports_trees:
@@ -87,11 +95,14 @@ class Decoder:
         self._turn = turn or threading.RLock()
         self.running: tuple[Request, ...] = ()  # in the order of ``ctx.rows``
         self._batch: SamplingBatch | None = None
+        self._masks: Masks | None = None  # of the batch
         self._own_budgets = False  # whether a request says how much is drafted for it
         self._ends: list[int] = []  # of the rows: tokens that each may emit in all
         self._on_gpu = target.device.type == "cuda"
         self._next_id = 0
         self.undone: Step | None = None
+        self.faults = Faults()
+        self._left_out = False  # whether the drafter is, until a fresh one takes its place
         self._changing = False  # rows of target and drafter may be out of step with each other
 
     @property
@@ -138,7 +149,7 @@ class Decoder:
             self.settle()
             self._changing = True
             try:
-                self._add(self.ctx, self.drafter, request)
+                self.drafter = self._add(self.ctx, self.drafter, request)
             except DraftwingError:  # refused, with the rows as they were
                 self._changing = False
                 raise
@@ -178,6 +189,14 @@ class Decoder:
             elif self._changing:
                 self._start_over()
 
+    def learn(self) -> None:
+        """Let the drafter learn from the steps so far, where it is one that does."""
+        if self.drafter.traits.learns:
+            try:
+                cast(Learning, self.drafter).learn()
+            except Exception as error:
+                self._leave_out(error)
+
     @torch.inference_mode()
     def step(self) -> Step:
         """Advance every running request by at least one token; finished ones leave the batch.
@@ -189,42 +208,30 @@ class Decoder:
                 if self.undone is not None:
                     return self._carry_out(self.undone)
                 self.settle()
+            if self._left_out and self.faults.may_try(self.running):
+                self._start_over()
             if not self.running:
                 raise ConfigError("there is nothing to decode: admit a prompt first")
             ctx, sampling = self.ctx, self._batch or self._new_batch()
-            clock, starts, rooms = [time.perf_counter()], [], []
-            marks = [_mark(ctx.device)] if self._on_gpu else None
-            for state, end in zip(ctx.rows, self._ends, strict=True):
-                starts.append(state.length + 1)
-                rooms.append(min(state.prompt_length + end, self.target.max_length) - state.length - 1)
-            planner, budget = self._planner, self.budget
-            if self._own_budgets:
-                planner, budget, rooms = None, *self._own(rooms)
-            elif planner is not None:
-                budget = planner.budget(ctx, self.rule.children)
-            if budget.depth >= max(rooms):
-                budget = cut_to(budget, max(rooms) - 1)
-            tree = self.drafter.propose(ctx, sampling, budget)
-            if budget.rule is not None and not self.drafter.traits.grows_by_rule:
-                tree = worth_keeping(tree, budget.rule)
-            if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
-                tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
-            _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
+            clock, masks, marks = [time.perf_counter()], self._masks, [mark(ctx.device)] if self._on_gpu else None
+            tree, planner = self._propose(ctx, sampling)
+            stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
+            tree = tree if masks is None else masks.read(tree)
             output = self.target.forward(ctx, tree)
             tree = output.tree or tree
-            _stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
-            scores = output.logits
+            stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
+            scores = output.logits if masks is None else masks.apply(output.logits)
             if sampling.changes_scores or scores.dtype not in _SCORES:
                 scores = sampling.scores(scores, tree, ctx.history() if sampling.penalises else None)
             whole, tree = tree, tree.offer
-            accepted = self.rule.apply(tree, scores, sampling, starts)
+            accepted = self.rule.apply(tree, scores, sampling, [state.length + 1 for state in ctx.rows])
             emitted = accepted.on_host or self._read(tree, accepted, scores)  # the one place that waits for the device
             clock.append(time.perf_counter())
             if marks:
-                _as_on_device(clock, marks)
+                as_on_device(clock, marks)
             self._changing = True
             self.target.commit(ctx, tree, accepted)
-            self.drafter.observe(ctx, whole, accepted, output)
+            self._observe(ctx, whole, accepted, output)
             clock.append(time.perf_counter())
             rows, num_tokens = [], 0
             for place, found in enumerate(emitted):
@@ -245,8 +252,44 @@ class Decoder:
         self._own_budgets = any(request.speculation is not None for request in self.running)
         self._ends = [request.sampling.max_tokens for request in self.running]
         rows = [request.sampling for request in self.running]
+        cuts = self.rule.children in ("keyed", "top")
+        self._masks = Masks.of(self.running, self.target.vocab_size, self.target.eos_ids, cuts=cuts)
         self._batch = SamplingBatch(rows, self._noise, self.target.device)
         return self._batch
+
+    def _propose(self, ctx: Context, sampling: SamplingBatch) -> tuple[DraftTree, Planner | None]:
+        """A tree for every row, no deeper than can still be emitted, and who decided how much is drafted."""
+        rooms = [
+            min(state.prompt_length + end, self.target.max_length) - state.length - 1
+            for state, end in zip(ctx.rows, self._ends, strict=True)
+        ]
+        planner, budget = self._planner, self.budget
+        if self._own_budgets:
+            planner, budget, rooms = None, *self._own(rooms)
+        elif planner is not None:
+            budget = planner.budget(ctx, self.rule.children)
+        if budget.depth >= max(rooms):
+            budget = cut_to(budget, max(rooms) - 1)
+        try:
+            tree = self.drafter.propose(ctx, sampling, budget)
+        except Exception as error:
+            self._leave_out(error)
+            return DraftTree.root(ctx.pending()), planner
+        if budget.rule is not None and not self.drafter.traits.grows_by_rule:
+            tree = worth_keeping(tree, budget.rule)
+        if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
+            tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
+        return tree, planner
+
+    def _observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Tell the drafter what became of its tree."""
+        try:
+            self.drafter.observe(ctx, tree, accepted, output)
+        except Exception as error:
+            self._leave_out(error)
+        else:
+            if self.faults.in_a_row and tree.num_nodes > 1:
+                self.faults.in_a_row = 0
 
     def _own(self, rooms: Sequence[int]) -> tuple[Budget, list[int]]:
         """The budget of a step where rows say what theirs is, and how far each row may go."""
@@ -258,14 +301,15 @@ class Decoder:
 
     def _read(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
         """What each row emits, where the rule has not said so in the host's own numbers."""
-        return _on_the_host(tree, accepted, scores) if on_host(scores) else _gathered(tree, accepted, scores)
+        return on_the_host(tree, accepted, scores) if on_host(scores) else gathered(tree, accepted, scores)
 
     def _advance(self, row: int, emitted: Emitted, accepted: Accepted, output: TargetOutput) -> RowStep:
         """What one row emits, cut where the request ends. Changes nothing but the state of the row's text."""
         request, state = self.running[row], self.ctx.rows[row]
         num_accepted, position = len(emitted.tokens) - 1, state.length + 1
         if not emitted.finite:
-            error = explain(self.target.name, request, position, output.logits[row], accepted.path[row])
+            error = self._masks.error(row) if self._masks is not None else None
+            error = error or explain(self.target.name, request, position, output.logits[row], accepted.path[row])
             return RowStep(request.id, (), emitted.num_drafted, 0, emitted.depth, "error", None, position, "", error)
         end = min(state.prompt_length + request.sampling.max_tokens, self.target.max_length)
         tokens, text, finish = request.cut(emitted.tokens, end - position, self.target.eos_ids)
@@ -290,21 +334,41 @@ class Decoder:
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
-    def _add(self, ctx: Context, drafter: Drafter, request: Request) -> None:
-        """A row at the end, of target and drafter, or of neither."""
+    def _add(self, ctx: Context, drafter: Drafter, request: Request) -> Drafter:
+        """A row at the end, of target and drafter, or of neither; the drafter, or what is left where it failed."""
         features = self.target.prefill(ctx, [*request.prompt_ids, *request.token_ids])
-        ctx.rows[-1].prompt_length, ctx.rows[-1].references = len(request.prompt_ids), request.references
+        row = ctx.rows[-1]
+        row.prompt_length, row.references, row.drafts = len(request.prompt_ids), request.references, request.drafts
         try:
             drafter.admit(ctx, features)
-        except DraftwingError:
-            self.target.remove(ctx, ctx.num_rows - 1)
-            raise
+        except Exception as error:
+            if self._new_drafter is None:
+                self.target.remove(ctx, ctx.num_rows - 1)
+            return self._leave_out(error, request)
+        return drafter
+
+    def _leave_out(self, error: Exception, request: Request | None = None) -> Drafter:
+        """Go on without the drafter, which raised ``error``, until a fresh one can be made of the tokens.
+
+        Where nobody said how to make one, the error is the caller's. ``request``: whose row it could not take.
+        """
+        if self._new_drafter is None:
+            raise error
+        self.drafter, name = NoDrafter(), self.drafter.name
+        self.faults.add(name, error, request)
+        if self.faults.is_hopeless:
+            self._new_drafter, self._planner = NoDrafter, None
+        self._left_out = not self.faults.is_hopeless
+        return self.drafter
 
     def _drop_ended(self) -> None:
         """Take the rows of requests that have ended out; each time the last row takes the place."""
         for row in range(len(self.running) - 1, -1, -1):
             if self.running[row].finish_reason is not None:
-                self.drafter.remove(self.ctx, row)
+                try:
+                    self.drafter.remove(self.ctx, row)
+                except Exception as error:
+                    self._leave_out(error)
                 self.target.remove(self.ctx, row)
                 moved = (*self.running[:row], self.running[-1], *self.running[row + 1 : -1])
                 self._batch, self.running = None, moved[: len(self.running) - 1]
@@ -316,12 +380,16 @@ class Decoder:
                 f"a step was interrupted while {self.drafter.name} was changing its rows, so they cannot be "
                 f"trusted: admit the requests to a new Decoder, or give it a function that makes the drafter"
             )
-        drafter = self._new_drafter()
+        try:
+            drafter = fresh = self._new_drafter()
+        except Exception as error:
+            drafter, fresh = self._leave_out(error), None
         ctx = self.target.new_context(drafter.features)
         running = tuple(request for request in self.running if request.finish_reason is None)
         for request in running:
-            self._add(ctx, drafter, request)
+            drafter = self._add(ctx, drafter, request)
             request.restart_text()
+        self._left_out &= drafter is not fresh
         self.ctx, self.drafter, self.running, self._batch = ctx, drafter, running, None
         self._changing = False
 
@@ -329,53 +397,3 @@ class Decoder:
 def loop_of(target: Target) -> Callable[[Drafter, Budget], Decoder]:
     """Makes loops of a drafter and a fixed budget: what costs are measured with (``budget.measure``)."""
     return lambda drafter, budget: Decoder(target, drafter, budget=budget)
-
-
-def _gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
-    """What each row emits, read from the device as one tensor: (B, D + 6)."""
-    path = accepted.path
-    drafted = tree.tokens.gather(1, path.clamp(min=0))
-    last = path.gather(1, accepted.num[:, None])
-    chosen = scores[torch.arange(len(path), device=path.device), last[:, 0], accepted.bonus]
-    columns = [accepted.num, accepted.bonus, tree.valid.sum(1), tree.depths.amax(1), chosen.isfinite()]
-    together = torch.cat([drafted, *(column[:, None] for column in columns)], 1)
-    return [
-        Emitted([*tokens[1 : num + 1], bonus], used - 1, depth, finite > 0)
-        for *tokens, num, bonus, used, depth, finite in together.tolist()
-    ]
-
-
-def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
-    """The same where tensors are on the host: small operators would cost more than loops."""
-    found = []
-    columns = (tree.tokens, tree.parents, accepted.path, accepted.num, accepted.bonus)
-    for row, (tokens, parents, path, num, bonus) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
-        depths = [0] * len(tokens)
-        for node in range(1, len(tokens)):
-            depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 0
-        used = sum(token != PAD for token in tokens)
-        finite = math.isfinite(float(scores[row, path[num], bonus]))
-        found.append(Emitted([*(tokens[node] for node in path[1 : num + 1]), bonus], used - 1, max(depths), finite))
-    return found
-
-
-def _mark(device: torch.device) -> torch.cuda.Event:
-    """A moment in the work of a GPU, which goes on after the host has given it out."""
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _stamp(clock: list[float], marks: list[torch.cuda.Event], device: torch.device) -> None:
-    """This moment, on the host and in the GPU's work."""
-    clock.append(time.perf_counter())
-    marks.append(_mark(device))
-
-
-def _as_on_device(clock: list[float], marks: list[torch.cuda.Event]) -> None:
-    """Set when drafting and the forward ended to when the GPU had done them; it has, once tokens were handed over.
-
-    The host's own times would count all of it to the hand-over, and a planner would take drafts for free.
-    """
-    for place, (before, after) in enumerate(itertools.pairwise(marks), 1):
-        clock[place] = min(clock[place - 1] + before.elapsed_time(after) / 1000, clock[3])

@@ -11,11 +11,12 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import index
-from typing import cast
 
-from draftwing.drafters.base import Budget, Learning
+from draftwing.constraint import Constraint
+from draftwing.drafters.base import Budget
 from draftwing.engine.decode import Decoder
 from draftwing.engine.request import Request
+from draftwing.engine.wishes import check_constraint, checked_drafts
 from draftwing.errors import ConfigError, DraftwingError, PromptError, shown
 from draftwing.sampling import Sampling
 from draftwing.stats import Step
@@ -67,6 +68,8 @@ class Engine:
         *,
         speculation: Speculation = None,
         references: Sequence[Sequence[int]] = (),
+        constraint: Constraint | None = None,
+        drafts: Sequence[str] | None = None,
     ) -> Request:
         """Put a request into the queue; a bad one is refused here, before any work is done.
 
@@ -76,6 +79,9 @@ class Engine:
             speculation: how much to draft for it: a ``Budget``, ``"none"``, or None for as much as the engine drafts.
                 In a batch whose rows differ, all are drafted as wide as the widest, and each as deep as it says.
             references: texts, as ids, that are likely to be repeated; draft ``"llma"`` copies from them.
+            constraint: what the text may say, such as a grammar (``text.grammar``); whatever is drafted.
+            drafts: of several drafts (``draft="eagle3+lookup"``) the names of those that propose for this request, as
+                they were loaded; None for all, an empty list for none.
 
         Raises:
             PromptError, SamplingError, ConfigError: it cannot be decoded.
@@ -84,7 +90,12 @@ class Engine:
         self._decoder.check(prompt_ids, sampling)
         budget = self._budget_of(speculation)
         ids = _checked(references, self._decoder.target.vocab_size)
-        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer, ids)
+        if constraint is not None:
+            check_constraint(constraint, sampling)
+        if drafts is not None:
+            drafts = checked_drafts(drafts, self._decoder.draft_names)
+            budget = budget if drafts else self._decoder.checked(Budget(0))
+        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer, ids, constraint, drafts)
         self._waiting.append(request)
         return request
 
@@ -115,9 +126,7 @@ class Engine:
 
     def _advance(self) -> Step:
         """A step of the loop; what its drafter learns, it learns before, where no clock of a step runs."""
-        drafter = self._decoder.drafter
-        if drafter.traits.learns:
-            cast(Learning, drafter).learn()
+        self._decoder.learn()
         return self._decoder.step()
 
     def _fill(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from draftwing.constraint import Constraint, State
 from draftwing.drafters.base import Budget
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.sampling import Sampling
@@ -38,6 +39,8 @@ class Request:
         speculation: how much is drafted for it; None: as much as for everyone.
         tokenizer: turns its ids into text; None: it is ids alone, and has no stop strings.
         references: texts, as ids, that are likely to be repeated in it: a drafter may copy from them.
+        constraint: what it may say; None: anything.
+        drafts: names of the drafters that propose for it, where there are several; None: all.
         token_ids: emitted so far, cut where the text ended.
         finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error`` or
             ``cancelled``.
@@ -53,10 +56,13 @@ class Request:
     speculation: Budget | None = None
     tokenizer: TokenDecoder | None = None
     references: Sequence[Sequence[int]] = ()
+    constraint: Constraint | None = None
+    drafts: Sequence[str] | None = None
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)
     _steps: dict[int, tuple[RowStep, Share]] = field(default_factory=dict, init=False, repr=False)  # by position
+    _state: tuple[int, State] | None = field(default=None, init=False, repr=False)  # after so many tokens
     _stream: TextStream | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +97,23 @@ class Request:
     def restart_text(self) -> None:
         """Make the text's state follow from the ids: a step that was interrupted may have left it ahead of them."""
         if self.tokenizer is not None:
-            self._stream = TextStream(self.tokenizer, self.prompt_ids, self.sampling.stop)
+            own = self.sampling
+            self._stream = TextStream(self.tokenizer, self.prompt_ids, own.stop, min_ids=own.min_tokens)
             self._stream.push(self.token_ids)
+
+    def state(self) -> State:
+        """Where its text stands under its constraint, after ``token_ids``; whoever wants to go on from there forks it.
+
+        One assignment, of a state that nobody has seen before: an interrupt leaves the old one.
+        """
+        assert self.constraint is not None
+        count, state = self._state or (0, self.constraint.start())
+        if count < len(self.token_ids):
+            state = state.fork()
+            for token in self.token_ids[count:]:
+                state.take(token)
+        self._state = len(self.token_ids), state
+        return state
 
     def cut(self, tokens: list[int], room: int, eos_ids: Sequence[int]) -> tuple[list[int], str, str | None]:
         """What is emitted of ``tokens``: ids and text up to where the request ends, and why it ends there.

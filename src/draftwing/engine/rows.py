@@ -79,6 +79,7 @@ def explain(target: str, request: Request, position: int, logits_NV: Tensor, pat
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "banned_tokens": f"{len(sampling.banned_tokens)} of them" if sampling.banned_tokens else 0.0,
+        "constraint": 0.0 if request.constraint is None else "that allows none of what is left",
     }
     neutral = {"temperature": (0.0, 1.0), "repetition_penalty": (1.0,)}
     active = [f"{name} {value}" for name, value in values.items() if value not in neutral.get(name, (0.0,))]

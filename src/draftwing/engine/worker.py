@@ -1,4 +1,4 @@
-"""One thread that owns the model: requests are handed to it from anywhere, and what it writes comes back piece by piece.
+"""One thread that owns the model: requests come from anywhere, and what it writes goes back piece by piece.
 
 ``Worker.submit`` gives a ``Ticket``. The thread puts what each step wrote into the tickets and calls ``on_news`` of
 each; ``Ticket.take`` hands over all that has come since the last time. Nobody who reads slowly holds the thread up, and

@@ -61,13 +61,19 @@ class TargetOutput:
 class Row:
     """One sequence: its tokens on the host. ``tokens[length]`` is pending: emitted, its keys not yet cached.
 
-    ``references`` are texts, as ids, that its request expects to be repeated: drafters may read them.
+    ``references`` are texts, as ids, that its request expects to be repeated: drafters may read them. ``drafts`` names
+    those of several drafters that its request chose; None: all.
     """
 
     tokens: list[int]
     length: int
     prompt_length: int
     references: Sequence[Sequence[int]] = ()
+    drafts: Sequence[str] | None = None
+
+    def takes(self, name: str) -> bool:
+        """Whether a drafter of this name may propose for it."""
+        return self.drafts is None or name in self.drafts
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,13 +14,15 @@ from draftwing.serve.fields import ChatBody, CompletionBody, Message
 from draftwing.serve.refusal import Refusal, of_error
 from draftwing.serve.speculation import budget_of
 from draftwing.serve.tools import calling_messages, forced_schema
+from draftwing.text.grammar import Grammar
 
 __all__ = ["MOST_TEXTS", "Asked", "Defaults", "Text", "asked_of_chat", "asked_of_completion"]
 
 MOST_TEXTS = 128  # of one request: prompts times n
 _SAME = (
-    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty seed min_tokens ignore_eos"
-).split()
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "min_tokens", "ignore_eos"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,6 @@ class Asked:
         n: of them follow from each prompt.
         detailed, traced: see ``fields.Speculation``.
         tool_names: of the functions that may be called; None where calls are not looked for.
-        is_forced: whether the whole answer is a call.
     """
 
     texts: list[Text]
@@ -81,7 +82,6 @@ class Asked:
     detailed: bool = False
     traced: bool = False
     tool_names: tuple[str, ...] | None = None
-    is_forced: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,7 +112,8 @@ def asked_of_chat(body: ChatBody, lm: LM, defaults: Defaults) -> Asked:
     top = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens
     asked = _asked(body, lm, defaults, [ids], top, most, schema)
-    return replace(asked, tool_names=tuple(named) if tools else None, is_forced=schema is not None)
+    reads_calls = schema is not None or (bool(tools) and "constraint" not in asked.texts[0].options)
+    return replace(asked, tool_names=tuple(named) if reads_calls else None)
 
 
 def asked_of_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> Asked:
@@ -151,8 +152,9 @@ def _asked(
     options, wish = _constraint(body, schema, lm), body.speculation
     if wish is not None:
         try:
-            options |= _drafts(wish.draft, lm)
             options["speculation"] = budget_of(wish)
+            if wish.draft not in (None, "none"):
+                options["drafts"] = str(wish.draft).split("+")
         except DraftwingError as error:
             raise of_error(error, "speculation") from error
     texts = []
@@ -209,21 +211,37 @@ def _token_of(text: str) -> int:
 
 
 def _constraint(body: ChatBody | CompletionBody, schema: dict[str, Any] | None, lm: LM) -> dict[str, Any]:
-    """What the answer has to follow, as an option of ``Engine.submit``; empty for anything."""
+    """What the answer has to follow, as an option of ``Engine.submit``; empty for anything.
+
+    Args:
+        schema: of a call that has to be the answer, which goes before any other format.
+    """
+    wanted, param = _grammar_of(body)
+    try:
+        grammar = Grammar.json_schema(schema) if schema is not None else None if wanted is None else wanted()
+        return {} if grammar is None else {"constraint": lm.constraint(grammar)}
+    except DraftwingError as error:
+        raise of_error(error, "tools" if schema is not None else param) from error
+
+
+def _grammar_of(body: ChatBody | CompletionBody) -> tuple[Callable[[], Grammar] | None, str]:
+    """What makes the grammar that a body asks for, and the field that does."""
     wanted = body.response_format
-    kind = None if wanted is None or wanted.type == "text" else wanted.type
-    if kind is None and body.grammar is None and schema is None:
-        return {}
-    raise Refusal(400, "answers that follow a grammar are not supported here", "response_format")
-
-
-def _drafts(draft: str | None, lm: LM) -> dict[str, Any]:
-    """The drafter that a request wishes for, as an option of ``Engine.submit``."""
-    if draft in (None, "none", lm.drafter_name):
-        return {}
-    raise Refusal(
-        400, f"there is no draft {shown(draft)} here: choose {lm.drafter_name} or none", "speculation.draft"
-    )
+    if wanted is None or wanted.type == "text":
+        source = body.grammar
+        return (None if source is None else lambda: Grammar.lark(source)), "grammar"
+    if body.grammar is not None:
+        raise Refusal(400, "there are a grammar and a response_format: give one of them", "grammar")
+    if wanted.type == "json_object":
+        return Grammar.json_object, "response_format"
+    schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
+    if schema is None:
+        raise Refusal(
+            400,
+            "response_format of type json_schema needs one: {'json_schema': {'name': ..., 'schema': {...}}}",
+            "response_format.json_schema",
+        )
+    return (lambda: Grammar.json_schema(schema)), "response_format.json_schema.schema"
 
 
 def _plain(message: Message, number: int) -> dict[str, Any]:
@@ -261,5 +279,3 @@ def _call_of(call: dict[str, Any], number: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = given
     return {**call, "function": {**function, "arguments": parsed}}
-
-

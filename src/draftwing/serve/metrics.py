@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -52,7 +52,7 @@ class Metrics(Collector):
         self._model = model
         self._worker: Worker | None = None
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("prompt", "generated", "drafts", "drafted", "accepted", "steps"), 0)
+        self._counts = dict.fromkeys((own for own, _, _ in _COUNTS), 0)
         self._by_position: list[int] = []
         self._ends: dict[str, int] = {"stop": 0, "length": 0, "cancelled": 0, "error": 0}
         self._first, self._between, self._whole = _Histogram(_LONG), _Histogram(_SHORT), _Histogram(_LONG)
@@ -67,13 +67,12 @@ class Metrics(Collector):
     def step(self, step: Step, tickets: dict[int, Ticket], now: float) -> None:
         """Count a step. The worker's thread calls this."""
         with self._lock:
-            self._counts["steps"] += 1
             for row in step.rows:
-                self._counts["generated"] += len(row.token_ids)
+                self._counts["generation_tokens"] += len(row.token_ids)
                 if row.num_drafted:
                     self._counts["drafts"] += 1
-                    self._counts["drafted"] += row.num_drafted
-                    self._counts["accepted"] += row.num_accepted
+                    self._counts["draft_tokens"] += row.num_drafted
+                    self._counts["accepted_tokens"] += row.num_accepted
                     missing = row.num_accepted - len(self._by_position)
                     self._by_position += [0] * missing
                     for depth in range(row.num_accepted):
@@ -87,7 +86,7 @@ class Metrics(Collector):
         self._last[request_id] = now
         if before is None:
             self._first.add(now - ticket.submitted_at)
-            self._counts["prompt"] += len(ticket.request.prompt_ids)
+            self._counts["prompt_tokens"] += len(ticket.request.prompt_ids)
         else:  # tokens that come together are as far apart as their share of the wait
             self._between.add((now - before) / num_tokens, num_tokens)
 
@@ -106,63 +105,53 @@ class Metrics(Collector):
         with self._lock:
             counts, positions, ends = dict(self._counts), list(self._by_position), dict(self._ends)
             times = [each.as_read() for each in (self._first, self._between, self._whole)]
-        for own, theirs, text, key in (
-            ("prompt_tokens", "prompt_tokens", "Tokens of prompts that were read.", "prompt"),
-            ("generation_tokens", "generation_tokens", "Tokens written.", "generated"),
-            ("drafts", "spec_decode_num_drafts", "Steps of a text that drafted.", "drafts"),
-            ("draft_tokens", "spec_decode_num_draft_tokens", "Tokens drafted.", "drafted"),
-            ("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted"),
-        ):
-            yield from self._twice(own, theirs, lambda name, t=text, k=key: self._counter(name, t, counts[k]))
-        yield self._counter("draftwing_steps", "Steps of the decode loop, whatever their number of texts.", counts["steps"])
+        for own, theirs, text in _COUNTS:
+            yield from self._twice(CounterMetricFamily, own, theirs, text, {(): counts[own]})
+        depths = {(str(depth),): count for depth, count in enumerate(positions)}
         text = "Drafted tokens that were accepted, by their depth."
-        yield from self._twice(
-            "accepted_tokens_per_pos",
-            "spec_decode_num_accepted_tokens_per_pos",
-            lambda name: self._labelled(name, text, "position", {str(n): each for n, each in enumerate(positions)}),
-        )
+        own, theirs = "accepted_tokens_per_pos", "spec_decode_num_accepted_tokens_per_pos"
+        yield from self._twice(CounterMetricFamily, own, theirs, text, depths, "position")
+        ended = {(reason,): count for reason, count in ends.items()}
         text = "Requests that have ended."
-        yield from self._twice(
-            "requests", "request_success", lambda name: self._labelled(name, text, "finished_reason", ends)
-        )
+        yield from self._twice(CounterMetricFamily, "requests", "request_success", text, ended, "finished_reason")
         for (own, text), (buckets, total) in zip(_TIMES.items(), times, strict=True):
-            yield from self._twice(own, own, lambda name, t=text, b=buckets, s=total: self._histogram(name, t, b, s))
-        yield from self._gauges()
+            for name in (f"draftwing_{own}", f"vllm:{own}"):
+                family = HistogramMetricFamily(name, text, labels=["model_name"])
+                family.add_metric([self._model], buckets, total)
+                yield family
+        for own, theirs, text, value in self._now():
+            yield from self._twice(GaugeMetricFamily, own, theirs, text, {(): value})
 
-    def _gauges(self) -> Iterator[Metric]:
-        engine = None if self._worker is None else self._worker.engine
-        running, waiting = (0, 0) if engine is None else (engine.num_running, engine.num_waiting)
-        text = "Requests that are decoded."
-        yield from self._twice("requests_running", "num_requests_running", lambda name: self._gauge(name, text, running))
-        other = "Requests that wait for a row."
-        yield from self._twice("requests_waiting", "num_requests_waiting", lambda name: self._gauge(name, other, waiting))
+    def _now(self) -> Iterator[tuple[str, str, str, float]]:
+        """What is so at this moment: both names, what it means, and the value."""
+        if self._worker is not None:
+            engine = self._worker.engine
+            yield "requests_running", "num_requests_running", "Requests that are decoded.", engine.num_running
+            yield "requests_waiting", "num_requests_waiting", "Requests that wait for a row.", engine.num_waiting
 
-    def _twice(self, own: str, theirs: str, make: Callable[[str], Metric]) -> Iterator[Metric]:
-        yield make(f"draftwing_{own}")
-        yield make(f"vllm:{theirs}")
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        found = CounterMetricFamily(name, text, labels=["model_name"])
-        found.add_metric([self._model], value)
-        return found
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        found = GaugeMetricFamily(name, text, labels=["model_name"])
-        found.add_metric([self._model], value)
-        return found
-
-    def _labelled(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        found = CounterMetricFamily(name, text, labels=["model_name", label])
-        for key, value in values.items():
-            found.add_metric([self._model, key], value)
-        return found
-
-    def _histogram(self, name: str, text: str, buckets: list[tuple[str, float]], total: float) -> Metric:
-        found = HistogramMetricFamily(name, text, labels=["model_name"])
-        found.add_metric([self._model], buckets, total)
-        return found
+    def _twice(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        own: str,
+        theirs: str,
+        text: str,
+        values: Mapping[tuple[str, ...], float],
+        *labels: str,
+    ) -> Iterator[Metric]:
+        for name in (f"draftwing_{own}", f"vllm:{theirs}"):
+            family = kind(name, text, labels=["model_name", *labels])
+            for key, value in values.items():
+                family.add_metric([self._model, *key], value)
+            yield family
 
 
+_COUNTS = (  # our name, vLLM's, what is counted
+    ("prompt_tokens", "prompt_tokens", "Tokens of prompts that were read."),
+    ("generation_tokens", "generation_tokens", "Tokens written."),
+    ("drafts", "spec_decode_num_drafts", "Steps of a text that drafted."),
+    ("draft_tokens", "spec_decode_num_draft_tokens", "Tokens drafted."),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
+)
 _TIMES = {
     "time_to_first_token_seconds": "From a request's coming to its first token.",
     "inter_token_latency_seconds": "Between two tokens of a text.",

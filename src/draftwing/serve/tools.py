@@ -149,7 +149,7 @@ class ToolReader:
 
     def _calls(self, text: str) -> list[Call]:
         """The calls that a text consists of; none where a part of it is something else."""
-        rest, calls = text, []
+        rest, calls = text, list[Call]()
         for mark in (*_MARKS, _CLOSE):
             rest = rest.replace(mark, "\n")
         while rest := rest.strip(_BETWEEN):

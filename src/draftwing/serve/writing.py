@@ -73,13 +73,17 @@ class Writing:
         self._trace = trace if asked.traced else None
         self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._news.set)
+
         self._choices: list[_Choice] = []
         try:
             for number, text in enumerate(asked.texts):
                 ticket = worker.submit(
                     text.prompt_ids,
                     text.sampling,
-                    lambda: loop.call_soon_threadsafe(self._news.set) and None,
+                    wake,
                     keeps_steps=self._trace is not None,
                     **text.options,
                 )

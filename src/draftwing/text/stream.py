@@ -50,6 +50,7 @@ class TextStream:
             output starts with a space, and none of their text comes out.
         stop: The strings that end the text; none of them empty.
         skip_special_tokens: Whether special tokens are left out of the text.
+        min_ids: Ids that come before any end: a stop string that is complete with one of them ends nothing.
 
     Raises:
         ConfigError: ``stop`` is one string instead of a tuple of them, or has an empty one or one that is no string.
@@ -62,11 +63,12 @@ class TextStream:
         stop: tuple[str, ...] = (),
         *,
         skip_special_tokens: bool = True,
+        min_ids: int = 0,
     ) -> None:
         _check_stop(stop)
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stop = tuple(stop)
+        self._stop, self._min_ids = tuple(stop), min_ids
         self._held = ""  # decoded, but perhaps the beginning of a stop string
         self._stopped: str | None = None
         self._num_tokens = 0
@@ -184,9 +186,10 @@ class TextStream:
 
     def _settle(self, piece: str) -> str:
         """Add ``piece`` to the text and return what can no longer be part of a stop string."""
-        held = self._held + piece
-        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if hits:
+        old, held = len(self._held), self._held + piece  # of what is old, nothing can be the end of a stop string
+        found = [(held.find(stop, max(old - len(stop) + 1, 0)), stop) for stop in self._stop]
+        hits = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+        if hits and self._num_tokens > self._min_ids:
             _, at, self._stopped = min(hits)
             self._held = ""
             return held[:at]

@@ -21,7 +21,7 @@ from draftwing.text.prompts import check_text
 
 __all__ = ["Tokenizer"]
 
-# The characters by which byte-level tokenizers write bytes: printable ones stand for themselves, others follow from 256.
+# How byte-level tokenizers write bytes: printable ones as themselves, the others as characters from 256 on.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}

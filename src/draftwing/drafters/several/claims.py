@@ -144,6 +144,7 @@ class Step:
         given: by row and drafter.
         unions: of each row, None where one drafter alone proposed something.
         expected: of the drafters that were asked at a price, by row the tokens that those before them promised.
+        names: of the drafters: what nobody wanted of one tells nothing of it.
     """
 
     rows: Sequence[Row]
@@ -151,6 +152,7 @@ class Step:
     given: Sequence[Sequence[Proposal]]
     unions: Sequence[Union | None]
     expected: Mapping[int, Sequence[float]]
+    names: Sequence[str] = ()
 
     def teach(self, claims: Claims, *, whole: bool) -> None:
         """What became of it, by the tokens that are in the rows by now; ``whole``: of every claim, too."""
@@ -165,6 +167,8 @@ class Step:
             most = row.length - start - 1
             depths = [min(len(follow(each, emitted)) - 1, most) for each in given]
             for place, expected in self.expected.items():
+                if row.drafts is not None and not row.takes(self.names[place]):
+                    continue
                 more = depths[place] - max(depths[:place], default=0)
                 claims.asking[place].brought(expected[number], max(more, 0), len(given[place].tokens) - 1)
 

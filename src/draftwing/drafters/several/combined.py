@@ -35,10 +35,11 @@ class CombinedDrafter(Parts):
     Args:
         parts: drafters.
         claims: what was learnt of them, in the order of ``Parts.parts``; shared by all decode loops of a model.
+        names: see ``Parts``.
     """
 
-    def __init__(self, parts: Sequence[Drafter], claims: Claims) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: Sequence[Drafter], claims: Claims, names: Sequence[str] | None = None) -> None:
+        super().__init__(parts, names)
         self._claims = claims
         self._step: Step | None = None
         self._budgets: dict[int, tuple[Budget, int, Budget]] = {}
@@ -95,6 +96,7 @@ class CombinedDrafter(Parts):
         for place, part in enumerate(self.parts):
             costs, asking, began = part.traits.costs_forwards, self._claims.asking[place], time.perf_counter()
             wanted = not costs or rule is None or asking.is_worth_it(expected, worthy, rule)
+            wanted = wanted and any(row.takes(self.names[place]) for row in ctx.rows)
             tree = self.asked(place, ctx, sampling, self._budget_of(place, budget) if wanted else nothing(budget))
             found = proposals(tree)
             if costs and wanted:
@@ -110,7 +112,8 @@ class CombinedDrafter(Parts):
                     tree = DraftTree.root(ctx.pending())
             trees.append(tree)
             given.append(found)
-        return trees, Step(list(ctx.rows), ctx.lengths, list(zip(*given, strict=True)), [None] * rows, promised), effort
+        step = Step(list(ctx.rows), ctx.lengths, list(zip(*given, strict=True)), [None] * rows, promised, self.names)
+        return trees, step, effort
 
     def _budget_of(self, place: int, budget: Budget) -> Budget:
         """A part's own: it grows by what came true of its own claims, and deep where that costs nothing."""

@@ -27,10 +27,13 @@ class Parts:
 
     Args:
         parts: those that cost no passes of a net come first, whatever their order.
+        names: by which a request chooses among them; None: their own.
     """
 
-    def __init__(self, parts: Sequence[Drafter]) -> None:
-        self.parts = sorted(parts, key=lambda part: part.traits.costs_forwards)
+    def __init__(self, parts: Sequence[Drafter], names: Sequence[str] | None = None) -> None:
+        pairs = zip(parts, names or [part.name for part in parts], strict=True)
+        ordered = sorted(pairs, key=lambda pair: pair[0].traits.costs_forwards)
+        self.parts, self.names = [part for part, _ in ordered], tuple(name for _, name in ordered)
         self.name = " + ".join(part.name for part in self.parts)
         self.features = FeatureSpec(tuple(dict.fromkeys(tap for part in self.parts for tap in part.features.taps)))
         traits = [part.traits for part in self.parts]
@@ -42,6 +45,7 @@ class Parts:
             identity=" + ".join(f"{part.name} {part.traits.identity}".strip() for part in self.parts),
             num_bytes=sum(each.num_bytes for each in traits),
             runs_as=", ".join(dict.fromkeys(each.runs_as for each in traits if each.runs_as)),
+            parts=self.names,
         )
         # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row.
         self.made: list[Sequence[Proposal] | None] = [None] * len(self.parts)
@@ -88,26 +92,33 @@ class Parts:
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
 
     def asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """What a part proposes; what the first part wants scored beside it is put aside."""
-        tree = self.parts[place].propose(ctx, sampling, budget)
+        """What a part proposes, for the rows that take it; what the first part wants scored beside is put aside."""
+        refused = self.refused(place, ctx)
+        tree = self.parts[place].propose(ctx, sampling, nothing(budget) if len(refused) == ctx.num_rows else budget)
         if tree.num_scored and self.scorer is None:
             self.scorer, self.scored = place, tree.scored
-        return tree.proposals
+        tree = tree.proposals
+        return tree.without([(row, node) for row in refused for node in range(1, tree.num_nodes)]) if refused else tree
+
+    def refused(self, place: int, ctx: Context) -> list[int]:
+        """Rows whose requests have not chosen a part."""
+        return [number for number, row in enumerate(ctx.rows) if not row.takes(self.names[place])]
 
     def first_that_is_sure(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Each row's tree from one drafter, chosen by the row's own text before anything is drawn."""
         nobody, effort = len(self.parts), 0.0
         chosen, trees = [nobody] * ctx.num_rows, list[DraftTree]()
+        takes = [[place for place in range(nobody) if row.takes(self.names[place])] or [0] for row in ctx.rows]
         for place, part in enumerate(self.parts):
             costs = part.traits.costs_forwards
-            free = [row for row, other in enumerate(chosen) if other == nobody]
+            free = [row for row, other in enumerate(chosen) if other == nobody and place in takes[row]]
             tree = self.asked(place, ctx, sampling, budget if free else nothing(budget))
             trees.append(tree)
             if costs and free:
                 effort += levels_of(tree)
             found = proposals(tree) if free and not costs else []
             for row in free:
-                if costs or place + 1 == nobody or _is_sure(found[row]):
+                if costs or place == takes[row][-1] or _is_sure(found[row]):
                     chosen[row] = place
         for place, tree in enumerate(trees):
             if any(other != place for other in chosen):
