@@ -276,7 +276,8 @@ def costs_of(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLo
     costs = measure(target, new_drafter, new_loop)
     try:
         with private_folder() as folder:
-            folder.write(_file(key), json.dumps({"key": key, "measured": time.time(), "costs": costs.to_dict()}).encode())
+            kept = {"key": key, "measured": time.time(), "costs": costs.to_dict()}
+            folder.write(_file(key), json.dumps(kept).encode())
     except OSError:
         pass  # a cache that cannot be written costs a few seconds the next time, and nothing else
     return costs

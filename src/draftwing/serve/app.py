@@ -7,15 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
-from starlette.staticfiles import StaticFiles
 
 from draftwing import __version__
 from draftwing.engine.worker import Worker
@@ -25,14 +22,13 @@ from draftwing.serve import refusal
 from draftwing.serve.asked import Asked, Defaults, asked_of_chat, asked_of_completion
 from draftwing.serve.fields import ChatBody, CompletionBody
 from draftwing.serve.guard import Guard
+from draftwing.serve.inspector import Inspector
 from draftwing.serve.metrics import Metrics
 from draftwing.serve.refusal import Refusal, dumps
 from draftwing.serve.shapes import Shape
-from draftwing.serve.writing import Tracer, Writing
+from draftwing.serve.writing import Writing
 
 __all__ = ["Settings", "make_app"]
-
-_PAGE = Path(__file__).parent / "page"
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ class _Server:
             on_end=lambda ticket: self.metrics.end(ticket, time.monotonic()),
         )
         self.metrics.watch(self.worker)
-        self.trace = _tracer()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here; none is this one."""
@@ -100,7 +95,7 @@ class _Server:
         self.check_model(body.model)
         asked = await run_in_threadpool(read, body, self.lm, self.defaults)
         shape = Shape(body.model or self.settings.names[0], is_chat)
-        writing = Writing(self.worker, self.lm, asked, shape, self.trace)
+        writing = Writing(self.worker, self.lm, asked, shape)
         if asked.stream:
             return StreamingResponse(_closing(writing), media_type="text/event-stream", headers=_STREAM)
         try:
@@ -139,14 +134,6 @@ async def _unless_gone(request: Request, writing: Writing) -> bytes:
         left.cancel()
 
 
-def _tracer() -> Tracer | None:
-    """What makes the trace of a step; it comes with the page."""
-    if not (_PAGE.parent / "trace.py").exists():
-        return None
-    found: Tracer = import_module("draftwing.serve.trace").step_trace
-    return found
-
-
 def make_app(lm: LM, settings: Settings) -> FastAPI:
     """An app that serves an ``LM``. Its worker starts and stops with it, and is ``app.state.worker``.
 
@@ -169,8 +156,7 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
     app.add_middleware(Guard, api_keys=settings.api_keys, max_body=settings.max_body)
     _add_answers(app, server)
     _add_rest(app, server)
-    if (_PAGE / "index.html").exists():
-        app.mount("/", StaticFiles(directory=_PAGE, html=True), name="page")
+    Inspector(lm, settings.names[0], server.defaults, needs_key=bool(settings.api_keys)).install(app)
     return app
 
 

@@ -15,7 +15,7 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """An ASGI middleware. It guards what lies below ``/v1``; health, metrics and the page are open.
+    """An ASGI middleware. It guards what lies below ``/v1`` and ``/inspector``; health, metrics and the page are open.
 
     Args:
         app: what is guarded.
@@ -34,7 +34,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         try:
-            if self._keys and scope["path"].startswith("/v1"):
+            if self._keys and scope["path"].startswith(("/v1", "/inspector")):
                 self._check_key(headers.get("authorization", ""))
             body = _Body(receive, self._max_body, headers.get("content-length"))
             if scope["method"] in ("POST", "PUT", "PATCH"):

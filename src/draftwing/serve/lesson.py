@@ -1,7 +1,7 @@
 """One step of the classic rules, written down: the real p and q of a text at the place where a reader stopped.
 
 The server itself draws with keyed noise, which needs no q. So that both ways can be told side by side, the lesson
-decodes one more step from the same tokens in a loop of its own, by the rules of ``accept``, and keeps what they decided.
+decodes one more step from the same tokens in a loop of its own, by the rules of ``accept``, and keeps what they decide.
 
 p = target, q = draft. Shape suffixes: N nodes, V vocabulary.
 """
@@ -58,9 +58,7 @@ class _Watched:
         self._replacement = replacement
         self.found: tuple[list[int], list[int], Tensor, Tensor, _Recorded, int] | None = None
 
-    def __call__(
-        self, tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]
-    ) -> Accepted:
+    def __call__(self, tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
         """See ``accept.AcceptRule``."""
         used = [node for node, token in enumerate(tree.tokens[0].tolist()) if token != PAD]
         if tree.draft_probs is None and len(used) > 1:
@@ -73,9 +71,9 @@ class _Watched:
         draws = _Recorded(sampling.seeds[0], starts[0])
         path, bonus = multi_round(tokens, parents, p, q, draws, replacement=self._replacement)
         self.found = tokens, parents, p, q, draws, bonus
-        kept = torch.tensor([[used[node] for node in path]], device=tree.tokens.device)
-        numbers = (torch.tensor([number], device=tree.tokens.device) for number in (len(path) - 1, bonus))
-        return Accepted(kept, *numbers)
+        device = tree.tokens.device
+        kept = torch.tensor([[used[node] for node in path]], device=device)
+        return Accepted(kept, torch.tensor([len(path) - 1], device=device), torch.tensor([bonus], device=device))
 
 
 def lesson(

@@ -65,7 +65,8 @@ class Tracer:
         """
         pieces = [_piece(piece) for piece in pieces_of(row, self._stream)]
         if step is None:
-            return {"position": row.position, "num_tokens": len(row.token_ids), "pieces": pieces}
+            ids = list(row.token_ids)
+            return {"position": row.position, "token_ids": ids, "num_tokens": len(ids), "pieces": pieces}
         return {**step_trace(step, place, self._tokenizer, self._shown), "pieces": pieces}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,11 @@ from draftwing.serve.refusal import Refusal, dumps, of_error
 from draftwing.serve.shapes import Shape, chat_logprobs, completion_logprobs, usage_of
 from draftwing.serve.speculation import figures
 from draftwing.serve.tools import Call, ToolReader
+from draftwing.serve.trace import Tracer
 from draftwing.stats import Logprob, RowStep
-from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["Tracer", "Writing"]
+__all__ = ["Writing"]
 
-Tracer = Callable[[Any, int, Tokenizer], dict[str, Any]]  # a Step, the row in it, the tokenizer
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -31,6 +30,7 @@ class _Choice:
     index: int
     ticket: Ticket
     reader: ToolReader | None
+    tracer: Tracer | None = None
     said: str = ""
     calls: list[Call] = field(default_factory=list)
     has_begun: bool = False
@@ -62,15 +62,13 @@ class Writing:
         lm: whose answer it is.
         asked: what is asked for.
         shape: how answers look.
-        trace: makes of a step what chunks carry where they are asked to.
 
     Raises:
         Refusal: too busy, closed, or a setting that cannot be decoded.
     """
 
-    def __init__(self, worker: Worker, lm: LM, asked: Asked, shape: Shape, trace: Tracer | None = None) -> None:
+    def __init__(self, worker: Worker, lm: LM, asked: Asked, shape: Shape) -> None:
         self._worker, self._lm, self._asked, self._shape = worker, lm, asked, shape
-        self._trace = trace if asked.traced else None
         self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -84,11 +82,12 @@ class Writing:
                     text.prompt_ids,
                     text.sampling,
                     wake,
-                    keeps_steps=self._trace is not None,
+                    keeps_steps=asked.traced,
                     **text.options,
                 )
                 reader = None if asked.tool_names is None else ToolReader(asked.tool_names)
-                self._choices.append(_Choice(number, ticket, reader))
+                tracer = Tracer(lm.tokenizer, text.prompt_ids, text.sampling.stop) if asked.traced else None
+                self._choices.append(_Choice(number, ticket, reader, tracer))
         except DraftwingError as error:
             self.close()
             raise of_error(error) from error
@@ -149,16 +148,15 @@ class Writing:
     def _chunks(self, choice: _Choice, parts: Sequence[Part], done: bool) -> list[dict[str, Any]]:
         """The chunks of a stream for what has come; one for each step where they are traced."""
         chunks = []
-        groups = [[part] for part in parts] if self._trace is not None else [list(parts)]
+        groups = [[part] for part in parts] if choice.tracer is not None else [list(parts)]
         for number, group in enumerate(groups or [[]]):
             last = done and number >= len(groups) - 1
             text, calls = choice.take("".join(part.row.text for part in group), last)
             logprobs = [found for part in group for found in part.row.logprobs or ()]
             found = self._pieces(choice, text, calls, logprobs)
-            traced = group[0] if group and group[0].step is not None else None
-            if traced is not None and self._trace is not None:
+            if group and choice.tracer is not None:
                 piece = found[-1] if found else self._shape.chunk([self._piece(choice, "")])
-                piece["draftwing"] = self._trace(traced.step, traced.place, self._lm.tokenizer)
+                piece["draftwing"] = choice.tracer.trace(group[0].row, group[0].step, group[0].place)
                 found = found or [piece]
             chunks += found
         if done:
