@@ -13,7 +13,7 @@ const VIEWS = [
   ["lesson", "Lesson", Lesson],
 ];
 const TREES = [
-  ["auto", "auto: measured, step by step"],
+  ["auto", "auto: as measured"],
   ["chain:3", "chain of 3"],
   ["chain:6", "chain of 6"],
   ["dynamic:12,4,3", "tree, 12 nodes"],

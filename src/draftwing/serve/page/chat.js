@@ -55,7 +55,7 @@ export function useStep(run) {
 
 export function Chat({ state, options, costs, theme, run, setRun, turns, setTurns, changed }) {
   const view = useStep(run);
-  const foot = useRef(null);
+  const list = useRef(null);
   const busy = run && !run.isOver;
   const begin = (prompt, history, before) => {
     const next = new Run({ state, prompt, history, options: { ...options } });
@@ -69,12 +69,14 @@ export function Chat({ state, options, costs, theme, run, setRun, turns, setTurn
     const before = turns.slice(0, -1);
     begin(turns[turns.length - 1].prompt, history(before), before);
   };
+  // The newest text stays in sight, unless a reader has scrolled up.
   useEffect(() => {
-    if (busy && turns[turns.length - 1] === run) foot.current?.scrollIntoView({ block: "nearest" });
+    const box = list.current;
+    if (busy && box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
   });
   return html`<div class="split">
     <section class="card talk" aria-label="Conversation">
-      <div class="turns">
+      <div class="turns" ref=${list} tabindex="0" role="region" aria-label="Texts">
         ${!turns.length && html`<div class="hello">
           <h2>See drafts being accepted</h2>
           <p>A small draft model guesses the next tokens; <b>${state.target}</b> checks all guesses in one forward and keeps what it would have written itself. Write something and watch.</p>
@@ -90,16 +92,15 @@ export function Chat({ state, options, costs, theme, run, setRun, turns, setTurn
             <p class="how">${each.options.draft === "none" ? "plain" : `${each.options.draft}, ${each.options.tree}`}; temperature ${each.options.temperature}, seed ${each.options.seed}${each.finish === "length" ? "; ended at the limit of tokens" : ""}${each.status === "stopped" ? "; stopped" : ""}</p>
             ${each !== run && html`<button class="button small" onClick=${() => setRun(each)}>Inspect</button>`}</div>`}
         </article>`)}
-        <div ref=${foot}></div>
       </div>
       <p class="hidden" role="status">${busy ? "Writing" : run?.status === "done" ? `The answer is finished: ${run.text}` : ""}</p>
-      <${Composer} state=${state} busy=${busy} onSend=${send} onStop=${() => run.stop()} again=${turns.length && again} />
+      <${Composer} state=${state} busy=${busy} onSend=${send} onStop=${() => run.stop()} again=${turns.length > 0 && again} />
     </section>
-    <section class="card look" aria-label="Inspector">
+    <div class="stack"><section class="card look" aria-label="Inspector">
       <div class="head"><h2>${view.step ? "One step" : "What a step looks like"}</h2><${Legend} /></div>
       ${view.step ? html`<${StepView} run=${run} ...${view} />` : html`<${Sample} />`}
     </section>
-    ${view.step && html`<section class="card wide" aria-label="Figures of this text"><h2 class="hidden">Figures of this text</h2><${Plots} run=${run} step=${view.step} costs=${costs} theme=${theme} /></section>`}
+    ${view.step && html`<section class="card" aria-label="Figures of this text"><h2 class="hidden">Figures of this text</h2><${Plots} run=${run} step=${view.step} costs=${costs} theme=${theme} /></section>`}</div>
   </div>`;
 }
 

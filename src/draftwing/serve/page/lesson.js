@@ -53,8 +53,8 @@ function VerifyPart({ step, costs, run, node, onNode }) {
   const plain = costs?.verify?.[0]?.[1], took = step.seconds.verify + step.seconds.accept + step.seconds.commit;
   const chosen = step.nodes[node] ?? step.nodes[0];
   return html`<${Part} number="2" title="Verify: one forward, all guesses">
-    <p>The target reads the pending token and all ${step.num_drafted} guesses in a single forward, each seeing only the nodes above it. That took ${short(took * 1000)} ms
-      ${plain ? ` ; reading one token alone takes about ${short(plain * 1000)} ms here, since most of either goes into fetching the same weights from memory` : ""}.
+    <p>The target reads the pending token and all ${step.num_drafted} guesses in a single forward, each seeing only the nodes above it. That took ${short(took * 1000)} ms${" "}
+      ${plain ? `(one token alone: about ${short(plain * 1000)} ms here, since most of either goes into fetching the same weights from memory)` : ""}.
       Afterwards there is a law <i>p</i> of the next token at <em>every</em> node: what the target would say there, were that the text.</p>
     <div class="pick" role="group" aria-label="Node">${step.nodes.map((each, i) => html`<button class=${`chip ${each.kept ? "kept" : ""}`} aria-pressed=${i === node} onClick=${() => onNode(i)}>${visible(each.text)}</button>`)}</div>
     <${Law} node=${chosen} step=${step} temperature=${0} />
@@ -62,7 +62,7 @@ function VerifyPart({ step, costs, run, node, onNode }) {
   <//>`;
 }
 
-function AcceptPart({ step, run }) {
+function AcceptPart({ step, run, onHeat }) {
   const [at, setAt] = useState(0);
   useEffect(() => setAt(0), [step]);
   const place = Math.min(at, step.path.length - 1), node = step.nodes[step.path[place]];
@@ -78,6 +78,7 @@ function AcceptPart({ step, run }) {
     <p class="say">${hot ? `log p + g is greatest for` : `p is greatest for`} <${T}>${drawn?.text ?? ""}<//>: ${isLast
       ? html`no guess after <${T}>${node.text}<//> carries it, so it is the bonus, and the step ends.`
       : html`a guess carries it, so it is <span class="c-accepted">kept</span>, and the walk goes on there.`}</p>
+    ${!hot && html`<p><button class="button" onClick=${onHeat}>See it with noise, at temperature 0.8</button></p>`}
     <h3>Why the text cannot change</h3>
     <p>Each token that was written is the ${hot ? "argmax of log p + g" : "argmax of p"} at its place, and neither ${hot ? "p nor g depends" : "p depends"} on what was drafted. A better drafter only lets more of them be written at once. So same model, prompt and seed: same text, to the last character, with any drafter and any tree. <b>Compare</b> puts that to the test.</p>
   <//>`;
@@ -92,7 +93,7 @@ function Try({ each, number, withNode, root, all }) {
   const above = each.parent === 0 ? root.text : (all.find((other) => other.node === each.parent)?.text ?? "");
   return html`<li class=${each.kept ? "kept" : "rejected"}>
     <p><b>${number}.</b> ${withNode ? html`After <${T}>${above}<//>: ` : ""}<${T}>${each.text}<//> was drawn from q. p ${percent(each.p) || "0%"}, q ${percent(each.q)}:
-      ${" "}keep with chance min(1, p/q) = <b>${each.accept.toFixed(3)}</b>. The die shows u = ${each.u.toFixed(3)}, ${each.kept ? html`less: <b class="c-accepted">kept</b>.` : html`not less: <b>rejected</b>.`}</p>
+      ${" "}keep with chance min(1, p/q) = <b>${each.accept.toFixed(3)}</b>. The draw is u = ${each.u.toFixed(3)}, ${each.kept ? html`below it: <b class="c-accepted">kept</b>.` : html`not below it: <b>rejected</b>.`}</p>
     <details class="more"><summary>p and q there</summary><${Bars} rows=${each.laws} columns=${numbers} marks=${{ [each.id]: { kind: "drafted", say: "drafted" } }} caption=${`p and q where “${spoken(each.text)}” was tried`} /></details></li>`;
 }
 
@@ -168,7 +169,7 @@ export function Lesson({ state, options, costs, run, setRun, turns, setTurns, ch
       <div class="card bar-card"><${Stepper} run=${run} step=${step} onChoose=${view.onChoose} /></div>
       <${DraftPart} run=${run} step=${step} state=${state} node=${node} onNode=${onNode} />
       <${VerifyPart} run=${run} step=${step} costs=${costs} node=${node} onNode=${onNode} />
-      <${AcceptPart} run=${run} step=${step} />
+      <${AcceptPart} run=${run} step=${step} onHeat=${() => begin(run.prompt, run.history, { ...run.options, temperature: 0.8 }, turns.filter((each) => each !== run))} />
       ${run.isOver && html`<${RulesPart} run=${run} step=${step} state=${state} />`}`}
   </div>`;
 }

@@ -7,7 +7,7 @@ const KIND = (drafted) => (drafted === null ? "" : drafted ? "accepted" : "bonus
 
 // The text of a run, step by step. A step can be clicked; arrow keys do the same for the keyboard.
 export function Text({ run, chosen, onChoose, until = Infinity }) {
-  return html`<div class="text">${run.steps.map((step) => step.at <= until && html`<span
+  return html`<div class=${`text ${run.options.draft === "none" ? "plain" : ""}`}>${run.steps.map((step) => step.at <= until && html`<span
       class=${`step ${step.index === chosen ? "chosen" : ""}`} data-step=${step.index}
       onClick=${step.nodes && onChoose && (() => onChoose(step.index))}>${step.pieces.map((piece) => html`<span class=${KIND(piece.drafted)}>${piece.text}</span>`)}</span>`)}${!run.isOver && html`<span class="caret" aria-hidden="true"></span>`}</div>`;
 }
@@ -83,7 +83,7 @@ export function Bars({ rows, columns, caption, marks = {} }) {
       ${columns.map((column) => {
         const value = column.of(row);
         if (!column.bar) return html`<td class="num">${value === null ? "–" : column.write ? column.write(value) : short(value)}</td>`;
-        return html`<td class="cell"><svg class=${`bar ${column.bar}`} width="100%" height="14" aria-hidden="true"><rect width=${`${Math.min(100, 100 * (value ?? 0))}%`} height="14" rx="3" /></svg><span>${value === null ? "–" : percent(value)}</span></td>`;
+        return html`<td class="cell"><div><svg class=${`bar ${column.bar}`} height="12" aria-hidden="true"><rect width=${`${Math.min(100, 100 * (value ?? 0))}%`} height="12" rx="3" /></svg><span>${value === null ? "–" : percent(value)}</span></div></td>`;
       })}
       <td class="fate">${marks[row.id]?.say ?? ""}</td>
     </tr>`)}</tbody>
