@@ -12,6 +12,7 @@
     ├── NumericsError      NaN or infinity where a probability should be
     ├── BusyError          too many requests wait already; try again later
     ├── ClosedError        the worker that decodes takes no requests any more
+    ├── SlotsError         KV slots that are used up, or rows and slots that do not add up
     └── DraftwingWarning   (a warning) it goes on, but slower or differently than one would think
 
 Each message names the thing, says what was expected and what was found, and ends with the fix. All are
@@ -33,6 +34,7 @@ __all__ = [
     "NumericsError",
     "PromptError",
     "SamplingError",
+    "SlotsError",
     "TokenizerError",
     "TreeError",
     "UnsupportedError",
@@ -100,6 +102,10 @@ class BusyError(DraftwingError):
 
 class ClosedError(DraftwingError):
     """Whoever decodes takes no requests any more: it is shutting down, or broke."""
+
+
+class SlotsError(DraftwingError):
+    """KV slots that are used up, or whose account with rows and requests is wrong."""
 
 
 class DraftwingWarning(UserWarning):

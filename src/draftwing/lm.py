@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from draftwing.constraint import Constraint
 from draftwing.drafters.base import Budget, Drafter, NoDrafter
 from draftwing.engine.decode import Decoder, loop_of
 from draftwing.engine.engine import Engine, Speculation
+from draftwing.engine.load import SlotEngine
+from draftwing.engine.paged import SlotDecoder, check_memory
 from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DraftwingError, shown
 from draftwing.model.target import Target
@@ -30,6 +32,8 @@ from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.tokenizer import Tokenizer
 
 __all__ = ["LM", "Generation", "StreamStep", "nth_seed"]
+
+D = TypeVar("D", bound=Decoder)
 
 # What transformers and vLLM call our options.
 _ELSEWHERE = {
@@ -181,11 +185,14 @@ class LM:
 
     def decoder(self) -> Decoder:
         """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
+        return self._decoder(Decoder)
+
+    def _decoder(self, make: Callable[..., D]) -> D:
         with self._turn:
             if self.is_auto and self._planner is None:
                 self._planner = planner_for(self.target, self.new_drafter, self.rule, loop_of(self.target))
         planner, turn = self._planner, None if self._planner is None else self._turn
-        return Decoder(
+        return make(
             self.target,
             self.new_drafter,
             self.rule,
@@ -195,9 +202,22 @@ class LM:
             turn=turn,
         )
 
-    def engine(self, *, max_batch: int | None = None) -> Engine:
-        """A new engine with nothing in it: a decode loop, a queue, and text of what is emitted."""
-        return Engine(self.decoder(), max_batch=max_batch, tokenizer=self.tokenizer)
+    def engine(self, *, max_batch: int | None = None, kv_memory: int | None = None) -> Engine:
+        """A new engine with nothing in it: a decode loop, a queue, and text of what is emitted.
+
+        Args:
+            max_batch: requests decoded at once; None for all, with ``kv_memory`` for at most 256.
+            kv_memory: bytes for the KV slots of target and drafter together. They are taken at once and never exceeded:
+                requests wait for room, prompts are read in pieces beside the decoding, and what was read is kept for
+                prompts that begin alike (``engine.paged``). None: slots grow with what is decoded, as one tensor.
+
+        Raises:
+            ConfigError, UnsupportedError: ``kv_memory`` holds no text, or the target runs in transformers.
+        """
+        if kv_memory is None:
+            return Engine(self.decoder(), max_batch=max_batch, tokenizer=self.tokenizer)
+        make = partial(SlotDecoder, max_batch, check_memory(kv_memory))
+        return SlotEngine(self._decoder(make), max_batch=max_batch, tokenizer=self.tokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a text, of a dialogue (a list of ``{"role", "content"}``), or the ids themselves.

@@ -13,12 +13,22 @@ from typing import Protocol
 from torch import Tensor
 
 from draftwing.errors import ConfigError, shown
-from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, TargetOutput
+from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput
 from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["EAGLE_TREE", "MEDUSA_TREE", "STATIC_TREES", "Budget", "Drafter", "Learning", "NoDrafter", "Traits"]
+__all__ = [
+    "EAGLE_TREE",
+    "MEDUSA_TREE",
+    "STATIC_TREES",
+    "Budget",
+    "Drafter",
+    "Learning",
+    "NoDrafter",
+    "Resuming",
+    "Traits",
+]
 
 # What a budget may ask for, so that no shape asks for more memory or time than a machine has.
 MAX_DEPTH, MAX_WIDTH, MAX_NODES = 1024, 256, 4096
@@ -40,6 +50,7 @@ class Traits:
         forget: drops what drafters of its maker have kept of former requests; None where they keep nothing. Whoever
             measures the same prompts again calls it in between (``LM.forget``).
         learns: whether it is a ``Learning`` one.
+        resumes: whether it is a ``Resuming`` one.
         context: tokens of text with which a draft takes what it takes with any longer one; 0: it depends little.
         parts: names of the drafters that it consists of, where there are several: a request may choose among them.
     """
@@ -55,6 +66,7 @@ class Traits:
     learns: bool = False
     context: int = 0
     parts: tuple[str, ...] = ()
+    resumes: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,6 +241,27 @@ class Learning(Drafter, Protocol):
 
     def learn(self) -> None:
         """Learn from the steps since the last call; may take a share of their time."""
+        ...
+
+
+class Resuming(Drafter, Protocol):
+    """A drafter that reads features or has slots, and whose rows may begin with slots that are written already.
+
+    Its ``admit`` takes up a row at ``Row.resumed``, with the features from there on.
+    """
+
+    @property
+    def num_read(self) -> list[int]:
+        """Of each row, how many slots from the first one on hold what they will hold for good."""
+        ...
+
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        """Read a piece of a prompt, the slots from ``row.resumed`` to before ``stop``; ``admit`` will follow.
+
+        Args:
+            row: one that is to come behind those of ``ctx``.
+            features: (1, stop - resumed, F) of the piece; None where it reads none.
+        """
         ...
 
 

@@ -75,7 +75,7 @@ class CausalLMDrafter:
         self.name = f"causal-lm ({model.name})"
         size = model.num_weight_bytes
         identity = f"{self.name}, {size}"
-        self.traits = Traits(grows_by_rule=True, identity=identity, num_bytes=size, runs_as=model.runs_as)
+        self.traits = Traits(grows_by_rule=True, identity=identity, num_bytes=size, runs_as=model.runs_as, resumes=True)
         self._runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified
@@ -86,8 +86,25 @@ class CausalLMDrafter:
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Prefill the new row; one that this model's context cannot hold stays empty here, and is not drafted for."""
         row, fits = ctx.rows[-1], self._room(ctx.rows[-1]) > 0
-        self._runner.prefill(len(self._read), row.tokens[: row.length] if fits else [], prompt_length=row.prompt_length)
+        if fits or not row.resumed:
+            self._prefill(row, row.length if fits else 0)
         self._read.append(row.length if fits else 0)
+
+    @property
+    def num_read(self) -> list[int]:
+        """See ``Resuming``."""
+        return list(self._read)
+
+    @torch.inference_mode()
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        """See ``Resuming``."""
+        if self._room(row) > 0:
+            self._prefill(row, stop)
+
+    def _prefill(self, row: Row, stop: int) -> None:
+        """Read the row behind the last one up to ``stop``."""
+        tokens, start, prompt = row.tokens[row.resumed : stop], row.resumed, row.prompt_length
+        self._runner.prefill(len(self._read), tokens, prompt_length=prompt, start=start)
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:

@@ -19,7 +19,7 @@ from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.growing.asked import Asked
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear, runs_as
-from draftwing.model.target import Context, FeatureSpec, Target, TargetOutput
+from draftwing.model.target import Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.nets.base import DraftNet
 from draftwing.run.request import Drafted, Waiting
 from draftwing.sampling import SamplingBatch
@@ -54,6 +54,7 @@ class EagleDrafter:
         self.traits = Traits(
             reads_features=True,
             grows_by_rule=True,
+            resumes=True,
             identity=f"{identity} {config} {net.dtype} {num_bytes}",
             num_bytes=num_bytes + (target.head.num_bytes if net.head is None else 0),
             runs_as=runs_as(matrices),
@@ -75,18 +76,30 @@ class EagleDrafter:
             raise ConfigError(
                 f"{self.name} reads hidden states, and the target gave none for the prompt: see FeatureSpec"
             )
-        tokens, row, count = ctx.rows[-1].tokens, len(self._fed), features.shape[1]
-        features, fed = features.to(self.net.dtype), max(count - 1, 0)
-        first = 1 if self.net.shape.is_shifted else 0
-        self._prefill(row, tokens[first : first + fed], features[:, :fed])
+        row, count = ctx.rows[-1], features.shape[1]
+        features, fed = features.to(self._dtype), row.resumed + max(count - 1, 0)
+        tokens = row.tokens[row.resumed + self._shift : fed + self._shift]
+        self._prefill(len(self._fed), tokens, features[:, : len(tokens)], row.resumed)
         last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
         waiting, self._read = self._joined(ctx), None
         self._fed.append(fed)
         self._fresh = [(torch.cat([waiting, F.pad(last, (0, 0, 0, waiting.shape[1] - 1))]), list(self._fed))]
 
-    def _prefill(self, row: int, ids: Sequence[int], features: Tensor) -> None:
-        """Feed the entries of a prompt, (1, T, F), to an empty row."""
-        self._runner.prefill(row, ids, features)
+    @property
+    def num_read(self) -> list[int]:
+        """See ``Resuming``."""
+        return list(self._fed)
+
+    @torch.inference_mode()
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        """See ``Resuming``."""
+        assert features is not None
+        tokens = row.tokens[row.resumed + self._shift : stop + self._shift]
+        self._prefill(len(self._fed), tokens, features.to(self._dtype), row.resumed)
+
+    def _prefill(self, row: int, ids: Sequence[int], features: Tensor, start: int) -> None:
+        """Feed the entries of a prompt, (1, T, F), to a row, from the slot ``start`` on."""
+        self._runner.prefill(row, ids, features, start=start)
 
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:

@@ -45,7 +45,8 @@ class ChainDrafter(EagleDrafter):
         super().__init__(parts[0], target, name, f"{identity} {len(parts)} modules")
         num_head = target.head.num_bytes
         size = len(parts) * (self.traits.num_bytes - num_head) + num_head
-        self.traits = replace(self.traits, num_bytes=size)
+        # A module goes on from what the one before has left, which no slot keeps: rows begin at their beginning.
+        self.traits = replace(self.traits, num_bytes=size, resumes=False)
         self.name += f", {len(parts)} modules"
         self._runners = [self._runner, *(part.runs.runner(part, self) for part in parts[1:])]
         # (B, D, H) what each module left at the last entry of every row that it has read; and after this step.
@@ -54,7 +55,7 @@ class ChainDrafter(EagleDrafter):
 
     # --- the rows --------------------------------------------------------------------------------------------------
 
-    def _prefill(self, row: int, ids: Sequence[int], features: Tensor) -> None:
+    def _prefill(self, row: int, ids: Sequence[int], features: Tensor, start: int) -> None:
         """Feed a prompt to every module: each has one entry less than the one before."""
         states, left = features, []
         for module, runner in enumerate(self._runners):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from draftwing.drafters.base import Budget, Drafter
+from draftwing.drafters.base import Budget, Drafter, Resuming
 from draftwing.errors import ConfigError
 from draftwing.model.target import Context, Row, TargetOutput
 from draftwing.nets.learner import Learner, Stretch, Tally
@@ -100,6 +101,15 @@ class OnlineDrafter:
         self._trails[row] = self._trails[-1]
         self._trails.pop()
         self._drafter.remove(ctx, row)
+
+    @property
+    def num_read(self) -> list[int]:
+        """See ``Resuming``, here and below."""
+        return cast(Resuming, self._drafter).num_read
+
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        """A piece of a prompt: nothing to put down."""
+        cast(Resuming, self._drafter).read_on(ctx, row, features, stop)
 
     # --- learning --------------------------------------------------------------------------------------------------
 

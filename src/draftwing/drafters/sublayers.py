@@ -71,7 +71,7 @@ class SubLayersDrafter:
         if self._net.dtype == torch.float16:
             # Without some layers the stream may overflow where the target's own does not, and a NaN that stays in a
             # slot reaches every row that looks there, masked or not.
-            data = own.cache.data[..., min(lengths) :, :]
+            data = own.cache.data[..., min(lengths) if own.cache.table is None else 0 :, :]
             data.copy_(data.nan_to_num(nan=0.0))
         return found.tree
 

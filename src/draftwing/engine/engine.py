@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+import time
 from collections.abc import Iterator, Sequence
 from operator import index
 
 from draftwing.constraint import Constraint
 from draftwing.drafters.base import Budget
 from draftwing.engine.decode import Decoder
+from draftwing.engine.queue import EngineStats, Queue, check_rows, check_urgency
 from draftwing.engine.request import Request
 from draftwing.engine.wishes import check_constraint, checked_drafts
 from draftwing.errors import ConfigError, DraftwingError, PromptError, shown
@@ -47,7 +48,8 @@ class Engine:
         if max_batch is not None and (isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1):
             raise ConfigError(f"max_batch must be at least 1, found {max_batch!r}: give a whole number")
         self._decoder, self._max_batch, self._tokenizer = decoder, max_batch, tokenizer
-        self._waiting: deque[Request] = deque()
+        self._waiting = Queue()
+        self._timed: list[Request] = []  # with a deadline
         self._ids = itertools.count()
         self._has_cancelled = False
 
@@ -70,6 +72,8 @@ class Engine:
         references: Sequence[Sequence[int]] = (),
         constraint: Constraint | None = None,
         drafts: Sequence[str] | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> Request:
         """Put a request into the queue; a bad one is refused here, before any work is done.
 
@@ -82,6 +86,8 @@ class Engine:
             constraint: what the text may say, such as a grammar (``text.grammar``); whatever is drafted.
             drafts: of several drafts (``draft="eagle3+lookup"``) the names of those that propose for this request, as
                 they were loaded; None for all, an empty list for none.
+            priority: requests with more of it come before those with less, and those before that came first.
+            deadline: seconds of ``time.monotonic`` at which it ends, with the finish reason ``deadline``.
 
         Raises:
             PromptError, SamplingError, ConfigError: it cannot be decoded.
@@ -95,9 +101,16 @@ class Engine:
         if drafts is not None:
             drafts = checked_drafts(drafts, self._decoder.draft_names)
             budget = budget if drafts else self._decoder.checked(Budget(0))
-        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer, ids, constraint, drafts)
-        self._waiting.append(request)
+        check_urgency(priority, deadline)
+        wishes = (constraint, drafts, priority, deadline)
+        request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer, ids, *wishes)
+        self._enqueue(request)
         return request
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting.append(request)
+        if request.deadline is not None:
+            self._timed.append(request)
 
     def cancel(self, request: Request) -> None:
         """End a request where it stands, with the finish reason ``cancelled``; one that has ended stays as it is."""
@@ -110,7 +123,7 @@ class Engine:
         Raises:
             ConfigError: there is nothing to decode.
         """
-        if self._waiting or self._has_cancelled:
+        if self._waiting or self._has_cancelled or self._timed:
             self._fill()
         return self._advance()
 
@@ -135,18 +148,43 @@ class Engine:
         if decoder.undone is not None:
             return len(decoder.running)
         decoder.settle()
-        if self._has_cancelled:
-            self._has_cancelled = False
-            decoder.sweep()
+        self._sweep()
         while waiting and len(decoder.running) < (self._max_batch or math.inf):
-            request = waiting[0]
+            request = waiting.first()
             if request.finish_reason is None and request not in decoder.running:
                 try:
                     decoder.start(request)
                 except DraftwingError as error:  # its own: the others go on
                     request.error, request.finish_reason = error, "error"
-            waiting.popleft()  # only now: an interrupt must not lose it
+            waiting.drop(request)  # only now: an interrupt must not lose it
         return len(decoder.running)
+
+    def _sweep(self) -> None:
+        """Take the rows out that were cancelled, or whose time is up."""
+        if self._timed:
+            now = time.monotonic()
+            for request in list(self._timed):  # others append meanwhile
+                if request.deadline is not None and request.deadline <= now and request.finish_reason is None:
+                    request.finish_reason, self._has_cancelled = "deadline", True
+                if request.finish_reason is not None:
+                    self._timed.remove(request)
+        if self._has_cancelled:
+            self._has_cancelled = False
+            self._decoder.sweep()
+
+    @property
+    def stats(self) -> EngineStats:
+        """How busy it is, as plain numbers; may be read from any thread."""
+        return EngineStats(self.num_running, self.num_waiting)
+
+    def check(self) -> None:
+        """See that requests, rows of the target and rows of the drafter are the same.
+
+        Raises:
+            SlotsError: they are not, which is a bug of Draftwing.
+        """
+        self._decoder.settle()
+        check_rows(self._decoder)
 
     def _budget_of(self, speculation: Speculation) -> Budget | None:
         if speculation is None:

@@ -41,9 +41,11 @@ class Request:
         references: texts, as ids, that are likely to be repeated in it: a drafter may copy from them.
         constraint: what it may say; None: anything.
         drafts: names of the drafters that propose for it, where there are several; None: all.
+        priority: those with more come first, and are the last to give their slots up.
+        deadline: seconds of ``time.monotonic`` at which it ends wherever it is; None: whenever it ends.
         token_ids: emitted so far, cut where the text ended.
-        finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error`` or
-            ``cancelled``.
+        finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error``,
+            ``cancelled`` or ``deadline``.
         error: why it failed.
 
     Raises:
@@ -58,6 +60,8 @@ class Request:
     references: Sequence[Sequence[int]] = ()
     constraint: Constraint | None = None
     drafts: Sequence[str] | None = None
+    priority: int = 0
+    deadline: float | None = None
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)

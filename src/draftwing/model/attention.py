@@ -14,10 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.model.cache import KVCache, View, round_up
+from draftwing.model.cache import KEY_BLOCK, KVCache, View, round_up
 from draftwing.tree import DraftTree
 
-__all__ = ["Attend", "Attention", "CausalAttention", "Heads", "TreeAttention", "TreeSlots", "rotate"]
+__all__ = [
+    "Attend",
+    "Attention",
+    "CausalAttention",
+    "Heads",
+    "PagedTreeAttention",
+    "TreeAttention",
+    "TreeSlots",
+    "rotate",
+]
 
 # Queries are padded to these and keys to KEY_BLOCK, so that a CPU gives a row the same bits in any company.
 QUERY_BLOCK = 8
@@ -114,6 +123,12 @@ class TreeSlots:
     view: View | None = None
     watched: Tensor | None = None
 
+    @property
+    def fresh(self) -> Tensor:
+        """(B, N) slots of the nodes that are run."""
+        nodes = torch.arange(self.first_node, self.tree.num_nodes, device=self.lengths_B.device)
+        return self.lengths_B[:, None] + nodes
+
 
 class TreeAttention(Attention):
     """Attention of a batch of trees over their rows' slots: an ``Attend`` for one forward.
@@ -133,36 +148,50 @@ class TreeAttention(Attention):
         self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
     ) -> None:
         super().__init__(cis)
-        cache, tree, first_node, lengths, lengths_B = (
-            where.cache, where.tree, where.first_node, where.lengths, where.lengths_B,
-        )  # fmt: skip
+        cache, tree, first_node = where.cache, where.tree, where.first_node
         rows, nodes, width = tree.num_rows, tree.num_nodes - first_node, min(where.width, cache.num_slots)
-        layers, _, _, kv_heads, _, dim = cache.data.shape
+        _, _, _, kv_heads, _, dim = cache.data.shape
         self._groups = num_heads // kv_heads
         self._queries = nodes * self._groups
         self._scale, self._windows = dim**-0.5, windows
         self._shape = (rows, nodes, kv_heads, self._groups, dim)
         padded = round_up(self._queries, QUERY_BLOCK) if cache.data.device.type == "cpu" else self._queries
-        kv = cache.data[:, :, where.first_row : where.first_row + rows]
-        self._keys = [kv[layer, 0, :, :, :width] for layer in range(layers)]
-        self._values = [kv[layer, 1, :, :, :width] for layer in range(layers)]
         self._padded, self._dtype = padded, cache.data.dtype
         self._masks = {window: self._mask(where, window, width) for window in set(windows)}
-        # Rows of one length share a contiguous range of slots, which is far cheaper to write than an index.
-        if lengths is not None and max(lengths) == min(lengths):
-            fresh = slice(lengths[0] + first_node, lengths[0] + tree.num_nodes)
-            self._key_slots = [keys[:, :, fresh].transpose(1, 2) for keys in self._keys]
-            self._value_slots = [values[:, :, fresh].transpose(1, 2) for values in self._values]
-            self._index: tuple[Tensor, Tensor] | None = None
-        else:
-            slots = lengths_B[:, None] + torch.arange(first_node, tree.num_nodes, device=lengths_B.device)
-            self._index = (torch.arange(rows, device=lengths_B.device)[:, None], slots)
+        self._find(where, width)
         self._q = cache.data.new_zeros(rows, kv_heads, padded, dim)
         self._q_view = (
             self._q[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim).permute(0, 2, 1, 3, 4)
         )
         self._out = cache.data.new_zeros(num_rows_out, num_heads * dim)
         self._out_view = self._out[: rows * nodes].view(self._shape)
+
+    def _find(self, where: TreeSlots, width: int) -> None:
+        """Where the slots of the rows lie, and in them those of the nodes."""
+        cache, lengths, rows = where.cache, where.lengths, where.tree.num_rows
+        kv = cache.data[:, :, where.first_row : where.first_row + rows]
+        self._keys = [keys[:, :, :width] for keys in kv[:, 0]]
+        self._values = [values[:, :, :width] for values in kv[:, 1]]
+        # Rows of one length share a contiguous range of slots, which is far cheaper to write than an index.
+        self._index: tuple[Tensor, Tensor] | None = None
+        if lengths is not None and max(lengths) == min(lengths):
+            fresh = slice(lengths[0] + where.first_node, lengths[0] + where.tree.num_nodes)
+            self._key_slots = [keys[:, :, fresh].transpose(1, 2) for keys in self._keys]
+            self._value_slots = [values[:, :, fresh].transpose(1, 2) for values in self._values]
+        else:
+            self._index = (torch.arange(rows, device=where.lengths_B.device)[:, None], where.fresh)
+
+    def _kept(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k and v (B, N, K, D) into the nodes' slots: keys and values (B, K, width, D) of all that is seen."""
+        keys, values = self._keys[layer], self._values[layer]
+        if self._index is None:
+            self._key_slots[layer].copy_(k)
+            self._value_slots[layer].copy_(v)
+        else:
+            row, slot = self._index
+            keys[row, :, slot] = k
+            values[row, :, slot] = v
+        return keys, values
 
     def _mask(self, where: TreeSlots, window: int | None, width: int) -> Tensor:
         """(B, 1, padded, width): 0 where a query may look, -inf elsewhere; padding queries look everywhere."""
@@ -188,20 +217,32 @@ class TreeAttention(Attention):
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v into the tree's slots, then attend. (R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, _, dim = self._shape
-        keys, values = self._keys[layer], self._values[layer]
-        if self._index is None:
-            self._key_slots[layer].copy_(k.view(rows, nodes, kv_heads, dim))
-            self._value_slots[layer].copy_(v.view(rows, nodes, kv_heads, dim))
-        else:
-            row, slot = self._index
-            keys[row, :, slot] = k.view(rows, nodes, kv_heads, dim)
-            values[row, :, slot] = v.view(rows, nodes, kv_heads, dim)
+        keys, values = self._kept(layer, k.view(rows, nodes, kv_heads, dim), v.view(rows, nodes, kv_heads, dim))
         self._q_view.copy_(q.view(self._shape))
         mask = self._masks[self._windows[layer]]
         mixed = F.scaled_dot_product_attention(self._q, keys, values, attn_mask=mask, scale=self._scale)
         mixed = mixed[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim)
         self._out_view.copy_(mixed.permute(0, 2, 1, 3, 4))
         return self._out
+
+
+class PagedTreeAttention(TreeAttention):
+    """``TreeAttention`` over slots in pages (``model.paged``): what is looked at is gathered, layer by layer."""
+
+    def _find(self, where: TreeSlots, width: int) -> None:
+        self._data = where.cache.data
+        rows = torch.arange(where.first_row, where.first_row + where.tree.num_rows, device=where.lengths_B.device)
+        seen = torch.arange(width, device=rows.device).expand(len(rows), -1)
+        self._seen = where.cache.place(rows[:, None], seen)[1]
+        fresh = where.cache.place(rows[:, None], where.fresh)[1]
+        # The first page stays zeros: rows look there past their own pages. The last one is for rows that are not one.
+        self._fresh = torch.where(fresh < KEY_BLOCK, fresh + self._data.shape[4] - KEY_BLOCK, fresh)
+
+    def _kept(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        data = self._data[layer, :, 0]
+        data[0][:, self._fresh], data[1][:, self._fresh] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
+        keys, values = data[:, :, self._seen].transpose(1, 2)
+        return keys, values
 
 
 class CausalAttention(Attention):

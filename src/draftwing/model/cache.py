@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class KVCache:
         self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
+        self.table: Any = None  # a ``paged.SlotTable``, where slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
 
     @property
@@ -73,6 +75,14 @@ class KVCache:
         grown[:, :, :rows, :, :slots] = self.data
         self.data = grown
 
+    def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
+        """Make room for the rows from ``first_row`` on: for so many slots of each, and ``extra`` more."""
+        self.reserve(first_row + len(lengths), max(lengths) + extra)
+
+    def place(self, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Where slots of rows lie, as an index of the third and the fifth dimension of ``data``."""
+        return rows, slots
+
     def clear(self, row: int) -> None:
         """Zero a row's slots: a former request may have left NaN there, which no mask keeps out (0 * NaN is NaN)."""
         self.data[:, :, row].zero_()
@@ -91,4 +101,6 @@ class KVCache:
         target = lengths[:, None] + order
         source = torch.where(path == PAD, target, lengths[:, None] + path)
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
-        self.data[:, :, rows, :, target] = self.data[:, :, rows, :, source]
+        into, at = self.place(rows, target)
+        came, was = self.place(rows, source)
+        self.data[:, :, into, :, at] = self.data[:, :, came, :, was]

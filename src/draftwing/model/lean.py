@@ -115,7 +115,7 @@ class LeanContext(Context):
 class LeanTarget(Target):
     """See ``Target``. Build it with ``from_folder``."""
 
-    supports_views = True
+    supports_views = supports_pages = True
 
     def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model") -> None:
         config = net.config
@@ -217,6 +217,11 @@ class LeanTarget(Target):
         return self._net.head
 
     @property
+    def is_prefix_free(self) -> bool:
+        """Whether what a slot holds depends on nothing but the tokens up to it."""
+        return self._net.rotary.config.position_only
+
+    @property
     def net(self) -> TappedNet:
         """What a runner of its own would run, without taps."""
         return self._net
@@ -244,9 +249,17 @@ class LeanTarget(Target):
         ctx = own_context(ctx, LeanContext)
         self.check_prompt(prompt_ids)
         ids = list(prompt_ids)
-        features = ctx.runner.prefill(ctx.num_rows, ids[:-1], prompt_length=len(ids))
-        ctx.rows.append(Row(ids, len(ids) - 1, len(ids)))
-        width = ctx.runner.net.shape.out_width
+        row = Row(ids, len(ids) - 1, len(ids))
+        features = self.read(ctx, row, 0, row.length)
+        ctx.rows.append(row)
+        return features
+
+    @torch.inference_mode()
+    def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
+        """See ``Target.read``."""
+        ctx = own_context(ctx, LeanContext)
+        ids, prompt, width = row.tokens[start:stop], row.prompt_length, ctx.runner.net.shape.out_width
+        features = ctx.runner.prefill(ctx.num_rows, ids, prompt_length=prompt, start=start)
         if features is None and width:
             return torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
         return features

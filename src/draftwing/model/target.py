@@ -63,6 +63,7 @@ class Row:
 
     ``references`` are texts, as ids, that its request expects to be repeated: drafters may read them. ``drafts`` names
     those of several drafters that its request chose; None: all.
+    ``resumed`` of its slots were written before the row came to a drafter (``Resuming``).
     """
 
     tokens: list[int]
@@ -70,6 +71,7 @@ class Row:
     prompt_length: int
     references: Sequence[Sequence[int]] = ()
     drafts: Sequence[str] | None = None
+    resumed: int = 0
 
     def takes(self, name: str) -> bool:
         """Whether a drafter of this name may propose for it."""
@@ -141,6 +143,7 @@ class Target(ABC):
         folder: where it was loaded from, if that is known.
         supports_trees: False where a state cannot be rolled back; then only lone roots are allowed.
         supports_views: whether it can draft for itself through some of its rows' slots (``draft`` and ``watch``).
+        supports_pages: whether its slots may lie in pages (``model.paged``), and a prompt be read in pieces (``read``).
     """
 
     name: str
@@ -154,6 +157,7 @@ class Target(ABC):
     folder: Path | None = None
     supports_trees: bool = True
     supports_views: bool = False
+    supports_pages: bool = False
 
     @property
     def quantized(self) -> str | None:
@@ -196,6 +200,22 @@ class Target(ABC):
         Returns:
             (1, T - 1, F) features of the cached tokens where the context asks for them, else None.
         """
+
+    def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
+        """Read the tokens from ``start`` to before ``stop`` of a row that is to come behind those of the context.
+
+        What lies before them must have been read into the same slots.
+
+        Returns:
+            (1, stop - start, F) features where the context asks for them, else None.
+
+        Raises:
+            UnsupportedError: ``supports_pages`` is False.
+        """
+        raise UnsupportedError(
+            f"{self.name} runs in transformers, which reads prompts as a whole and keeps slots of its own: leave "
+            f"kv_memory out, or load it with engine='lean' if it is of a family that the lean decoder knows"
+        )
 
     @abstractmethod
     def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:

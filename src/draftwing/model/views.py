@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.model.attention import Attention, TreeAttention, TreeSlots
+from draftwing.model.attention import Attention, PagedTreeAttention, TreeAttention, TreeSlots
 from draftwing.run.forward import on_device
 
 __all__ = ["ViewAttention", "WatchAttention", "attention_over"]
@@ -35,7 +35,7 @@ class ViewAttention(Attention):
         cache, tree, first, lengths = where.cache, where.tree, where.first_node, where.lengths_B
         device, kv_heads, dim = cache.data.device, cache.data.shape[3], cache.data.shape[5]
         rows, nodes, most = tree.num_rows, tree.num_nodes - first, max(where.view.counts)
-        self._kv = cache.data[:, :, where.first_row : where.first_row + rows]
+        self._cache = cache
         self._shape, self._rows_out = (rows, nodes, kv_heads, num_heads // kv_heads, dim), num_rows_out
         self._windows, self._scale = windows, dim**-0.5
         self._slots = where.view.slots[..., :most]
@@ -44,20 +44,22 @@ class ViewAttention(Attention):
         self._in_tree, self._positions = tree.ancestors[:, first:], lengths[:, None] + tree.depths
         self._first = first
         self._places = lengths[:, None] + torch.arange(tree.num_nodes, device=device)
-        self._row, self._head = torch.arange(rows, device=device)[:, None], torch.arange(kv_heads, device=device)
+        self._row = torch.arange(where.first_row, where.first_row + rows, device=device)[:, None]
+        self._head = torch.arange(kv_heads, device=device)
         self._mask: Tensor | None = None  # the same in all layers without a window
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v into the tree's slots, then attend. (R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, groups, dim = self._shape
-        keys, values = self._kv[layer].unbind(0)
-        fresh = self._places[:, self._first :]
-        keys[self._row, :, fresh] = k.view(rows, nodes, kv_heads, dim)
-        values[self._row, :, fresh] = v.view(rows, nodes, kv_heads, dim)
+        keys, values = self._cache.data[layer].unbind(0)
+        row, fresh = self._cache.place(self._row, self._places[:, self._first :])
+        keys[row, :, fresh] = k.view(rows, nodes, kv_heads, dim)
+        values[row, :, fresh] = v.view(rows, nodes, kv_heads, dim)
         seen = self._slots[:, layer if self._slots.shape[1] > 1 else 0]
         seen = torch.where(self._is_seen[:, None], seen, 0).expand(-1, kv_heads, -1).long()
         index = torch.cat([seen, self._places[:, None].expand(-1, kv_heads, -1)], 2)
-        at = self._row[:, :, None], self._head[None, :, None], index
+        row, index = self._cache.place(self._row[:, :, None], index)
+        at = row, self._head[None, :, None], index
         folded = q.view(self._shape).permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, nodes * groups, dim)
         mask = self._mask_of(self._windows[layer], seen)
         mixed = F.scaled_dot_product_attention(folded, keys[at], values[at], attn_mask=mask, scale=self._scale)
@@ -98,7 +100,9 @@ class WatchAttention(Attention):
             raise ConfigError("attention that is watched is that of one row: give TreeSlots.watched (L, K, S)")
         cache, nodes, self._watched = where.cache, where.tree.num_nodes, where.watched
         kv_heads, dim, self._start = cache.data.shape[3], cache.data.shape[5], where.watched.shape[2]
-        self._kv = cache.data[:, :, where.first_row, :, : self._start + nodes]
+        every = torch.arange(self._start + nodes, device=cache.data.device)
+        row, every = cache.place(torch.full_like(every, where.first_row), every)
+        self._kv, self._at = cache.data, (row, every)
         self._shape, self._rows_out = (nodes, kv_heads, num_heads // kv_heads, dim), num_rows_out
         self._windows, self._scale = windows, dim**-0.5
         slots = torch.arange(self._start + nodes, device=cache.data.device)
@@ -107,7 +111,7 @@ class WatchAttention(Attention):
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D); k and v are what the slots hold."""
         nodes, kv_heads, groups, dim = self._shape
-        keys, values = self._kv[layer].unbind(0)
+        keys, values = (each[self._at[0], :, self._at[1]].transpose(0, 1) for each in self._kv[layer])
         folded = q.view(self._shape).transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
         scores = (folded @ keys.transpose(1, 2)).mul_(self._scale)
         window = self._windows[layer]
@@ -122,4 +126,6 @@ def attention_over(where: TreeSlots) -> type[TreeAttention | ViewAttention | Wat
     """How a forward attends to these slots."""
     if where.watched is not None:
         return WatchAttention
-    return TreeAttention if where.view is None else ViewAttention
+    if where.view is not None:
+        return ViewAttention
+    return TreeAttention if where.cache.table is None else PagedTreeAttention

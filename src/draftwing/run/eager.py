@@ -59,7 +59,7 @@ class EagerRunner(Runner):
     ) -> tuple[Tensor | None, Tensor | None]:
         """See ``Runner.forward``."""
         device, prompts, upto = self.net.device, entries.prompt_lengths, entries.upto
-        self.reserve(entries.first_row + entries.tree.num_rows, upto)
+        self.cache.hold(entries.first_row, entries.lengths, entries.tree.num_nodes)
         read, out = self.hidden(
             Inputs(
                 entries.tree,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwing.model.cache import KVCache, View
+from draftwing.model.paged import new_cache
 from draftwing.model.rope import Rotary
 from draftwing.run.request import Drafted, DraftRequest, Waiting
 from draftwing.sampling import SamplingBatch
@@ -242,7 +243,7 @@ class Runner(ABC):
     def __init__(self, net: Net, cache: KVCache | None = None) -> None:
         self.net = net
         shape = net.shape
-        self.cache = cache or KVCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
+        self.cache = cache or new_cache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
 
     @abstractmethod
     def forward(
@@ -296,23 +297,31 @@ class Runner(ABC):
         self.cache.commit(on_device(lengths, self.net.device), path)
 
     def prefill(
-        self, row: int, ids: Sequence[int], features: Tensor | None = None, prompt_length: int | None = None
+        self,
+        row: int,
+        ids: Sequence[int],
+        features: Tensor | None = None,
+        prompt_length: int | None = None,
+        *,
+        start: int = 0,
     ) -> Tensor | None:
         """Write the slots of a text in an empty row, in pieces: (1, T, F or H) what the net gives out.
 
         Args:
             features: (1, T, F) what the entries bring along.
             prompt_length: for rotations that depend on it.
+            start: slots of the row that are written already, where the text goes on.
         """
-        self.reserve(row + 1, len(ids) + 1)
-        self.cache.clear(row)
+        self.reserve(row + 1, start + len(ids) + 1)
+        if not start:
+            self.cache.clear(row)
         prompts = None if prompt_length is None else [prompt_length]
         pieces = []
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = ids[start : start + PREFILL_CHUNK]
+        for done in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[done : done + PREFILL_CHUNK]
             chain = DraftTree.chain(on_device([chunk], self.net.device))
-            states = None if features is None else self.fuse(features[:, start : start + len(chunk)])
-            entries = Entries(chain, [start], row, states=states, prompt_lengths=prompts)
+            states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
+            entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
             pieces.append(self.forward(entries, want_logits=False)[1])
         found = [piece for piece in pieces if piece is not None]
         return torch.cat(found, 1) if found else None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwing.model.cache import KVCache
+from draftwing.model.paged import makes_pages
 from draftwing.run.eager import EagerRunner, Inputs
 from draftwing.run.forward import Asked, Entries, Net, grow, on_device, pick
 from draftwing.run.recording import Outputs, Pool, Record, Recording, Recordings
@@ -99,6 +100,7 @@ class RecordedRunner(EagerRunner):
         most = max(entries.lengths) + padded
         wide = round_up_rows(rows)
         self.reserve(wide, most)
+        self.cache.hold(0, entries.lengths, padded)
         width = round_up_slots(most, self.cache)
         key = (wide, first_node, padded, width)
         bucket = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node))
@@ -137,6 +139,8 @@ class RecordedRunner(EagerRunner):
         entries = depth + 1 if count <= depth + 1 else 1 << (count - 1).bit_length()
         most = max(max(waiting.lengths) + entries, max(lengths) + 1 + asked.most_nodes)
         self.reserve(wide, most)
+        self.cache.hold(0, waiting.lengths, entries)
+        self.cache.hold(0, lengths, 1 + asked.most_nodes)
         width = round_up_slots(most, self.cache)
         key = (wide, entries, width, kind)
         draft = self._drafts.get(key, lambda: self._new_draft(wide, entries, width, waiting, asked))
@@ -190,7 +194,7 @@ class GraphRuntime:
         """See ``Runtime.runner``. Rotations that ask the device for lengths are not recorded."""
         if not net.rotary.config.position_only:
             return EagerRunner(net, cache)
-        if cache is not None:  # lent slots go with whom they were lent to
+        if cache is not None or makes_pages():  # lent slots go with whom they were lent to, pages with their table
             return RecordedRunner(net, self.record, cache)
         pool = self._pools.setdefault(net, Pool())
         return pool.lend(holder, lambda: RecordedRunner(net, self.record))

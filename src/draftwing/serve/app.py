@@ -26,6 +26,7 @@ from draftwing.serve.inspector import Inspector
 from draftwing.serve.metrics import Metrics
 from draftwing.serve.refusal import Refusal, dumps
 from draftwing.serve.shapes import Shape
+from draftwing.serve.trace import Tracer
 from draftwing.serve.writing import Writing
 
 __all__ = ["Settings", "make_app"]
@@ -42,6 +43,7 @@ class Settings:
         max_body: bytes of a request.
         max_tokens: of an answer whose request does not say it; None for what is left of the context.
         api_keys: any of which is good.
+        hosts: names by which it may be asked for; none: any.
         engine: more options of ``LM.engine``.
     """
 
@@ -51,6 +53,7 @@ class Settings:
     max_body: int = 8 * 2**20
     max_tokens: int | None = None
     api_keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,7 +98,7 @@ class _Server:
         self.check_model(body.model)
         asked = await run_in_threadpool(read, body, self.lm, self.defaults)
         shape = Shape(body.model or self.settings.names[0], is_chat)
-        writing = Writing(self.worker, self.lm, asked, shape)
+        writing = Writing(self.worker, self.lm, asked, shape, Tracer)
         if asked.stream:
             return StreamingResponse(_closing(writing), media_type="text/event-stream", headers=_STREAM)
         try:
@@ -153,7 +156,8 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
     app = FastAPI(title="Draftwing", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.worker, app.state.metrics = server.worker, server.metrics
     refusal.install(app)
-    app.add_middleware(Guard, api_keys=settings.api_keys, max_body=settings.max_body)
+    keys, hosts = settings.api_keys, settings.hosts
+    app.add_middleware(Guard, api_keys=keys, max_body=settings.max_body, hosts=hosts)
     _add_answers(app, server)
     _add_rest(app, server)
     Inspector(lm, settings.names[0], server.defaults, needs_key=bool(settings.api_keys)).install(app)
@@ -189,7 +193,7 @@ def _responses(*statuses: int, kind: str = "application/json") -> dict[int | str
 
 def _add_answers(app: FastAPI, server: _Server) -> None:
     """The paths that write."""
-    found = _responses(400, 401, 404, 413, 415, 422, 429, 500, 503)
+    found = _responses(400, 401, 403, 404, 408, 413, 429, 500, 503)
     found[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
 
     @app.post("/v1/chat/completions", response_class=Response, responses=found)

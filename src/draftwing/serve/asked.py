@@ -19,6 +19,7 @@ from draftwing.text.grammar import Grammar
 __all__ = ["MOST_TEXTS", "Asked", "Defaults", "Text", "asked_of_chat", "asked_of_completion"]
 
 MOST_TEXTS = 128  # of one request: prompts times n
+_COMPLETED = 16  # tokens of a completion that does not say it, as in OpenAI's and vLLM's servers
 _NUM_LAWS = 6  # tokens of each law that a full trace names
 _SAME = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -73,6 +74,7 @@ class Asked:
         n: of them follow from each prompt.
         detailed, traced: see ``fields.Speculation``.
         tool_names: of the functions that may be called; None where calls are not looked for.
+        most_calls: of one text; None: any number.
     """
 
     texts: list[Text]
@@ -83,6 +85,7 @@ class Asked:
     detailed: bool = False
     traced: bool = False
     tool_names: tuple[str, ...] | None = None
+    most_calls: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -102,7 +105,7 @@ def asked_of_chat(body: ChatBody, lm: LM, defaults: Defaults) -> Asked:
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
     schema = forced_schema(body, tools)
     messages = [_plain(message, number) for number, message in enumerate(body.messages)]
-    variables = dict(body.chat_template_kwargs or {})
+    variables = _variables(body, lm)
     try:
         if tools:
             messages, own = calling_messages(messages, tools, lm.tokenizer)
@@ -113,8 +116,9 @@ def asked_of_chat(body: ChatBody, lm: LM, defaults: Defaults) -> Asked:
     top = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens
     asked = _asked(body, lm, defaults, [ids], top, most, schema)
+    most_calls = 1 if body.parallel_tool_calls is False else None
     reads_calls = schema is not None or (bool(tools) and "constraint" not in asked.texts[0].options)
-    return replace(asked, tool_names=tuple(named) if reads_calls else None)
+    return replace(asked, tool_names=tuple(named) if reads_calls else None, most_calls=most_calls)
 
 
 def asked_of_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> Asked:
@@ -132,7 +136,7 @@ def asked_of_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> Ask
         prompts = [lm.encode(prompt) for prompt in given]
     except DraftwingError as error:
         raise of_error(error, "prompt") from error
-    return _asked(body, lm, defaults, prompts, body.logprobs, body.max_tokens or 16, None)
+    return _asked(body, lm, defaults, prompts, body.logprobs, body.max_tokens or _COMPLETED, None)
 
 
 def _asked(
@@ -247,9 +251,23 @@ def _grammar_of(body: ChatBody | CompletionBody) -> tuple[Callable[[], Grammar] 
     return (lambda: Grammar.json_schema(schema)), "response_format.json_schema.schema"
 
 
+def _variables(body: ChatBody, lm: LM) -> dict[str, Any]:
+    """What a request sets in the chat template: variables that the template reads, and nothing of how it is applied."""
+    given = dict(body.chat_template_kwargs or {})
+    own = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
+    for name in given:
+        if name in own or name in lm.tokenizer.template_options or not lm.tokenizer.template_reads(name):
+            raise Refusal(
+                400,
+                f"the chat template has no variable {shown(name)} that a request may set: leave it out",
+                "chat_template_kwargs",
+            )
+    return given
+
+
 def _plain(message: Message, number: int) -> dict[str, Any]:
     """A message for the chat template: parts joined, arguments of calls as objects, nothing that is null."""
-    found = {name: value for name, value in message.model_dump().items() if value is not None}
+    found = {name: value for name, value in message if value is not None}
     if found["role"] == "developer":  # OpenAI's new word for it, which chat templates do not know
         found["role"] = "system"
     if isinstance(message.content, list):

@@ -7,31 +7,56 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, model_validator
+
+from draftwing.text.grammar import DEEPEST, is_deeper
 
 __all__ = ["ChatBody", "CompletionBody", "Function", "Message", "ResponseFormat", "Speculation", "Tool"]
+
+_MOST_FIELDS = 256  # of one object: each that is unknown would be an error of its own
+
+
+def _shallow(value: Any) -> Any:
+    """A value that whoever reads it by recursion can read."""
+    if is_deeper(value, DEEPEST):
+        raise ValueError(f"it is nested deeper than {DEEPEST} levels: make it flatter")
+    return value
+
 
 _Text = Annotated[str, Field(max_length=2**22)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], FailFast()]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
+_Objects = Annotated[list[dict[str, Any]], FailFast(), AfterValidator(_shallow)]
+# Checked by ``Sampling``, which stops at the first value that is wrong.
+_Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+            raise ValueError(f"it has {len(given):,} fields: there are not so many")
+        return given
 
 
 class Message(BaseModel):
     """One message; what it has beside these is for the chat template to read."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    _is_shallow = model_validator(mode="before")(_shallow)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | list[dict[str, Any]] | None = Field(
+    content: _Text | _Objects | None = Field(
         None, description="Text, or parts of the form {'type': 'text', 'text': ...}; others are refused."
     )
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: _Objects | None = None
     tool_call_id: str | None = None
 
 
@@ -40,7 +65,7 @@ class Function(_Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: _Text | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema.")
+    parameters: _Object | None = Field(None, description="A JSON schema.")
     strict: bool | None = None
 
 
@@ -63,7 +88,7 @@ class _ToolChoice(_Strict):
 class _JsonSchema(_Strict):
     name: _Name
     description: _Text | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: _Object | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -102,11 +127,11 @@ class _Body(_Strict):
     top_p: _Finite | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: int | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=64), FailFast()] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    logit_bias: dict[str, _Finite] | None = Field(None, description="Token ids, as strings, to numbers.")
+    logit_bias: _Biases | None = Field(None, description="Token ids, as strings, to numbers.")
     presence_penalty: _Finite | None = None
     frequency_penalty: _Finite | None = None
     user: _Text | None = Field(None, description="Taken, and not used.")
@@ -118,10 +143,10 @@ class _Body(_Strict):
     repetition_penalty: _Finite | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[_TokenIds, Field(max_length=1024)] | None = None
     speculation: Speculation | None = None
     # OpenAI's own clients may send these; on one server of one model they mean nothing.
-    metadata: dict[str, Any] | None = None
+    metadata: _Object | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: _Text | None = None
@@ -131,20 +156,20 @@ class _Body(_Strict):
 class ChatBody(_Body):
     """Of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=256), FailFast()] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    chat_template_kwargs: _Object | None = Field(None, description="Variables of the chat template.")
 
 
 class CompletionBody(_Body):
     """Of ``/v1/completions``."""
 
-    prompt: _Text | list[_Text] | list[_TokenId] | list[list[_TokenId]]
+    prompt: _Text | Annotated[list[_Text], FailFast()] | _TokenIds | Annotated[list[_TokenIds], FailFast()]
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
     echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
     best_of: Literal[1] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -15,16 +16,28 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """An ASGI middleware. It guards what lies below ``/v1`` and ``/inspector``; health, metrics and the page are open.
+    """An ASGI middleware. Keys guard what lies below ``/v1`` and ``/inspector``, and whatever is not read; health,
+    metrics and the page are open.
 
     Args:
         app: what is guarded.
         api_keys: any of which is good; none: all are let in.
         max_body: bytes.
+        patience: seconds for a body to come.
+        hosts: names by which the server may be asked for; none: any. A server for this machine alone must not answer
+            a page from elsewhere whose name was made to mean this machine.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str] = (), max_body: int) -> None:
-        self._app, self._max_body = app, max_body
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body: int,
+        api_keys: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+        patience: float = 60,
+    ) -> None:
+        self._app, self._max_body, self._patience, self._hosts = app, max_body, patience, frozenset(hosts)
         self._keys = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,15 +47,26 @@ class Guard:
             return
         headers = Headers(scope=scope)
         try:
-            if self._keys and scope["path"].startswith(("/v1", "/inspector")):
+            reads = scope["method"] in ("GET", "HEAD", "OPTIONS")
+            self._check_host(headers.get("host", ""))
+            if self._keys and (scope["path"].startswith(("/v1", "/inspector")) or not reads):
                 self._check_key(headers.get("authorization", ""))
             body = _Body(receive, self._max_body, headers.get("content-length"))
-            if scope["method"] in ("POST", "PUT", "PATCH"):
-                await body.read()
+            if not reads:
+                async with asyncio.timeout(self._patience):
+                    await body.read()
+        except TimeoutError:
+            await reply(Refusal(408, "the body did not come in time: send it at once"))(scope, receive, send)
+            return
         except Refusal as refusal:
             await reply(refusal)(scope, receive, send)
             return
         await self._app(scope, body.give, send)
+
+    def _check_host(self, given: str) -> None:
+        name = given.rsplit(":", 1)[0] if not given.endswith("]") else given
+        if self._hosts and name.strip("[]").lower() not in self._hosts:
+            raise Refusal(403, "this server answers this machine alone: ask for localhost, or start it with --host")
 
     def _check_key(self, given: str) -> None:
         """Each key is compared, and each comparison takes as long whatever differs."""

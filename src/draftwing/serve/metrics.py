@@ -107,11 +107,11 @@ class Metrics(Collector):
             times = [each.as_read() for each in (self._first, self._between, self._whole)]
         for own, theirs, text in _COUNTS:
             yield from self._twice(CounterMetricFamily, own, theirs, text, {(): counts[own]})
-        depths = {(str(depth),): count for depth, count in enumerate(positions)}
+        depths: dict[tuple[str, ...], float] = {(str(depth),): count for depth, count in enumerate(positions)}
         text = "Drafted tokens that were accepted, by their depth."
         own, theirs = "accepted_tokens_per_pos", "spec_decode_num_accepted_tokens_per_pos"
         yield from self._twice(CounterMetricFamily, own, theirs, text, depths, "position")
-        ended = {(reason,): count for reason, count in ends.items()}
+        ended: dict[tuple[str, ...], float] = {(reason,): count for reason, count in ends.items()}
         text = "Requests that have ended."
         yield from self._twice(CounterMetricFamily, "requests", "request_success", text, ended, "finished_reason")
         for (own, text), (buckets, total) in zip(_TIMES.items(), times, strict=True):

@@ -110,10 +110,11 @@ class ToolReader:
 
     Args:
         names: of the functions that may be called.
+        most: calls that count; None for all.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = frozenset(names)
+    def __init__(self, names: Sequence[str], most: int | None = None) -> None:
+        self._names, self._most = frozenset(names), most
         self._held, self._has_begun, self._in_calls = "", False, False
 
     def push(self, text: str) -> str:
@@ -140,7 +141,7 @@ class ToolReader:
     def flush(self) -> tuple[str, list[Call]]:
         """At the end: what else is said, and the calls."""
         held, self._held = self._held, ""
-        calls = self._calls(held) if self._in_calls else []
+        calls = self._calls(held)[: self._most] if self._in_calls else []
         return ("" if calls else held), calls
 
     def _is_named(self, front: str) -> bool:

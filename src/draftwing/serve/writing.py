@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from draftwing.engine.worker import Part, Ticket, Worker
 from draftwing.errors import DraftwingError
@@ -15,12 +15,23 @@ from draftwing.serve.refusal import Refusal, dumps, of_error
 from draftwing.serve.shapes import Shape, chat_logprobs, completion_logprobs, usage_of
 from draftwing.serve.speculation import figures
 from draftwing.serve.tools import Call, ToolReader
-from draftwing.serve.trace import Tracer
-from draftwing.stats import Logprob, RowStep
+from draftwing.stats import Logprob, RowStep, Step
+from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["Writing"]
+__all__ = ["NewTracer", "Tracer", "Writing"]
 
 _DONE = b"data: [DONE]\n\n"
+
+
+class Tracer(Protocol):
+    """Makes of one text's steps what chunks carry where they are asked to."""
+
+    def trace(self, row: RowStep, step: Step | None, place: int = 0) -> dict[str, Any]:
+        """Of a step, or of several (then ``step`` is None) that nobody read in time; ``place``: of the row in it."""
+        ...
+
+
+NewTracer = Callable[[Tokenizer, Sequence[int], tuple[str, ...]], Tracer]  # of a prompt, with stop strings
 
 
 @dataclass
@@ -62,13 +73,15 @@ class Writing:
         lm: whose answer it is.
         asked: what is asked for.
         shape: how answers look.
+        new_tracer: where steps can be traced.
 
     Raises:
         Refusal: too busy, closed, or a setting that cannot be decoded.
     """
 
-    def __init__(self, worker: Worker, lm: LM, asked: Asked, shape: Shape) -> None:
+    def __init__(self, worker: Worker, lm: LM, asked: Asked, shape: Shape, new_tracer: NewTracer | None = None) -> None:
         self._worker, self._lm, self._asked, self._shape = worker, lm, asked, shape
+        new_tracer = new_tracer if asked.traced else None
         self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -82,11 +95,11 @@ class Writing:
                     text.prompt_ids,
                     text.sampling,
                     wake,
-                    keeps_steps=asked.traced,
+                    keeps_steps=new_tracer is not None,
                     **text.options,
                 )
-                reader = None if asked.tool_names is None else ToolReader(asked.tool_names)
-                tracer = Tracer(lm.tokenizer, text.prompt_ids, text.sampling.stop) if asked.traced else None
+                reader = None if asked.tool_names is None else ToolReader(asked.tool_names, asked.most_calls)
+                tracer = new_tracer and new_tracer(lm.tokenizer, text.prompt_ids, text.sampling.stop)
                 self._choices.append(_Choice(number, ticket, reader, tracer))
         except DraftwingError as error:
             self.close()
@@ -148,16 +161,16 @@ class Writing:
     def _chunks(self, choice: _Choice, parts: Sequence[Part], done: bool) -> list[dict[str, Any]]:
         """The chunks of a stream for what has come; one for each step where they are traced."""
         chunks = []
-        groups = [[part] for part in parts] if choice.tracer is not None else [list(parts)]
-        for number, group in enumerate(groups or [[]]):
-            last = done and number >= len(groups) - 1
+        groups = [list(parts)] if choice.tracer is None else [[part] for part in parts]
+        for number, group in enumerate(groups or [[]], 1):
+            last = done and number >= len(groups)
             text, calls = choice.take("".join(part.row.text for part in group), last)
             logprobs = [found for part in group for found in part.row.logprobs or ()]
             found = self._pieces(choice, text, calls, logprobs)
-            if group and choice.tracer is not None:
-                piece = found[-1] if found else self._shape.chunk([self._piece(choice, "")])
-                piece["draftwing"] = choice.tracer.trace(group[0].row, group[0].step, group[0].place)
-                found = found or [piece]
+            if choice.tracer is not None and group:
+                (part,) = group
+                found = found or [self._shape.chunk([self._piece(choice, "")])]
+                found[-1]["draftwing"] = choice.tracer.trace(part.row, part.step, part.place)
             chunks += found
         if done:
             chunks.append(self._shape.chunk([self._piece(choice, "", finish=choice.finish_reason)]))

@@ -19,7 +19,7 @@ from draftwing.constraint import State
 from draftwing.errors import ConfigError, TokenizerError, UnsupportedError, shown
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["Grammar", "GrammarLike", "Grammars", "as_grammar"]
+__all__ = ["DEEPEST", "Grammar", "GrammarLike", "Grammars", "as_grammar", "is_deeper"]
 
 KINDS = ("json", "regex", "lark")
 LONGEST = 1 << 18  # characters of a grammar
@@ -74,7 +74,7 @@ class Grammar:
             found = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(found, Mapping | bool):
                 raise ConfigError(f"a JSON schema is an object or true or false, found {shown(found)}: write a dict")
-            if _is_deeper(found, DEEPEST):
+            if is_deeper(found, DEEPEST):
                 raise ConfigError(f"the JSON schema is nested deeper than {DEEPEST} levels: move parts of it to $defs")
             return cls("json", json.dumps(found, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
@@ -119,7 +119,7 @@ def as_grammar(given: object) -> Grammar:
     )
 
 
-def _is_deeper(value: object, levels: int) -> bool:
+def is_deeper(value: object, levels: int) -> bool:
     """Whether lists and dicts are nested deeper, found without recursion: a hostile one would end that."""
     layer: list[object] = [value]
     for _ in range(levels):

@@ -7,6 +7,7 @@ and for chat templates.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -110,6 +111,11 @@ class Tokenizer:
     def template_reads(self, name: str) -> bool:
         """Whether the chat template makes use of a variable, such as ``tools``."""
         return re.search(rf"\b{re.escape(name)}\b", str(self._transformers.chat_template or "")) is not None
+
+    @cached_property
+    def template_options(self) -> frozenset[str]:
+        """Names that say how the chat template is applied, and so cannot be variables of it."""
+        return frozenset(inspect.signature(self._transformers.apply_chat_template).parameters)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Ids of a dialogue through the chat template, ready for the assistant's turn.

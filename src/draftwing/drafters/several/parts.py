@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 
-from draftwing.drafters.base import Budget, Drafter, Traits
+from draftwing.drafters.base import Budget, Drafter, Resuming, Traits
 from draftwing.drafters.several.merge import Proposal, by_row, kept_tokens, own_path, proposals
 from draftwing.errors import DraftwingError
-from draftwing.model.target import Context, FeatureSpec, TargetOutput
+from draftwing.model.target import Context, FeatureSpec, Row, TargetOutput
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
@@ -46,7 +47,9 @@ class Parts:
             num_bytes=sum(each.num_bytes for each in traits),
             runs_as=", ".join(dict.fromkeys(each.runs_as for each in traits if each.runs_as)),
             parts=self.names,
+            resumes=all(each.resumes or not (each.reads_features or each.costs_forwards) for each in traits),
         )
+        self._resuming = [part for part in self.parts if part.traits.resumes]
         # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row.
         self.made: list[Sequence[Proposal] | None] = [None] * len(self.parts)
         # The part that wants further nodes scored (``DraftTree.num_scored``), and these.
@@ -64,6 +67,16 @@ class Parts:
             for part in done:
                 part.remove(ctx, ctx.num_rows - 1)
             raise
+
+    @property
+    def num_read(self) -> list[int]:
+        """See ``Resuming``: what all of them have read."""
+        return [min(each) for each in zip(*(cast(Resuming, part).num_read for part in self._resuming), strict=True)]
+
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        """See ``Resuming``."""
+        for part in self._resuming:
+            cast(Resuming, part).read_on(ctx, row, self._of(part, features), stop)
 
     def remove(self, ctx: Context, row: int) -> None:
         """See ``Drafter.remove``."""

@@ -40,6 +40,8 @@ class Batch(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rotary_half", "rotation_by_row")),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "rotation", "cache")),
         *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "row_stride", "head_stride")),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("view", "viewed")),
         *((name, ctypes.c_int64) for name in ("view_row", "view_layer", "view_head")),
         ("watch", ctypes.c_void_p),

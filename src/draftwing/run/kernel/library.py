@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.model.paged import SlotTable
 from draftwing.run.kernel.build import KernelProblem, with_library
 from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
 from draftwing.run.kernel.selftest import fault_of
@@ -100,14 +101,18 @@ class Kernel:
         self._rows(code, tiles.data_ptr(), num_in, outputs.data_ptr(), found.data_ptr(), len(outputs))
         return found
 
-    def commit(self, data: Tensor, lengths: Tensor, path: Tensor) -> None:
+    def commit(self, data: Tensor, lengths: Tensor, path: Tensor, table: SlotTable | None = None) -> None:
         """Move the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,).
 
-        ``data``: (L, 2, B, K, S, D) keys, transposed by 16 slots, and values.
+        Args:
+            data: (L, 2, B, K, S, D) keys, transposed by 16 slots, and values.
+            table: which pages the rows' slots lie in, where they do.
         """
         batch = Batch(rows=path.shape[0])
         layers, _, _, heads, _, dim = data.shape
         set_cache(batch, data, 0)
+        if table is not None:
+            batch.row_stride, batch.pages, batch.page_stride = 0, table.address, table.stride
         lengths, path = lengths.contiguous(), path.contiguous()
         batch.lengths = lengths.data_ptr()
         self._commit(ctypes.byref(batch), layers, heads, dim, path.data_ptr(), path.shape[1])

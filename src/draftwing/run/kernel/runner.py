@@ -133,6 +133,10 @@ class KernelRunner(Runner):
         upto = max(entries.lengths) + nodes
         if first_row + rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
             self.reserve(first_row + rows, upto)
+        table = self.cache.table
+        if table is not None:
+            table.hold(first_row, entries.lengths, nodes)
+            batch.pages = table.address + first_row * 4 * table.stride
         rotation = self._rotation
         if rotation is None:
             positions = torch.tensor(entries.lengths)[:, None] + tree.depths[:, entries.first_node :]
@@ -154,6 +158,8 @@ class KernelRunner(Runner):
         self._room = self.cache.num_rows, self.cache.num_slots
         batch, rotary = self._space.batch, self.net.rotary
         set_cache(batch, self.cache.data, 0)
+        if self.cache.table is not None:
+            batch.row_stride, batch.page_stride = 0, self.cache.table.stride
         self._slots = self.cache.data.data_ptr()
         batch.rotation_by_row = int(not rotary.config.position_only)
         if rotary.config.position_only:
@@ -213,6 +219,12 @@ class KernelRunner(Runner):
         upto = max(max(waiting.roots) + 1 + request.depth * request.width, max(waiting.lengths) + entries)
         if rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
             self.reserve(rows, upto)
+        table = self.cache.table
+        if table is not None:
+            own = [fed + len(ids) for fed, ids in zip(waiting.lengths, waiting.tokens, strict=True)]
+            table.hold(0, own, 0)
+            table.hold(0, waiting.roots, 1 + request.depth * request.width)
+            batch.pages = table.address
         count = rows * max(entries, request.width)
         if count > len(self._logits):
             count = max(count, 16)
@@ -265,7 +277,7 @@ class KernelRunner(Runner):
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
         """See ``Runner.commit``."""
-        self._built.program.kernel.commit(self.cache.data, torch.tensor(lengths), path)
+        self._built.program.kernel.commit(self.cache.data, torch.tensor(lengths), path, self.cache.table)
 
 
 def _at(numbers: array[Any]) -> int:

@@ -39,7 +39,8 @@ class Recorder:
     def __init__(self, inner: Drafter, states: Sequence[int], hidden_size: int, take: Take) -> None:
         own = inner.features.taps
         taps = (*own, *(state for state in states if state not in own))
-        self.name, self.traits, self.features = inner.name, inner.traits, FeatureSpec(taps)
+        self.name, self.features = inner.name, FeatureSpec(taps)
+        self.traits = replace(inner.traits, resumes=False)  # it takes down whole texts
         self._inner, self._take = inner, take
         self._own_width = len(own) * hidden_size
         self._columns = [slice(place * hidden_size, (place + 1) * hidden_size) for place in map(taps.index, states)]

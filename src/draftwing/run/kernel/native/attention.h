@@ -90,9 +90,9 @@ struct Seen {
         return static_cast<int>(std::lower_bound(slots, slots + count, position) - slots);
     }
 
-    // Where slots that lie side by side end: few enough that their values stay near for every query.
+    // Where slots that lie side by side in one page end: few enough that their values stay near for every query.
     int run(int begin) const {
-        const int most = begin + 64 < count ? begin + 64 : count;
+        const int room = PAGE - slot(begin) % PAGE, most = begin + room < count ? begin + room : count;
         if (slots == nullptr) return most;
         int end = begin + 1;
         while (end < most && slots[end] == slots[end - 1] + 1) ++end;
@@ -115,12 +115,12 @@ inline void score(const float* queries, int count, int dim, const float* keys, f
 
 // The scores of some slots, those from place `begin` on and the tree's behind them, side by side.
 void score_view(const Seen& seen, int begin, int length, int nodes, const float* queries, int count, int dim,
-                const float* keys, float* scores, size_t stride) {
+                const float* keys, const Slots& at_slot, float* scores, size_t stride) {
     float* some = attention_block.get<float>(static_cast<size_t>(count) * KEYS);
     const auto take = [&](int slot, int num, int place) {  // `num` slots of one block
         const int block = slot / KEYS * KEYS;
         const bool in_tree = place >= seen.count;
-        score(queries, count, dim, keys + static_cast<size_t>(block) * dim, some, KEYS);
+        score(queries, count, dim, keys + at_slot(block) * dim, some, KEYS);
         for (int q = 0; q < count; ++q)
             for (int i = 0; i < num; ++i)
                 scores[q * stride + place + i] = some[q * KEYS + (in_tree ? slot + i : seen.slots[place + i]) - block];
@@ -130,7 +130,7 @@ void score_view(const Seen& seen, int begin, int length, int nodes, const float*
         int end = at + 1;
         while (end < seen.count && seen.slots[end] < next) ++end;
         if (end - at == KEYS)
-            score(queries, count, dim, keys + static_cast<size_t>(slot) * dim, scores + at, stride);
+            score(queries, count, dim, keys + at_slot(slot) * dim, scores + at, stride);
         else
             take(slot, end - at, at);
         at = end;
@@ -151,6 +151,7 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
     const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
     float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
     float* values = keys + batch.value_stride;
+    const Slots at = slots_of(batch, row);
     const float* qkv = batch.buffers[op.source];
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
     const int num_queries = nodes * groups;
@@ -175,9 +176,9 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
         }
         if (batch.watch != nullptr) continue;
         rotate(in + (op.num_heads + kv_head) * dim, op.k_norm, op.eps, rotation, half, dim, turned);
-        float* key = keys + static_cast<size_t>(slot / KEYS) * KEYS * dim + slot % KEYS;
+        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
         for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
-        memcpy(values + static_cast<size_t>(slot) * dim, in + (op.num_heads + op.num_kv_heads + kv_head) * dim,
+        memcpy(values + at(slot) * dim, in + (op.num_heads + op.num_kv_heads + kv_head) * dim,
                dim * sizeof(float));
     }
 
@@ -185,9 +186,10 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
     const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / KEYS * KEYS : 0;
     if (seen.slots == nullptr)
         for (int block = lowest; block < padded; block += KEYS)
-            score(queries, num_queries, dim, keys + static_cast<size_t>(block) * dim, scores + block, stride);
+            score(queries, num_queries, dim, keys + at(block) * dim, scores + block, stride);
     else
-        score_view(seen, seen.from(lowest), length, batch.tree_nodes, queries, num_queries, dim, keys, scores, stride);
+        score_view(seen, seen.from(lowest), length, batch.tree_nodes, queries, num_queries, dim, keys, at, scores,
+                   stride);
 
     // The scores of a node's ancestors, in the order of their depths, follow those of the committed slots.
     int* path = attention_path.get<int>(batch.tree_nodes);
@@ -206,13 +208,13 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
             own[padded] = sum;  // kept behind the scores until the values are mixed
             if (batch.watch == nullptr) continue;
             float* watched = batch.watch + op.layer * batch.watch_layer + kv_head * batch.watch_head;
-            for (int at = first; at < seen.count; ++at) watched[seen.slot(at)] += own[at] / sum;
+            for (int place = first; place < seen.count; ++place) watched[seen.slot(place)] += own[place] / sum;
         }
     }
     if (op.window == 0) {
         for (int from = 0, to; from < seen.count; from = to) {  // a block of values serves every query while it is near
             to = seen.run(from);
-            const float* some = values + static_cast<size_t>(seen.slot(from)) * dim;
+            const float* some = values + at(seen.slot(from)) * dim;
             const float* weights = scores + from;
             const int num = to - from;
             int q = 0;
@@ -232,10 +234,10 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
             float* sums = mixed + query * dim;
             for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
                 to = seen.run(from);
-                mix<1>(own + from, stride, values + static_cast<size_t>(seen.slot(from)) * dim, to - from, dim, sums);
+                mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, to - from, dim, sums);
             }
             for (int d = low > length ? low - length : 0; d <= depth; ++d) {
-                const float* value = values + static_cast<size_t>(length + path[d]) * dim;
+                const float* value = values + at(length + path[d]) * dim;
                 const v16 weight = spread(own[seen.count + d]);
                 for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
             }

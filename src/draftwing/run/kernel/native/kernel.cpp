@@ -178,7 +178,8 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
 
 // Moves the kept nodes of every row down to where committed slots go on: (rows, width) nodes, the root first, -1 behind.
 void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width) {
-    for (int row = 0; row < batch->rows; ++row)
+    for (int row = 0; row < batch->rows; ++row) {
+        const Slots at = slots_of(*batch, row);
         for (int d = 1; d < width && path[row * width + d] >= 0; ++d) {
             const int64_t from = batch->lengths[row] + path[row * width + d], to = batch->lengths[row] + d;
             if (from == to) continue;
@@ -186,11 +187,12 @@ void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int3
                 for (int head = 0; head < kv_heads; ++head) {
                     float* keys = batch->cache + layer * batch->layer_stride + row * batch->row_stride + head * batch->head_stride;
                     float* values = keys + batch->value_stride;
-                    const float* key = keys + from / KEYS * KEYS * dim + from % KEYS;
-                    float* moved = keys + to / KEYS * KEYS * dim + to % KEYS;
+                    const float* key = keys + at(from / KEYS * KEYS) * dim + from % KEYS;
+                    float* moved = keys + at(to / KEYS * KEYS) * dim + to % KEYS;
                     for (int i = 0; i < dim; ++i) moved[i * KEYS] = key[i * KEYS];
-                    memcpy(values + to * dim, values + from * dim, dim * sizeof(float));
+                    memcpy(values + at(to) * dim, values + at(from) * dim, dim * sizeof(float));
                 }
         }
+    }
 }
 }

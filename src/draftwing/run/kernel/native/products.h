@@ -46,6 +46,8 @@ struct Batch {
     const float* rotation;  // (positions or rows * nodes, rotary_half, 2)
     float* cache;  // this batch's first row: keys, then values
     int64_t layer_stride, value_stride, row_stride, head_stride;
+    const int32_t* pages;  // of each row the pages that its slots lie in, in order; null: a row's slots lie side by side
+    int64_t page_stride;  // pages from one row to the next
     const int32_t* view;  // committed slots that are looked at, rising, by row, layer and KV head; null: all of them
     const int64_t* viewed;  // (rows) how many
     int64_t view_row, view_layer, view_head;  // strides; 0: the same for all
@@ -54,6 +56,21 @@ struct Batch {
     float* buffers[NUM_BUFFERS];
     int32_t widths[NUM_BUFFERS];
 };
+
+constexpr int PAGE = 64;  // slots of a page: whole blocks of keys
+
+// The slots of a row: where each of them lies, counted from `keys` or `values` of its layer and KV head.
+struct Slots {
+    const int32_t* pages;  // null: side by side
+
+    size_t operator()(int64_t slot) const {
+        return pages == nullptr ? slot : static_cast<size_t>(pages[slot / PAGE]) * PAGE + slot % PAGE;
+    }
+};
+
+inline Slots slots_of(const Batch& batch, int row) {
+    return {batch.pages == nullptr ? nullptr : batch.pages + row * batch.page_stride};
+}
 }
 
 namespace {
