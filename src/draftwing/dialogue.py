@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from draftwing.api import LM, load_drafter
 from draftwing.errors import PromptError
-from draftwing.lm import StreamStep
 from draftwing.sampling import Sampling
-from draftwing.stats import Stats
+from draftwing.stats import RowStep, Stats
 from draftwing.text.prompts import Prompt, check_text
 from draftwing.text.stream import TextStream
 
-__all__ = ["Answer", "Dialogue", "Message", "Piece", "Said", "figures"]
+__all__ = ["Answer", "Dialogue", "Message", "Piece", "Said", "figures", "pieces_of"]
 
 Message = dict[str, str]
 
@@ -226,7 +225,8 @@ class Dialogue:
         # The text of a step is known to the stream below; another one says which token made which part of it certain.
         tokens = TextStream(self.lm.tokenizer, ids, self.sampling.stop)
         for step in self.lm.stream(ids, self.sampling):
-            said = Said(tuple(_pieces(step, tokens)), step.step.rows[0].num_accepted)
+            row = step.step.rows[0]
+            said = Said(tuple(pieces_of(row, tokens)), row.num_accepted)
             answer.stats.add(step.step)
             answer.token_ids.extend(step.token_ids)
             answer.text += step.text
@@ -234,14 +234,18 @@ class Dialogue:
             yield said
 
 
-def _pieces(step: StreamStep, tokens: TextStream) -> Iterator[Piece]:
-    """A step's text token by token: accepted drafts come first, the bonus token last."""
-    accepted = step.step.rows[0].num_accepted
+def pieces_of(row: RowStep, tokens: TextStream) -> Iterator[Piece]:
+    """A step's text token by token: accepted drafts come first, the bonus token last.
+
+    Args:
+        row: the text's share of the step.
+        tokens: a stream of the same text that all rows before were put through.
+    """
     shown = 0
-    for place, token in enumerate(step.token_ids):
+    for place, token in enumerate(row.token_ids):
         text = tokens.push([token])
         shown += len(text)
         if text:
-            yield Piece(text, place < accepted)
-    if shown < len(step.text):  # what was held back until the end of the answer
-        yield Piece(step.text[shown:], len(step.token_ids) <= accepted)
+            yield Piece(text, place < row.num_accepted)
+    if shown < len(row.text):  # what was held back until the end of the answer
+        yield Piece(row.text[shown:], len(row.token_ids) <= row.num_accepted)

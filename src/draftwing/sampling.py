@@ -38,7 +38,8 @@ _OR_GREEDY, _OR_NONE = "0 (greedy) or in [1e-10, 1e10]", "in [-1e20, 1e20] (0 is
 class Sampling:
     """How one request is sampled and when it ends. The defaults are greedy decoding of 128 tokens.
 
-    A ``seed`` of None is drawn for every request by itself; the result says which it was.
+    A ``seed`` of None is drawn for every request by itself; the result says which it was. ``laws``: of so many tokens
+    each step tells what the target says at every node of its tree (``RowStep.laws``), for whoever shows how it works.
 
     Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
     tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at
@@ -67,11 +68,12 @@ class Sampling:
     min_tokens: int = 0
     seed: int | None = None
     logprobs: int | None = None
+    laws: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
             self._set(name, _items(name, getattr(self, name), kind))
-        for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
+        for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs", "laws"):
             value = getattr(self, name)
             if value is None and name in ("top_k", "logprobs", "seed"):
                 continue
@@ -95,6 +97,7 @@ class Sampling:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {self.max_tokens}]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "None or in [0, 64]"),
+            ("laws", 0 <= self.laws <= 64, "in [0, 64] (0 is none)"),
             ("stop", all(self.stop), "without empty strings"),
         ]
         for name, good, wanted in ranges:
@@ -206,6 +209,7 @@ class SamplingBatch:
         self.penalises = any(row.penalises for row in rows)
         self.biases = any(row.logit_bias or row.banned_tokens for row in rows)
         self.adjusts = self.penalises or self.biases
+        self.has_laws = any(row.laws for row in rows)
         self._columns: dict[str, Tensor] = {}
 
     def _column(self, name: str) -> Tensor:

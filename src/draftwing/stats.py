@@ -14,7 +14,7 @@ from typing import NamedTuple
 from draftwing.errors import DraftwingError
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["Logprob", "RowStep", "Share", "Stats", "Step", "Timings"]
+__all__ = ["Law", "Logprob", "RowStep", "Share", "Stats", "Step", "Timings"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,21 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class Law:
+    """What the target says after one node of a tree, and how it draws from that.
+
+    Attributes:
+        chances: token, probability and noise, the likeliest first: of the likeliest tokens, the node's children, and
+            what is drawn. The probabilities are the request's own, at temperature 0 those of temperature 1; the noise
+            is that of the position, 0 where nothing is drawn.
+        drawn: the token of the greatest log-probability plus noise: what the target itself says next.
+    """
+
+    chances: tuple[tuple[int, float, float], ...]
+    drawn: int
+
+
+@dataclass(frozen=True)
 class RowStep:
     """One row's share of a step.
 
@@ -58,6 +73,7 @@ class RowStep:
         text: newly printable text, where the request has a tokenizer; may be empty while a character or a possible
             stop string is incomplete.
         error: why the row could not go on.
+        laws: one per node of the row's tree where asked for.
     """
 
     request_id: int
@@ -70,6 +86,7 @@ class RowStep:
     position: int = 0
     text: str = ""
     error: DraftwingError | None = None
+    laws: tuple[Law, ...] | None = None
 
 
 @dataclass(frozen=True)

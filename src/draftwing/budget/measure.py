@@ -33,7 +33,7 @@ from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Step, Timings
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["Loop", "NewLoop", "costs_of", "drop_costs", "measure", "planner_for"]
+__all__ = ["Loop", "NewLoop", "costs_of", "drop_costs", "known_costs", "measure", "planner_for"]
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 8)
@@ -269,21 +269,27 @@ def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str, n
 
 def costs_of(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, *, again: bool = False) -> Costs:
     """Measured costs, from the cache where this machine has measured the same before; ``again`` measures anew."""
-    key = _key(target, new_drafter())
-    file = _file(key)
-    if not again:
-        try:
-            with private_folder() as folder:
-                return Costs.from_dict(json.loads(folder.read(file))["costs"])
-        except (OSError, ValueError, KeyError, TypeError, ConfigError):
-            pass  # nothing there, or nothing that can be read: measured anew
+    drafter = new_drafter()
+    key, known = _key(target, drafter), None if again else known_costs(target, drafter)
+    if known is not None:
+        return known
     costs = measure(target, new_drafter, new_loop)
     try:
         with private_folder() as folder:
-            folder.write(file, json.dumps({"key": key, "measured": time.time(), "costs": costs.to_dict()}).encode())
+            kept = {"key": key, "measured": time.time(), "costs": costs.to_dict()}
+            folder.write(_file(key), json.dumps(kept).encode())
     except OSError:
         pass  # a cache that cannot be written costs a few seconds the next time, and nothing else
     return costs
+
+
+def known_costs(target: Target, drafter: Drafter) -> Costs | None:
+    """What this machine has measured before; None where that is nothing, or nothing that can be read."""
+    try:
+        with private_folder() as folder:
+            return Costs.from_dict(json.loads(folder.read(_file(_key(target, drafter))))["costs"])
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        return None
 
 
 def drop_costs(target: Target, drafter: Drafter) -> None:

@@ -23,14 +23,14 @@ from draftwing.drafters.base import Budget, Drafter, Learning, NoDrafter
 from draftwing.drafters.growing.worth import worth_keeping
 from draftwing.engine.faults import Faults
 from draftwing.engine.masks import Masks
-from draftwing.engine.reading import as_on_device, gathered, mark, on_the_host, stamp
+from draftwing.engine.reading import as_on_device, mark, read, stamp
 from draftwing.engine.request import Request
-from draftwing.engine.rows import cut_to, explain, logprobs_of, widest
+from draftwing.engine.rows import cut_to, explain, logprobs_of, widest, with_laws
 from draftwing.engine.wishes import names_of
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
 from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.run.kernel.noise import noise_of
-from draftwing.sampling import Sampling, SamplingBatch, on_host
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import RowStep, Step, Timings
 from draftwing.tree import Accepted, DraftTree, Emitted
 
@@ -221,15 +221,15 @@ class Decoder:
             tree = output.tree or tree
             stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
             whole, tree = tree, tree.offer
-            scores = output.logits if masks is None else masks.apply(output.logits)
+            adjusted = output.logits if masks is None else masks.apply(output.logits)
+            if sampling.adjusts or adjusted.dtype not in _SCORES:
+                adjusted = sampling.adjusted(adjusted, whole, ctx.history() if sampling.penalises else None)
             starts = [state.length + 1 for state in ctx.rows]
-            if sampling.adjusts or scores.dtype not in _SCORES:
-                scores = sampling.adjusted(scores, whole, ctx.history() if sampling.penalises else None)
-            accepted = self.rule.early(tree, scores, sampling, starts)
+            accepted, scores = self.rule.early(tree, adjusted, sampling, starts), adjusted
             if accepted is None:
-                scores = sampling.filtered(scores)
+                scores = sampling.filtered(adjusted)
                 accepted = self.rule.apply(tree, scores, sampling, starts)
-            emitted = accepted.on_host or self._read(tree, accepted, scores)  # the one place that waits for the device
+            emitted = accepted.on_host or read(tree, accepted, scores)  # the one place that waits for the device
             clock.append(time.perf_counter())
             if marks:
                 as_on_device(clock, marks)
@@ -241,6 +241,7 @@ class Decoder:
             for place, found in enumerate(emitted):
                 rows.append(self._advance(place, found, accepted, output))
                 num_tokens += len(rows[-1].token_ids)
+            rows = with_laws(rows, tree, sampling.filtered(adjusted), sampling) if sampling.has_laws else rows
             if planner is not None:
                 planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
             clock.append(time.perf_counter())
@@ -301,10 +302,6 @@ class Decoder:
             budget = self._planner.budget(self.ctx, self.rule.children)
         wanted = [request.speculation or budget for request in self.running]
         return widest(wanted), [min(room, own.depth + 1) for room, own in zip(rooms, wanted, strict=True)]
-
-    def _read(self, tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
-        """What each row emits, where the rule has not said so in the host's own numbers."""
-        return on_the_host(tree, accepted, scores) if on_host(scores) else gathered(tree, accepted, scores)
 
     def _advance(self, row: int, emitted: Emitted, accepted: Accepted, output: TargetOutput) -> RowStep:
         """What one row emits, cut where the request ends. Changes nothing but the state of the row's text."""

@@ -8,12 +8,18 @@ import time
 
 import torch
 
+from draftwing.sampling import on_host
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
-__all__ = ["as_on_device", "gathered", "mark", "on_the_host", "stamp"]
+__all__ = ["as_on_device", "mark", "read", "stamp"]
 
 
-def gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
+def read(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
+    """What each row emits, where the rule has not said so in the host's own numbers."""
+    return _on_the_host(tree, accepted, scores) if on_host(scores) else _gathered(tree, accepted, scores)
+
+
+def _gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
     """What each row emits, read from the device as one tensor: (B, D + 6)."""
     path = accepted.path
     drafted = tree.tokens.gather(1, path.clamp(min=0))
@@ -27,7 +33,7 @@ def gathered(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[
     ]
 
 
-def on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
+def _on_the_host(tree: DraftTree, accepted: Accepted, scores: torch.Tensor) -> list[Emitted]:
     """The same where tensors are on the host: small operators would cost more than loops."""
     found = []
     columns = (tree.tokens, tree.parents, accepted.path, accepted.num, accepted.bonus)

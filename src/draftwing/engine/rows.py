@@ -1,4 +1,4 @@
-"""What rows need now and then: budgets of their own, log-probabilities, and why one cannot go on."""
+"""What rows need now and then: budgets of their own, log-probabilities, laws, and why one cannot go on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from draftwing.drafters.base import Budget
 from draftwing.engine.request import Request
 from draftwing.errors import NumericsError
-from draftwing.sampling import on_host
-from draftwing.stats import Logprob
-from draftwing.tree import PAD
+from draftwing.sampling import SamplingBatch, on_host
+from draftwing.stats import Law, Logprob, RowStep
+from draftwing.tree import PAD, DraftTree
 
-__all__ = ["cut_to", "explain", "logprobs_of", "widest"]
+__all__ = ["cut_to", "explain", "logprobs_of", "widest", "with_laws"]
 
 _LEAST = 8  # depth that drafts are not cut below
 
@@ -94,4 +94,42 @@ def explain(target: str, request: Request, position: int, logits_NV: Tensor, pat
     return NumericsError(
         f"{where} are finite, but its settings leave no token with a finite score: choose less extreme ones, or drop "
         f"them ({', '.join(active) or 'it has none: the logits are -inf'})"
+    )
+
+
+def with_laws(rows: Sequence[RowStep], tree: DraftTree, scores: Tensor, sampling: SamplingBatch) -> list[RowStep]:
+    """The rows of a step, with what the target says at each node where a row asks for it.
+
+    Args:
+        rows: in the order of the tree's.
+        tree: what was proposed.
+        scores: (B, N, V) from which the target draws after each node.
+        sampling: of the rows.
+    """
+    found = list(rows)
+    for place, row in enumerate(rows):
+        count = sampling.rows[place].laws
+        if count and row.error is None:
+            tokens, parents = tree.tokens[place].tolist(), tree.parents[place].tolist()
+            depths, laws = [0] * len(tokens), []
+            for node, above in enumerate(parents):
+                depths[node] = depths[above] + 1 if above >= 0 else 0
+                beside = [tokens[child] for child, each in enumerate(parents) if each == node]
+                if tokens[node] != PAD:
+                    position = row.position + depths[node]
+                    laws.append(_law(scores[place, node], beside, sampling, (place, position), count))
+            found[place] = replace(row, laws=tuple(laws))
+    return found
+
+
+def _law(scores_V: Tensor, beside: Sequence[int], sampling: SamplingBatch, at: tuple[int, int], count: int) -> Law:
+    """Of one node. ``beside``: tokens that are named beside the ``count`` likeliest; ``at``: row, and next position."""
+    row, position = at
+    drawn = sampling.draw_one(scores_V, row, position)
+    probs = scores_V.double().softmax(-1)
+    named = dict.fromkeys([*probs.topk(min(count, len(probs))).indices.tolist(), *beside, drawn])
+    tokens = sorted(named, key=lambda token: -float(probs[token]))
+    noise = sampling.noise.at(sampling.seeds[row], position) if sampling.rows[row].temperature > 0 else None
+    return Law(
+        tuple((token, float(probs[token]), 0.0 if noise is None else float(noise[token])) for token in tokens), drawn
     )

@@ -6,16 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
-from starlette.staticfiles import StaticFiles
 
 from draftwing import __version__
 from draftwing.engine.worker import Worker
@@ -25,14 +22,14 @@ from draftwing.serve import refusal
 from draftwing.serve.asked import Asked, Defaults, asked_of_chat, asked_of_completion
 from draftwing.serve.fields import ChatBody, CompletionBody
 from draftwing.serve.guard import Guard
+from draftwing.serve.inspector import Inspector
 from draftwing.serve.metrics import Metrics
 from draftwing.serve.refusal import Refusal, dumps
 from draftwing.serve.shapes import Shape
-from draftwing.serve.writing import NewTracer, Writing
+from draftwing.serve.trace import Tracer
+from draftwing.serve.writing import Writing
 
 __all__ = ["Settings", "make_app"]
-
-_PAGE = Path(__file__).parent / "page"
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,6 @@ class _Server:
             on_end=lambda ticket: self.metrics.end(ticket, time.monotonic()),
         )
         self.metrics.watch(self.worker)
-        self.new_tracer = _new_tracer()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here; none is this one."""
@@ -103,7 +99,7 @@ class _Server:
         self.check_model(body.model)
         asked = await run_in_threadpool(read, body, self.lm, self.defaults)
         shape = Shape(body.model or self.settings.names[0], is_chat)
-        writing = Writing(self.worker, self.lm, asked, shape, self.new_tracer)
+        writing = Writing(self.worker, self.lm, asked, shape, Tracer)
         if asked.stream:
             return StreamingResponse(_closing(writing), media_type="text/event-stream", headers=_STREAM)
         try:
@@ -142,14 +138,6 @@ async def _unless_gone(request: Request, writing: Writing) -> bytes:
         left.cancel()
 
 
-def _new_tracer() -> NewTracer | None:
-    """What traces steps; it comes with the page."""
-    if not (_PAGE.parent / "trace.py").exists():
-        return None
-    found: NewTracer = import_module("draftwing.serve.trace").Tracer
-    return found
-
-
 def make_app(lm: LM, settings: Settings) -> FastAPI:
     """An app that serves an ``LM``. Its worker starts and stops with it, and is ``app.state.worker``.
 
@@ -173,8 +161,7 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
     app.add_middleware(Guard, api_keys=keys, max_body=settings.max_body, hosts=hosts)
     _add_answers(app, server)
     _add_rest(app, server)
-    if (_PAGE / "index.html").exists():
-        app.mount("/", StaticFiles(directory=_PAGE, html=True), name="page")
+    Inspector(lm, settings.names[0], server.defaults, needs_key=bool(settings.api_keys)).install(app)
     return app
 
 

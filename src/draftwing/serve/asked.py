@@ -21,6 +21,7 @@ __all__ = ["MOST_TEXTS", "Asked", "Defaults", "Text", "asked_of_chat", "asked_of
 
 MOST_TEXTS = 128  # of one request: prompts times n
 _COMPLETED = 16  # tokens of a completion that does not say it, as in OpenAI's and vLLM's servers
+_NUM_LAWS = 6  # tokens of each law that a full trace names
 _SAME = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "min_tokens", "ignore_eos"),
@@ -175,6 +176,8 @@ def _asked(
                 "context_length_exceeded",
             )
         sampling = _sampling(body, defaults, logprobs, min(most or defaults.max_tokens or room, room))
+        if wish is not None and wish.trace == "full" and body.stream:
+            sampling = replace(sampling, laws=_NUM_LAWS)
         for number in range(n):
             own = sampling.seed if sampling.seed is None else nth_seed(sampling.seed, number)
             texts.append(Text(ids, replace(sampling, seed=own), options))

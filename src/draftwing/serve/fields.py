@@ -106,7 +106,11 @@ class Speculation(_Strict):
     tree: Annotated[str, Field(max_length=64)] | None = Field(None, description="auto, chain:K or dynamic:N,D,W.")
     max_nodes: Annotated[int, Field(ge=0, le=4096)] | None = Field(None, description="Nodes of a tree at most.")
     detailed: bool = Field(False, description="Adds figures of every step to the metrics.")
-    trace: bool = Field(False, description="Each chunk of the stream carries what its step drafted and kept.")
+    trace: Literal[False, True, "full"] = Field(
+        False,
+        description="Each chunk of the stream carries what its step drafted and kept; full: and the target's law "
+        "at every node.",
+    )
 
 
 class _StreamOptions(_Strict):
@@ -165,7 +169,12 @@ class ChatBody(_Body):
 class CompletionBody(_Body):
     """Of ``/v1/completions``."""
 
-    prompt: _Text | Annotated[list[_Text], Field(fail_fast=True)] | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    prompt: (
+        _Text
+        | Annotated[list[_Text], Field(fail_fast=True)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
     echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
     best_of: Literal[1] | None = None

@@ -16,8 +16,8 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """An ASGI middleware. Keys guard what lies below ``/v1`` and whatever is not read; health, metrics and the page
-    are open.
+    """An ASGI middleware. Keys guard what lies below ``/v1`` and ``/inspector``, and whatever is not read; health,
+    metrics and the page are open.
 
     Args:
         app: what is guarded.
@@ -49,7 +49,7 @@ class Guard:
         try:
             reads = scope["method"] in ("GET", "HEAD", "OPTIONS")
             self._check_host(headers.get("host", ""))
-            if self._keys and (scope["path"].startswith("/v1") or not reads):
+            if self._keys and (scope["path"].startswith(("/v1", "/inspector")) or not reads):
                 self._check_key(headers.get("authorization", ""))
             body = _Body(receive, self._max_body, headers.get("content-length"))
             if not reads:

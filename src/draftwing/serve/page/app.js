@@ -1,0 +1,148 @@
+// The page: what is shared by its views, the header, the settings.
+import { apiKey, getCosts, getState, setApiKey } from "./api.js";
+import { Chat } from "./chat.js";
+import { Compare } from "./compare.js";
+import { Lesson } from "./lesson.js";
+import { Notice } from "./parts.js";
+import { randomSeed } from "./run.js";
+import { html, render, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+
+const VIEWS = [
+  ["chat", "Write", Chat],
+  ["compare", "Compare", Compare],
+  ["lesson", "Lesson", Lesson],
+];
+const TREES = [
+  ["auto", "auto: as measured"],
+  ["chain:3", "chain of 3"],
+  ["chain:6", "chain of 6"],
+  ["dynamic:12,4,3", "tree, 12 nodes"],
+  ["dynamic:30,6,5", "tree, 30 nodes"],
+  ["dynamic:59,8,10", "tree, 59 nodes (EAGLE-2’s)"],
+];
+
+const stored = (name, fallback) => {
+  try {
+    return localStorage.getItem(name) ?? fallback;
+  } catch {
+    return fallback;
+  }
+};
+const store = (name, value) => {
+  try {
+    localStorage.setItem(name, value);
+  } catch { /* then it is forgotten with the page */ }
+};
+
+function useTheme() {
+  const [chosen, setChosen] = useState(stored("draftwing-theme", "system"));
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const [system, setSystem] = useState(dark.matches);
+  useEffect(() => {
+    const listen = () => setSystem(dark.matches);
+    dark.addEventListener("change", listen);
+    return () => dark.removeEventListener("change", listen);
+  }, []);
+  const now = chosen === "system" ? (system ? "dark" : "light") : chosen;
+  document.documentElement.style.colorScheme = now;
+  document.documentElement.dataset.theme = now;
+  const flip = () => {
+    const next = now === "dark" ? "light" : "dark";
+    store("draftwing-theme", next);
+    setChosen(next);
+  };
+  return [now, flip];
+}
+
+function Settings({ state, options, onChange, onKey, needsKey }) {
+  const set = (name, value) => onChange({ ...options, [name]: value });
+  const number = (name, least, most) => (event) => {
+    const value = Number(event.target.value);
+    if (Number.isFinite(value) && event.target.value !== "") set(name, Math.min(most, Math.max(least, value)));
+  };
+  const own = !TREES.some(([value]) => value === options.tree);
+  return html`<form class="settings" onSubmit=${(event) => event.preventDefault()} aria-label="Settings">
+    <label>Draft <select value=${options.draft} onChange=${(event) => set("draft", event.target.value)}>
+      ${state.drafts.map((draft) => html`<option value=${draft.name}>${draft.name === "none" ? "none: plain decoding" : draft.name}</option>`)}</select></label>
+    <label>Tree <select value=${options.tree} disabled=${options.draft === "none"} onChange=${(event) => set("tree", event.target.value)}>
+      ${TREES.map(([value, name]) => html`<option value=${value}>${name}</option>`)}${own && html`<option value=${options.tree}>${options.tree}</option>`}</select></label>
+    <label>Temperature <input type="number" min="0" max="5" step="0.1" value=${options.temperature} onChange=${number("temperature", 0, 5)} /></label>
+    <label>Seed <span class="joined"><input type="number" min="0" step="1" value=${options.seed} onChange=${(event) => number("seed", 0, 2 ** 53 - 1)({ target: { value: Math.trunc(event.target.value) } })} />
+      <button type="button" class="button icon" aria-label="Another seed" title="Another seed" onClick=${() => set("seed", randomSeed())}>⚂</button></span></label>
+    <label>Tokens <input type="number" min="1" max="4096" step="1" value=${options.maxTokens} onChange=${number("maxTokens", 1, 4096)} /></label>
+    ${state.is_chat && html`<label class="wide">System message <input type="text" value=${options.system} placeholder="none" onChange=${(event) => set("system", event.target.value)} /></label>`}
+    ${(state.needs_key || needsKey) && html`<label class="wide">API key <input type="password" autocomplete="off" value=${apiKey()} placeholder="kept for this tab alone" onChange=${(event) => { setApiKey(event.target.value); onKey(); }} /></label>`}
+  </form>`;
+}
+
+function Tabs({ view, onView }) {
+  const list = useRef(null);
+  const move = (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    const next = (VIEWS.findIndex(([name]) => name === view) + by + VIEWS.length) % VIEWS.length;
+    onView(VIEWS[next][0]);
+    list.current.children[next].focus();
+  };
+  return html`<div class="tabs" role="tablist" aria-label="Views" ref=${list} onKeyDown=${move}>
+    ${VIEWS.map(([name, label]) => html`<button role="tab" id=${`tab-${name}`} aria-selected=${view === name} aria-controls="view" tabindex=${view === name ? 0 : -1} onClick=${() => onView(name)}>${label}</button>`)}
+  </div>`;
+}
+
+const Mark = () => html`<svg class="mark" viewBox="0 0 32 32" aria-hidden="true"><rect width="32" height="32" rx="8" /><path class="kept" d="M7 16h6l5-7h7" /><path class="bonus" d="M13 16h5l3 4h4" /><path class="lost" d="M13 16l4 9h3" /><circle cx="7" cy="16" r="2.6" /></svg>`;
+
+function App() {
+  const [theme, flip] = useTheme();
+  const [state, setState] = useState(null), [error, setError] = useState(null), [costs, setCosts] = useState(null);
+  const [view, setView] = useState(location.hash.slice(1) in { chat: 1, compare: 1, lesson: 1 } ? location.hash.slice(1) : "chat");
+  const [options, setOptions] = useState({ draft: "none", tree: "auto", temperature: 0, seed: 1, maxTokens: 160, system: "" });
+  const [run, setRun] = useState(null), [turns, setTurns] = useState([]), [, redraw] = useState(0);
+  const frame = useRef(0);
+  // Steps may come faster than a screen shows them.
+  const changed = useCallback(() => {
+    frame.current ||= requestAnimationFrame(() => {
+      frame.current = 0;
+      redraw((count) => count + 1);
+    });
+  }, []);
+  const load = async () => {
+    setError(null);
+    try {
+      const found = await getState();
+      setState(found);
+      setOptions((now) => ({ ...now, draft: found.drafts.find((draft) => draft.is_default)?.name ?? "none", tree: found.tree ?? "auto" }));
+    } catch (failure) {
+      setError(failure);
+    }
+  };
+  useEffect(() => void load(), []);
+  useEffect(() => {
+    if (!state) return;
+    setCosts(null);
+    getCosts(options.draft).then(setCosts, (failure) => setCosts({ why: failure.message }));
+  }, [state, options.draft]);
+  const go = (name) => {
+    setView(name);
+    history.replaceState(null, "", `#${name}`);
+  };
+  const View = VIEWS.find(([name]) => name === view)[2];
+  const shared = { state, options, setOptions, costs, theme, run, setRun, turns, setTurns, changed, go };
+  return html`
+    <a class="skip" href="#view">Skip to the view</a>
+    <header class="top">
+      <div class="brand"><${Mark} /><div><h1>Draftwing</h1><p>${state ? html`${state.model}` : "inspector"}</p></div></div>
+      ${state && html`<${Tabs} view=${view} onView=${go} />`}
+      <button class="button icon theme" onClick=${flip} aria-label=${`Switch to ${theme === "dark" ? "light" : "dark"} colours`}>${theme === "dark" ? "☀" : "☾"}</button>
+    </header>
+    ${state && html`<details class="panel" open=${matchMedia("(min-width: 760px)").matches}><summary>Settings</summary>
+      <${Settings} state=${state} options=${options} onChange=${setOptions} onKey=${load} /></details>`}
+    <main id="view" role=${state ? "tabpanel" : null} aria-labelledby=${state ? `tab-${view}` : null} tabindex="-1">
+      ${error && html`<div class="lone"><${Notice} error=${error} onRetry=${load} />
+        ${error.kind === "key" && html`<label class="key-field">API key <input type="password" autocomplete="off" onChange=${(event) => { setApiKey(event.target.value); load(); }} /></label>`}</div>`}
+      ${!error && !state && html`<p class="lone muted" role="status">Asking the server what it serves…</p>`}
+      ${state && html`<${View} ...${shared} />`}
+    </main>`;
+}
+
+document.getElementById("app").replaceChildren();
+render(html`<${App} />`, document.getElementById("app"));
