@@ -27,6 +27,8 @@ _Text = Annotated[str, Field(max_length=2**22)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]
+_Texts = Annotated[list[_Text], Field(fail_fast=True)]
+_ManyTokenIds = Annotated[list[_TokenIds], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
@@ -165,7 +167,12 @@ class ChatBody(_Body):
 class CompletionBody(_Body):
     """Of ``/v1/completions``."""
 
-    prompt: _Text | Annotated[list[_Text], Field(fail_fast=True)] | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    prompt: (
+        _Text
+        | Annotated[list[_Text], Field(fail_fast=True)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
     echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
     best_of: Literal[1] | None = None
