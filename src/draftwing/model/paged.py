@@ -301,9 +301,11 @@ class PagedCache(KVCache):
         return int(self.table.stride) * PAGE
 
     def allocate(self, num_pages: int) -> None:
-        """Make all pages; the system gives the memory when it is written."""
+        """Make all pages. Whoever takes one clears it; those that belong to no row are cleared here."""
         layers, two, heads, dim = self._shape
-        self.data = self.data.new_zeros(layers, two, 1, heads, num_pages * PAGE, dim)
+        self.data = self.data.new_empty(layers, two, 1, heads, num_pages * PAGE, dim)
+        self.data[..., :PAGE, :].zero_()
+        self.data[..., max(num_pages - 1, 0) * PAGE :, :].zero_()
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Rows get pages by ``hold``."""

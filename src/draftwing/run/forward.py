@@ -305,12 +305,11 @@ class Runner(ABC):
         *,
         start: int = 0,
     ) -> Tensor | None:
-        """Write the slots of a text in an empty row, in pieces: (1, T, F or H) what the net gives out.
+        """Write the slots of a text in a row from ``start`` on, in pieces: (1, T, F or H) what the net gives out.
 
         Args:
             features: (1, T, F) what the entries bring along.
             prompt_length: for rotations that depend on it.
-            start: slots of the row that are written already, where the text goes on.
         """
         self.reserve(row + 1, start + len(ids) + 1)
         if not start:
@@ -322,9 +321,9 @@ class Runner(ABC):
             chain = DraftTree.chain(on_device([chunk], self.net.device))
             states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
             entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
-            pieces.append(self.forward(entries, want_logits=False)[1])
-        found = [piece for piece in pieces if piece is not None]
-        return torch.cat(found, 1) if found else None
+            piece = self.forward(entries, want_logits=False)[1]
+            pieces += [] if piece is None else [piece]
+        return torch.cat(pieces, 1) if pieces else None
 
     def watch(self, row: int, ids: Sequence[int], start: int, prompt_length: int | None = None) -> Tensor:
         """How much the last tokens of a text look at each slot before them: (L, K, ``start``) float32.

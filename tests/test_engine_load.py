@@ -1,0 +1,500 @@
+"""Under load: prompts in pieces, slots of a stated amount, rows that give way and come back. No text changes by it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from functools import cache, partial
+
+import pytest
+import torch
+
+import draftwing as dw
+from conftest import SMALL, add_tokenizer, refused
+from draftwing.engine import load
+from draftwing.engine.engine import Engine
+from draftwing.engine.load import SlotEngine
+from draftwing.engine.paged import SlotDecoder
+from draftwing.errors import ConfigError, PromptError, SlotsError, UnsupportedError
+from draftwing.model.adapter import AdapterTarget
+from draftwing.model.lean import LeanTarget
+from draftwing.model.paged import PAGE, SlotsExhausted, SlotTable
+from draftwing.sampling import Sampling
+from test_exact import DRAFTERS, FUSED, Lab
+
+VOCAB = SMALL["vocab_size"]
+CHUNK = 24
+NAMES = ("none", "lookup-tree", "eagle1-rule", "eagle3-dynamic", "lm-tree")
+OTHERS = (
+    *("lm-rule", "eagle3-chain", "eagle1-rule-chain", "eagle3+lookup-rule", "lookahead", "skip-rule", "staged-rule"),
+    *("kangaroo-dynamic", "mtp-modules-tree", "mtp-dynamic", "view-snapkv", "medusa-rule", "eagle3-online-rule"),
+    *("exit-dynamic", "dflash-chain", "suffix-tree", "lm-static", "eagle1-chain", "view-window", "self-chain"),
+)
+FAMILIES = tuple(name for name in ("llama", "kernel") if name == "llama" or name in FUSED)
+
+
+@pytest.fixture(scope="module")
+def lab(folder_of, tmp_path_factory):
+    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(load, "PREFILL_CHUNK", CHUNK)
+
+
+def requests(count=7, seed=0):
+    """Prompts of 1 to 150 tokens, some of which begin alike, and all kinds of settings."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, VOCAB) for _ in range(140)]
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "logprobs": 2},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.2},
+        {"temperature": 1.0, "stop_tokens": (7, 8, 9)},
+    )
+    made = []
+    for number in range(count):
+        length = rng.choice((1, 2, 40, 66, 100))
+        prompt = [rng.randrange(3, VOCAB) for _ in range(length)]
+        if number % 3 == 0:
+            prompt = shared[: rng.choice((64, 65, 66, 130, 140))] + prompt[:9]
+        kind = kinds[number % len(kinds)]
+        made.append((prompt, Sampling(max_tokens=rng.randint(10, 30), seed=number, ignore_eos=True, **kind)))
+    return made
+
+
+ALONE = {}
+
+
+def alone(here, family, prompt, sampling):
+    """What it is by itself, plainly, over slots as they always were."""
+    key = family, tuple(prompt), sampling.seed, sampling.temperature, sampling.max_tokens
+    if key not in ALONE:
+        own = Engine(dw.Decoder(here.target))
+        request = own.submit(prompt, sampling)
+        own.run()
+        ALONE[key] = request
+    return ALONE[key]
+
+
+def engine_of(here, name, pages, *, max_batch=4, **options):
+    """An engine with memory for so many pages of target and drafter."""
+    make = None if name == "none" else partial(DRAFTERS[name].make, here, "greedy")
+    budget = dw.Budget(0) if name == "none" else DRAFTERS[name].budget
+    if make is not None:
+        make()  # a head is trained where it is first asked for
+    probe = SlotDecoder(max_batch, 1 << 26, here.target, make, budget=budget)
+    num_bytes = (pages + 2) * probe.table.num_page_bytes
+    decoder = SlotDecoder(max_batch, num_bytes, here.target, make, budget=budget)
+    assert decoder.table.num_pages == pages
+    return SlotEngine(decoder, max_batch=max_batch, **options)
+
+
+def same_text(request, expected):
+    assert request.token_ids == expected.token_ids
+    assert (request.finish_reason, request.error) == (expected.finish_reason, None)
+    found, wanted = request.logprobs, expected.logprobs
+    assert [each.token for each in found] == [each.token for each in wanted]
+    assert [each.logprob for each in found] == pytest.approx([each.logprob for each in wanted], abs=1e-5)
+
+
+def run_all(own, work, *, late=3, dice=None):
+    """Submit on the way, step to the end, and check after every step; by ``dice`` rows are made to give way."""
+    waiting = list(work)
+    made = [own.submit(*waiting.pop(0)) for _ in range(min(late, len(waiting)))]
+    while own.num_running or own.num_waiting or waiting:
+        if waiting:
+            made.append(own.submit(*waiting.pop(0)))
+        step = own.step()
+        assert all(row.token_ids or row.error for row in step.rows)
+        if dice is not None and dice.random() < 0.1:
+            own._give_way()
+        own.check()
+        assert own.stats.num_slots_used <= own.stats.num_slots
+    return made
+
+
+def cases():
+    """The main drafters by the kernel, two of them by PyTorch too; the rest is marked."""
+    few = [(name, family) for name in NAMES for family in FAMILIES if family == "kernel" or name in NAMES[::3]]
+    for name in (*NAMES, *OTHERS):
+        for family in FAMILIES:
+            yield pytest.param(name, family, marks=() if (name, family) in few else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("name", "family"), [*cases()])
+def test_texts_are_those_of_requests_alone(name, family, lab):
+    here, work = lab(family), requests()
+    own = engine_of(here, name, 10)
+    memory = [(cache.data.data_ptr(), cache.data.nbytes) for cache in own._decoder.table.caches]
+    made = run_all(own, work, dice=random.Random(5))
+    for request, each in zip(made, work, strict=True):
+        same_text(request, alone(here, family, *each))
+    stats = own.stats
+    assert stats.num_preempted >= 2
+    assert bool(stats.num_prefix_hits >= PAGE) == own._decoder.shares
+    assert stats.num_prefix_hits < stats.num_prefix_queries
+    assert (stats.num_running, stats.num_waiting, stats.num_slots_used) == (0, 0, 0)
+    assert [(cache.data.data_ptr(), cache.data.nbytes) for cache in own._decoder.table.caches] == memory
+
+
+@pytest.fixture(scope="module")
+def target(folder_of):
+    return LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32, name="tiny")
+
+
+def plain_engine(target, pages, **options):
+    table_bytes = SlotDecoder(1, 1 << 26, target).table.num_page_bytes
+    return SlotEngine(SlotDecoder(options.get("max_batch"), (pages + 2) * table_bytes, target), **options)
+
+
+def text_of(target, prompt, sampling):
+    own = Engine(dw.Decoder(target))
+    request = own.submit(prompt, sampling)
+    own.run()
+    return request.token_ids
+
+
+@cache
+def text_alone(target, prompt, max_tokens):
+    return text_of(target, list(prompt), Sampling(max_tokens=max_tokens, ignore_eos=True))
+
+
+def texts_alone(target, work):
+    return [text_alone(target, tuple(prompt), sampling.max_tokens) for prompt, sampling in work]
+
+
+def long_ones(count, max_tokens=90, seed=3):
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(40)] for _ in range(count)]
+    return [(prompt, Sampling(max_tokens=max_tokens, ignore_eos=True)) for prompt in prompts]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_youngest_gives_way_where_optimism_was_wrong(target):
+    work = long_ones(4)
+    own = plain_engine(target, 10, optimism=1.0)
+    made = [own.submit(*each) for each in work]
+    gone = []
+    while own.num_running or own.num_waiting:
+        before = set(own._decoder.running)
+        own.step()
+        own.check()
+        gone += [each.id for each in before if each not in own._decoder.running and each.finish_reason is None]
+    assert gone
+    assert own.stats.num_preempted == len(gone)
+    assert 0 not in gone  # the first one keeps its slots
+    assert [each.token_ids for each in made] == texts_alone(target, work)
+
+
+def test_whoever_matters_least_gives_way_and_comes_last(target):
+    work = long_ones(4, max_tokens=70)
+    own = plain_engine(target, 9, optimism=1.0)
+    made = [own.submit(*each, priority=priority) for each, priority in zip(work, (-1, 0, 2, 2), strict=True)]
+    ended = []
+    while own.num_running or own.num_waiting:
+        ended += [row.request_id for row in own.step().rows if row.finish_reason]
+        own.check()
+    assert ended == [2, 3, 1, 0]
+    assert own.stats.num_preempted
+    assert [each.token_ids for each in made] == texts_alone(target, work)
+
+
+def test_without_optimism_nobody_gives_way(target):
+    work = long_ones(5)
+    own = plain_engine(target, 10, optimism=0.0)
+    made = run_all(own, work, late=5)
+    assert own.stats.num_preempted == 0
+    assert [each.token_ids for each in made] == texts_alone(target, work)
+
+
+def test_a_step_that_runs_out_of_slots_is_done_again(target, monkeypatch):
+    """Where a drafter took more than anybody expected."""
+    work = long_ones(3, max_tokens=60)
+    own = plain_engine(target, 9, optimism=1.0)
+    monkeypatch.setattr(own, "_make_room", lambda: None)
+    monkeypatch.setattr(own, "_tree", 0)
+    made = run_all(own, work * 3, late=9)
+    assert own.stats.num_preempted
+    assert [each.token_ids for each in made] == texts_alone(target, work) * 3
+
+
+def test_what_cannot_fit_is_refused(target, folder_of):
+    own = plain_engine(target, 4)
+    with refused(PromptError, "a prompt of 40 tokens and an answer of 200 do not fit", "kv_memory", "ask for"):
+        own.submit(*long_ones(1, max_tokens=200)[0])
+    with refused(PromptError, "do not fit into the 256 KV slots", "shorten it"):
+        own.submit([5] * 250, Sampling(max_tokens=1))
+    room = own.room_for(40)
+    request = own.submit(long_ones(1)[0][0], Sampling(max_tokens=room, ignore_eos=True))
+    own.run()
+    assert len(request.token_ids) == room
+    own.check()
+    for wrong in (0, -1, True, 1.5, "2G", None):
+        with refused(ConfigError, "kv_memory must be a number of bytes"):
+            load_memory(wrong)
+    with refused(ConfigError, "kv_memory of 1,000 bytes holds no text"):
+        SlotDecoder(2, 1000, target)
+    with refused(ConfigError, "optimism must be a number from 0 to 1, found 2"):
+        SlotEngine(SlotDecoder(2, 1 << 20, target), optimism=2)
+    from conftest import build
+
+    with refused(UnsupportedError, "runs in transformers", "leave kv_memory out"):
+        SlotDecoder(2, 1 << 20, AdapterTarget(build("gpt2")))
+
+
+def load_memory(value):
+    from draftwing.engine.paged import check_memory
+
+    return check_memory(value)
+
+
+# --- prompts in pieces -----------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_stalls_nobody(target):
+    own = plain_engine(target, 16)
+    short, long = own.submit([5, 6], Sampling(max_tokens=40, ignore_eos=True)), None
+    own.step()
+    long = own.submit([7] * 200, Sampling(max_tokens=4, ignore_eos=True))
+    read, written = 0, len(short.token_ids)
+    while not long.token_ids:
+        own.step()
+        own.check()
+        assert len(short.token_ids) == written + 1  # every step
+        written += 1
+        if own._reading is not None:
+            assert 0 < own._reading.done - read <= CHUNK
+            assert (own.num_running, own.num_waiting) == (1, 1)
+            read = own._reading.done
+    assert read == 192  # 199 to read, 24 at a time
+    own.run()
+    assert long.token_ids == text_of(target, [7] * 200, Sampling(max_tokens=4, ignore_eos=True))
+
+
+def test_short_prompts_come_in_together(target):
+    own = plain_engine(target, 16)
+    for number in range(4):
+        own.submit([5 + number] * 8, Sampling(max_tokens=9, ignore_eos=True))
+    assert len(own.step().rows) == 3  # 24 tokens, 7 of each
+    assert len(own.step().rows) == 4
+
+
+def test_a_prompt_that_is_being_read_can_be_cancelled_or_be_too_late(target):
+    own = plain_engine(target, 16)
+    first = own.submit([5, 6], Sampling(max_tokens=30, ignore_eos=True))
+    own.step()
+    for reason in ("cancelled", "deadline"):
+        late = None if reason == "cancelled" else time.monotonic() + 1000
+        other = own.submit([7] * 200, Sampling(max_tokens=4), deadline=late)
+        own.step()
+        assert own._reading.request is other
+        if reason == "cancelled":
+            own.cancel(other)
+        else:
+            other.deadline = time.monotonic()
+        own.step()
+        own.check()
+        assert other.finish_reason == reason
+        assert other.token_ids == []
+        assert own.num_waiting == 0
+    own.run()
+    assert first.token_ids == text_of(target, [5, 6], first.sampling)
+    assert own.stats.num_slots_used == 0
+
+
+def test_a_long_prompt_alone_can_be_cancelled_from_another_thread(target, monkeypatch):
+    own = plain_engine(target, 16)
+    request = own.submit([7] * 200, Sampling(max_tokens=4))
+    read = type(target).read
+
+    def cancels(self, *args):
+        other = threading.Thread(target=own.cancel, args=(request,))
+        other.start()
+        other.join()
+        return read(self, *args)
+
+    monkeypatch.setattr(type(target), "read", cancels)
+    with refused(ConfigError, "nothing to decode"):
+        own.step()
+    own.check()
+    assert request.finish_reason == "cancelled"
+    assert own.stats.num_prefix_queries == 199
+
+
+# --- order and deadlines ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_priorities_and_deadlines(paged, target):
+    own = plain_engine(target, 16, max_batch=1) if paged else Engine(dw.Decoder(target), max_batch=1)
+    sampling = Sampling(max_tokens=5, ignore_eos=True)
+    running = own.submit([5], sampling)
+    own.step()
+    low, usual, high, again = (own.submit([6], sampling, priority=each) for each in (-1, 0, 3, 3))
+    late = own.submit([6], sampling, deadline=time.monotonic() - 1)
+    in_time = own.submit([6], sampling, deadline=time.monotonic() + 1000)
+    order = []
+    while own.num_running or own.num_waiting:
+        order += [row.request_id for row in own.step().rows if row.finish_reason]
+        own.check()
+    assert order == [each.id for each in (running, high, again, usual, in_time, low)]
+    assert (late.finish_reason, late.token_ids) == ("deadline", [])
+    assert in_time.finish_reason == "length"
+    stopped = own.submit([5], Sampling(max_tokens=100, ignore_eos=True), deadline=time.monotonic() + 1000)
+    own.step()
+    stopped.deadline = time.monotonic()
+    with refused(ConfigError, "nothing to decode"):
+        own.step()
+    assert (stopped.finish_reason, len(stopped.token_ids)) == ("deadline", 1)
+    for wrong in (1.5, "high", True):
+        with refused(ConfigError, "priority must be a whole number, found"):
+            own.submit([5], priority=wrong)
+    for wrong in (float("nan"), "soon", True):
+        with refused(ConfigError, "deadline must be seconds of time.monotonic() or None, found"):
+            own.submit([5], deadline=wrong)
+    own.check()
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lm(folder_of, tmp_path_factory):
+    import shutil
+
+    path = tmp_path_factory.mktemp("load") / "model"
+    add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), path))
+    return dw.load(path, "lookup", dtype="float32", device="cpu", draft_options={"min_match": 1}, budget=dw.Budget(3))
+
+
+def test_stop_strings_and_text_after_giving_way(lm):
+    prompts = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
+    plain = lm.generate(prompts, max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+    middle = [each.text[len(each.text) // 2 :][:3] for each in plain]
+    settings = [
+        Sampling(
+            max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, stop=stop, repetition_penalty=1.0 + number / 9
+        )
+        for number, stop in enumerate(middle)
+    ]
+    expected = lm.generate(prompts, settings)
+    assert expected[0].finish_reason == "stop"
+    own = lm.engine(max_batch=3, kv_memory=1 << 20)
+    made = [own.submit(lm.encode(prompt), each) for prompt, each in zip(prompts, settings, strict=True)]
+    dice = random.Random(1)
+    while own.num_running or own.num_waiting:
+        own.step()
+        if dice.random() < 0.3:
+            own._give_way()
+        own.check()
+    assert own.stats.num_preempted >= 3
+    assert [each.text for each in made] == [each.text for each in expected]
+    assert [each.finish_reason for each in made] == [each.finish_reason for each in expected]
+    assert sum(cache.data.nbytes for cache in own._decoder.table.caches) <= 1 << 20
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["read", "admit", "commit", "remove"])
+def test_an_interrupt_anywhere_loses_nothing(place, lab, monkeypatch):
+    here, work = lab("llama"), requests(5)
+    own = engine_of(here, "eagle3-dynamic", 12)
+    made = [own.submit(*each) for each in work]
+    count = 0
+
+    def once(function):
+        def run(*args, **options):
+            nonlocal count
+            count += 1
+            if count in (2, 5):
+                raise KeyboardInterrupt
+            found = function(*args, **options)
+            if count in (3, 7):
+                count += 1
+                raise KeyboardInterrupt
+            return found
+
+        return run
+
+    kind = type(own._decoder.drafter) if place == "admit" else type(here.target)
+    monkeypatch.setattr(kind, place, once(getattr(kind, place)))
+    stops = 0
+    while own.num_running or own.num_waiting:
+        try:
+            own.step()
+        except KeyboardInterrupt:
+            stops += 1
+        else:
+            own.check()
+    assert stops >= 2
+    for request, each in zip(made, work, strict=True):
+        same_text(request, alone(here, "llama", *each))
+
+
+def test_a_drafter_that_refuses_a_row_keeps_no_slots(lab, monkeypatch):
+    here, work = lab("llama"), requests(4)
+    own = engine_of(here, "eagle3-dynamic", 12)
+    kind, admit = type(own._decoder.drafter), type(own._decoder.drafter).admit
+
+    def refuses(self, ctx, features):
+        if ctx.rows[-1].tokens[: len(work[1][0])] == list(work[1][0]):
+            raise SlotsError("not this one")
+        admit(self, ctx, features)
+
+    monkeypatch.setattr(kind, "admit", refuses)
+    made = run_all(own, work)
+    assert [each.finish_reason == "error" for each in made] == [False, True, False, False]
+    assert own.stats.num_slots_used == 0
+
+
+def test_the_account_of_pages_finds_what_is_wrong():
+    table = SlotTable(4, 256)
+    made = table.cache(2, 1, 8, torch.float32, torch.device("cpu"))
+    table.allocate(10 * made.num_page_bytes)
+    table.hold(0, [10, 70], 3)
+    table.check()
+    assert (table.num_pages, table.num_available) == (8, 5)
+    with refused(SlotsExhausted, "row 2 needs 6 pages of 64, holds 0, and 5 of 8 are free"):
+        table.hold(2, [380], 1)
+    table.rows.pop()
+    table.check()
+    lost = table.rows[1].pop()
+    with refused(SlotsError, "1 are counted wrongly"):
+        table.check()
+    table.rows[1].append(lost)
+    table._free.append(lost)
+    with refused(SlotsError, "do not add up"):
+        table.check()
+    table._free.remove(lost)
+    gone = table._free.pop()
+    with refused(SlotsError, "1 are lost"):
+        table.check()
+    table._free.append(gone)
+    table.array[1, 0] = 0
+    with refused(SlotsError, "row 1 looks at other pages than it holds"):
+        table.check()
+
+
+def test_lost_rows_are_found(target):
+    own = plain_engine(target, 12)
+    own.submit([5, 6, 7], Sampling(max_tokens=9, ignore_eos=True))
+    own.step()
+    own.check()
+    row = own._decoder.ctx.rows[0]
+    row.tokens.append(5)
+    with refused(SlotsError, "row 0 does not hold the text of request 0"):
+        own.check()
+    row.tokens.pop()
+    own._decoder.table.attach(1, [])
+    with refused(SlotsError, "1 requests run, and 2 rows hold slots"):
+        own.check()
+    own._decoder.table.detach(1)
+    own._decoder.ctx.rows.append(row)
+    with refused(SlotsError, "1 requests run in 2 rows"):
+        own.check()

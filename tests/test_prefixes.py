@@ -1,0 +1,230 @@
+"""Prompts that begin as former texts did: what was read of these is not read again, and nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from functools import cache, partial
+
+import pytest
+import torch
+
+import draftwing as dw
+from conftest import SMALL
+from draftwing.engine.engine import Engine
+from draftwing.engine.load import SlotEngine
+from draftwing.engine.paged import SlotDecoder
+from draftwing.engine.prefixes import Prefixes
+from draftwing.model.lean import LeanTarget
+from draftwing.model.paged import PAGE, SlotTable
+from draftwing.run.recording import Recorder
+from draftwing.sampling import Sampling
+from test_exact import DRAFTERS, FUSED, Lab
+
+VOCAB = SMALL["vocab_size"]
+FAMILIES = tuple(name for name in ("llama", "kernel") if name == "llama" or name in FUSED)
+NAMES = ("none", "lookup-tree", "eagle1-rule", "eagle3-dynamic", "lm-tree")
+
+
+@pytest.fixture(scope="module")
+def lab(folder_of, tmp_path_factory):
+    return cache(lambda family: Lab(family, folder_of, tmp_path_factory))
+
+
+def engine_of(here, name, pages=30, max_batch=4):
+    make = None if name == "none" else partial(DRAFTERS[name].make, here, "greedy")
+    budget = dw.Budget(0) if name == "none" else DRAFTERS[name].budget
+    if make is not None:
+        make()
+    num_bytes = (pages + 2) * SlotDecoder(1, 1 << 26, here.target, make, budget=budget).table.num_page_bytes
+    return SlotEngine(SlotDecoder(max_batch, num_bytes, here.target, make, budget=budget), max_batch=max_batch)
+
+
+def text(seed, length):
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def decoded(own, prompt, temperature=0.0, max_tokens=24):
+    """The request, and the tokens of its prompt that were found."""
+    before = own.stats.num_prefix_hits
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=4, ignore_eos=True, logprobs=0)
+    request = own.submit(prompt, sampling)
+    own.run()
+    own.check()
+    return request, own.stats.num_prefix_hits - before
+
+
+def shape_of(request):
+    """What was drafted and kept of it, step by step."""
+    return [(row.num_drafted, row.num_accepted, row.depth) for row, _ in request._steps.values()]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
+    here = lab(family)
+    own, history = engine_of(here, name), text(1, 70)
+    hits = 0
+    for turn in range(3):
+        request, found = decoded(own, history, temperature)
+        fresh, nothing = decoded(engine_of(here, name), history, temperature)
+        plain = Engine(dw.Decoder(here.target)).submit(history, request.sampling)
+        assert nothing == 0
+        assert request.token_ids == fresh.token_ids
+        if family == "kernel":  # to the bit
+            assert request.logprobs == fresh.logprobs
+        assert shape_of(request) == shape_of(fresh)  # a head's slots are those that it would have written itself
+        assert plain.finish_reason is None
+        assert bool(found) == bool(turn)
+        hits += found
+        history = [*history, *request.token_ids, *text(2 + turn, 20)]
+    assert hits == PAGE + (PAGE if len(history) < 200 else 2 * PAGE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["eagle1-rule", "eagle3-dynamic", "lm-tree"])
+def test_a_page_counts_with_the_token_behind_it(name, family, lab):
+    """A head's last entry of a page reads that token."""
+    here, prompt = lab(family), text(5, 2 * PAGE + 3)
+    own = engine_of(here, name)
+    decoded(own, prompt)
+    for at, expected in ((PAGE, 0), (PAGE + 1, PAGE), (2 * PAGE, PAGE), (2 * PAGE + 1, 2 * PAGE)):
+        other = [*prompt]
+        other[at] = 3 if prompt[at] != 3 else 4
+        request, found = decoded(own, other)
+        fresh, _ = decoded(engine_of(here, name), other)
+        assert found == expected
+        assert request.token_ids == fresh.token_ids
+        assert shape_of(request) == shape_of(fresh)
+        own = engine_of(here, name)
+        decoded(own, prompt)
+    for length, expected in (
+        (PAGE, 0),
+        (PAGE + 1, 0),
+        (PAGE + 2, PAGE),
+        (2 * PAGE + 1, PAGE),
+        (2 * PAGE + 2, 2 * PAGE),
+    ):
+        assert decoded(own, prompt[:length], max_tokens=2)[1] == expected
+
+
+def test_requests_that_run_share_pages(lab):
+    own, prompt = engine_of(lab("llama"), "eagle3-dynamic"), text(6, 2 * PAGE + 9)
+    made = []
+    for number in range(4):
+        made.append(own.submit([*prompt, number + 5], Sampling(max_tokens=20, temperature=1.0, seed=number)))
+        own.step()
+        own.check()
+    shared = [pages[:2] for pages in own._decoder.table.rows]
+    assert len(shared) == 4
+    assert len({tuple(each) for each in shared}) == 1
+    assert [own._decoder.table.uses[page] for page in shared[0]] == [4, 4]
+    own.run()
+    own.check()
+    for number, request in enumerate(made):
+        alone = Engine(dw.Decoder(lab("llama").target))
+        one = alone.submit([*prompt, number + 5], request.sampling)
+        alone.run()
+        assert request.token_ids == one.token_ids
+
+
+def test_what_was_used_last_is_kept_longest(lab):
+    own = engine_of(lab("llama"), "none", pages=9)
+    prompts = [text(seed, PAGE + 6) for seed in range(8)]
+    for prompt in prompts[:3]:
+        decoded(own, prompt, max_tokens=3)
+    assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE
+    for prompt in prompts[3:]:
+        decoded(own, prompt, max_tokens=3)
+        assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE
+        assert own.stats.num_slots_used == 0
+    assert own._decoder.table.num_kept <= 9
+    own._decoder.prefixes._forget()
+    assert len(own._decoder.prefixes._keys) == own._decoder.table.num_kept
+    for prompt in (text(20, 200), text(21, 200), text(22, 200), text(23, 200)):
+        decoded(own, prompt, max_tokens=3)
+    assert decoded(own, prompts[0], max_tokens=3)[1] == 0
+
+
+def test_a_row_with_nan_leaves_nothing_behind(folder_of):
+    target = LeanTarget.from_folder(folder_of("llama"), torch.float32)
+    clean = LeanTarget.from_folder(folder_of("llama"), torch.float32)
+    with torch.no_grad():
+        target.embedding.table[7] = torch.nan
+    num_bytes = 11 * SlotDecoder(1, 1 << 26, target).table.num_page_bytes
+    own = SlotEngine(SlotDecoder(2, num_bytes, target), max_batch=2)
+    bad = [7 if each == 7 else each for each in text(3, 70)]
+    bad[10] = 7
+    good = [8 if each == 7 else each for each in text(4, 90)]
+    sampling = Sampling(max_tokens=9, ignore_eos=True, banned_tokens=(7,))
+    alone = Engine(dw.Decoder(clean))
+    wanted = alone.submit(good, sampling)
+    alone.run()
+    for _ in range(3):
+        broken, fine = own.submit(bad, sampling), own.submit(good, sampling)
+        own.run()
+        own.check()
+        assert broken.finish_reason == "error"
+        assert fine.token_ids == wanted.token_ids
+    assert own.stats.num_prefix_hits == 2 * PAGE  # of the good one alone
+
+
+def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    folder = folder_of("llama", rope_scaling=scaling, max_position_embeddings=96)
+    target = LeanTarget.from_folder(folder, torch.float32)
+    num_bytes = 11 * SlotDecoder(1, 1 << 26, target).table.num_page_bytes
+    own = SlotEngine(SlotDecoder(2, num_bytes, target), max_batch=2)
+    prompt, sampling = text(3, 70), Sampling(max_tokens=12, ignore_eos=True)
+    for _ in range(2):
+        request, alone = own.submit(prompt, sampling), Engine(dw.Decoder(target))
+        own.step()
+        own._decoder.preempt(request)
+        own._waiting.append(request)
+        own.run()
+        one = alone.submit(prompt, sampling)
+        alone.run()
+        assert request.token_ids == one.token_ids
+    assert own.stats.num_prefix_hits == 0
+
+
+def test_recorded_forwards_look_into_pages_too(folder_of):
+    target = LeanTarget.from_folder(folder_of("qwen3"), torch.float64)
+    plain = LeanTarget.from_folder(folder_of("qwen3"), torch.float64)
+    target.use_graphs(Recorder())
+    num_bytes = 12 * SlotDecoder(1, 1 << 26, target).table.num_page_bytes
+    own = SlotEngine(SlotDecoder(3, num_bytes, target), max_batch=3)
+    prompts = [text(1, 70), text(2, 5), [*text(1, 70), *text(3, 9)], text(4, 30)]
+    made = [own.submit(prompt, Sampling(max_tokens=15, ignore_eos=True)) for prompt in prompts]
+    dice = random.Random(1)
+    while own.num_running or own.num_waiting:
+        own.step()
+        if dice.random() < 0.2:
+            own._give_way()
+        own.check()
+    alone = Engine(dw.Decoder(plain))
+    wanted = [alone.submit(prompt, Sampling(max_tokens=15, ignore_eos=True)) for prompt in prompts]
+    alone.run()
+    assert own.stats.num_preempted
+    assert [each.token_ids for each in made] == [each.token_ids for each in wanted]
+
+
+def test_pages_are_found_by_all_tokens_up_to_them():
+    table = SlotTable(4, 1024)
+    made = table.cache(1, 1, 8, torch.float32, torch.device("cpu"))
+    table.allocate(14 * made.num_page_bytes)
+    prefixes, first = Prefixes(table), text(1, 3 * PAGE + 5)
+    second = [first[0] + 1, *first[1:]]
+    for tokens in (first, second):
+        table.hold(0, [len(tokens)], 0)
+        prefixes.remember(tokens, table.rows[0], len(tokens) - 1)
+        table.remove(0)
+    assert table.num_kept == 6
+    assert len({*prefixes.find(first), *prefixes.find(second)}) == 6
+    assert prefixes.find([*first[:PAGE], *second[PAGE:]]) == prefixes.find(first)  # behind the first page they agree
+    assert prefixes.find([*first[: PAGE + 1], 3, *first[PAGE + 2 :]]) == prefixes.find(first)[:1]
+    table.hold(0, [9 * PAGE], 0)  # of 12 pages 6 are empty: the ends of the oldest texts go first
+    assert len(prefixes.find(first)) == 0
+    assert len(prefixes.find(second)) == 3
+    table.check()
