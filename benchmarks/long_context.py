@@ -7,8 +7,9 @@ Plain decoding and chains drafted through a view take turns, block by block, in 
 that a machine that slows down slows both. What a step gains, tau plain steps less its own time, grows in a line with
 the context; where it crosses zero is the measured inflection. Some texts are easier to guess than others, which hides
 that line: `alike` is where it crosses with the acceptance of all texts together. The predicted ones need no long run:
-`costs` is by the measured draft, `plain costs` by plain steps alone (a draft step is then a plain step of a text as long
-as the view), both with the acceptance of all that was drafted. A target whose context is too short is stretched by YaRN.
+`costs` is by the measured draft, `plain costs` by plain steps alone (a draft step is then a plain step of a text as
+long as the view), both with the acceptance of all that was drafted. A target whose context is too short is stretched
+by YaRN.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-__all__ = ["Constraint", "State", "bits_of", "has_bit", "words_without"]
+__all__ = ["Constraint", "State", "forbidden_of", "has_bit", "words_without"]
 
 
 class State(Protocol):
@@ -58,11 +58,11 @@ def words_without(words: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:
     return found
 
 
-def bits_of(masks: np.ndarray, vocab_size: int) -> np.ndarray:
-    """(K, W) masks -> (K, V) bool; what lies beyond their words is False."""
-    octets = masks.astype("<u4", copy=False).view(np.uint8)
-    bits = np.unpackbits(octets, axis=1, count=min(vocab_size, 8 * octets.shape[1]), bitorder="little")
-    if bits.shape[1] < vocab_size:
-        bits = np.pad(bits, ((0, 0), (0, vocab_size - bits.shape[1])))
+def forbidden_of(words: np.ndarray, vocab_size: int) -> np.ndarray:
+    """(V,) bool: the tokens that a mask does not allow, those beyond its words too."""
+    octets = (~words).astype("<u4", copy=False).view(np.uint8)
+    bits = np.unpackbits(octets, count=min(vocab_size, 8 * len(octets)), bitorder="little")
+    if len(bits) < vocab_size:
+        bits = np.pad(bits, (0, vocab_size - len(bits)), constant_values=1)
     found: np.ndarray = bits.view(bool)
     return found

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.constraint import State, bits_of, has_bit, words_without
+from draftwing.constraint import State, forbidden_of, has_bit, words_without
 from draftwing.engine.request import Request
 from draftwing.errors import DraftwingError
 from draftwing.sampling import on_host
@@ -153,22 +153,22 @@ class Masks:
         if not self._places and not self._failed:
             return logits_BNV
         _, nodes, vocab_size = logits_BNV.shape
-        by_numpy = on_host(logits_BNV) and logits_BNV.dtype in (torch.float32, torch.float64)
-        if by_numpy:  # PyTorch would wake its threads for so little
-            masked = torch.from_numpy(np.array(logits_BNV.numpy()))
-        else:
-            masked = logits_BNV.clone(memory_format=torch.contiguous_format)
+        places = [row * nodes + node for row, node in self._places]
+        failed = [row * nodes + node for row, node in self._failed]
+        forbidden = [forbidden_of(words, vocab_size) for words in self._words]
+        if on_host(logits_BNV) and logits_BNV.dtype in (torch.float32, torch.float64):
+            # By numpy: operators on a row of logits would wait for a second thread.
+            rows = np.array(logits_BNV.detach().numpy(), order="C").reshape(-1, vocab_size)
+            for place, each in zip(places, forbidden, strict=True):
+                np.copyto(rows[place], -math.inf, where=each)
+            rows[failed] = math.nan
+            return torch.from_numpy(rows).view(logits_BNV.shape)
+        masked = logits_BNV.clone(memory_format=torch.contiguous_format)
         flat_RV = masked.view(-1, vocab_size)
-        if self._places:
-            longest = max(map(len, self._words))
-            masks = np.stack([np.pad(each, (0, longest - len(each))) for each in self._words])
-            forbidden, index = ~bits_of(masks, vocab_size), [row * nodes + node for row, node in self._places]
-            if by_numpy:
-                for place, each in zip(index, forbidden, strict=True):
-                    flat_RV[place].numpy()[each] = -math.inf
-            else:
-                places = torch.tensor(index, device=masked.device)
-                flat_RV[places] = flat_RV[places].masked_fill_(torch.from_numpy(forbidden).to(masked.device), -math.inf)
-        for row, node in self._failed:
-            flat_RV[row * nodes + node] = math.nan
+        if places:  # all at once
+            index = torch.tensor(places, device=masked.device)
+            mask = torch.from_numpy(np.stack(forbidden)).to(masked.device)
+            flat_RV[index] = flat_RV[index].masked_fill_(mask, -math.inf)
+        if failed:
+            flat_RV[torch.tensor(failed, device=masked.device)] = math.nan
         return masked
