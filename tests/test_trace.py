@@ -223,9 +223,24 @@ def test_at_temperature_0_a_lesson_is_told_at_1(lm_of):
     assert teach(lm_of("eagle3"), Sampling())["temperature"] == 1.0
 
 
+def test_of_a_draft_that_copies_q_is_one_token(lm_of):
+    lm = lm_of("lookup")
+    tries = teach(lm, Sampling(temperature=1.0, seed=1), ids=(lm.encode(PROMPT) * 2)[:-4])["chain"]["tries"]
+    assert tries
+    assert all(each["q"] == 1.0 and each["accept"] == each["p"] for each in tries)
+
+
 def test_a_draft_without_q_has_no_lesson(lm_of):
+    lm = lm_of("eagle3")
+
+    def new_drafter():
+        drafter = lm.new_drafter()
+        propose = drafter.propose
+        drafter.propose = lambda *given: replace(propose(*given), draft_probs=None)
+        return drafter
+
     with refused(ConfigError, "without a law q"):
-        teach(lm_of("lookup"), Sampling(seed=1), ids=(lm_of("lookup").encode(PROMPT) * 2)[:-4])
+        lesson(lm.target, new_drafter, lm.encode(PROMPT), Sampling(seed=1), Shown(lm.tokenizer))
 
 
 def test_a_lesson_leaves_texts_alone(lm_of):

@@ -152,7 +152,8 @@ def _laws(p_V: Tensor, q_V: Tensor | None, named: Sequence[int], *, shown: Shown
     """The likeliest tokens of both laws, and those that are named: id, text, p and q."""
     count = min(NUM_TOP, len(p_V))
     both = [p_V] if q_V is None else [p_V, q_V]
-    tokens = dict.fromkeys([*named, *(token for law in both for token in law.topk(count).indices.tolist())])
+    likely = [token for law in both for token in law.topk(count).indices.tolist() if law[token] > 0]
+    tokens = dict.fromkeys([*named, *likely])
     return [
         {"id": token, "text": shown(token), "p": float(p_V[token]), "q": None if q_V is None else float(q_V[token])}
         for token in sorted(tokens, key=lambda token: -float(p_V[token]))
