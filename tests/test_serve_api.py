@@ -6,8 +6,8 @@ import json
 import openai
 import pytest
 
-from draftwing.lm import nth_seed
 from draftwing.sampling import Sampling
+from draftwing.sampling_options import nth_seed
 from serving import TEXTS, app_of, ask, chat_folder, load, question, send
 
 

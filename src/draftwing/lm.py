@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
-
-import torch
 
 from draftwing.budget.costs import Costs
 from draftwing.budget.measure import costs_of, planner_for
@@ -24,41 +21,16 @@ from draftwing.engine.paged import SlotDecoder, check_memory
 from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DraftwingError, shown
 from draftwing.model.target import Target
-from draftwing.noise import hash_bits
 from draftwing.sampling import Sampling
+from draftwing.sampling_options import nth_sampling, one_each, sampling_from
 from draftwing.stats import Logprob, Stats, Step
 from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
 from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["LM", "Generation", "StreamStep", "nth_seed"]
+__all__ = ["LM", "Generation", "StreamStep"]
 
 D = TypeVar("D", bound=Decoder)
-
-# What transformers and vLLM call our options.
-_ELSEWHERE = {
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens, which does not count the prompt",
-    "do_sample": "temperature (0 is greedy, 1 samples)",
-    "num_return_sequences": "n",
-    "eos_token_id": "stop_tokens",
-    "stop_token_ids": "stop_tokens",
-    "stop_strings": "stop",
-    "bad_words_ids": "banned_tokens",
-    "suppress_tokens": "banned_tokens",
-    "sequence_bias": "logit_bias",
-    "assistant_model": "draft, an option of load",
-    "num_assistant_tokens": "speculation=Budget(...)",
-    "prompt_lookup_num_tokens": "draft='lookup', an option of load",
-    "streamer": "LM.stream",
-}
-
-
-def nth_seed(seed: int, number: int) -> int:
-    """A seed for each of several samples: the first one has ``seed`` itself."""
-    if number == 0:
-        return seed
-    return int(hash_bits(seed, (number,), torch.zeros(1, dtype=torch.int64))) & (2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -276,7 +248,7 @@ class LM:
             NumericsError: the target's logits are not finite.
         """
         engine, ids = self.engine(), self._encode_references(references)
-        sampling = _sampling(sampling, options)
+        sampling = sampling_from(sampling, options)
         held = self.constraint(grammar)
         request = engine.submit(self.encode(prompt), sampling, speculation=speculation, references=ids, constraint=held)
         return self._stream(engine, request)
@@ -357,11 +329,11 @@ class LM:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n must be at least 1, found {n!r}: give a whole number")
         wanted = as_list(prompts)
-        each = _one_each(sampling, len(wanted), options)
+        each = one_each(sampling, len(wanted), options)
         engine, given = self.engine(max_batch=max_batch), self._encode_references(references)
         wishes: Any = {"speculation": speculation, "references": given, "constraint": self.constraint(grammar)}
         requests = [
-            engine.submit(ids, _nth(own, number), **wishes)
+            engine.submit(ids, nth_sampling(own, number), **wishes)
             for ids, own in zip([self.encode(prompt) for prompt in wanted], each, strict=True)
             for number in range(n)
         ]
@@ -381,38 +353,3 @@ def _ignore(done: asyncio.Future[Any]) -> None:
     """A future's result that nobody waits for; without this its exception would be reported as lost."""
     if not done.cancelled():
         done.exception()
-
-
-def _nth(sampling: Sampling, number: int) -> Sampling:
-    """The sampling of the ``number``-th text of a prompt."""
-    if number == 0 or sampling.seed is None:
-        return sampling
-    return replace(sampling, seed=nth_seed(sampling.seed, number))
-
-
-def _one_each(sampling: Any, count: int, options: Mapping[str, Any]) -> list[Sampling]:
-    """The sampling of every prompt."""
-    if not isinstance(sampling, list | tuple):
-        return [_sampling(sampling, options)] * count
-    if len(sampling) != count:
-        raise ConfigError(
-            f"sampling has {len(sampling)} entries for {count} prompts: give one for each prompt, or one for all"
-        )
-    return [_sampling(each, options) for each in sampling]
-
-
-def _sampling(sampling: Any, options: Mapping[str, Any]) -> Sampling:
-    if isinstance(sampling, Mapping):
-        sampling, options = None, {**sampling, **options}
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise ConfigError(
-            f"sampling must be a Sampling, a dict of its fields or None, found {sampling!r:.60}: write "
-            f"Sampling(temperature=0.8), or temperature=0.8"
-        )
-    known = [each.name for each in fields(Sampling)]
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is not None:
-        near = [_ELSEWHERE[unknown]] if unknown in _ELSEWHERE else get_close_matches(str(unknown), known, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown sampling option {unknown!r}: {hint}the options are {', '.join(known)}")
-    return replace(sampling or Sampling(), **options)

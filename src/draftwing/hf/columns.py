@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draftwing.engine.engine import Engine
 from draftwing.errors import DraftwingWarning
-from draftwing.lm import nth_seed
 from draftwing.sampling import Sampling
+from draftwing.sampling_options import nth_seed
 from draftwing.stats import Stats
 
 __all__ = ["Columns", "Ends"]

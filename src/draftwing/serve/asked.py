@@ -9,8 +9,9 @@ from typing import Any
 
 from draftwing.engine.engine import Engine
 from draftwing.errors import DraftwingError, SamplingError, shown
-from draftwing.lm import LM, nth_seed
+from draftwing.lm import LM
 from draftwing.sampling import Sampling
+from draftwing.sampling_options import nth_seed
 from draftwing.serve.fields import ChatBody, CompletionBody, Message
 from draftwing.serve.refusal import Refusal, of_error
 from draftwing.serve.speculation import budget_of

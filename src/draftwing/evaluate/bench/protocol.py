@@ -17,8 +17,8 @@ from draftwing.evaluate.bench.records import Journal, Unit
 from draftwing.evaluate.bench.sets import Question, QuestionSet
 from draftwing.evaluate.bench.settings import Method, name_of_sampling
 from draftwing.evaluate.compare import promise_of
-from draftwing.lm import nth_seed
 from draftwing.sampling import Sampling
+from draftwing.sampling_options import nth_seed
 
 __all__ = ["Plan", "run"]
 

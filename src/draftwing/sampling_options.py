@@ -1,0 +1,82 @@
+"""``Sampling`` as users write it: keyword options, dicts, one for each prompt, several texts of one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from draftwing.errors import ConfigError
+from draftwing.noise import hash_bits
+from draftwing.sampling import Sampling
+
+__all__ = ["nth_sampling", "nth_seed", "one_each", "sampling_from"]
+
+# What transformers and vLLM call our options.
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens, which does not count the prompt",
+    "do_sample": "temperature (0 is greedy, 1 samples)",
+    "num_return_sequences": "n",
+    "eos_token_id": "stop_tokens",
+    "stop_token_ids": "stop_tokens",
+    "stop_strings": "stop",
+    "bad_words_ids": "banned_tokens",
+    "suppress_tokens": "banned_tokens",
+    "sequence_bias": "logit_bias",
+    "assistant_model": "draft, an option of load",
+    "num_assistant_tokens": "speculation=Budget(...)",
+    "prompt_lookup_num_tokens": "draft='lookup', an option of load",
+    "streamer": "LM.stream",
+}
+
+
+def nth_seed(seed: int, number: int) -> int:
+    """A seed for each of several samples: the first one has ``seed`` itself."""
+    if number == 0:
+        return seed
+    return int(hash_bits(seed, (number,), torch.zeros(1, dtype=torch.int64))) & (2**63 - 1)
+
+
+def nth_sampling(sampling: Sampling, number: int) -> Sampling:
+    """The sampling of the ``number``-th text of a prompt."""
+    if number == 0 or sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=nth_seed(sampling.seed, number))
+
+
+def one_each(sampling: Any, count: int, options: Mapping[str, Any]) -> list[Sampling]:
+    """The sampling of every prompt."""
+    if not isinstance(sampling, list | tuple):
+        return [sampling_from(sampling, options)] * count
+    if len(sampling) != count:
+        raise ConfigError(
+            f"sampling has {len(sampling)} entries for {count} prompts: give one for each prompt, or one for all"
+        )
+    return [sampling_from(each, options) for each in sampling]
+
+
+def sampling_from(sampling: Any, options: Mapping[str, Any]) -> Sampling:
+    """A ``Sampling``, a dict of its fields or None, with ``options`` laid on it.
+
+    Raises:
+        ConfigError: it is something else, or an option is unknown.
+        SamplingError: a value outside its range.
+    """
+    if isinstance(sampling, Mapping):
+        sampling, options = None, {**sampling, **options}
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ConfigError(
+            f"sampling must be a Sampling, a dict of its fields or None, found {sampling!r:.60}: write "
+            f"Sampling(temperature=0.8), or temperature=0.8"
+        )
+    known = [each.name for each in fields(Sampling)]
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        near = [_ELSEWHERE[unknown]] if unknown in _ELSEWHERE else get_close_matches(str(unknown), known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"unknown sampling option {unknown!r}: {hint}the options are {', '.join(known)}")
+    return replace(sampling or Sampling(), **options)
