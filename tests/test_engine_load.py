@@ -217,7 +217,7 @@ def test_a_step_that_runs_out_of_slots_is_done_again(target, monkeypatch):
     work = long_ones(3, max_tokens=60)
     own = plain_engine(target, 9, optimism=1.0)
     monkeypatch.setattr(own, "_make_room", lambda: None)
-    monkeypatch.setattr(own, "_tree", 0)
+    monkeypatch.setattr(own, "_tree", lambda *more: 0)
     made = run_all(own, work * 3, late=9)
     assert own.stats.num_preempted
     assert [each.token_ids for each in made] == texts_alone(target, work) * 3
@@ -251,6 +251,23 @@ def load_memory(value):
     from draftwing.engine.paged import check_memory
 
     return check_memory(value)
+
+
+def test_a_wide_tree_of_one_request_needs_room_while_it_runs(target):
+    """And no longer: others are refused nothing afterwards."""
+    own = plain_engine(target, 16)
+    with refused(PromptError, "do not fit"):
+        own.submit([5] * 40, Sampling(max_tokens=40), speculation=dw.Budget(1000))
+    room = own.room_for(40)
+    wide = own.submit([5] * 40, Sampling(max_tokens=9, ignore_eos=True), speculation=dw.Budget(30, 20))
+    other = own.submit([6] * 40, Sampling(max_tokens=9, ignore_eos=True))
+    first = own.step()
+    assert len(first.rows) == 1  # 16 pages do not hold two such trees
+    own.run()
+    own.check()
+    assert other.token_ids == text_of(target, [6] * 40, other.sampling)
+    assert wide.finish_reason == "length"
+    assert own.room_for(40) == room
 
 
 # --- prompts in pieces -----------------------------------------------------------------------------------------------

@@ -244,3 +244,18 @@ def test_pages_are_found_by_all_tokens_up_to_them():
     assert len(prefixes.find(first)) == 0
     assert len(prefixes.find(second)) == 3
     table.check()
+
+
+def test_what_a_head_has_not_read_is_not_kept(lab):
+    """While nothing is drafted a head does not read; its slots of that time hold nothing."""
+    here, prompt = lab(FAMILIES[-1]), text(5, 2 * PAGE)
+    own = engine_of(here, "eagle3-dynamic")
+    lazy = own.submit(prompt, Sampling(max_tokens=80, ignore_eos=True), speculation="none")
+    own.run()
+    own.check()
+    assert len(own._decoder.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
+    request, found = decoded(own, [*prompt, *lazy.token_ids])
+    fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
+    assert found == PAGE
+    assert request.token_ids == fresh.token_ids
+    assert shape_of(request) == shape_of(fresh)
