@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -59,9 +60,16 @@ def shape_of(request):
     return [(row.num_drafted, row.num_accepted, row.depth) for row, _ in request._steps.values()]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
+def cases(*few):
+    """What runs by default; the rest is marked."""
+    for name, family, temperature in product(NAMES, FAMILIES, (0.0, 1.0)):
+        is_few = family == FAMILIES[-1] and (name, temperature) in few
+        yield pytest.param(name, family, temperature, marks=() if is_few else pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "temperature"), [*cases(*((name, 0.0) for name in NAMES), ("eagle3-dynamic", 1.0))]
+)
 def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
     here = lab(family)
     own, history = engine_of(here, name), text(1, 70)
@@ -69,21 +77,27 @@ def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
     for turn in range(3):
         request, found = decoded(own, history, temperature)
         fresh, nothing = decoded(engine_of(here, name), history, temperature)
-        plain = Engine(dw.Decoder(here.target)).submit(history, request.sampling)
         assert nothing == 0
         assert request.token_ids == fresh.token_ids
         if family == "kernel":  # to the bit
             assert request.logprobs == fresh.logprobs
         assert shape_of(request) == shape_of(fresh)  # a head's slots are those that it would have written itself
-        assert plain.finish_reason is None
         assert bool(found) == bool(turn)
         hits += found
         history = [*history, *request.token_ids, *text(2 + turn, 20)]
     assert hits == PAGE + (PAGE if len(history) < 200 else 2 * PAGE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["eagle1-rule", "eagle3-dynamic", "lm-tree"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("eagle3-dynamic", FAMILIES[-1]),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in product(("eagle1-rule", "lm-tree", "eagle3-chain"), FAMILIES)
+        ),
+    ],
+)
 def test_a_page_counts_with_the_token_behind_it(name, family, lab):
     """A head's last entry of a page reads that token."""
     here, prompt = lab(family), text(5, 2 * PAGE + 3)
@@ -110,10 +124,12 @@ def test_a_page_counts_with_the_token_behind_it(name, family, lab):
 
 
 def test_requests_that_run_share_pages(lab):
-    own, prompt = engine_of(lab("llama"), "eagle3-dynamic"), text(6, 2 * PAGE + 9)
+    own, prompt = engine_of(lab(FAMILIES[-1]), "eagle3-dynamic"), text(6, 2 * PAGE + 9)
     made = []
     for number in range(4):
-        made.append(own.submit([*prompt, number + 5], Sampling(max_tokens=20, temperature=1.0, seed=number)))
+        made.append(
+            own.submit([*prompt, number + 5], Sampling(max_tokens=20, temperature=1.0, seed=number, ignore_eos=True))
+        )
         own.step()
         own.check()
     shared = [pages[:2] for pages in own._decoder.table.rows]
@@ -123,14 +139,14 @@ def test_requests_that_run_share_pages(lab):
     own.run()
     own.check()
     for number, request in enumerate(made):
-        alone = Engine(dw.Decoder(lab("llama").target))
+        alone = Engine(dw.Decoder(lab(FAMILIES[-1]).target))
         one = alone.submit([*prompt, number + 5], request.sampling)
         alone.run()
         assert request.token_ids == one.token_ids
 
 
 def test_what_was_used_last_is_kept_longest(lab):
-    own = engine_of(lab("llama"), "none", pages=9)
+    own = engine_of(lab(FAMILIES[-1]), "none", pages=9)
     prompts = [text(seed, PAGE + 6) for seed in range(8)]
     for prompt in prompts[:3]:
         decoded(own, prompt, max_tokens=3)
@@ -228,3 +244,18 @@ def test_pages_are_found_by_all_tokens_up_to_them():
     assert len(prefixes.find(first)) == 0
     assert len(prefixes.find(second)) == 3
     table.check()
+
+
+def test_what_a_head_has_not_read_is_not_kept(lab):
+    """While nothing is drafted a head does not read; its slots of that time hold nothing."""
+    here, prompt = lab(FAMILIES[-1]), text(5, 2 * PAGE)
+    own = engine_of(here, "eagle3-dynamic")
+    lazy = own.submit(prompt, Sampling(max_tokens=80, ignore_eos=True), speculation="none")
+    own.run()
+    own.check()
+    assert len(own._decoder.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
+    request, found = decoded(own, [*prompt, *lazy.token_ids])
+    fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
+    assert found == PAGE
+    assert request.token_ids == fresh.token_ids
+    assert shape_of(request) == shape_of(fresh)

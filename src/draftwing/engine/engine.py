@@ -123,7 +123,7 @@ class Engine:
         Raises:
             ConfigError: there is nothing to decode.
         """
-        if self._waiting or self._has_cancelled or self._timed:
+        if self._waiting.inbox or self._waiting.heap or self._has_cancelled or self._timed:
             self._fill()
         return self._advance()
 

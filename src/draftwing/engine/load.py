@@ -59,7 +59,6 @@ class SlotEngine(Engine):
         self._optimism = optimism
         self._reading: Reading | None = None
         self._num_preempted = 0
-        self._tree = _nodes_of(decoder.most)  # slots behind a row's text
 
     @property
     def num_waiting(self) -> int:
@@ -82,8 +81,12 @@ class SlotEngine(Engine):
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """How many tokens such a prompt may be answered with at most, by memory and context; below 1, none."""
-        slots = self._decoder.table.num_pages * PAGE - self._tree
-        return min(slots, self._decoder.target.max_length) - num_prompt_tokens
+        return self._room(num_prompt_tokens, None)
+
+    def _room(self, num_prompt_tokens: int, own: Budget | None) -> int:
+        decoder = self._decoder
+        slots = decoder.table.num_pages * PAGE - _behind(decoder.most, *([] if own is None else [own]))
+        return min(slots, decoder.target.max_length) - num_prompt_tokens
 
     def submit(
         self,
@@ -100,9 +103,7 @@ class SlotEngine(Engine):
         """See ``Engine.submit``; ``PromptError`` too where the whole memory would not hold the text."""
         sampling = sampling or Sampling()
         self._decoder.check(prompt_ids, sampling)
-        own = self._budget_of(speculation)
-        self._tree = max(self._tree, 0 if own is None else _nodes_of(own))
-        room, target = self.room_for(len(prompt_ids)), self._decoder.target
+        room, target = self._room(len(prompt_ids), self._budget_of(speculation)), self._decoder.target
         if room < min(sampling.max_tokens, target.max_length - len(prompt_ids)):
             raise PromptError(
                 f"a prompt of {len(prompt_ids)} tokens and an answer of {sampling.max_tokens} do not fit into the "
@@ -206,32 +207,39 @@ class SlotEngine(Engine):
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
-    def _expected(self, request: Request) -> int:
-        """Pages that a request will probably need."""
+    def _tree(self, *more: Request) -> int:
+        """Slots behind a row's text that a step of those that run, and more, may take."""
+        own = [each.speculation for each in (*self._decoder.running, *more) if each.speculation is not None]
+        return _behind(self._decoder.most, *own)
+
+    def _expected(self, request: Request, tree: int) -> int:
+        """Pages that a request will probably need, where a step takes so many slots behind its text."""
         written = len(request.prompt_ids) + len(request.token_ids)
         end = min(len(request.prompt_ids) + request.sampling.max_tokens, self._decoder.target.max_length)
-        return pages_of(written + math.ceil((1 - self._optimism) * max(end - written, 0)) + self._tree)
+        return pages_of(written + math.ceil((1 - self._optimism) * max(end - written, 0)) + tree)
 
     def _fits(self, request: Request) -> bool:
         """Whether it may come in: what all probably need, it among them, is there."""
         decoder, table = self._decoder, self._decoder.table
         if not decoder.running:
             return True
+        tree = self._tree(request)
         coming = sum(
-            max(self._expected(each) - len(pages), 0) for each, pages in zip(decoder.running, table.rows, strict=True)
+            max(self._expected(each, tree) - len(pages), 0)
+            for each, pages in zip(decoder.running, table.rows, strict=True)
         )
         written = pages_of(len(request.prompt_ids) + len(request.token_ids))
-        if coming + self._expected(request) - written > table.num_available:
+        if coming + self._expected(request, tree) - written > table.num_available:
             return False
         found = decoder.prefixes.find([*request.prompt_ids, *request.token_ids]) if decoder.shares else []
         in_use = sum(table.uses[page] > 0 for page in found)
-        return coming + self._expected(request) - in_use <= table.num_available
+        return coming + self._expected(request, tree) - in_use <= table.num_available
 
     def _wanted(self) -> int:
         """Pages that the next step may take beyond those that rows hold."""
-        decoder = self._decoder
+        decoder, tree = self._decoder, self._tree()
         return sum(
-            max(pages_of(row.length + 1 + self._tree) - len(pages), 0)
+            max(pages_of(row.length + 1 + tree) - len(pages), 0)
             for row, pages in zip(decoder.ctx.rows, decoder.table.rows, strict=True)
         )
 
@@ -273,6 +281,7 @@ class SlotEngine(Engine):
                 raise
 
 
-def _nodes_of(budget: Budget) -> int:
-    """Slots behind a text that drafting and verifying by a budget may take."""
-    return 1 + BESIDE + max(budget.depth * budget.width, budget.nodes or 0, len(budget.paths or ()))
+def _behind(*budgets: Budget) -> int:
+    """Slots behind a text that drafting and verifying by the widest of these may take."""
+    levels = max(budget.depth for budget in budgets) * max(budget.width for budget in budgets)
+    return 1 + BESIDE + max(levels, *(max(budget.nodes or 0, len(budget.paths or ())) for budget in budgets))

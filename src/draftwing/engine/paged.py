@@ -222,7 +222,9 @@ class SlotDecoder(Decoder):
     def _drop_ended(self) -> None:
         """See ``Decoder``; what was read is kept, but for rows that failed."""
         for place, request in enumerate(self.running):
-            if request.finish_reason is not None and request.error is None:
+            if request.error is not None:
+                self.prefixes.drop(self.table.rows[place])
+            elif request.finish_reason is not None:
                 self._remember(place)
         super()._drop_ended()
 

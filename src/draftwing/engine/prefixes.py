@@ -61,6 +61,14 @@ class Prefixes:
                 self._table.remember(page)
             before = found[1]
 
+    def drop(self, pages: Sequence[int]) -> None:
+        """Nobody is to find these again: what was read there came to nothing."""
+        for page in pages:
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._found[key]
+                self._table.forget(page)
+
     def _forget(self) -> None:
         """Drop what the table has given to others."""
         gone, self._table.forgotten = self._table.forgotten, []

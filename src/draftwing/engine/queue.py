@@ -56,32 +56,36 @@ def check_urgency(priority: int, deadline: float | None) -> None:
 
 
 class Queue:
-    """Requests that wait. Any thread may append; the one that steps asks for the first."""
+    """Requests that wait. Any thread may append; the one that steps asks for the first.
+
+    Attributes:
+        inbox, heap: those that came since ``first`` was last asked for, and the others.
+    """
 
     def __init__(self) -> None:
-        self._inbox: deque[Request] = deque()
-        self._heap: list[tuple[tuple[int, int], int, Request]] = []
+        self.inbox: deque[Request] = deque()
+        self.heap: list[tuple[tuple[int, int], int, Request]] = []
         self._count = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._inbox) + len(self._heap)
+        return len(self.inbox) + len(self.heap)
 
     def append(self, request: Request) -> None:
         """Let it wait; one that comes back takes the place that it had."""
-        self._inbox.append(request)
+        self.inbox.append(request)
 
     def first(self) -> Request:
         """The next one, which goes on waiting until it is dropped. There must be one."""
-        while self._inbox:
-            request = self._inbox[0]
-            heapq.heappush(self._heap, (rank(request), next(self._count), request))
-            self._inbox.popleft()  # only now: an interrupt must not lose it
-        return self._heap[0][2]
+        while self.inbox:
+            request = self.inbox[0]
+            heapq.heappush(self.heap, (rank(request), next(self._count), request))
+            self.inbox.popleft()  # only now: an interrupt must not lose it
+        return self.heap[0][2]
 
     def drop(self, request: Request) -> None:
         """It waits no more, if it is still the first."""
-        if self._heap and self._heap[0][2] is request:
-            heapq.heappop(self._heap)
+        if self.heap and self.heap[0][2] is request:
+            heapq.heappop(self.heap)
 
 
 def check_rows(decoder: Decoder) -> None:

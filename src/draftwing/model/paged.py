@@ -216,6 +216,13 @@ class SlotTable:
         """Keep a page, once nobody holds it any more, for as long as there is room."""
         self._is_known.add(page)
 
+    def forget(self, page: int) -> None:
+        """Keep a page no longer."""
+        self._is_known.discard(page)
+        if page in self._kept:
+            del self._kept[page]
+            self._free.append(page)
+
     def release(self, pages: list[int]) -> None:
         """One fewer holds these; of a text that is kept, the end goes first."""
         for page in reversed(pages):

@@ -307,9 +307,7 @@ class Runner(ABC):
     ) -> Tensor | None:
         """Write the slots of a text in a row from ``start`` on, in pieces: (1, T, F or H) what the net gives out.
 
-        Args:
-            features: (1, T, F) what the entries bring along.
-            prompt_length: for rotations that depend on it.
+        ``features``: (1, T, F) what the entries bring along; ``prompt_length``: for rotations that depend on it.
         """
         self.reserve(row + 1, start + len(ids) + 1)
         if not start:

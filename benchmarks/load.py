@@ -1,0 +1,278 @@
+"""How does a server do under load, and is speculation that decides for itself ever in the way?
+
+    python benchmarks/load.py --target smollm2-135m-instruct --quantize int8 --prompts mt_bench.jsonl --json OUT.json
+    python benchmarks/load.py --target MODEL --draft HEAD --clients 1,4,16 --mode auto --mode chain:3 --mode none
+    python benchmarks/load.py --target MODEL --rates 0.5,1,2 --json OUT.json           # requests a second (Poisson)
+    python benchmarks/load.py --url http://localhost:8000 --model NAME --mode plain    # vLLM, llama.cpp, any server
+
+One server of ours serves all modes: each request says how it is to be drafted. A level is a number of clients, each of
+which sends its next request when it has the last one's answer, or a rate at which requests come by themselves. In every
+round each mode gets the same requests, in an order that moves on by one; figures are medians over rounds, ratios of
+medians of the ratios within rounds. Texts must be the same in all modes. ``--mode plain`` sends nothing of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draftwing.evaluate.machine import describe_machine
+from draftwing.text.prompts import read_prompts, shipped_prompts
+from plain_decoding import commit
+from sweep import numbers
+
+STARTS = 180.0  # seconds that a server may take to be ready
+ALLOWED = 0.97  # of the better of the other modes
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it: seconds from when it was sent, or meant to be."""
+
+    text: str = ""
+    tokens: int = 0
+    first: float = 0.0
+    whole: float = 0.0
+    gaps: list[float] = field(default_factory=list)  # between pieces of text
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client asks."""
+
+    messages: list[dict[str, str]]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def body(self, model: str, mode: str) -> dict[str, Any]:
+        """As JSON. ``mode``: a tree, ``none``, ``auto``, or ``plain`` for a server of another kind."""
+        body: dict[str, Any] = {
+            "model": model, "messages": self.messages, "max_tokens": self.max_tokens, "temperature": self.temperature,
+            "seed": self.seed, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+        }  # fmt: skip
+        if mode != "plain":
+            body["speculation"] = {"draft": "none"} if mode == "none" else {"tree": mode}
+        return body
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], since: float | None = None) -> Answer:
+    """Send one request and read its stream."""
+    answer, began = Answer(), time.perf_counter() if since is None else since
+    latest = 0.0
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
+                return answer
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
+                text = "".join(each["delta"].get("content") or "" for each in event["choices"])
+                if not text:
+                    continue
+                now = time.perf_counter()
+                if latest:
+                    answer.gaps.append(now - latest)
+                latest, answer.first = now, answer.first or now - began
+                answer.text += text
+    except httpx.HTTPError as error:
+        answer.error = f"{type(error).__name__} {error}"
+    answer.whole = time.perf_counter() - began
+    return answer
+
+
+async def closed_loop(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], num_clients: int) -> list[Answer]:
+    """So many clients, each with one request at a time."""
+    waiting, found = iter(enumerate(bodies)), {}
+
+    async def work() -> None:
+        for place, body in waiting:
+            found[place] = await ask(client, body)
+
+    await asyncio.gather(*(work() for _ in range(num_clients)))
+    return [found[place] for place in range(len(bodies))]
+
+
+async def poisson(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], rate: float, seed: int) -> list[Answer]:
+    """Requests that come by themselves, so many a second."""
+    rng, at, began, tasks = random.Random(seed), 0.0, time.perf_counter(), []
+    for body in bodies:
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(ask(client, body, began + at)))  # late is late, whoever is to blame
+        at += rng.expovariate(rate)
+    return list(await asyncio.gather(*tasks))
+
+
+def figures(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+    """Of one round of one mode."""
+    gaps = sorted(gap for each in answers for gap in each.gaps) or [0.0]
+    firsts = sorted(each.first for each in answers)
+    return {
+        "tokens_per_s": sum(each.tokens for each in answers) / seconds,
+        "ttft_p50": statistics.median(firsts),
+        "ttft_p99": firsts[int(0.99 * (len(firsts) - 1))],
+        "gap_p50": statistics.median(gaps),
+        "gap_p99": gaps[int(0.99 * (len(gaps) - 1))],
+        "per_token": statistics.median((each.whole - each.first) / max(each.tokens - 1, 1) for each in answers),
+        "latency_p50": statistics.median(each.whole for each in answers),
+    }
+
+
+async def measure(url: str, model: str, jobs: Sequence[Job], modes: Sequence[str], level: dict[str, float]) -> Any:
+    """All rounds of one level: by mode a list of figures, and whether all texts were the same."""
+    rounds, found, texts = int(level["rounds"]), {mode: [] for mode in modes}, {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        for turn in range(-1, rounds):  # the first one warms up
+            for place in range(len(modes)):
+                mode = modes[(place + turn) % len(modes)]
+                bodies = [job.body(model, mode) for job in jobs]
+                began = time.perf_counter()
+                if "rate" in level:
+                    answers = await poisson(client, bodies, level["rate"], turn)
+                else:
+                    answers = await closed_loop(client, bodies, int(level["clients"]))
+                wrong = next((each.error for each in answers if each.error), "")
+                if wrong:
+                    raise SystemExit(f"{mode}, {level}: {wrong}")
+                texts.setdefault(mode, [each.text for each in answers])
+                if turn >= 0:
+                    found[mode].append(figures(answers, time.perf_counter() - began))
+    return found, all(each == next(iter(texts.values())) for each in texts.values())
+
+
+@contextmanager
+def served(target: str | None, draft: str | None, quantize: str | None, rows: int) -> Iterator[str]:
+    """A server of ours, and its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "draftwing.cli.main", "serve", "--port", str(port), "--name", "model"]
+    command += ["--max-batch", str(rows), "--max-waiting", "1000"]
+    for name, value in (("--target", target), ("--draft", draft), ("--quantize", quantize)):
+        command += [name, value] if value else []
+    process, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(int(STARTS * 4)):
+            time.sleep(0.25)
+            if process.poll() is not None:
+                raise SystemExit("the server ended before it was ready")
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def summary(found: dict[str, list[dict[str, float]]], same: bool) -> dict[str, Any]:
+    """Medians, and auto against the better of the others, round by round."""
+    medians = {
+        mode: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        for mode, rounds in found.items()
+    }
+    line: dict[str, Any] = {"modes": medians, "rounds": found, "identical": same}
+    others = [rounds for mode, rounds in found.items() if mode != "auto"]
+    if "auto" in found and others:
+        best = [max(each["tokens_per_s"] for each in turn) for turn in zip(*others, strict=True)]
+        ratios = [own["tokens_per_s"] / top for own, top in zip(found["auto"], best, strict=True)]
+        line["auto_over_best_other"] = statistics.median(ratios)
+    return line
+
+
+def show(name: str, line: dict[str, Any], table: Table) -> None:
+    """A level's rows of the table."""
+    for mode, each in line["modes"].items():
+        ratio = line.get("auto_over_best_other", 0.0) if mode == "auto" else 0.0
+        times = (f"{1e3 * each[key]:.0f}" for key in ("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "per_token"))
+        told = "" if not ratio else f"{ratio:.2f}{'' if ratio >= ALLOWED else ' (below 0.97)'}"
+        same = "yes" if line["identical"] else "NO"
+        table.add_row(name, mode, f"{each['tokens_per_s']:.0f}", *times, told, same)
+
+
+def main(
+    target: Annotated[str | None, typer.Option(help="Served by us; the shipped one unless given.")] = None,
+    draft: Annotated[str | None, typer.Option(help="As in draftwing serve.")] = None,
+    quantize: Annotated[str | None, typer.Option()] = None,
+    url: Annotated[str | None, typer.Option(help="A server that runs already, instead.")] = None,
+    model: Annotated[str, typer.Option(help="The model's name there.")] = "model",
+    prompts: Annotated[Path | None, typer.Option(help="Questions. [default: the shipped prompts]")] = None,
+    clients: Annotated[str, typer.Option(help="Closed loops of so many clients.")] = "1,2,4,8,16,32",
+    rates: Annotated[str, typer.Option(help="Requests a second that come by themselves.")] = "",
+    mode: Annotated[
+        list[str] | None, typer.Option(help="auto, none, a tree, or plain. [default: auto, chain:3, none]")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of a round; at least two for each client.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    temperature: Annotated[float, typer.Option("--temperature", "-T", min=0.0)] = 0.0,
+    output: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Measure every level and print a table."""
+    console, modes = Console(), mode or ["auto", "chain:3", "none"]
+    levels = [{"clients": each} for each in numbers(clients, int)] + [{"rate": each} for each in numbers(rates, float)]
+    most = max([int(each.get("clients", 16)) for each in levels])
+    given = list(read_prompts(prompts) if prompts else shipped_prompts())
+    table = Table("level", "mode", "tokens/s", "ttft p50", "p99", "gap p50", "p99", "ms a token", "auto / best", "same")
+    found: dict[str, Any] = {}
+    with served(target, draft, quantize, most) if url is None else _there(url) as where:
+        for level in levels:
+            count = max(requests, 2 * int(level.get("clients", 0)))
+            jobs = [Job(_messages(given[place % len(given)]), max_tokens, temperature, place) for place in range(count)]
+            name = f"{level['clients']} clients" if "clients" in level else f"{level['rate']:g}/s"
+            done, same = asyncio.run(measure(where, model, jobs, modes, {**level, "rounds": rounds}))
+            found[name] = summary(done, same)
+            show(name, found[name], table)
+            told = {mode: round(each["tokens_per_s"], 1) for mode, each in found[name]["modes"].items()}
+            console.print(f"{name}: {told}, same {same}", soft_wrap=True)
+    console.print(table)
+    if output is not None:
+        settings = {
+            "target": target or "shipped", "draft": draft, "quantize": quantize, "max_tokens": max_tokens,
+            "temperature": temperature, "rounds": rounds, "other_server": url is not None,
+            "prompts": prompts and prompts.name,
+        }  # fmt: skip
+        where_and_when = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat()}
+        result = {"levels": found, "settings": settings, **where_and_when, "commit": commit()}
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _messages(prompt: Any) -> list[dict[str, str]]:
+    """The first question, as a dialogue."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [each for each in prompt if each["role"] in ("system", "user")][:1]
+
+
+@contextmanager
+def _there(url: str) -> Iterator[str]:
+    yield url
+
+
+if __name__ == "__main__":
+    typer.run(main)
