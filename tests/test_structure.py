@@ -70,6 +70,7 @@ def test_public_names():
         "DraftwingError",
         "Engine",
         "Generation",
+        "Grammar",
         "Kind",
         "LM",
         "Request",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from draftwing.model.target import Target
     from draftwing.sampling import Sampling
     from draftwing.stats import Stats, Step
+    from draftwing.text.grammar import Grammar
     from draftwing.text.stream import TextStream
     from draftwing.tree import Accepted, DraftTree
 
@@ -38,6 +39,7 @@ __all__ = [
     "DraftwingError",
     "Engine",
     "Generation",
+    "Grammar",
     "Kind",
     "Request",
     "Sampling",
@@ -65,6 +67,7 @@ _HOMES = {
     "DraftwingError": "errors",
     "Engine": "engine.engine",
     "Generation": "api",
+    "Grammar": "text.grammar",
     "Kind": "drafters.kinds",
     "Request": "engine.request",
     "Sampling": "sampling",

@@ -239,7 +239,8 @@ class Planner:
         """For the next step."""
         with self._lock:
             rows = len(ctx.rows)
-            self._turn_to(rows)
+            if (rows - 1).bit_length() != self._size:
+                self._turn_to((rows - 1).bit_length())
             gate, self.gate.rows = self.gate, rows
             was_open = gate.is_open
             self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
@@ -262,7 +263,8 @@ class Planner:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         with self._lock:
             rows, nodes = tree.tokens.shape
-            self._turn_to(rows)
+            if (rows - 1).bit_length() != self._size:
+                self._turn_to((rows - 1).bit_length())
             gate, clock = self.gate, self.clock
             levels = float(tree.max_depth) if tree.effort is None else tree.effort
             if nodes == 1 and not levels and gate.rests:
@@ -287,15 +289,12 @@ class Planner:
                 self._on_stale = None
             self._own += 0.05 * (min(time.perf_counter() - began, 1e-3) - self._own)
 
-    def _turn_to(self, rows: int) -> None:
-        """Go on with what was learnt of batches of about so many rows.
+    def _turn_to(self, size: int) -> None:
+        """Go on with what was learnt of batches of another size, in bits: from 2 ** (size - 1) + 1 to 2 ** size rows.
 
-        Each size (1, 2, 3-4, 5-8, ...) has a clock and a gate of its own: drafts that pay for one row may not for many,
+        Each size has a clock and a gate of its own: drafts that pay for one row may not for many,
         and what many take is not measured beforehand, but follows from what few took.
         """
-        size = (rows - 1).bit_length()
-        if size == self._size:
-            return
         self._sizes[self._size] = self.clock, self.gate
         if size not in self._sizes:
             clock = Clock(self.clock.costs)

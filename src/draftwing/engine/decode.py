@@ -190,12 +190,11 @@ class Decoder:
                 self._start_over()
 
     def learn(self) -> None:
-        """Let the drafter learn from the steps so far, where it is one that does."""
-        if self.drafter.traits.learns:
-            try:
-                cast(Learning, self.drafter).learn()
-            except Exception as error:
-                self._leave_out(error)
+        """Let the drafter learn from the steps so far: one whose traits say that it does."""
+        try:
+            cast(Learning, self.drafter).learn()
+        except Exception as error:
+            self._leave_out(error)
 
     @torch.inference_mode()
     def step(self) -> Step:

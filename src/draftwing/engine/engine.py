@@ -139,7 +139,8 @@ class Engine:
 
     def _advance(self) -> Step:
         """A step of the loop; what its drafter learns, it learns before, where no clock of a step runs."""
-        self._decoder.learn()
+        if self._decoder.drafter.traits.learns:
+            self._decoder.learn()
         return self._decoder.step()
 
     def _fill(self) -> int:
