@@ -54,6 +54,14 @@ class Limits:
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", min=0, help="Texts that may wait beyond these; more are refused (429).")
     ] = 64
+    kv_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-memory",
+            help="GiB for the KV slots of target and draft, taken at once and never exceeded; prompts that begin alike "
+            "then share slots. [default: they grow with what is decoded]",
+        ),
+    ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -100,6 +108,7 @@ def serve(model: ChatModel, drafting: Drafting, listening: Listening, limits: Li
         names=tuple(listening.name or [str(model.target)]),
         max_batch=limits.max_batch,
         max_waiting=limits.max_waiting,
+        kv_memory=None if limits.kv_memory is None else int(limits.kv_memory * 2**30),
         max_body=limits.max_body * 2**20,
         max_tokens=limits.max_tokens,
         api_keys=keys,

@@ -177,6 +177,10 @@ class Engine:
         """How busy it is, as plain numbers; may be read from any thread."""
         return EngineStats(self.num_running, self.num_waiting)
 
+    def room_for(self, num_prompt_tokens: int) -> int:
+        """How many tokens such a prompt may be answered with at most; below 1, none."""
+        return self._decoder.target.max_length - num_prompt_tokens
+
     def check(self) -> None:
         """See that requests, rows of the target and rows of the drafter are the same.
 

@@ -143,7 +143,7 @@ class SlotDecoder(Decoder):
                 features = self._read_piece(ctx, self.drafter, reading, stop)
                 if stop == row.length:
                     self._changing = True
-                    self._join(ctx, self.drafter, row, features)
+                    self.drafter = self._join(ctx, self.drafter, reading, features)
                     self._batch, self.running = None, (*self.running, reading.request)
                     self._changing = False
             except DraftwingError:
@@ -171,14 +171,16 @@ class SlotDecoder(Decoder):
         reading.done = stop
         return features
 
-    def _join(self, ctx: Context, drafter: Drafter, row: Row, features: Tensor | None) -> None:
-        """A row at the end, of target and drafter, or of neither."""
-        ctx.rows.append(row)
+    def _join(self, ctx: Context, drafter: Drafter, reading: Reading, features: Tensor | None) -> Drafter:
+        """A row at the end, of target and drafter, or of neither; the drafter, or what is left where it failed."""
+        ctx.rows.append(reading.row)
         try:
             drafter.admit(ctx, features)
-        except DraftwingError:
-            self.target.remove(ctx, ctx.num_rows - 1)
-            raise
+        except Exception as error:
+            if self._new_drafter is None:
+                self.target.remove(ctx, ctx.num_rows - 1)
+            return self._leave_out(error, reading.request)
+        return drafter
 
     def drop(self, reading: Reading) -> None:
         """Give up on a prompt; what was read of it is kept for as long as there is room."""
@@ -189,7 +191,7 @@ class SlotDecoder(Decoder):
                 self.table.release(reading.pages)
             reading.start_again(self.table.generation)
 
-    def _add(self, ctx: Context, drafter: Drafter, request: Request) -> None:
+    def _add(self, ctx: Context, drafter: Drafter, request: Request) -> Drafter:
         """See ``Decoder``: all pieces at once."""
         self._lead(ctx)
         tokens = [*request.prompt_ids, *request.token_ids]
@@ -200,7 +202,7 @@ class SlotDecoder(Decoder):
         while stop < reading.row.length:
             stop = min(reading.done + PREFILL_CHUNK, reading.row.length)
             features = self._read_piece(ctx, drafter, reading, stop)
-        self._join(ctx, drafter, reading.row, features)
+        return self._join(ctx, drafter, reading, features)
 
     # --- a row goes ------------------------------------------------------------------------------------------------
 

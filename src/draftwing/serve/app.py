@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -44,7 +44,7 @@ class Settings:
         max_tokens: of an answer whose request does not say it; None for what is left of the context.
         api_keys: any of which is good.
         hosts: names by which it may be asked for; none: any.
-        engine: more options of ``LM.engine``.
+        kv_memory: see ``LM.engine``.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Settings:
     max_tokens: int | None = None
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
-    engine: dict[str, Any] = field(default_factory=dict)
+    kv_memory: int | None = None
 
 
 class _Server:
@@ -62,10 +62,11 @@ class _Server:
 
     def __init__(self, lm: LM, settings: Settings) -> None:
         self.lm, self.settings, self.started = lm, settings, int(time.time())
-        self.defaults = Defaults.of(lm, settings.max_tokens)
         self.metrics = Metrics(settings.names[0])
+        engine = lm.engine(max_batch=settings.max_batch, kv_memory=settings.kv_memory)
+        self.defaults = Defaults.of(lm, engine, settings.max_tokens)
         self.worker = Worker(
-            lm.engine(max_batch=settings.max_batch, **settings.engine),
+            engine,
             max_running=settings.max_batch,
             max_waiting=settings.max_waiting,
             on_step=lambda step, tickets: self.metrics.step(step, tickets, time.monotonic()),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from draftwing.engine.engine import Engine
 from draftwing.errors import DraftwingError, SamplingError, shown
 from draftwing.lm import LM, nth_seed
 from draftwing.sampling import Sampling
@@ -34,13 +35,15 @@ class Defaults:
     Attributes:
         sampling: fields of ``Sampling``, from the model's generation_config.json.
         max_tokens: of an answer, None for what is left of the context.
+        room_for: see ``Engine``.
     """
 
+    room_for: Callable[[int], int]
     sampling: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
 
     @classmethod
-    def of(cls, lm: LM, max_tokens: int | None = None) -> Defaults:
+    def of(cls, lm: LM, engine: Engine, max_tokens: int | None = None) -> Defaults:
         """Temperature 1, or what the model's own generation_config.json says."""
         found: dict[str, Any] = {"temperature": 1.0}
         folder = getattr(lm.target, "folder", None)
@@ -53,7 +56,7 @@ class Defaults:
                 del said["top_k"]
             found |= said
         Sampling(**found)
-        return cls(found, max_tokens)
+        return cls(engine.room_for, found, max_tokens)
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,11 @@ def _asked(
             raise of_error(error, "speculation") from error
     texts = []
     for ids in prompts:
-        room = lm.target.max_length - len(ids)
+        room = defaults.room_for(len(ids))
         if room < 1:
             raise Refusal(
                 400,
-                f"this model's context is {lm.target.max_length:,} tokens, and the prompt has {len(ids):,}: shorten it",
+                f"the prompt has {len(ids):,} tokens, and {room + len(ids):,} are read and written at most: shorten it",
                 "messages" if isinstance(body, ChatBody) else "prompt",
                 "context_length_exceeded",
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from draftwing.text.grammar import DEEPEST, is_deeper
 
@@ -26,11 +26,13 @@ def _shallow(value: Any) -> Any:
 _Text = Annotated[str, Field(max_length=2**22)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds = Annotated[list[_TokenId], FailFast()]
+_TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]
+_Texts = Annotated[list[_Text], Field(fail_fast=True)]
+_ManyTokenIds = Annotated[list[_TokenIds], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
-_Objects = Annotated[list[dict[str, Any]], FailFast(), AfterValidator(_shallow)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(_shallow)]
 # Checked by ``Sampling``, which stops at the first value that is wrong.
 _Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
@@ -127,7 +129,7 @@ class _Body(_Strict):
     top_p: _Finite | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: int | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=64), FailFast()] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=64, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -156,11 +158,11 @@ class _Body(_Strict):
 class ChatBody(_Body):
     """Of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=256), FailFast()] | None = None
+    tools: Annotated[list[Tool], Field(max_length=256, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: _Object | None = Field(None, description="Variables of the chat template.")
@@ -169,7 +171,12 @@ class ChatBody(_Body):
 class CompletionBody(_Body):
     """Of ``/v1/completions``."""
 
-    prompt: _Text | Annotated[list[_Text], FailFast()] | _TokenIds | Annotated[list[_TokenIds], FailFast()]
+    prompt: (
+        _Text
+        | Annotated[list[_Text], Field(fail_fast=True)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
     echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
     best_of: Literal[1] | None = None

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from draftwing.engine.queue import EngineStats
 from draftwing.engine.worker import Ticket, Worker
 from draftwing.stats import Step
 
@@ -119,15 +120,24 @@ class Metrics(Collector):
                 family = HistogramMetricFamily(name, text, labels=["model_name"])
                 family.add_metric([self._model], buckets, total)
                 yield family
-        for own, theirs, text, value in self._now():
-            yield from self._twice(GaugeMetricFamily, own, theirs, text, {(): value})
-
-    def _now(self) -> Iterator[tuple[str, str, str, float]]:
-        """What is so at this moment: both names, what it means, and the value."""
         if self._worker is not None:
-            engine = self._worker.engine
-            yield "requests_running", "num_requests_running", "Requests that are decoded.", engine.num_running
-            yield "requests_waiting", "num_requests_waiting", "Requests that wait for a row.", engine.num_waiting
+            yield from self._of_engine(self._worker.engine.stats)
+
+    def _of_engine(self, now: EngineStats) -> Iterator[Metric]:
+        """How busy the engine is."""
+        used = now.num_slots_used / max(now.num_slots, 1)
+        for own, theirs, text, value in (
+            ("requests_running", "num_requests_running", "Requests that are decoded.", now.num_running),
+            ("requests_waiting", "num_requests_waiting", "Requests that wait for a row.", now.num_waiting),
+            ("kv_slots_used_share", "kv_cache_usage_perc", "Of --kv-memory, the share that rows hold.", used),
+        ):
+            yield from self._twice(GaugeMetricFamily, own, theirs, text, {(): value})
+        for own, theirs, text, value in (
+            ("preemptions", "num_preemptions", "Rows that gave their slots up for others.", now.num_preempted),
+            ("prefix_queries", "prefix_cache_queries", "Tokens of prompts to be read.", now.num_prefix_queries),
+            ("prefix_hits", "prefix_cache_hits", "Tokens of prompts found in slots.", now.num_prefix_hits),
+        ):
+            yield from self._twice(CounterMetricFamily, own, theirs, text, {(): value})
 
     def _twice(
         self,

@@ -1,0 +1,429 @@
+"""The server as the official client sees it: shapes, fields, errors, and the library's own texts."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from draftwing.lm import nth_seed
+from draftwing.sampling import Sampling
+from serving import TEXTS, app_of, ask, chat_folder, load, question, send
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of, tmp_path_factory):
+    return chat_folder(folder_of, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return load(folder, f"{folder}+lookup", draft_options={"min_match": 1})
+
+
+def own(lm, prompt, **options):
+    """What the library itself writes."""
+    return lm.generate([prompt], Sampling(**{"max_tokens": 12, **options}))[0]
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_chat_is_the_librarys_own_text(lm, temperature):
+    async def work(client):
+        return await client.chat.completions.create(
+            model="tiny", messages=question(TEXTS[0]), max_tokens=12, temperature=temperature, seed=7
+        )
+
+    answer, expected = ask(app_of(lm), work), own(lm, question(TEXTS[0]), temperature=temperature, seed=7)
+    (choice,) = answer.choices
+    assert choice.message.content == expected.text
+    assert (choice.message.role, answer.object) == ("assistant", "chat.completion")
+    assert choice.finish_reason == expected.finish_reason
+    assert answer.usage.prompt_tokens == len(expected.prompt_ids)
+    num_written = len(expected.token_ids)
+    assert answer.usage.completion_tokens == num_written
+    assert answer.usage.total_tokens == num_written + len(expected.prompt_ids)
+        num_written,
+        num_written + len(expected.prompt_ids),
+    )
+
+
+def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
+    wishes = [
+        {"draft": "none"},
+        {"tree": "chain:2"},
+        {"tree": "dynamic:6,3,2"},
+        {"draft": "lookup"},
+        {"tree": "dynamic:9,4,3", "max_nodes": 2},
+        {"max_nodes": 0},
+        {"tree": "auto", "detailed": True},
+        None,
+    ]
+
+    async def work(client):
+        return await asyncio.gather(
+            *(
+                client.completions.create(
+                    model="tiny",
+                    prompt=TEXTS[number % 3],
+                    max_tokens=12,
+                    temperature=1,
+                    seed=5,
+                    extra_body=None if wish is None else {"speculation": wish},
+                )
+                for number, wish in enumerate(wishes)
+            )
+        )
+
+    answers = ask(app_of(lm, max_batch=4), work)
+    for number, answer in enumerate(answers):
+        assert answer.choices[0].text == own(lm, TEXTS[number % 3], temperature=1, seed=5).text
+    found = [answer.metrics["speculative_decoding"] for answer in answers]
+    assert found[0]["num_spec_steps"] == found[5]["num_draft_tokens"] == 0 < found[1]["num_spec_steps"]
+    assert len(found[6]["per_step_drafted"]) == found[6]["num_spec_steps"]
+
+
+def test_in_stated_memory_texts_stay_the_same(lm):
+    async def work(client):
+        make = client.completions.create
+        first = await make(model="tiny", prompt=TEXTS * 3, max_tokens=12, temperature=0)
+        again = await make(model="tiny", prompt=TEXTS * 3, max_tokens=12, temperature=0)
+        return first, again
+
+    for answer in ask(app_of(lm, kv_memory=2**20), work):
+        for choice in answer.choices:
+            assert choice.text == own(lm, TEXTS[choice.index % 3]).text
+
+
+def test_prompts_of_every_form_and_n_texts_of_each(lm):
+    ids = lm.encode(TEXTS[0])
+
+    async def work(client):
+        make = client.completions.create
+        common = {"model": "tiny", "max_tokens": 6, "temperature": 1, "seed": 3}
+        return [
+            await make(prompt=TEXTS[:2], n=2, **common),
+            await make(prompt=ids, **common),
+            await make(prompt=[ids, ids], **common),
+        ]
+
+    texts, one, two = ask(app_of(lm, max_batch=3), work)
+    seeds = [3, nth_seed(3, 1)]
+    expected = [own(lm, text, temperature=1, seed=seed, max_tokens=6).text for text in TEXTS[:2] for seed in seeds]
+    assert [choice.text for choice in texts.choices] == expected
+    assert [choice.index for choice in texts.choices] == [0, 1, 2, 3]
+    assert texts.usage.prompt_tokens == sum(len(lm.encode(text)) for text in TEXTS[:2])
+    assert [choice.text for choice in (*one.choices, *two.choices)] == [expected[0]] * 3
+
+
+def test_settings_reach_the_sampling(lm):
+    stop = own(lm, TEXTS[1], max_tokens=24).text[6:8]
+    given = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3, "stop_token_ids": [40, 41]}
+    biased = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"70": 4.0, "71": -3}, "top_p": 0.9}
+
+    async def work(client):
+        make = client.completions.create
+        common = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 24, "seed": 2}
+        first = await make(**common, temperature=0.7, **biased, extra_body=given)
+        return first, await make(**common, temperature=0, stop=stop)
+
+    first, stopped = ask(app_of(lm), work)
+    bias = {int(token): value for token, value in biased.pop("logit_bias").items()}
+    given["stop_tokens"] = given.pop("stop_token_ids")
+    expected = own(lm, TEXTS[1], max_tokens=24, seed=2, temperature=0.7, logit_bias=bias, **given, **biased)
+    assert (first.choices[0].text, first.choices[0].finish_reason) == (expected.text, expected.finish_reason)
+    assert stop not in stopped.choices[0].text
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_messages_of_every_form_reach_the_template(lm):
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "def "}, {"type": "text", "text": "add"}]},
+        {"role": "assistant", "content": "(a)"},
+        {"role": "user", "content": "go on", "name": "me"},
+    ]
+    ids = lm.tokenizer.encode_plain("[calm]<system>Be brief.<user>def add<assistant>(a)<user>go on<bot>")
+
+    async def work(client):
+        return await client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_completion_tokens=5,
+            temperature=0,
+            user="somebody",
+            extra_body={"chat_template_kwargs": {"mood": "calm"}},
+        )
+
+    answer = ask(app_of(lm), work)
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.choices[0].message.content == own(lm, ids, max_tokens=5).text
+
+
+def test_where_nothing_is_said_the_models_own_settings_hold(folder_of, tmp_path_factory):
+    folder = chat_folder(folder_of, tmp_path_factory)
+    said = {"eos_token_id": 2, "temperature": 0.3, "top_k": 4}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    lm = load(folder)
+
+    async def work(client):
+        found = await client.completions.create(model="tiny", prompt=TEXTS[0], seed=1)
+        return found, await client.chat.completions.create(model="tiny", messages=question("x"), seed=1)
+
+    text, chat = ask(app_of(lm), work)
+    assert text.choices[0].text == own(lm, TEXTS[0], seed=1, temperature=0.3, top_k=4, max_tokens=16).text
+    room = lm.target.max_length - len(lm.encode(question("x")))
+    whole = own(lm, question("x"), seed=1, temperature=0.3, top_k=4, max_tokens=room)
+    assert chat.choices[0].message.content == whole.text
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_says_the_role_the_text_the_end_and_the_usage(lm):
+    async def work(client):
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=question(TEXTS[0]),
+            max_tokens=12,
+            temperature=0,
+            n=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        return [chunk async for chunk in stream]
+
+    *chunks, last = ask(app_of(lm), work)
+    expected = own(lm, question(TEXTS[0]))
+    for index in (0, 1):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert (mine[0].delta.role, mine[0].delta.content) == ("assistant", "")
+        assert "".join(choice.delta.content or "" for choice in mine) == expected.text
+        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + [expected.finish_reason]
+    assert all(chunk.usage is None and chunk.object == "chat.completion.chunk" for chunk in chunks)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 2 * len(expected.token_ids)
+    assert last.metrics["speculative_decoding"]["num_draft_tokens"] > 0
+    assert len({chunk.id for chunk in (*chunks, last)}) == 1
+
+
+def test_a_stream_of_completions_ends_with_done(lm):
+    body = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 9, "temperature": 0, "stream": True}
+
+    async def work(http):
+        return await http.post("/v1/completions", json=body)
+
+    answer = send(app_of(lm), work)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == own(lm, TEXTS[0], max_tokens=9).text
+    assert "usage" not in chunks[-1]
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def test_logprobs_of_chats_streamed_or_not(lm):
+    async def work(client):
+        common = {"model": "tiny", "messages": question(TEXTS[0]), "max_tokens": 10, "temperature": 0, "logprobs": True}
+        whole = await client.chat.completions.create(**common, top_logprobs=3)
+        stream = await client.chat.completions.create(**common, top_logprobs=3, stream=True)
+        return whole, [chunk async for chunk in stream]
+
+    whole, chunks = ask(app_of(lm), work)
+    expected = own(lm, question(TEXTS[0]), max_tokens=10, logprobs=3)
+    found = whole.choices[0].logprobs.content
+    assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected.logprobs])
+    assert [len(each.top_logprobs) for each in found] == [3] * len(expected.token_ids)
+    read = b"".join(bytes(each.bytes) for each in found)
+    assert read.decode("utf-8", "replace").removesuffix("</s>") == expected.text
+    streamed = [each for c in chunks if c.choices[0].logprobs for each in c.choices[0].logprobs.content]
+    assert streamed == found
+
+
+def test_logprobs_of_completions(lm):
+    async def work(client):
+        return await client.completions.create(model="tiny", prompt=TEXTS[0], max_tokens=8, temperature=0, logprobs=2)
+
+    found = ask(app_of(lm), work).choices[0].logprobs
+    expected = own(lm, TEXTS[0], max_tokens=8, logprobs=2)
+    assert found.token_logprobs == pytest.approx([each.logprob for each in expected.logprobs])
+    assert all(name in top for name, top in zip(found.tokens, found.top_logprobs, strict=True))
+    assert found.text_offset == [sum(map(len, found.tokens[:place])) for place in range(len(found.tokens))]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "words"),
+    [
+        ({"model": "other"}, 404, "model", "there is no model 'other' here: choose tiny"),
+        ({"messages": []}, 400, "messages", "at least 1 item"),
+        ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role", "'system'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "type text"),
+        ({"messages": question("a" * 3000)}, 400, "messages", "tokens"),
+        ({"temperature": -1}, 400, "temperature", "temperature must be 0 (greedy)"),
+        ({"temperature": "hot"}, 400, "temperature", "valid number"),
+        ({"top_p": 0}, 400, "top_p", "in (0, 1]"),
+        ({"n": 1000}, 400, "n", "128"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias", "token ids as keys"),
+        ({"logit_bias": {"999": 1}}, 400, None, "outside the target's vocabulary"),
+        ({"logit_bias": {"9": "much"}}, 400, None, "must be a number"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options", "set stream"),
+        ({"functions": []}, 400, "functions", "unknown field 'functions'"),
+        ({"frobnicate": 1}, 400, "frobnicate", "unknown field 'frobnicate'"),
+        ({"min_tokens": 50}, 400, "min_tokens", "max_tokens = 4"),
+        ({"speculation": {"draft": "eagle9"}}, 400, None, "'eagle9' is not loaded"),
+        ({"speculation": {"tree": "oak"}}, 400, "speculation", "chain:K"),
+        ({"speculation": {"tree": "chain:99999"}}, 400, "speculation", "a budget needs depth"),
+        ({"speculation": {"max_nodes": 4}}, 400, "speculation", "give a tree"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "needs one"),
+        ({"grammar": "start: ("}, 400, "grammar", "cannot be followed"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "no variable"),
+        ({"chat_template_kwargs": {"padding": "x"}}, 400, "chat_template_kwargs", "no variable"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "not in tools"),
+    ],
+)
+def test_what_is_wrong_is_named(lm, change, status, param, words):
+    body = {"model": "tiny", "messages": question("x"), "max_tokens": 4, **change}
+
+    async def work(http):
+        return await http.post("/v1/chat/completions", json=body)
+
+    answer = send(app_of(lm), work)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert error["param"] == param, error
+    assert words in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_the_client_raises_its_own_errors(lm):
+    async def work(client):
+        for kind, change in (
+            (openai.NotFoundError, {"model": "other"}),
+            (openai.BadRequestError, {"echo": True}),
+            (openai.BadRequestError, {"suffix": "end"}),
+            (openai.BadRequestError, {"prompt": []}),
+            (openai.BadRequestError, {"prompt": ""}),
+            (openai.BadRequestError, {"prompt": [300]}),
+        ):
+            with pytest.raises(kind) as caught:
+                await client.completions.create(**{"model": "tiny", "prompt": "x", **change})
+            assert caught.value.body["message"]
+        return [each async for each in client.models.list()], await client.models.retrieve("tiny")
+
+    models, model = ask(app_of(lm), work)
+    assert [each.id for each in models] == [model.id] == ["tiny"]
+
+
+def test_bodies_that_are_none(lm):
+    deep = '{"model": "tiny", "messages": [{"role": "user", "content": "x", "more": ' + "[" * 500 + "]" * 500 + "}]}"
+    wide = json.dumps({"prompt": "x", **{f"f{n}": 1 for n in range(5000)}})
+    bodies = [
+        (b"{", 400),
+        (b"[" * 60_000, 400),
+        (b"null", 400),
+        (b'"x"', 400),
+        (b"\xff\xfe", 400),
+        (b"", 400),
+        (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400),
+        (b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 4000 + b"}", 400),
+        (deep.encode(), 400),
+        (wide.encode(), 400),
+        (b"x" * 70_000, 413),
+    ]
+
+    async def work(http):
+        kind = {"content-type": "application/json"}
+        return [await http.post("/v1/chat/completions", content=body, headers=kind) for body, _ in bodies]
+
+    async def in_pieces(http):
+        async def pieces():
+            for _ in range(100):
+                yield b"x" * 1000
+
+        found = await http.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
+        return found, await http.post(
+            "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
+        )
+
+    answers = send(app_of(lm, max_body=65_536), work)
+    assert [answer.status_code for answer in answers] == [status for _, status in bodies]
+    assert all(answer.json()["error"]["message"] for answer in answers)
+    assert [answer.status_code for answer in send(app_of(lm, max_body=65_536), in_pieces)] == [413, 400]
+
+
+def test_keys_and_hosts(lm):
+    settings = {"api_keys": ("secret", "other"), "hosts": ("localhost", "test", "::1")}
+
+    async def work(http):
+        found = []
+        for key in ("Bearer secret", "bearer other", "Bearer wrong", "secret", "", "Bearer sécret".encode()):
+            found.append((await http.get("/v1/models", headers={"authorization": key})).status_code)
+        open_to_all = [(await http.get(path)).status_code for path in ("/health", "/metrics", "/openapi.json")]
+        hosts = ["localhost:80", "[::1]:80", "[::1]", "evil.example", "localhost.evil.example:80", ""]
+        asked = [(await http.get("/health", headers={"host": host})).status_code for host in hosts]
+        return found, open_to_all, asked, await http.post("/v1/completions", json={"prompt": "x"})
+
+    keys, open_to_all, hosts, refused = send(app_of(lm, **settings), work)
+    assert keys == [200, 200, 401, 401, 401, 401]
+    assert open_to_all == [200] * 3
+    assert hosts == [200, 200, 200, 403, 403, 403]
+    assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+    assert "access-control-allow-origin" not in refused.headers
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_prometheus_reads_both_names(lm):
+    async def work(http):
+        body = {"model": "tiny", "prompt": TEXTS[2], "max_tokens": 20, "temperature": 0}
+        answer = await http.post("/v1/completions", json=body)
+        found = await http.get("/metrics", headers={"accept": "text/plain"})
+        return answer.json(), found.text
+
+    answer, text = send(app_of(lm, kv_memory=2**20), work)
+    figures = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            figures[name.replace(',model_name="tiny"', "").replace('{model_name="tiny"}', "")] = float(value)
+    ours = answer["metrics"]["speculative_decoding"]
+    for own_name, theirs, value in (
+        ("draft_tokens_total", "spec_decode_num_draft_tokens_total", ours["num_draft_tokens"]),
+        ("drafts_total", "spec_decode_num_drafts_total", ours["num_spec_steps"]),
+        ("accepted_tokens_total", "spec_decode_num_accepted_tokens_total", ours["num_accepted_draft_tokens"]),
+        ("prompt_tokens_total", "prompt_tokens_total", answer["usage"]["prompt_tokens"]),
+        ("generation_tokens_total", "generation_tokens_total", 20),
+        ("requests_running", "num_requests_running", 0),
+        ("requests_waiting", "num_requests_waiting", 0),
+        ("kv_slots_used_share", "kv_cache_usage_perc", 0),
+        ("preemptions_total", "num_preemptions_total", 0),
+        ("prefix_queries_total", "prefix_cache_queries_total", answer["usage"]["prompt_tokens"] - 1),
+        ("prefix_hits_total", "prefix_cache_hits_total", 0),
+        ('requests_total{finished_reason="length"}', 'request_success_total{finished_reason="length"}', 1),
+        ("time_to_first_token_seconds_count", "time_to_first_token_seconds_count", 1),
+        (
+            "inter_token_latency_seconds_count",
+            "inter_token_latency_seconds_count",
+            figures["vllm:inter_token_latency_seconds_count"],
+        ),
+        ("e2e_request_latency_seconds_count", "e2e_request_latency_seconds_count", 1),
+    ):
+        assert figures[f"draftwing_{own_name}"] == figures[f"vllm:{theirs}"] == value, own_name
+    by_depth = [
+        value
+        for name, value in figures.items()
+        if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    ]
+    assert sum(by_depth) == ours["num_accepted_draft_tokens"]
+    assert 0 < figures["vllm:inter_token_latency_seconds_count"] < 20

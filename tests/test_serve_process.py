@@ -1,0 +1,125 @@
+"""A real server: signals, clients that go away, and readers that do not read."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from draftwing.serve.app import Settings, make_app
+from serving import chat_folder, load, question
+
+LONG = {"prompt": "def add(a, b):", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def until(condition):
+    """Wait for something that comes soon."""
+    for _ in range(3000):
+        try:
+            found = condition()
+        except httpx.TransportError:
+            found = None
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come")
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of, tmp_path_factory):
+    return chat_folder(folder_of, tmp_path_factory, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """A uvicorn server in a thread: its address and its worker."""
+    app = make_app(load(folder), Settings(names=("tiny",), max_batch=1, max_waiting=1))
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    until(lambda: httpx.get(f"{url}/health").status_code == 200)
+    yield url, app.state.worker
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_who_goes_away_leaves_nothing_behind(served):
+    url, worker = served
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
+        next(answer.iter_lines())
+        assert worker.num_open == 1
+        requests = list(worker._open.values())
+    until(lambda: worker.num_open == 0)
+    assert requests[0].request.finish_reason == "cancelled"
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=0.2)
+    until(lambda: worker.num_open == 0)
+    worker.engine.check()
+
+
+def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served):
+    url, worker = served
+    lazy = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+    lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    body = json.dumps({**LONG, "speculation": {"draft": "none"}, "logprobs": 5}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    lazy.sendall(head.encode() + b"\r\n\r\n" + body)
+    until(lambda: worker.num_open == 1)
+    short = {"prompt": "x", "max_tokens": 2, "temperature": 0}
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as waiting:  # one more may wait
+        refused = httpx.post(f"{url}/v1/completions", json=short)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        waiting.close()
+    assert until(lambda: httpx.post(f"{url}/v1/completions", json=short, timeout=60).status_code == 200)
+    lazy.close()
+    until(lambda: worker.num_open == 0)
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder):
+    port = free_port()
+    args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
+    script = "from draftwing.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, args)],
+        env={**os.environ, "DRAFTWING_API_KEY": "secret", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    url, keys = f"http://127.0.0.1:{port}", {"authorization": "Bearer secret"}
+    try:
+        until(lambda: process.poll() is not None or httpx.get(f"{url}/health").status_code == 200)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            found = until(lambda: (r := httpx.get(f"{url}/health")).status_code == 503 and r)
+            assert found.json()["status"] == "draining"
+            chat = {"messages": question("x"), "max_tokens": 2}
+            assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers=keys).status_code == 503
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        output = process.communicate()[0]
+    assert f"tiny at {url}/v1" in output
+    assert "Traceback" not in output
