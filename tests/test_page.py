@@ -57,8 +57,10 @@ def chat(folder_of, tmp_path_factory):
     """A tiny random chat model behind a key; costs are measured for its automatic budget."""
     folder = tmp_path_factory.mktemp("page") / "target"
     add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder), chat_template=TEMPLATE)
-    with served(dw.load(folder, draft="lookup", device="cpu"), api_keys=(KEY,)) as address:
-        yield address
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftwing.budget.measure.ROUNDS", 2)  # costs of a tiny model: any will do
+        with served(dw.load(folder, draft="lookup", device="cpu"), api_keys=(KEY,)) as address:
+            yield address
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +105,8 @@ def _among(text, expects):
 
 
 def write(page, prompt=PROMPT, tokens=24):
-    page.get_by_label("Tokens").fill(str(tokens))
-    page.get_by_label("Tokens").blur()
+    page.get_by_role("spinbutton", name="Tokens").fill(str(tokens))
+    page.get_by_role("spinbutton", name="Tokens").blur()
     page.locator("#prompt").fill(prompt)
     page.locator("#prompt").press("Enter")
     page.locator(".facts").first.wait_for()
@@ -182,7 +184,8 @@ def test_keys_guard_the_inspector(chat):
     [
         ({"draft": "medusa"}, "choose eagle3"),
         ({"token_ids": [10**9]}, "tokens of this model"),
-        ({"prompt": "x " * 5000}, "choose a place before"),
+        ({"token_ids": [5] * 4096}, "choose a place before"),
+        ({"prompt": "x " * 9000}, "shorten it"),
         ({"prompt": None}, "either messages or a prompt"),
         ({"messages": [{"role": "user", "content": "x"}]}, "either messages or a prompt"),
         ({"temperature": -1}, "temperature"),
@@ -284,7 +287,7 @@ def test_a_lesson(toy, opened):
 
 
 def write_lesson(page):
-    page.get_by_label("Tokens").fill("12")
+    page.get_by_role("spinbutton", name="Tokens").fill("12")
     page.locator("#prompt").fill(PROMPT)
     page.locator("#prompt").press("Enter")
 
@@ -330,7 +333,7 @@ def test_what_goes_wrong_is_said(toy, opened):
     page = opened(toy[0], expects=("429", "400", "ERR_"))
     busy = {"error": {"message": "9 requests run already", "type": "rate_limit_error", "param": None, "code": None}}
     page.route("**/v1/completions", lambda route: route.fulfill(status=429, json=busy, headers={"Retry-After": "1"}))
-    page.get_by_label("Tokens").fill("8")
+    page.get_by_role("spinbutton", name="Tokens").fill("8")
     page.locator("#prompt").fill(PROMPT)
     page.locator("#prompt").press("Enter")
     assert "9 requests run already" in page.get_by_role("alert").inner_text()

@@ -55,7 +55,7 @@ function useTheme() {
 }
 
 function Settings({ state, options, onChange, onKey, needsKey }) {
-  const set = (name, value) => onChange({ ...options, [name]: value });
+  const set = (name, value) => onChange((now) => ({ ...now, [name]: value })); // of now: two fields may change between two drawings
   const number = (name, least, most) => (event) => {
     const value = Number(event.target.value);
     if (Number.isFinite(value) && event.target.value !== "") set(name, Math.min(most, Math.max(least, value)));
