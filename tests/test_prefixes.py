@@ -235,7 +235,7 @@ def test_pages_are_found_by_all_tokens_up_to_them():
     for tokens in (first, second):
         table.hold(0, [len(tokens)], 0)
         prefixes.remember(tokens, table.rows[0], len(tokens) - 1)
-        table.remove(0)
+        table.remove(0, 0)
     assert table.num_kept == 6
     assert len({*prefixes.find(first), *prefixes.find(second)}) == 6
     assert prefixes.find([*first[:PAGE], *second[PAGE:]]) == prefixes.find(first)  # behind the first page they agree

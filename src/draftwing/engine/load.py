@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from draftwing.constraint import Constraint
 from draftwing.drafters.base import Budget
 from draftwing.engine.engine import Engine, Speculation
-from draftwing.engine.paged import Reading, SlotDecoder
+from draftwing.engine.paged import MOST_ROWS, Reading, SlotDecoder
 from draftwing.engine.queue import EngineStats, rank
 from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError
@@ -53,12 +53,13 @@ class SlotEngine(Engine):
         tokenizer: TokenDecoder | None = None,
         optimism: float = OPTIMISM,
     ) -> None:
-        super().__init__(decoder, max_batch=max_batch or len(decoder.table.array) - 1, tokenizer=tokenizer)
+        super().__init__(decoder, max_batch=max_batch or MOST_ROWS, tokenizer=tokenizer)
         if isinstance(optimism, bool) or not isinstance(optimism, int | float) or not 0 <= optimism <= 1:
             raise ConfigError(f"optimism must be a number from 0 to 1, found {optimism!r:.60}")
         self._optimism = optimism
         self._reading: Reading | None = None
         self._num_preempted = 0
+        self._is_filling = False  # pages may be on their way from one to another
 
     @property
     def num_waiting(self) -> int:
@@ -129,14 +130,13 @@ class SlotEngine(Engine):
     def check(self) -> None:
         """See ``Engine.check``; pages belong to rows too, to a prompt that is being read, or to nobody."""
         super().check()
-        decoder, reading = self._decoder, self._reading
+        decoder = self._decoder
         if len(decoder.table.rows) != len(decoder.running):
             raise SlotsError(
                 f"{len(decoder.running)} requests run, and {len(decoder.table.rows)} rows hold slots: this is a bug of "
                 f"Draftwing"
             )
-        is_held = reading is not None and reading.generation == decoder.table.generation
-        decoder.table.check([reading.pages] if reading is not None and is_held else [])
+        decoder.table.check(self._beside())
 
     # --- who comes in ----------------------------------------------------------------------------------------------
 
@@ -146,7 +146,10 @@ class SlotEngine(Engine):
         if decoder.undone is not None:
             return len(decoder.running)
         decoder.settle()
-        left = PREFILL_CHUNK
+        if self._is_filling:  # an interrupt hit the last time
+            del decoder.table.rows[len(decoder.running) :]
+            decoder.table.recount(self._beside())
+        self._is_filling, left = True, PREFILL_CHUNK
         while True:
             self._sweep()
             reading = self._reading
@@ -157,7 +160,13 @@ class SlotEngine(Engine):
             left -= self._read(left if decoder.running else PREFILL_CHUNK)
             left = max(left, 0)
         self._make_room()
+        self._is_filling = False
         return len(decoder.running)
+
+    def _beside(self) -> list[list[int]]:
+        """The pages of the prompt that is being read."""
+        reading = self._reading
+        return [reading.pages] if reading and reading.generation == self._decoder.table.generation else []
 
     def _may_read(self) -> bool:
         """Whether there is a prompt to read, and room for it."""

@@ -23,7 +23,7 @@ from draftwing.model.paged import PAGE, SlotTable
 from draftwing.model.target import Context, Row, Target
 from draftwing.run.forward import PREFILL_CHUNK
 
-__all__ = ["Reading", "SlotDecoder", "check_memory"]
+__all__ = ["MOST_ROWS", "Reading", "SlotDecoder", "check_memory"]
 
 MOST_ROWS = 256  # where nobody says how many
 

@@ -194,14 +194,15 @@ class SlotTable:
         self._is_changed = True
         return pages
 
-    def remove(self, row: int) -> None:
-        """Let a row's pages go; the last row takes its place."""
-        gone, last = self.rows[row], self.rows.pop()
+    def remove(self, row: int, last: int) -> None:
+        """Let a row's pages go; row ``last`` takes its place."""
+        del self.rows[last + 1 :]  # what an interrupt may have left there
+        gone, moved = self.rows[row], self.rows.pop()
         self.array[len(self.rows)] = 0
         if row < len(self.rows):
-            self.rows[row] = last
+            self.rows[row] = moved
             self.array[row] = 0
-            self.array[row, : len(last)] = last
+            self.array[row, : len(moved)] = moved
         self.release(gone)
         self._is_changed = True
 
@@ -234,6 +235,17 @@ class SlotTable:
             else:
                 self._free.append(page)
         pages.clear()
+
+    def recount(self, others: Sequence[Sequence[int]] = ()) -> None:
+        """Count anew who holds what, after an interrupt: rows, and ``others`` beside them."""
+        self.uses = [0] * (self.num_pages + 1)
+        for pages in (*self.rows, *others):
+            for page in pages:
+                self.uses[page] += 1
+        idle = [page for page in range(self.num_pages, 0, -1) if not self.uses[page]]
+        order = [*(page for page in self._kept if not self.uses[page]), *idle]  # the oldest first
+        self._free = [page for page in idle if page not in self._is_known]
+        self._kept = {page: None for page in order if page in self._is_known}
 
     def check(self, others: Sequence[Sequence[int]] = ()) -> None:
         """Raise SlotsError where pages are lost or held twice; ``others`` hold some beside the rows."""
@@ -330,7 +342,7 @@ class PagedCache(KVCache):
         The target's rows are dropped last, after those of a drafter.
         """
         if self.leads:
-            self.table.remove(target)
+            self.table.remove(target, source)
 
     def place(self, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See ``KVCache.place``."""
