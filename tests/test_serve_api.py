@@ -45,9 +45,6 @@ def test_a_chat_is_the_librarys_own_text(lm, temperature):
     num_written = len(expected.token_ids)
     assert answer.usage.completion_tokens == num_written
     assert answer.usage.total_tokens == num_written + len(expected.prompt_ids)
-        num_written,
-        num_written + len(expected.prompt_ids),
-    )
 
 
 def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):

@@ -16,7 +16,7 @@ import uvicorn
 from draftwing.serve.app import Settings, make_app
 from serving import chat_folder, load, question
 
-LONG = {"prompt": "def add(a, b):", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 def free_port():
@@ -40,7 +40,7 @@ def until(condition):
 
 @pytest.fixture(scope="module")
 def folder(folder_of, tmp_path_factory):
-    return chat_folder(folder_of, tmp_path_factory, max_position_embeddings=4096)
+    return chat_folder(folder_of, tmp_path_factory, max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,8 @@ def _responses(*statuses: int, kind: str = "application/json") -> dict[int | str
 def _add_answers(app: FastAPI, server: _Server) -> None:
     """The paths that write."""
     found = _responses(400, 401, 403, 404, 408, 413, 429, 500, 503)
-    found[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}}
+    found[200]["content"]["text/event-stream"] = {"schema": event}
 
     @app.post("/v1/chat/completions", response_class=Response, responses=found)
     async def chat(request: Request, body: ChatBody) -> Response:
