@@ -140,6 +140,23 @@ def test_texts_are_those_of_requests_alone(name, family, lab):
     assert [(cache.data.data_ptr(), cache.data.nbytes) for cache in own._decoder.table.caches] == memory
 
 
+@pytest.mark.parametrize(
+    "name", ["eagle3-dynamic", *(pytest.param(name, marks=pytest.mark.full) for name in NAMES if name[:6] != "eagle3")]
+)
+def test_sixteen_others_change_nothing(name, lab):
+    here, work = lab(FAMILIES[-1]), requests(17)
+    own = engine_of(here, name, 60, max_batch=17, optimism=1.0)
+    made = [own.submit(*each) for each in work]
+    most = 0
+    while own.num_running or own.num_waiting:
+        own.step()
+        most = max(most, own.num_running)
+    own.check()
+    assert most > 8
+    for request, each in zip(made, work, strict=True):
+        same_text(request, alone(here, FAMILIES[-1], *each))
+
+
 @pytest.fixture(scope="module")
 def target(folder_of):
     return LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32, name="tiny")
