@@ -251,7 +251,7 @@ def test_a_question_that_got_no_answer_is_forgotten(target, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("draftwing.dialogue._pieces", interrupted)
+        patch.setattr("draftwing.dialogue.pieces_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             talk.ask("more")
         with pytest.raises(KeyboardInterrupt):

@@ -39,7 +39,7 @@ class Sampling:
     """How one request is sampled and when it ends. The defaults are greedy decoding of 128 tokens.
 
     A ``seed`` of None is drawn for every request by itself; the result says which it was. ``laws``: of so many tokens
-    each step tells what the target says at every node of its tree (``RowStep.laws``), for whoever shows how it works.
+    each step tells the target's law at every node of its tree (``RowStep.laws``).
 
     Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
     tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at

@@ -54,24 +54,34 @@ function useTheme() {
   return [now, flip];
 }
 
+// Holds what is being typed: the page is drawn anew while texts are written, and must not take it back.
+function NumberField({ value, least, most, step = 1, onValue }) {
+  const [text, setText] = useState(String(value));
+  useEffect(() => {
+    if (Number(text) !== value) setText(String(value));
+  }, [value]);
+  const read = (event) => {
+    setText(event.target.value);
+    const found = step === 1 ? Math.trunc(Number(event.target.value)) : Number(event.target.value);
+    if (event.target.value !== "" && Number.isFinite(found)) onValue(Math.min(most, Math.max(least, found)));
+  };
+  return html`<input type="number" min=${least} max=${most} step=${step} value=${text} onInput=${read} onBlur=${() => setText(String(value))} />`;
+}
+
 function Settings({ state, options, onChange, onKey, needsKey }) {
   const set = (name, value) => onChange((now) => ({ ...now, [name]: value })); // of now: two fields may change between two drawings
-  const number = (name, least, most) => (event) => {
-    const value = Number(event.target.value);
-    if (Number.isFinite(value) && event.target.value !== "") set(name, Math.min(most, Math.max(least, value)));
-  };
   const own = !TREES.some(([value]) => value === options.tree);
   return html`<form class="settings" onSubmit=${(event) => event.preventDefault()} aria-label="Settings">
     <label>Draft <select value=${options.draft} onChange=${(event) => set("draft", event.target.value)}>
       ${state.drafts.map((draft) => html`<option value=${draft.name}>${draft.name === "none" ? "none: plain decoding" : draft.name}</option>`)}</select></label>
     <label>Tree <select value=${options.tree} disabled=${options.draft === "none"} onChange=${(event) => set("tree", event.target.value)}>
       ${TREES.map(([value, name]) => html`<option value=${value}>${name}</option>`)}${own && html`<option value=${options.tree}>${options.tree}</option>`}</select></label>
-    <label>Temperature <input type="number" min="0" max="5" step="0.1" value=${options.temperature} onChange=${number("temperature", 0, 5)} /></label>
-    <label>Seed <span class="joined"><input type="number" min="0" step="1" value=${options.seed} onChange=${(event) => number("seed", 0, 2 ** 53 - 1)({ target: { value: Math.trunc(event.target.value) } })} />
+    <label>Temperature <${NumberField} least=${0} most=${5} step=${0.1} value=${options.temperature} onValue=${(value) => set("temperature", value)} /></label>
+    <label>Seed <span class="joined"><${NumberField} least=${0} most=${2 ** 53 - 1} value=${options.seed} onValue=${(value) => set("seed", value)} />
       <button type="button" class="button icon" aria-label="Another seed" title="Another seed" onClick=${() => set("seed", randomSeed())}>⚂</button></span></label>
-    <label>Tokens <input type="number" min="1" max="4096" step="1" value=${options.maxTokens} onChange=${number("maxTokens", 1, 4096)} /></label>
-    ${state.is_chat && html`<label class="wide">System message <input type="text" value=${options.system} placeholder="none" onChange=${(event) => set("system", event.target.value)} /></label>`}
-    ${(state.needs_key || needsKey) && html`<label class="wide">API key <input type="password" autocomplete="off" value=${apiKey()} placeholder="kept for this tab alone" onChange=${(event) => { setApiKey(event.target.value); onKey(); }} /></label>`}
+    <label>Tokens <${NumberField} least=${1} most=${4096} value=${options.maxTokens} onValue=${(value) => set("maxTokens", value)} /></label>
+    ${state.is_chat && html`<label class="wide">System message <input type="text" value=${options.system} placeholder="none" onInput=${(event) => set("system", event.target.value)} /></label>`}
+    ${(state.needs_key || needsKey) && html`<label class="wide">API key <input type="password" autocomplete="off" value=${apiKey()} placeholder="kept for this tab alone" onInput=${(event) => setApiKey(event.target.value)} onChange=${onKey} /></label>`}
   </form>`;
 }
 
