@@ -105,6 +105,8 @@ USUAL = {
     "max_tokens": st.integers(1, 4),
     "seed": st.integers(0, 2**63 - 1),
     "logprobs": st.none() | st.integers(0, 64),
+    "min_tokens": st.integers(0, 1),
+    "laws": st.integers(0, 3),
 }
 
 

@@ -113,12 +113,12 @@ def test_generate_json(target, expected):
 
 def test_generate_takes_every_sampling_option(target):
     options = "-T 0.9 --top-k 50 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --presence-penalty 0.1 "
-    options += "--frequency-penalty 0.1 --logit-bias 40:2.5 --logit-bias 41:-1 --ban 7 --ban 8 --stop zz --seed 3"
+    options += "--frequency-penalty 0.1 --logit-bias 40:2.5 --logit-bias 41:-1 --ban 7 --ban 8 --stop zz --seed 3 --min-tokens 2"
     args = [*options.split(), "--ignore-eos", "-n", 9]
     result = run("generate", PROMPT, "-t", target, "-d", "lookup", "--json", *args)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["sampling"]
-    wanted = dw.Sampling(0.9, 50, 0.9, 0.01, 1.1, 0.1, 0.1, {40: 2.5, 41: -1.0}, (7, 8), (), ("zz",), True, 9, 3)
+    wanted = dw.Sampling(0.9, 50, 0.9, 0.01, 1.1, 0.1, 0.1, {40: 2.5, 41: -1.0}, (7, 8), (), ("zz",), True, 9, 3, min_tokens=2)
     assert found == json.loads(json.dumps(wanted.__dict__))
 
 

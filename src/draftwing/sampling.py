@@ -65,9 +65,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     max_tokens: int = 128
-    min_tokens: int = 0
     seed: int | None = None
     logprobs: int | None = None
+    min_tokens: int = 0
     laws: int = 0
 
     def __post_init__(self) -> None:

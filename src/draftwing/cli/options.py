@@ -207,6 +207,7 @@ class SamplingOptions:
     ban: Annotated[list[int] | None, sampling_option("Token id never to write; repeatable.", "--ban")] = None
     stop: Annotated[list[str] | None, sampling_option("String that ends the text; repeatable.", "--stop")] = None
     max_tokens: Annotated[int, sampling_option("Tokens to write at most.", "--max-tokens", "-n")] = 128
+    min_tokens: Annotated[int, sampling_option("Tokens before anything ends the text.", "--min-tokens")] = 0
     seed: Annotated[int, sampling_option("The text is a function of target, prompt and seed.")] = 0
     ignore_eos: Annotated[bool, sampling_option("Go on after an end token.", "--ignore-eos")] = False
     chat: Annotated[
