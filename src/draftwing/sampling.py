@@ -155,7 +155,7 @@ def _biases(value: object) -> dict[int, float]:
     """``logit_bias`` as plain numbers."""
     if not isinstance(value, Mapping):
         raise SamplingError(
-            f"logit_bias must be a dict of token ids to numbers such as {{42: -1.5}}, found {shown(value)}: leave it out"
+            f"logit_bias must be a dict of token ids to numbers, as {{42: -1.5}}, found {shown(value)}: leave it out"
         )
     found = {}
     for token, bias in value.items():
