@@ -118,7 +118,9 @@ def test_generate_takes_every_sampling_option(target):
     result = run("generate", PROMPT, "-t", target, "-d", "lookup", "--json", *args)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["sampling"]
-    wanted = dw.Sampling(0.9, 50, 0.9, 0.01, 1.1, 0.1, 0.1, {40: 2.5, 41: -1.0}, (7, 8), (), ("zz",), True, 9, 3, min_tokens=2)
+    wanted = dw.Sampling(
+        0.9, 50, 0.9, 0.01, 1.1, 0.1, 0.1, {40: 2.5, 41: -1.0}, (7, 8), (), ("zz",), True, 9, 3, min_tokens=2
+    )
     assert found == json.loads(json.dumps(wanted.__dict__))
 
 

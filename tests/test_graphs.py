@@ -397,7 +397,12 @@ def test_a_pool_lends_to_one_at_a_time():
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_step_asks_the_device_for_nothing(drafter, kind, is_recorded, lab, monkeypatch):
     """But for the one list in which the tokens are handed over."""
-    for module in ("accept", "engine.reading", "engine.rows", "sampling"):  # as on a device: on the host, reading waits for nothing
+    for module in (
+        "accept",
+        "engine.reading",
+        "engine.rows",
+        "sampling",
+    ):  # as on a device: on the host, reading waits for nothing
         monkeypatch.setattr(f"draftwing.{module}.on_host", lambda _: False)
     here = lab("llama")
     with recorded(here, Recorder() if is_recorded else None):

@@ -55,6 +55,7 @@ def keep(page: Page, file: Path, height: int) -> None:
 
 def write(page: Page, address: str, view: str, **settings: str) -> None:
     """Open a view and write the prompt's text."""
+    page.set_default_timeout(120_000)
     page.goto(f"{address}/#{view}")
     page.get_by_role("combobox", name="Tree").select_option(settings.pop("tree", "auto"))
     for name, value in settings.items():

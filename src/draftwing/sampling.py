@@ -38,8 +38,7 @@ _OR_GREEDY, _OR_NONE = "0 (greedy) or in [1e-10, 1e10]", "in [-1e20, 1e20] (0 is
 class Sampling:
     """How one request is sampled and when it ends. The defaults are greedy decoding of 128 tokens.
 
-    A ``seed`` of None is drawn for every request by itself; the result says which it was. ``laws``: of so many tokens
-    each step tells the target's law at every node of its tree (``RowStep.laws``).
+    A ``seed`` of None is drawn for every request by itself; the result says which it was.
 
     Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
     tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at
@@ -67,8 +66,12 @@ class Sampling:
     max_tokens: int = 128
     seed: int | None = None
     logprobs: int | None = None
+<<<<<<< HEAD
     min_tokens: int = 0
     laws: int = 0
+=======
+    laws: int = 0  # tokens of the target's law at every node that ``RowStep.laws`` tells of
+>>>>>>> s15-page
 
     def __post_init__(self) -> None:
         for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
@@ -157,8 +160,7 @@ def _biases(value: object) -> dict[int, float]:
     """``logit_bias`` as plain numbers."""
     if not isinstance(value, Mapping):
         raise SamplingError(
-            f"logit_bias must be a dict of token ids to numbers such as {{42: -1.5}}, found {shown(value)}: leave it "
-            f"out for none"
+            f"logit_bias must be a dict of token ids to numbers, as {{42: -1.5}}, found {shown(value)}: leave it out"
         )
     found = {}
     for token, bias in value.items():
