@@ -113,8 +113,8 @@ def test_generate_json(target, expected):
 
 def test_generate_takes_every_sampling_option(target):
     options = "-T 0.9 --top-k 50 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --presence-penalty 0.1 "
-    options += "--frequency-penalty 0.1 --logit-bias 40:2.5 --logit-bias 41:-1 --ban 7 --ban 8 --stop zz --seed 3 --min-tokens 2"
-    args = [*options.split(), "--ignore-eos", "-n", 9]
+    options += "--frequency-penalty 0.1 --logit-bias 40:2.5 --logit-bias 41:-1 --ban 7 --ban 8 --stop zz --seed 3"
+    args = [*options.split(), "--ignore-eos", "-n", 9, "--min-tokens", 2]
     result = run("generate", PROMPT, "-t", target, "-d", "lookup", "--json", *args)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["sampling"]

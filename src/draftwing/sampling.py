@@ -66,12 +66,8 @@ class Sampling:
     max_tokens: int = 128
     seed: int | None = None
     logprobs: int | None = None
-<<<<<<< HEAD
     min_tokens: int = 0
     laws: int = 0
-=======
-    laws: int = 0  # tokens of the target's law at every node that ``RowStep.laws`` tells of
->>>>>>> s15-page
 
     def __post_init__(self) -> None:
         for name, kind in (("stop_tokens", Integral), ("banned_tokens", Integral), ("stop", str)):
