@@ -162,8 +162,17 @@ def test_the_state_names_what_may_be_chosen(toy):
     )
 
 
-def test_costs_are_told_where_they_were_measured(toy, chat):
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Nobody measured costs here; other tests may have."""
+    monkeypatch.setattr("draftwing.serve.inspector.known_costs", lambda *args: None)
+
+
+def test_costs_that_nobody_measured_are_told_as_such(toy, unmeasured):
     assert "not measured" in httpx.get(f"{toy[0]}/inspector/costs").json()["why"]
+
+
+def test_costs_are_told_where_they_were_measured(toy, chat):
     found = httpx.get(f"{chat}/inspector/costs?draft=lookup", headers={"Authorization": f"Bearer {KEY}"}).json()
     assert found["verify"][0][0] == 1
     assert all(seconds > 0 for _, seconds in found["verify"])
@@ -212,10 +221,10 @@ def test_a_lesson_stands_where_its_text_stands(toy):
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 
-def test_a_text_and_its_steps(toy, opened):
+def test_a_text_and_its_steps(toy, opened, unmeasured):
     address, lm = toy
     page = opened(address)
-    assert page.get_by_role("heading", name="See drafts being accepted").is_visible()
+    page.get_by_role("heading", name="See drafts being accepted").wait_for()
     assert not serious(page)
     write(page)
     wanted = lm.generate(PROMPT, max_tokens=24)[0]
