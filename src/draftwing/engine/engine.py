@@ -95,6 +95,7 @@ class Engine:
         sampling = sampling or Sampling()
         self._decoder.check(prompt_ids, sampling)
         budget = self._budget_of(speculation)
+        self._check_room(prompt_ids, sampling, budget)
         ids = _checked(references, self._decoder.target.vocab_size)
         if constraint is not None:
             check_constraint(constraint, sampling)
@@ -106,6 +107,9 @@ class Engine:
         request = Request(next(self._ids), prompt_ids, sampling, budget, self._tokenizer, ids, *wishes)
         self._enqueue(request)
         return request
+
+    def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | None) -> None:
+        """Raise ``PromptError`` for a text that would never fit. Here slots grow with it."""
 
     def _enqueue(self, request: Request) -> None:
         self._waiting.append(request)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from draftwing.constraint import Constraint
 from draftwing.drafters.base import Budget
-from draftwing.engine.engine import Engine, Speculation
+from draftwing.engine.engine import Engine
 from draftwing.engine.paged import MOST_ROWS, Reading, SlotDecoder
 from draftwing.engine.queue import EngineStats, rank
 from draftwing.engine.request import Request
@@ -89,38 +88,15 @@ class SlotEngine(Engine):
         slots = decoder.table.num_pages * PAGE - _behind(decoder.most, *([] if own is None else [own]))
         return min(slots, decoder.target.max_length) - num_prompt_tokens
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling | None = None,
-        *,
-        speculation: Speculation = None,
-        references: Sequence[Sequence[int]] = (),
-        constraint: Constraint | None = None,
-        drafts: Sequence[str] | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-    ) -> Request:
-        """See ``Engine.submit``; ``PromptError`` too where the whole memory would not hold the text."""
-        sampling = sampling or Sampling()
-        self._decoder.check(prompt_ids, sampling)
-        room, target = self._room(len(prompt_ids), self._budget_of(speculation)), self._decoder.target
+    def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | None) -> None:
+        """The whole memory has to hold the text."""
+        room, target = self._room(len(prompt_ids), budget), self._decoder.target
         if room < min(sampling.max_tokens, target.max_length - len(prompt_ids)):
             raise PromptError(
                 f"a prompt of {len(prompt_ids)} tokens and an answer of {sampling.max_tokens} do not fit into the "
                 f"{self._decoder.table.num_pages * PAGE} KV slots that there are: give more kv_memory"
                 + (f", or ask for {room} tokens at most" if room > 0 else ", or shorten it")
             )
-        return super().submit(
-            prompt_ids,
-            sampling,
-            speculation=speculation,
-            references=references,
-            constraint=constraint,
-            drafts=drafts,
-            priority=priority,
-            deadline=deadline,
-        )
 
     def step(self) -> Step:
         """See ``Engine.step``; at most ``PREFILL_CHUNK`` tokens of prompts are read before, where rows are running."""
