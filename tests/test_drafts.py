@@ -334,7 +334,8 @@ def test_scores_that_are_no_numbers_end_a_draft(target, folder_of):
     """What is drafted may be anything; it must be a tree."""
     drafter = drafter_for("eagle3", target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS["mixed"])
-    drafter._fresh = [(torch.full_like(piece, math.nan), lengths) for piece, lengths in drafter._fresh]
+    joined = drafter._unread.joined
+    drafter._unread.joined = lambda lengths: torch.full_like(joined(lengths), math.nan)
     drafter.propose(decoder.ctx, sampling, Budget(4, 3, 9)).check(target.vocab_size)
     for budget in (Budget(3), Budget(4, 3, 9, rule=free(4, 9))):
         drafter.propose(decoder.ctx, sampling, budget).check(target.vocab_size)

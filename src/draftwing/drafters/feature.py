@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.growing.asked import Asked
+from draftwing.drafters.unread import Unread
 from draftwing.errors import ConfigError
 from draftwing.model.linear import Linear, runs_as
 from draftwing.model.target import Context, FeatureSpec, Row, Target, TargetOutput
@@ -62,9 +62,7 @@ class EagleDrafter:
         self.net, self._runner = net, net.runs.runner(net, self)
         self._dtype, self._calibration, self._shift = net.dtype, config.calibration, int(net.shape.is_shifted)
         self._fed: list[int] = []  # entries of each row whose slots hold true features
-        # Features since the last draft, step by step, (B, at least a row's entries, F) each, with the rows' lengths
-        # before: in a run of plain steps they are only put down here.
-        self._fresh: list[tuple[Tensor, list[int]]] = []
+        self._unread = Unread()
         self._read: list[int] | None = None  # entries of each row once the step that drafts is done: it may never be
 
     # --- the rows --------------------------------------------------------------------------------------------------
@@ -80,10 +78,9 @@ class EagleDrafter:
         features, fed = features.to(self._dtype), row.resumed + max(count - 1, 0)
         tokens = row.tokens[row.resumed + self._shift : fed + self._shift]
         self._prefill(len(self._fed), tokens, features[:, : len(tokens)], row.resumed)
-        last = features[:, -1:] if count else features.new_zeros(1, 1, features.shape[2])
-        waiting, self._read = self._joined(ctx), None
+        self._unread.admit(features[:, -1:], [row.length for row in ctx.rows[:-1]])
         self._fed.append(fed)
-        self._fresh = [(torch.cat([waiting, F.pad(last, (0, 0, 0, waiting.shape[1] - 1))]), list(self._fed))]
+        self._read = None
 
     @property
     def num_read(self) -> list[int]:
@@ -104,11 +101,11 @@ class EagleDrafter:
     @torch.inference_mode()
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
-        last, waiting, self._read = len(self._fed) - 1, self._joined(ctx), None
-        self._runner.cache.move_row(last, row)
+        self._unread.remove(row, [each.length for each in ctx.rows])
+        self._runner.cache.move_row(len(self._fed) - 1, row)
         self._fed[row] = self._fed[-1]
         self._fed.pop()
-        self._fresh = [(torch.cat([waiting[:row], waiting[last:], waiting[row + 1 : last]])[:last], list(self._fed))]
+        self._read = None
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -134,8 +131,9 @@ class EagleDrafter:
             )
         fresh = _kept(output.features, accepted.path, as_view=tree.is_line and output.is_kept)
         if self._read is not None:
-            self._fed, self._fresh, self._read = self._read, [], None
-        self._fresh.append((fresh.to(self._dtype), [row.length for row in ctx.rows]))
+            self._unread.clear()
+            self._fed, self._read = self._read, None
+        self._unread.add(fresh.to(self._dtype), [row.length for row in ctx.rows])
 
     # --- what waits ------------------------------------------------------------------------------------------------
 
@@ -145,23 +143,7 @@ class EagleDrafter:
         tokens = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
         self._read = [row.length for row in ctx.rows]
         roots = [max(length - 1, 0) for length in self._read]
-        return Waiting(tokens, fed, roots, self._joined(ctx))
-
-    def _joined(self, ctx: Context) -> Tensor:
-        """(B, W, F) what is waiting, W at least the most entries of a row."""
-        if not self._fresh:
-            return torch.zeros(0, 1, self.net.shape.feature_width, dtype=self.net.dtype, device=self.net.device)
-        pieces, starts = [piece for piece, _ in self._fresh], [start for _, start in self._fresh]
-        ends = [*starts[1:], [row.length for row, _ in zip(ctx.rows, starts[0], strict=False)]]
-        counts = [[end - start for start, end in zip(*pair, strict=True)] for pair in zip(starts, ends, strict=True)]
-        if len(pieces) == 1:
-            return pieces[0][:, : max(1, *counts[0])] if counts[0] else pieces[0]
-        if all(min(each) == max(each) for each in counts):
-            return torch.cat([piece[:, : each[0]] for piece, each in zip(pieces, counts, strict=True)], 1)
-        rows = [torch.cat([piece[row, : each[row]] for piece, each in zip(pieces, counts, strict=True)])
-                for row in range(len(counts[0]))]  # fmt: skip
-        padded: Tensor = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return padded
+        return Waiting(tokens, fed, roots, self._unread.joined(self._read))
 
 
 def _kept(features: Tensor, path: Tensor, *, as_view: bool) -> Tensor:

@@ -1,0 +1,76 @@
+"""Features of kept tokens that a net has not read yet, for as long as nothing is drafted.
+
+A run of plain steps only puts them down, all rows' at once. Where rows come or go they are sorted by row, once: with
+many short texts at a time somebody comes or goes every few steps, and what the others wait with is not copied again.
+
+Shape suffixes: B rows, W entries, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Unread"]
+
+
+class Unread:
+    """Each row's entries since the last draft, in order."""
+
+    def __init__(self) -> None:
+        self._sorted: list[list[Tensor]] = []  # of each row (W, F), before all steps
+        # Step by step (B, at least a row's entries, F), with the rows' lengths before.
+        self._steps: list[tuple[Tensor, list[int]]] = []
+
+    def add(self, features: Tensor, lengths: list[int]) -> None:
+        """A step's features (B, W, F), of rows that had ``lengths`` before; past a row's own end anything."""
+        self._steps.append((features, lengths))
+
+    def clear(self) -> None:
+        """All of it has been read."""
+        self._steps = []
+        if any(self._sorted):
+            self._sorted = [[] for _ in self._sorted]
+
+    def admit(self, first: Tensor, lengths: Sequence[int]) -> None:
+        """A row came, behind those of ``lengths``, and ``first`` (1, W, F) is to be read of it; W may be 0."""
+        self._sort(lengths)
+        self._sorted.append([first[0]])
+
+    def remove(self, row: int, lengths: Sequence[int]) -> None:
+        """A row left, and the last of ``lengths`` takes its place."""
+        self._sort(lengths)
+        self._sorted[row] = self._sorted[-1]
+        self._sorted.pop()
+
+    def joined(self, lengths: Sequence[int]) -> Tensor:
+        """(B, W, F) of rows that have ``lengths`` now, W at least the most entries of a row."""
+        if not any(self._sorted):
+            counts = list(self._counts(lengths))
+            pieces = [piece for piece, _ in self._steps]
+            if len(pieces) == 1:
+                return pieces[0][:, : max(1, *counts[0])]
+            if all(min(each) == max(each) for each in counts):
+                return torch.cat([piece[:, : each[0]] for piece, each in zip(pieces, counts, strict=True)], 1)
+        self._sort(lengths)
+        padded: Tensor = torch.nn.utils.rnn.pad_sequence([torch.cat(each) for each in self._sorted], batch_first=True)
+        return padded if padded.shape[1] else F.pad(padded, (0, 0, 0, 1))
+
+    def _sort(self, lengths: Sequence[int]) -> None:
+        """Put each row's entries of the steps behind those that it has."""
+        if not self._steps:
+            return
+        counts = list(self._counts(lengths))
+        for row, own in enumerate(self._sorted):
+            pieces = zip(self._steps, counts, strict=True)
+            own.append(torch.cat([piece[row, : each[row]] for (piece, _), each in pieces]))
+        self._steps = []
+
+    def _counts(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Of each step, how many entries of it each row kept."""
+        starts = [start for _, start in self._steps]
+        for before, after in zip(starts, [*starts[1:], lengths], strict=True):
+            yield [end - start for start, end in zip(before, after, strict=True)]
