@@ -22,7 +22,7 @@ from draftwing.drafters.lookup import LookupDrafter
 from draftwing.drafters.several import claims as claims_module
 from draftwing.drafters.several.claims import Asking, Claims, Step
 from draftwing.drafters.several.combined import CombinedDrafter
-from draftwing.drafters.several.merge import Proposal, unite
+from draftwing.drafters.several.merge import Offer, Proposal, unite
 from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
@@ -286,9 +286,9 @@ def test_slow_first_drafts_are_not_held_against_it():
 def test_what_asking_brought_is_learnt_of_every_step():
     """Of claims every fourth is enough."""
     claims = Claims(2)
-    given = [Proposal([9], [-1], [1.0]), Proposal([9, 1], [-1, 0], [1.0, 0.5])]
+    offers = [Offer([Proposal([9], [-1], [1.0])]), Offer([Proposal([9, 1], [-1, 0], [1.0, 0.5])])]
     row = Row([5, 9, 1, 7], 3, 1)
-    Step([row], [1], [given], [None], {1: [0.0]}).teach(claims, whole=False)
+    Step([row], [1], offers, [None], {1: [0.0]}).teach(claims, whole=False)
     assert claims.asking[1]._seen[0] == 1
     assert claims.asking[1]._added[0] == 1.0
     assert claims._own[1]._waiting == []
@@ -397,9 +397,9 @@ def test_who_is_wanted_by_nobody_is_not_asked(target):
 
 
 def test_what_nobody_wanted_says_nothing_of_a_drafter(target):
-    claims, given = Claims(2), [Proposal([9], [-1], [1.0]), Proposal([9], [-1], [1.0])]
+    claims, offers = Claims(2), [Offer([Proposal([9], [-1], [1.0])] * 2) for _ in range(2)]
     rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
-    Step(rows, [1, 1], [given] * 2, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
+    Step(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
     assert claims.asking[1]._seen[0] == 1
 
 

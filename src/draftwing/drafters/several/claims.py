@@ -10,12 +10,13 @@ import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from draftwing.budget.acceptance import Acceptance
 from draftwing.drafters.growing.worth import Rates
-from draftwing.drafters.several.merge import Proposal, Union, follow
+from draftwing.drafters.several.merge import Offer, Proposal, Union, follow
 from draftwing.model.target import Row
 from draftwing.run.request import GrowthRule
 
@@ -74,6 +75,14 @@ class Claims:
         self.asking = [Asking() for _ in range(num_drafters)]
         self._lock = threading.Lock()
         self.version = self._steps = 0
+
+    @cached_property
+    def sampled(self) -> Claims:
+        """Those of requests that draw their tokens, learnt by themselves: these are those of greedy ones.
+
+        A chance is told otherwise under noise, from the margins of perturbed scores, and a text repeats itself less.
+        """
+        return Claims(len(self._own))
 
     def is_due(self) -> bool:
         """Whether to learn from a step: as much is known from some of them later on, and steps may be short."""
@@ -141,7 +150,7 @@ class Step:
 
     Attributes:
         rows, starts: the rows, and their lengths then.
-        given: by row and drafter.
+        offers: by drafter.
         unions: of each row, None where one drafter alone proposed something.
         expected: of the drafters that were asked at a price, by row the tokens that those before them promised.
         names: of the drafters: what nobody wanted of one tells nothing of it.
@@ -149,7 +158,7 @@ class Step:
 
     rows: Sequence[Row]
     starts: Sequence[int]
-    given: Sequence[Sequence[Proposal]]
+    offers: Sequence[Offer]
     unions: Sequence[Union | None]
     expected: Mapping[int, Sequence[float]]
     names: Sequence[str] = ()
@@ -159,18 +168,34 @@ class Step:
         if not whole and not self.expected:
             return
         for number, (row, start) in enumerate(zip(self.rows, self.starts, strict=True)):
-            emitted, given = row.tokens[start + 1 :], self.given[number]
+            emitted = row.tokens[start + 1 :]
             if not emitted:  # a step that never counted
                 continue
             if whole:
-                claims.learn(given, self.unions[number], emitted)
-            most = row.length - start - 1
-            depths = [min(len(follow(each, emitted)) - 1, most) for each in given]
+                claims.learn([each.rows[number] for each in self.offers], self.unions[number], emitted)
             for place, expected in self.expected.items():
                 if row.drafts is not None and not row.takes(self.names[place]):
                     continue
-                more = depths[place] - max(depths[:place], default=0)
-                claims.asking[place].brought(expected[number], max(more, 0), len(given[place].tokens) - 1)
+                tokens, nodes = self._brought(place, number, emitted, row.length - start - 1)
+                claims.asking[place].brought(expected[number], tokens, nodes)
+
+    def _brought(self, place: int, number: int, emitted: Sequence[int], kept: int) -> tuple[int, int]:
+        """Tokens that a drafter added in a row to those of the drafters before it, and nodes that it proposed there.
+
+        Args:
+            kept: tokens of the row that were drafted by whomever.
+        """
+        offer = self.offers[place]
+        if not offer.is_heard:
+            return 0, 0
+        heard = [each for each in self.offers if each.is_heard]
+        if len(heard) == 1 and len(self.rows) == 1:
+            return kept, offer.num_nodes - 1
+        depths = [
+            min(len(follow(each.rows[number], emitted)) - 1, kept) if each.is_heard else 0
+            for each in self.offers[: place + 1]
+        ]
+        return max(depths[place] - max(depths[:place], default=0), 0), len(offer.rows[number].tokens) - 1
 
 
 def _learn_own(table: _Table, proposal: Proposal, emitted: Sequence[int]) -> None:
