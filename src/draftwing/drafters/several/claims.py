@@ -27,6 +27,8 @@ KNOWN, RARE = 128, 4  # after so many steps one of so many is learnt from
 EXPECTED = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tokens that others promise, told apart
 FIRST = 6  # times that a drafter is asked, whatever others promise, before that is judged
 DOUBT = 1.0  # tokens, over the root of the times that it was asked: those of a step scatter as much as that
+CARRIED = 10  # answers in other texts that count in one that begins
+HICCUP = 1.5  # times what asking takes: more is the machine's, not the drafter's
 LATEST = 0.03  # what the latest answer counts, once there were many
 SOON, LOOK = 4, 64  # refusals, at first and at most, after which one is asked all the same, to learn how it is by now
 
@@ -218,14 +220,16 @@ def _as_proposal(union: Union) -> Proposal:
 class Asking:
     """Whether a drafter whose drafts cost passes is worth asking, by what it brought beside what others promised.
 
-    Everything is learnt: the tokens that it added, its seconds by number of rows, the nodes that it made more of.
+    Everything is learnt: the tokens that it added, what it takes by number of rows, the nodes that it made more of.
+    What it takes is kept in forwards of the target, since one that is asked rarely would else be judged by how slow the
+    machine was long ago.
     """
 
     def __init__(self) -> None:
         bins = len(EXPECTED) + 1
         self._added, self._seen = [0.0] * bins, [0] * bins
         self._refused, self._patience = [0] * bins, [SOON] * bins
-        self._seconds: dict[int, tuple[int, float]] = {}  # by rows: times, seconds
+        self._takes: dict[int, tuple[int, float]] = {}  # by rows: times, forwards
         self._nodes = 0.0
 
     def is_worth_it(self, expected: Sequence[float], nodes: int, rule: GrowthRule) -> bool:
@@ -237,12 +241,12 @@ class Asking:
             rule: what tokens and nodes are worth.
         """
         places = [_bin(each) for each in expected]
-        times, takes = self._seconds.get(len(places), (0, 0.0))
+        times, forwards = self._takes.get(len(places), (0, 0.0))
         if not times or any(self._seen[place] < FIRST for place in places):
             return True
         last = len(rule.verify) - 1
         here, there = min(nodes + 1, last), min(nodes + 1 + round(self._nodes), last)
-        takes += float(rule.verify[there] - rule.verify[here])
+        takes = forwards * float(rule.verify[1]) + float(rule.verify[there] - rule.verify[here])
         # With the benefit of the doubt: a few steps in which it added little prove little.
         added = sum([self._added[place] + DOUBT / math.sqrt(self._seen[place]) for place in places])
         if added * rule.worth > takes:
@@ -257,14 +261,20 @@ class Asking:
         self._refused[first], self._patience[first] = 0, min(2 * self._patience[first], LOOK)
         return True
 
-    def took(self, rows: int, seconds: float) -> None:
+    def begin_text(self) -> None:
+        """Another text begins, which may be of another kind: believe what is found in it, and look soon."""
+        self._seen = [min(seen, CARRIED) for seen in self._seen]
+        self._refused, self._patience = [0] * len(self._seen), [SOON] * len(self._seen)
+
+    def took(self, rows: int, seconds: float, rule: GrowthRule) -> None:
         """What asking it took."""
-        times, known = self._seconds.get(rows, (0, seconds))
+        forwards = seconds / float(rule.verify[1])
+        times, known = self._takes.get(rows, (0, forwards))
         if times < FIRST:  # the first drafts of all are slow ones
-            known = min(known, seconds)
+            known = min(known, forwards)
         else:  # a hiccup of the machine says little
-            known += 0.1 * (min(seconds, 3 * known) - known)
-        self._seconds[rows] = times + 1, known
+            known += 0.1 * (min(forwards, HICCUP * known) - known)
+        self._takes[rows] = times + 1, known
 
     def brought(self, expected: float, tokens: int, nodes: int) -> None:
         """In one row: tokens and nodes beyond what others had proposed, where these promised so many tokens."""

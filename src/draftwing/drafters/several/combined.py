@@ -19,7 +19,7 @@ from draftwing.drafters.growing.worth import num_worth, worth_keeping
 from draftwing.drafters.several.claims import Claims, Step
 from draftwing.drafters.several.merge import Offer, Union, alone, together, unite
 from draftwing.drafters.several.parts import Parts, levels_of, nothing
-from draftwing.model.target import Context
+from draftwing.model.target import Context, Row
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import DraftTree
 
@@ -41,6 +41,7 @@ class CombinedDrafter(Parts):
         super().__init__(parts, names)
         self._claims = self._now = claims  # of greedy requests, with those of others; of the rows as they are
         self._step: Step | None = None
+        self._text: Row | None = None  # that was drafted alone last
         self._budgets: dict[int, tuple[Budget, Claims, int, Budget]] = {}
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
@@ -53,6 +54,10 @@ class CombinedDrafter(Parts):
         step, self._step = self._step, None
         if step is not None:
             step.teach(self._now, whole=self._now.is_due())
+        if ctx.num_rows == 1 and ctx.rows[0] is not self._text:
+            self._text = ctx.rows[0]
+            for asking in (*self._claims.asking, *self._claims.sampled.asking):
+                asking.begin_text()
         self._now = self._claims if sampling.all_greedy else self._claims.sampled
         self.made = [None] * len(self.parts)
         if budget.depth == 0:
@@ -102,7 +107,8 @@ class CombinedDrafter(Parts):
                 own = self._budget_of(place, budget) if wanted else nothing(budget)
                 offer = Offer(tree := self.asked(place, ctx, sampling, own))
                 if costs and wanted:
-                    asking.took(rows, time.perf_counter() - began)
+                    if rule is not None:
+                        asking.took(rows, time.perf_counter() - began, rule)
                     promised[place], effort = expected, effort + levels_of(tree)
             if rule is not None and offer.is_heard and (lists or place + 1 < len(self.parts)):
                 offer.reached = [self._now.reached(place, each) for each in offer.rows]
