@@ -266,7 +266,7 @@ def test_what_is_refused_is_tried_ever_rarer():
 
 
 def test_a_few_bad_answers_prove_little():
-    asking, rule = Asking(), rule_of(worth=2.0)
+    asking, rule = Asking(), rule_of(worth=4.0)
     asking.took(1, 0.5, rule)
     for _ in range(claims_module.FIRST):
         asking.brought(3.0, 0, 0)
@@ -274,6 +274,17 @@ def test_a_few_bad_answers_prove_little():
     for _ in range(100):
         asking.brought(3.0, 0, 0)
     assert not asking.is_worth_it([3.0], 5, rule)
+
+
+def test_answers_that_scatter_are_believed_later():
+    """What never added anything is known after a few answers, what adds much now and then is not."""
+    rule, never, sometimes = rule_of(worth=2.0, node=0.0), Asking(), Asking()
+    for each, answers in ((never, [0] * 10), (sometimes, [0] * 9 + [4])):
+        each.took(1, 1.0, rule)
+        for tokens in answers:
+            each.brought(3.0, tokens, 0)
+    assert not never.is_worth_it([3.0], 0, rule)
+    assert sometimes.is_worth_it([3.0], 0, rule)
 
 
 def test_slow_first_drafts_are_not_held_against_it():

@@ -26,7 +26,7 @@ FEW, MANY = 1, 64  # claims of a drafter that are learnt at once: few at first
 KNOWN, RARE = 128, 4  # after so many steps one of so many is learnt from
 EXPECTED = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tokens that others promise, told apart
 FIRST = 6  # times that a drafter is asked, whatever others promise, before that is judged
-DOUBT = 1.0  # tokens, over the root of the times that it was asked: those of a step scatter as much as that
+DOUBT = 1.0  # tokens, over the times that it was asked: what the scatter of a few answers does not tell
 CARRIED = 10  # answers in other texts that count in one that begins
 HICCUP = 1.5  # times what asking takes: more is the machine's, not the drafter's
 LATEST = 0.03  # what the latest answer counts, once there were many
@@ -227,7 +227,7 @@ class Asking:
 
     def __init__(self) -> None:
         bins = len(EXPECTED) + 1
-        self._added, self._seen = [0.0] * bins, [0] * bins
+        self._added, self._squares, self._seen = [0.0] * bins, [0.0] * bins, [0] * bins
         self._refused, self._patience = [0] * bins, [SOON] * bins
         self._takes: dict[int, tuple[int, float]] = {}  # by rows: times, forwards
         self._nodes = 0.0
@@ -248,7 +248,7 @@ class Asking:
         here, there = min(nodes + 1, last), min(nodes + 1 + round(self._nodes), last)
         takes = forwards * float(rule.verify[1]) + float(rule.verify[there] - rule.verify[here])
         # With the benefit of the doubt: a few steps in which it added little prove little.
-        added = sum([self._added[place] + DOUBT / math.sqrt(self._seen[place]) for place in places])
+        added = sum([self._added[place] + self._doubt(place) for place in places])
         if added * rule.worth > takes:
             for place in places:
                 self._refused[place], self._patience[place] = 0, SOON
@@ -260,6 +260,11 @@ class Asking:
             return False
         self._refused[first], self._patience[first] = 0, min(2 * self._patience[first], LOOK)
         return True
+
+    def _doubt(self, place: int) -> float:
+        """Tokens that it may add beyond the mean that was seen (empirical Bernstein): few where all answers agree."""
+        scatter = max(self._squares[place] - self._added[place] ** 2, 0.0)
+        return math.sqrt(scatter / self._seen[place]) + DOUBT / self._seen[place]
 
     def begin_text(self) -> None:
         """Another text begins, which may be of another kind: believe what is found in it, and look soon."""
@@ -280,7 +285,9 @@ class Asking:
         """In one row: tokens and nodes beyond what others had proposed, where these promised so many tokens."""
         place = _bin(expected)
         self._seen[place] += 1
-        self._added[place] += max(LATEST, 1 / self._seen[place]) * (tokens - self._added[place])
+        latest = max(LATEST, 1 / self._seen[place])
+        self._added[place] += latest * (tokens - self._added[place])
+        self._squares[place] += latest * (tokens * tokens - self._squares[place])
         self._nodes += LATEST * (nodes - self._nodes)
 
 
