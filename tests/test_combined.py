@@ -19,10 +19,12 @@ from draftwing.budget.costs import Costs, Curve
 from draftwing.drafters.base import Budget, NoDrafter, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.drafters.retrieval.drafter import RetrievalDrafter
 from draftwing.drafters.several import claims as claims_module
 from draftwing.drafters.several.claims import Asking, Claims, Step
 from draftwing.drafters.several.combined import CombinedDrafter
-from draftwing.drafters.several.merge import Proposal, unite
+from draftwing.drafters.several.merge import Offer, Proposal, proposals, unite
+from draftwing.drafters.suffix import SuffixAutomaton
 from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
@@ -156,7 +158,7 @@ def table_of(seen: list[tuple[float, int, bool]]) -> tuple[np.ndarray, np.ndarra
 
 def rule_of(worth: float = 1.0, node: float = 0.1) -> GrowthRule:
     ones, line = np.ones(8, np.float32), np.array([[0, 1]], np.float32)
-    return GrowthRule(line, line, ones, ones, (node * np.arange(24)).astype(np.float32), worth, 0.1)
+    return GrowthRule(line, line, ones, ones, (1 + node * np.arange(-1, 23)).astype(np.float32), worth, 0.1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,15 +233,15 @@ def test_a_drafter_is_asked_where_it_brings_more_than_it_takes():
     asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
     assert asking.is_worth_it([0.0], 0, rule)  # nothing is known of it
     for _ in range(60):
-        asking.took(1, 1.0)
+        asking.took(1, 1.0, rule)
         asking.brought(0.0, 2, 4)  # where nobody else says anything it adds two tokens,
         asking.brought(3.0, 0, 4)  # and none where three are promised
     assert asking.is_worth_it([0.0], 0, rule)
     assert not asking.is_worth_it([3.0], 5, rule)
     assert asking.is_worth_it([1.0], 5, rule)  # never seen
-    asking.took(2, 3.0)
+    asking.took(2, 3.0, rule)
     assert asking.is_worth_it([0.0, 3.0], 5, rule)  # four seconds' worth of tokens for three
-    asking.took(3, 5.0)
+    asking.took(3, 5.0, rule)
     assert not asking.is_worth_it([0.0, 3.0, 3.0], 5, rule)
     costly = rule_of(worth=2.0, node=1.0)
     assert not asking.is_worth_it([0.0], 5, costly)  # its nodes take what its tokens are worth
@@ -247,7 +249,7 @@ def test_a_drafter_is_asked_where_it_brings_more_than_it_takes():
 
 def test_what_is_refused_is_tried_ever_rarer():
     asking, rule = Asking(), rule_of()
-    asking.took(1, 1.0)
+    asking.took(1, 1.0, rule)
     for _ in range(200):
         asking.brought(3.0, 0, 0)
     tried = [step for step in range(400) if asking.is_worth_it([3.0], 5, rule)]
@@ -264,8 +266,8 @@ def test_what_is_refused_is_tried_ever_rarer():
 
 
 def test_a_few_bad_answers_prove_little():
-    asking, rule = Asking(), rule_of(worth=2.0)
-    asking.took(1, 0.5)
+    asking, rule = Asking(), rule_of(worth=4.0)
+    asking.took(1, 0.5, rule)
     for _ in range(claims_module.FIRST):
         asking.brought(3.0, 0, 0)
     assert asking.is_worth_it([3.0], 5, rule)
@@ -274,21 +276,96 @@ def test_a_few_bad_answers_prove_little():
     assert not asking.is_worth_it([3.0], 5, rule)
 
 
+def test_answers_that_scatter_are_believed_later():
+    """What never added anything is known after a few answers, what adds much now and then is not."""
+    rule, never, sometimes = rule_of(worth=2.0, node=0.0), Asking(), Asking()
+    for each, answers in ((never, [0] * 10), (sometimes, [0] * 9 + [4])):
+        each.took(1, 1.0, rule)
+        for tokens in answers:
+            each.brought(3.0, tokens, 0)
+    assert not never.is_worth_it([3.0], 0, rule)
+    assert sometimes.is_worth_it([3.0], 0, rule)
+
+
 def test_slow_first_drafts_are_not_held_against_it():
     asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
     for seconds in (10.0, 1.0, 5.0):
-        asking.took(1, seconds)
+        asking.took(1, seconds, rule)
     for _ in range(200):
         asking.brought(0.0, 1, 0)
     assert asking.is_worth_it([0.0], 0, rule)
 
 
+def test_what_asking_takes_follows_the_machine():
+    """One that is asked rarely was last asked when the machine was slower."""
+    asking, slow, fast = Asking(), rule_of(worth=2.0), rule_of(worth=1.0, node=0.05)
+    slow, fast = (replace(rule, verify=rule.verify * speed) for rule, speed in ((slow, 4.0), (fast, 1.0)))
+    for _ in range(40):
+        asking.took(1, 2.0, slow)  # half of a forward
+        asking.brought(3.0, 1, 0)
+    assert not asking.is_worth_it([3.0], 0, replace(slow, worth=1.0))
+    assert asking.is_worth_it([3.0], 0, fast)
+
+
+def test_another_text_is_looked_at_soon_and_believed():
+    asking, rule = Asking(), rule_of()
+    asking.took(1, 1.0, rule)
+    for _ in range(200):
+        asking.brought(3.0, 0, 0)
+    assert sum(asking.is_worth_it([3.0], 5, rule) for _ in range(200)) < 8
+    asking.begin_text()
+    tried = [step for step in range(30) if asking.is_worth_it([3.0], 5, rule)]
+    assert tried[:2] == [claims_module.SOON - 1, 3 * claims_module.SOON - 1]
+    for _ in range(10):
+        asking.brought(3.0, 2, 0)
+    assert asking.is_worth_it([3.0], 5, rule)
+
+
+def test_sampled_texts_are_learnt_of_by_themselves():
+    both = CombinedDrafter([LookupDrafter(VOCAB), Oracle([4, 5, 6, 7, 8, 9], 3)], claims := Claims(2))
+    ctx, budget = context([[4, 5]]), Budget(4, 2, 16, rule=rule_of(node=0.01))
+    both.admit(ctx, None)
+    for temperature, learnt in ((0.0, claims), (1.0, claims.sampled)):
+        batch = SamplingBatch([Sampling(temperature=temperature, seed=1)], KeyedNoise(VOCAB))
+        before = [each.asking[1]._seen[0] for each in (claims, claims.sampled)]
+        assert before == ([0, 0] if learnt is claims else [1, 0])
+        both.propose(ctx, batch, budget)
+        ctx.rows[0].tokens += ctx.rows[0].tokens[:1]
+        ctx.rows[0].length += 1
+        both.propose(ctx, batch, Budget(0))
+    assert [each.asking[1]._seen[0] for each in (claims, claims.sampled)] == [1, 1]
+
+
+def test_lists_are_what_is_proposed():
+    """Who merges trees asks for lists, everybody else for tensors."""
+    text, sampling = [1, 2, 3, 4, 1, 2, 5, 1, 2], SamplingBatch([Sampling()], KeyedNoise(VOCAB))
+    for make in (LookupDrafter, RetrievalOfOwn):
+        for budget in (Budget(3), Budget(4, 3), Budget(4, 3, 5)):
+            drafters = [make(VOCAB), make(VOCAB)]
+            ctx = context([text, [7, 8, 9]])
+            for each in drafters:
+                each.admit(ctx, None)
+                each.admit(ctx, None)
+            tree, lists = drafters[0].propose(ctx, sampling, budget), drafters[1].grown(ctx, budget)
+            for found, wanted in zip(proposals(tree), lists, strict=True):
+                assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
+                assert found.told[1:] == pytest.approx(wanted.told[1:])
+            assert tree.num_nodes > 1
+
+
+class RetrievalOfOwn(RetrievalDrafter):
+    """Copies from the row's own text."""
+
+    def matches(self, index, row):
+        return SuffixAutomaton(row.tokens).matches(2, 8)
+
+
 def test_what_asking_brought_is_learnt_of_every_step():
     """Of claims every fourth is enough."""
     claims = Claims(2)
-    given = [Proposal([9], [-1], [1.0]), Proposal([9, 1], [-1, 0], [1.0, 0.5])]
+    offers = [Offer([Proposal([9], [-1], [1.0])]), Offer([Proposal([9, 1], [-1, 0], [1.0, 0.5])])]
     row = Row([5, 9, 1, 7], 3, 1)
-    Step([row], [1], [given], [None], {1: [0.0]}).teach(claims, whole=False)
+    Step([row], [1], offers, [None], {1: [0.0]}).teach(claims, whole=False)
     assert claims.asking[1]._seen[0] == 1
     assert claims.asking[1]._added[0] == 1.0
     assert claims._own[1]._waiting == []
@@ -308,7 +385,7 @@ def test_a_draft_without_a_pass_says_that_it_took_none():
     assert first.effort == 3
     assert costly.budgets[-1].depth == 4
     asking = claims.asking[1]
-    asking._seconds[1] = (claims_module.FIRST, 100.0)
+    asking._takes[1] = (claims_module.FIRST, 100.0)
     for _ in range(claims_module.FIRST):
         asking.brought(3.0, 0, 3)
     tree = both.propose(ctx, sampling, budget)
@@ -397,9 +474,9 @@ def test_who_is_wanted_by_nobody_is_not_asked(target):
 
 
 def test_what_nobody_wanted_says_nothing_of_a_drafter(target):
-    claims, given = Claims(2), [Proposal([9], [-1], [1.0]), Proposal([9], [-1], [1.0])]
+    claims, offers = Claims(2), [Offer([Proposal([9], [-1], [1.0])] * 2) for _ in range(2)]
     rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
-    Step(rows, [1, 1], [given] * 2, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
+    Step(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
     assert claims.asking[1]._seen[0] == 1
 
 

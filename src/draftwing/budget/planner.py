@@ -18,7 +18,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -26,14 +27,15 @@ from torch import Tensor
 
 from draftwing.accept import Rule
 from draftwing.budget.acceptance import Acceptance, Ranks
-from draftwing.budget.clock import KEEP, SETTLED, Clock
+from draftwing.budget.account import Account
+from draftwing.budget.clock import SETTLED, Clock
 from draftwing.budget.costs import ROWS, Costs
 from draftwing.drafters.base import Budget, Traits
 from draftwing.model.target import Context, Row
 from draftwing.run.request import GrowthRule
 from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["Account", "Gate", "Planner"]
+__all__ = ["Gate", "Planner"]
 
 # When to draft at all.
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
@@ -43,7 +45,12 @@ DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: a 
 HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
-NEAR = 0.8  # speedup from which drafts may pay in another text
+NEAR, RARER = 0.8, 3  # speedup from which drafts may pay in another text; doublings of PROBE where they never did
+EARLY, HOPELESS = 6, 0.8  # drafts from which on so low a speedup, with twice the doubt, is given up at once,
+LOST, LONGEST = (
+    0.01,
+    640,
+)  # and share of the time that its probes may lose, which come so many plain steps apart at most
 CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
 CHECK, CLOSE = 24, 1.5  # the step from which plain steps are measured anew, ever rarer, where drafting gains less
@@ -59,38 +66,6 @@ GPU_CHAINS = tuple(map(Budget, (1, 2, 3, 5, 8)))  # shapes to choose among where
 GPU_TREES = (Budget(5, 8, 16), Budget(8, 10, 60))
 
 
-@dataclass
-class Account:
-    """What drafts brought: decayed sums, in seconds of the measured costs.
-
-    Weighed against plain decoding of the same rows at the same time, so that it holds when rows come and go, and the
-    machine's speed too.
-    """
-
-    plain: float = 0.0  # that plain decoding would have taken for as many tokens
-    verify: float = 0.0
-    draft: float = 0.0
-    steps: int = 0
-    weight: float = 0.0  # of them, as far as they are remembered
-
-    def add(self, plain: float, verify: float, draft: float) -> None:
-        """One step."""
-        self.plain, self.verify = KEEP * self.plain + plain, KEEP * self.verify + verify
-        self.draft, self.weight = KEEP * self.draft + draft, KEEP * self.weight + 1
-        self.steps += 1
-
-    def fade(self, share: float) -> None:
-        """Remember only so much of what was."""
-        self.plain, self.verify = share * self.plain, share * self.verify
-        self.draft, self.weight = share * self.draft, share * self.weight
-
-    def speedup(self, clock: Clock) -> float:
-        """Over plain decoding, at the machine's present speed."""
-        if not self.steps:
-            return 1.0
-        return clock.slow * clock.alone * self.plain / (clock.slow * self.verify + self.draft)
-
-
 class Gate:
     """Whether to draft in a step at all.
 
@@ -99,13 +74,16 @@ class Gate:
         forecast: the speedup to be expected by all that was learnt.
         trusts_forecast: whether drafts follow the forecast: what was drafted before is then of other shapes than what
             would be now, and both count.
+        stays_dear: whether a draft takes as much however little it is worth (``Traits.scores``): then a few tell.
 
     Attributes:
         rows: of the next step.
     """
 
-    def __init__(self, clock: Clock, forecast: Callable[[], float], *, trusts_forecast: bool = False) -> None:
-        self._clock, self._forecast, self._trusts = clock, forecast, trusts_forecast
+    def __init__(
+        self, clock: Clock, forecast: Callable[[], float], *, trusts_forecast: bool = False, stays_dear: bool = False
+    ) -> None:
+        self._clock, self._forecast, self._trusts, self._stays_dear = clock, forecast, trusts_forecast, stays_dear
         self.drafts = Account()  # of steps that drafted,
         self.all = Account()  # and of every step
         self.steps, self.rows = 0, 1
@@ -113,6 +91,7 @@ class Gate:
         self._plain, self._patience, self._probes = 0, PROBE, 0
         self._check, self._checking = CHECK, 0
         self._reform = 0  # the step from which drafts may be judged anew
+        self._misses = -1  # texts in a row in which drafts were not worth it
 
     @property
     def rests(self) -> bool:
@@ -131,7 +110,8 @@ class Gate:
 
     def _is_worth_it(self) -> bool:
         drafts = self.drafts
-        if drafts.steps < max(FIRST // self.rows, LEAST):
+        hopeless = self._stays_dear and drafts.steps >= EARLY and self._is_hopeless()
+        if drafts.steps < max(FIRST // self.rows, LEAST) and not hopeless:
             return True
         if self._probes:
             self._probes -= 1
@@ -141,12 +121,19 @@ class Gate:
         if self._trusts:
             speedup, seen = (speedup + self._forecast()) / 2, drafts.steps
         if speedup * (1 + DOUBT / math.sqrt(seen * self.rows)) >= GAIN:
-            self._plain, self._patience = 0, PROBE
+            self._plain, self._patience, self._misses = 0, PROBE, 0
             return True
+        if hopeless:
+            apart = PROBES * drafts.lost(self._clock, self.rows) / LOST
+            self._patience = max(self._patience, min(round(apart), LONGEST))
         self._plain += 1
         if self._plain < self._patience:
             return False
-        self._plain, self._patience, self._probes = 0, min(2 * self._patience, PATIENCE), PROBES - 1
+        self._plain, self._patience, self._probes = (
+            0,
+            max(self._patience, min(2 * self._patience, PATIENCE)),
+            PROBES - 1,
+        )
         if not self._trusts:
             drafts.fade(FADE)
         if self.steps >= self._reform and self._forecast() > max(HOPE, 1.05 * speedup):
@@ -156,13 +143,19 @@ class Gate:
             self.drafts = Account()
         return True
 
+    def _is_hopeless(self) -> bool:
+        drafts = self.drafts
+        return drafts.speedup(self._clock) * (1 + 2 * DOUBT / math.sqrt(drafts.weight * self.rows)) < HOPELESS
+
     def begin_text(self) -> None:
         """Another text begins, which may be of another kind: believe what drafts bring in it, and try them soon.
 
-        Not so where they were far from worth it: texts differ by less than that, and such drafts are dear.
+        Less soon where they did not pay in one text after another, and not where they were far from worth it: texts
+        differ by less than that, and such drafts are dear.
         """
+        self._misses += 1
         if self.drafts.speedup(self._clock) > NEAR:
-            self._patience = min(self._patience, PROBE)
+            self._patience = min(self._patience, PROBE << min(max(self._misses - 1, 0), RARER))
         if self.drafts.weight > CARRIED and not self._trusts:
             self.drafts.fade(CARRIED / self.drafts.weight)
 
@@ -192,6 +185,7 @@ class Planner:
         most: the largest budget.
         sighted: whether a tree may be shaped by what is said of its own nodes.
         shapes: where not, budgets to choose among; none: any chain or tree up to ``most``.
+        stays_dear: see ``Gate``.
         on_stale: called once, when steps persistently take something else than was measured.
     """
 
@@ -202,11 +196,13 @@ class Planner:
         *,
         sighted: bool = True,
         shapes: tuple[Budget, ...] = (),
+        stays_dear: bool = False,
         on_stale: Callable[[], None] | None = None,
     ) -> None:
         self.clock, self.acceptance, self.ranks = Clock(costs), Acceptance(), Ranks()
         self.most, self.sighted, self.shapes = most, sighted, shapes
-        self.gate = Gate(self.clock, self._forecast, trusts_forecast=not sighted)
+        self._new_gate = partial(Gate, forecast=self._forecast, trusts_forecast=not sighted, stays_dear=stays_dear)
+        self.gate = self._new_gate(self.clock)
         self._lock, self._on_stale = threading.Lock(), on_stale
         self._rows, self._size = 1, 0
         self._sizes: dict[int, tuple[Clock, Gate]] = {}  # of batches: what they take, and whether drafts pay in them
@@ -225,7 +221,7 @@ class Planner:
         if not traits.costs_forwards:
             sighted = rule.children in ("keyed", "top")
             most = Budget(COPIES, ALTERNATIVES, NODES) if sighted else Budget(COPIES)
-            return cls(costs, most, sighted=sighted, on_stale=on_stale)
+            return cls(costs, most, sighted=sighted, stays_dear=traits.scores, on_stale=on_stale)
         is_tree = not rule.chain_only and costs.width > 1
         most = Budget(DEPTH, BRANCHES, NODES) if is_tree else Budget(DEPTH)
         if rule.children in ("keyed", "top"):
@@ -298,7 +294,7 @@ class Planner:
         self._sizes[self._size] = self.clock, self.gate
         if size not in self._sizes:
             clock = Clock(self.clock.costs)
-            self._sizes[size] = clock, type(self.gate)(clock, self._forecast, trusts_forecast=not self.sighted)
+            self._sizes[size] = clock, self._new_gate(clock)
         self._size, (self.clock, self.gate) = size, self._sizes[size]
 
     def _learn(self) -> None:

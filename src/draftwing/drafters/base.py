@@ -5,10 +5,10 @@ Shape suffixes: B rows, N nodes, T tokens, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from draftwing.run.request import GrowthRule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import Accepted, DraftTree
 
+if TYPE_CHECKING:
+    from draftwing.drafters.retrieval.following import Grown
+
 __all__ = [
     "EAGLE_TREE",
     "MEDUSA_TREE",
@@ -25,6 +28,7 @@ __all__ = [
     "Budget",
     "Drafter",
     "Learning",
+    "Listing",
     "NoDrafter",
     "Resuming",
     "Traits",
@@ -51,6 +55,8 @@ class Traits:
             measures the same prompts again calls it in between (``LM.forget``).
         learns: whether it is a ``Learning`` one.
         resumes: whether it is a ``Resuming`` one.
+        lists: whether it is a ``Listing`` one.
+        scores: whether it has nodes scored for its own use beside all that it proposes (``DraftTree.num_scored``).
         context: tokens of text with which a draft takes what it takes with any longer one; 0: it depends little.
         parts: names of the drafters that it consists of, where there are several: a request may choose among them.
     """
@@ -67,6 +73,8 @@ class Traits:
     context: int = 0
     parts: tuple[str, ...] = ()
     resumes: bool = False
+    lists: bool = False
+    scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,6 +270,17 @@ class Resuming(Drafter, Protocol):
             row: one that is to come behind those of ``ctx``.
             features: (1, stop - resumed, F) of the piece; None where it reads none.
         """
+        ...
+
+
+class Listing(Drafter, Protocol):
+    """A drafter without a net, whose trees are lists before they are tensors: who merges them needs no more.
+
+    It learns from the rows' tokens alone, and never hears which of its own nodes were kept (``Accepted.own``).
+    """
+
+    def grown(self, ctx: Context, budget: Budget) -> Sequence[Grown]:
+        """What ``propose`` proposes, of each row: the same nodes in the same order."""
         ...
 
 

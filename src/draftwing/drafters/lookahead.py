@@ -86,7 +86,8 @@ class LookaheadDrafter:
 
     def __init__(self, vocab_size: int, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         self._vocab_size, self._width, self._ngram, self._guesses = vocab_size, window, ngram, guesses
-        self.traits = Traits(costs_forwards=False, identity=f"window {window}, ngram {ngram}, guesses {guesses}")
+        identity = f"window {window}, ngram {ngram}, guesses {guesses}"
+        self.traits = Traits(costs_forwards=False, identity=identity, scores=True)
         self._windows: list[_Window] = []
         self._sampling: SamplingBatch | None = None  # of the window that is being scored
         self._rows = 0  # of it

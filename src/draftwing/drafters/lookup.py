@@ -31,7 +31,7 @@ class LookupDrafter:
 
     name = "lookup"
     features = NO_FEATURES
-    traits = Traits(costs_forwards=False)
+    traits = Traits(costs_forwards=False, lists=True)
 
     def __init__(self, vocab_size: int, min_match: int = 2) -> None:
         self._vocab_size, self._min_match = vocab_size, min_match
@@ -54,8 +54,15 @@ class LookupDrafter:
 
         The longer a match, the likelier what followed it: ``told`` says how likely.
         """
+        if budget.depth == 0:  # what is new is read when there is something to propose
+            return DraftTree.root(ctx.pending())
         drawn = budget.children in ("sampled", "distinct")
-        num_paths = 1 if drawn else budget.width
+        law_of = self._vocab_size if drawn else None
+        return as_tree(self.grown(ctx, budget), ctx.device, is_line=drawn or budget.width == 1, law_of=law_of)
+
+    def grown(self, ctx: Context, budget: Budget) -> list[Grown]:
+        """See ``Listing``."""
+        num_paths = 1 if budget.children in ("sampled", "distinct") else budget.width
         most = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)
         rows = []
         for index, row in enumerate(ctx.rows):
@@ -63,11 +70,14 @@ class LookupDrafter:
             automaton.extend_all(row.tokens[self._read[index] :])
             self._read[index] = len(row.tokens)
             found = automaton.continuations(budget.depth, num_paths, self._min_match)
+            if not found:
+                rows.append(Grown(row.tokens[-1:]))
+                continue
             tokens, parents, sources = merge_paths(row.tokens[-1], [path for _, path in found], most)
             depths = _depths(parents)
             told = _told([length for length, _ in found], parents, sources, depths)
             rows.append(Grown(tokens, parents, told, max(depths)))
-        return as_tree(rows, ctx.device, is_line=num_paths == 1, law_of=self._vocab_size if drawn else None)
+        return rows
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """The automata read new tokens when they next propose."""

@@ -26,7 +26,7 @@ class RetrievalDrafter:
 
     name = "retrieval"
     features = NO_FEATURES
-    traits = Traits(costs_forwards=False)
+    traits = Traits(costs_forwards=False, lists=True)
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -48,14 +48,19 @@ class RetrievalDrafter:
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """The tree of which most nodes are expected to come true; a chain where a classic rule needs q."""
         drawn = budget.children in ("sampled", "distinct")
-        width = 1 if drawn else budget.width
+        law_of = self._vocab_size if drawn else None
+        return as_tree(self.grown(ctx, budget), ctx.device, is_line=drawn or budget.width == 1, law_of=law_of)
+
+    def grown(self, ctx: Context, budget: Budget) -> list[Grown]:
+        """See ``Listing``."""
+        width = 1 if budget.children in ("sampled", "distinct") else budget.width
         most = budget.depth * width if budget.nodes is None else budget.nodes
         rows = []
         for index, row in enumerate(ctx.rows):
             root, found = row.tokens[-1], self.matches(index, row) if budget.depth else ()
             trees = [grow(root, each, int(min(most, self.reach(each))), budget.depth, width) for each in found]
             rows.append(max(trees, key=lambda tree: tree.score, default=Grown([root])))
-        return as_tree(rows, ctx.device, is_line=width == 1, law_of=self._vocab_size if drawn else None)
+        return rows
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """New tokens are read when there is next something to propose."""

@@ -32,7 +32,7 @@ class RestDrafter(RetrievalDrafter):
     ) -> None:
         super().__init__(vocab_size)
         self._texts, self._min_match, self._max_match = texts, min_match, max(min_match, max_match)
-        self.traits = Traits(costs_forwards=False, identity=identity)
+        self.traits = Traits(costs_forwards=False, identity=identity, lists=True)
 
     def matches(self, index: int, row: Row) -> Iterable[Match]:
         """The longest one."""

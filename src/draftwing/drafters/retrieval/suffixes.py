@@ -38,7 +38,7 @@ class SuffixDrafter(RetrievalDrafter):
         super().__init__(vocab_size)
         self._memory, self._alpha, self._min_match = memory, alpha, min_match
         self._own = OwnTexts()
-        self.traits = Traits(costs_forwards=False, forget=memory.forget)
+        self.traits = Traits(costs_forwards=False, forget=memory.forget, lists=True)
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Start an automaton; it reads the prompt at the first proposal."""

@@ -10,12 +10,13 @@ import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from draftwing.budget.acceptance import Acceptance
 from draftwing.drafters.growing.worth import Rates
-from draftwing.drafters.several.merge import Proposal, Union, follow
+from draftwing.drafters.several.merge import Offer, Proposal, Union, follow
 from draftwing.model.target import Row
 from draftwing.run.request import GrowthRule
 
@@ -25,7 +26,9 @@ FEW, MANY = 1, 64  # claims of a drafter that are learnt at once: few at first
 KNOWN, RARE = 128, 4  # after so many steps one of so many is learnt from
 EXPECTED = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tokens that others promise, told apart
 FIRST = 6  # times that a drafter is asked, whatever others promise, before that is judged
-DOUBT = 1.0  # tokens, over the root of the times that it was asked: those of a step scatter as much as that
+DOUBT = 1.0  # tokens, over the times that it was asked: what the scatter of a few answers does not tell
+CARRIED = 10  # answers in other texts that count in one that begins
+HICCUP = 1.5  # times what asking takes: more is the machine's, not the drafter's
 LATEST = 0.03  # what the latest answer counts, once there were many
 SOON, LOOK = 4, 64  # refusals, at first and at most, after which one is asked all the same, to learn how it is by now
 
@@ -74,6 +77,14 @@ class Claims:
         self.asking = [Asking() for _ in range(num_drafters)]
         self._lock = threading.Lock()
         self.version = self._steps = 0
+
+    @cached_property
+    def sampled(self) -> Claims:
+        """Those of requests that draw their tokens, learnt by themselves: these are those of greedy ones.
+
+        A chance is told otherwise under noise, from the margins of perturbed scores, and a text repeats itself less.
+        """
+        return Claims(len(self._own))
 
     def is_due(self) -> bool:
         """Whether to learn from a step: as much is known from some of them later on, and steps may be short."""
@@ -141,7 +152,7 @@ class Step:
 
     Attributes:
         rows, starts: the rows, and their lengths then.
-        given: by row and drafter.
+        offers: by drafter.
         unions: of each row, None where one drafter alone proposed something.
         expected: of the drafters that were asked at a price, by row the tokens that those before them promised.
         names: of the drafters: what nobody wanted of one tells nothing of it.
@@ -149,7 +160,7 @@ class Step:
 
     rows: Sequence[Row]
     starts: Sequence[int]
-    given: Sequence[Sequence[Proposal]]
+    offers: Sequence[Offer]
     unions: Sequence[Union | None]
     expected: Mapping[int, Sequence[float]]
     names: Sequence[str] = ()
@@ -159,18 +170,34 @@ class Step:
         if not whole and not self.expected:
             return
         for number, (row, start) in enumerate(zip(self.rows, self.starts, strict=True)):
-            emitted, given = row.tokens[start + 1 :], self.given[number]
+            emitted = row.tokens[start + 1 :]
             if not emitted:  # a step that never counted
                 continue
             if whole:
-                claims.learn(given, self.unions[number], emitted)
-            most = row.length - start - 1
-            depths = [min(len(follow(each, emitted)) - 1, most) for each in given]
+                claims.learn([each.rows[number] for each in self.offers], self.unions[number], emitted)
             for place, expected in self.expected.items():
                 if row.drafts is not None and not row.takes(self.names[place]):
                     continue
-                more = depths[place] - max(depths[:place], default=0)
-                claims.asking[place].brought(expected[number], max(more, 0), len(given[place].tokens) - 1)
+                tokens, nodes = self._brought(place, number, emitted, row.length - start - 1)
+                claims.asking[place].brought(expected[number], tokens, nodes)
+
+    def _brought(self, place: int, number: int, emitted: Sequence[int], kept: int) -> tuple[int, int]:
+        """Tokens that a drafter added in a row to those of the drafters before it, and nodes that it proposed there.
+
+        Args:
+            kept: tokens of the row that were drafted by whomever.
+        """
+        offer = self.offers[place]
+        if not offer.is_heard:
+            return 0, 0
+        heard = [each for each in self.offers if each.is_heard]
+        if len(heard) == 1 and len(self.rows) == 1:
+            return kept, offer.num_nodes - 1
+        depths = [
+            min(len(follow(each.rows[number], emitted)) - 1, kept) if each.is_heard else 0
+            for each in self.offers[: place + 1]
+        ]
+        return max(depths[place] - max(depths[:place], default=0), 0), len(offer.rows[number].tokens) - 1
 
 
 def _learn_own(table: _Table, proposal: Proposal, emitted: Sequence[int]) -> None:
@@ -193,14 +220,16 @@ def _as_proposal(union: Union) -> Proposal:
 class Asking:
     """Whether a drafter whose drafts cost passes is worth asking, by what it brought beside what others promised.
 
-    Everything is learnt: the tokens that it added, its seconds by number of rows, the nodes that it made more of.
+    Everything is learnt: the tokens that it added, what it takes by number of rows, the nodes that it made more of.
+    What it takes is kept in forwards of the target, since one that is asked rarely would else be judged by how slow the
+    machine was long ago.
     """
 
     def __init__(self) -> None:
         bins = len(EXPECTED) + 1
-        self._added, self._seen = [0.0] * bins, [0] * bins
+        self._added, self._squares, self._seen = [0.0] * bins, [0.0] * bins, [0] * bins
         self._refused, self._patience = [0] * bins, [SOON] * bins
-        self._seconds: dict[int, tuple[int, float]] = {}  # by rows: times, seconds
+        self._takes: dict[int, tuple[int, float]] = {}  # by rows: times, forwards
         self._nodes = 0.0
 
     def is_worth_it(self, expected: Sequence[float], nodes: int, rule: GrowthRule) -> bool:
@@ -212,14 +241,14 @@ class Asking:
             rule: what tokens and nodes are worth.
         """
         places = [_bin(each) for each in expected]
-        times, takes = self._seconds.get(len(places), (0, 0.0))
+        times, forwards = self._takes.get(len(places), (0, 0.0))
         if not times or any(self._seen[place] < FIRST for place in places):
             return True
         last = len(rule.verify) - 1
         here, there = min(nodes + 1, last), min(nodes + 1 + round(self._nodes), last)
-        takes += float(rule.verify[there] - rule.verify[here])
+        takes = forwards * float(rule.verify[1]) + float(rule.verify[there] - rule.verify[here])
         # With the benefit of the doubt: a few steps in which it added little prove little.
-        added = sum([self._added[place] + DOUBT / math.sqrt(self._seen[place]) for place in places])
+        added = sum([self._added[place] + self._doubt(place) for place in places])
         if added * rule.worth > takes:
             for place in places:
                 self._refused[place], self._patience[place] = 0, SOON
@@ -232,20 +261,33 @@ class Asking:
         self._refused[first], self._patience[first] = 0, min(2 * self._patience[first], LOOK)
         return True
 
-    def took(self, rows: int, seconds: float) -> None:
+    def _doubt(self, place: int) -> float:
+        """Tokens that it may add beyond the mean that was seen (empirical Bernstein): few where all answers agree."""
+        scatter = max(self._squares[place] - self._added[place] ** 2, 0.0)
+        return math.sqrt(scatter / self._seen[place]) + DOUBT / self._seen[place]
+
+    def begin_text(self) -> None:
+        """Another text begins, which may be of another kind: believe what is found in it, and look soon."""
+        self._seen = [min(seen, CARRIED) for seen in self._seen]
+        self._refused, self._patience = [0] * len(self._seen), [SOON] * len(self._seen)
+
+    def took(self, rows: int, seconds: float, rule: GrowthRule) -> None:
         """What asking it took."""
-        times, known = self._seconds.get(rows, (0, seconds))
+        forwards = seconds / float(rule.verify[1])
+        times, known = self._takes.get(rows, (0, forwards))
         if times < FIRST:  # the first drafts of all are slow ones
-            known = min(known, seconds)
+            known = min(known, forwards)
         else:  # a hiccup of the machine says little
-            known += 0.1 * (min(seconds, 3 * known) - known)
-        self._seconds[rows] = times + 1, known
+            known += 0.1 * (min(forwards, HICCUP * known) - known)
+        self._takes[rows] = times + 1, known
 
     def brought(self, expected: float, tokens: int, nodes: int) -> None:
         """In one row: tokens and nodes beyond what others had proposed, where these promised so many tokens."""
         place = _bin(expected)
         self._seen[place] += 1
-        self._added[place] += max(LATEST, 1 / self._seen[place]) * (tokens - self._added[place])
+        latest = max(LATEST, 1 / self._seen[place])
+        self._added[place] += latest * (tokens - self._added[place])
+        self._squares[place] += latest * (tokens * tokens - self._squares[place])
         self._nodes += LATEST * (nodes - self._nodes)
 
 

@@ -17,10 +17,9 @@ from dataclasses import replace
 from draftwing.drafters.base import Budget, Drafter
 from draftwing.drafters.growing.worth import num_worth, worth_keeping
 from draftwing.drafters.several.claims import Claims, Step
-from draftwing.drafters.several.merge import Proposal, proposals, together, unite
+from draftwing.drafters.several.merge import Offer, Union, alone, together, unite
 from draftwing.drafters.several.parts import Parts, levels_of, nothing
-from draftwing.model.target import Context
-from draftwing.run.request import GrowthRule
+from draftwing.model.target import Context, Row
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import DraftTree
 
@@ -40,9 +39,10 @@ class CombinedDrafter(Parts):
 
     def __init__(self, parts: Sequence[Drafter], claims: Claims, names: Sequence[str] | None = None) -> None:
         super().__init__(parts, names)
-        self._claims = claims
+        self._claims = self._now = claims  # of greedy requests, with those of others; of the rows as they are
         self._step: Step | None = None
-        self._budgets: dict[int, tuple[Budget, int, Budget]] = {}
+        self._text: Row | None = None  # that was drafted alone last
+        self._budgets: dict[int, tuple[Budget, Claims, int, Budget]] = {}
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """The best of all that they propose, within the budget."""
@@ -53,82 +53,94 @@ class CombinedDrafter(Parts):
     def _proposed(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         step, self._step = self._step, None
         if step is not None:
-            step.teach(self._claims, whole=self._claims.is_due())
+            step.teach(self._now, whole=self._now.is_due())
+        if ctx.num_rows == 1 and ctx.rows[0] is not self._text:
+            self._text = ctx.rows[0]
+            for asking in (*self._claims.asking, *self._claims.sampled.asking):
+                asking.begin_text()
+        self._now = self._claims if sampling.all_greedy else self._claims.sampled
         self.made = [None] * len(self.parts)
         if budget.depth == 0:
             for part in self.parts:
-                part.propose(ctx, sampling, budget)
+                if not part.traits.lists:
+                    part.propose(ctx, sampling, budget)
             return DraftTree.root(ctx.pending())
         if budget.children in ("sampled", "distinct"):
             return self.first_that_is_sure(ctx, sampling, budget)
-        trees, step, effort = self._ask(ctx, sampling, budget)
-        self._step, given = step, list(zip(*step.given, strict=True))
-        rule, speaking = budget.rule, [place for place, tree in enumerate(trees) if tree.num_nodes > 1]
-        if len(speaking) < 2:
-            place = speaking[0] if speaking else 0
-            tree = trees[place]
-            self.made = list(given)
-            if rule is not None and not self.parts[place].traits.grows_by_rule:
-                tree = worth_keeping(tree, self._claims.rule_of(place, rule))
+        step, effort = self._ask(ctx, sampling, budget)
+        self._step, offers, rule = step, step.offers, budget.rule
+        speaking = [place for place, offer in enumerate(offers) if offer.is_heard]
+        if not speaking:
+            return replace(DraftTree.root(ctx.pending()), effort=effort)
+        self.made = [None if part.traits.lists else offer.rows for part, offer in zip(self.parts, offers, strict=True)]
+        first = offers[speaking[0]]
+        if len(speaking) == 1 and first.tree is not None:
+            tree = first.tree
+            if rule is not None and not self.parts[speaking[0]].traits.grows_by_rule:
+                tree = worth_keeping(tree, self._now.rule_of(speaking[0], rule))
             else:
-                self.made[place] = None  # its own tree, as it stands
-            return replace(tree, effort=effort)
-        unions = [unite(each) for each in step.given]
+                self.made[speaking[0]] = None  # its own tree, as it stands
+            return tree if tree.effort == effort else replace(tree, effort=effort)
+        if len(speaking) == 1:
+            assert rule is not None
+            pairs = zip(first.rows, first.reached, strict=True)
+            unions = [alone(each, reached, first.num_worthy) for each, reached in pairs]
+            return together(unions, [range(len(union.tokens)) for union in unions], ctx.device, effort)
+        unions = [unite(each) for each in zip(*[offer.rows for offer in offers], strict=True)]
         for union in unions:
-            union.weigh(self._claims.chance)
+            union.weigh(self._now.chance)
         step.unions = unions
-        is_free = rule is not None and budget.width > 1
-        kept = [union.ordered() if is_free else union.within(budget) for union in unions]
-        if rule is not None:
-            ranked = [[union.reached[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
-            count = 1 + num_worth(ranked, rule, len(rule.verify) - 3)
-            pairs = zip(unions, kept, strict=True)
-            kept = [[node for node in nodes[:count] if union.reached[node] > 0] for union, nodes in pairs]
-        self.made = list(given)
-        return together(unions, kept, ctx.device, effort)
+        return together(unions, _kept(unions, budget), ctx.device, effort)
 
-    def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[list[DraftTree], Step, float]:
-        """Every drafter's trees, what is to be learnt from them, and the levels that they took."""
+    def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[Step, float]:
+        """What every drafter offers, what is to be learnt from it, and the levels that it took."""
         rule, rows, effort, worthy = budget.rule, ctx.num_rows, 0.0, 0
-        trees: list[DraftTree] = []
-        given: list[list[Proposal]] = []
-        expected, promised = [0.0] * rows, dict[int, list[float]]()
+        offers, expected, promised = list[Offer](), [0.0] * rows, dict[int, list[float]]()
         for place, part in enumerate(self.parts):
-            costs, asking, began = part.traits.costs_forwards, self._claims.asking[place], time.perf_counter()
-            wanted = not costs or rule is None or asking.is_worth_it(expected, worthy, rule)
-            wanted = wanted and any(row.takes(self.names[place]) for row in ctx.rows)
-            tree = self.asked(place, ctx, sampling, self._budget_of(place, budget) if wanted else nothing(budget))
-            found = proposals(tree)
-            if costs and wanted:
-                asking.took(rows, time.perf_counter() - began)
-                promised[place], effort = expected, effort + levels_of(tree)
-            if rule is not None and tree.num_nodes > 1 and place + 1 < len(self.parts):
-                reached = [self._claims.reached(place, each) for each in found]
-                num_worthy = max(_num_worthy(each, rule) for each in reached)
-                if num_worthy or costs:
-                    worthy = max(worthy, num_worthy)
-                    expected = [max(old, sum(new[1:])) for old, new in zip(expected, reached, strict=True)]
-                else:  # nothing that is worth being verified
-                    tree = DraftTree.root(ctx.pending())
-            trees.append(tree)
-            given.append(found)
-        step = Step(list(ctx.rows), ctx.lengths, list(zip(*given, strict=True)), [None] * rows, promised, self.names)
-        return trees, step, effort
+            costs, lists = part.traits.costs_forwards, part.traits.lists and rule is not None
+            if lists:
+                offer = Offer(self.listed(place, ctx, self._budget_of(place, budget)))
+            else:
+                asking, began = self._now.asking[place], time.perf_counter()
+                wanted = not costs or rule is None or asking.is_worth_it(expected, worthy, rule)
+                wanted = wanted and any(row.takes(self.names[place]) for row in ctx.rows)
+                own = self._budget_of(place, budget) if wanted else nothing(budget)
+                offer = Offer(tree := self.asked(place, ctx, sampling, own))
+                if costs and wanted:
+                    if rule is not None:
+                        asking.took(rows, time.perf_counter() - began, rule)
+                    promised[place], effort = expected, effort + levels_of(tree)
+            if rule is not None and offer.is_heard and (lists or place + 1 < len(self.parts)):
+                offer.reached = [self._now.reached(place, each) for each in offer.rows]
+                ranked = [sorted(each[1:], reverse=True) for each in offer.reached]
+                offer.num_worthy = num_worth(ranked, rule, len(rule.verify) - 3)
+                offer.is_heard = costs or offer.num_worthy > 0
+                if offer.is_heard:
+                    worthy = max(worthy, offer.num_worthy)
+                    expected = [max(old, sum(new[1:])) for old, new in zip(expected, offer.reached, strict=True)]
+            offers.append(offer)
+        return Step(list(ctx.rows), ctx.lengths, offers, [None] * rows, promised, self.names), effort
 
     def _budget_of(self, place: int, budget: Budget) -> Budget:
         """A part's own: it grows by what came true of its own claims, and deep where that costs nothing."""
         if budget.rule is None:
             return budget
-        known, version = self._budgets.get(place), self._claims.version
-        if known is None or known[0] is not budget or known[1] != version:
+        known, claims = self._budgets.get(place), self._now
+        if known is None or known[0] is not budget or known[1] is not claims or known[2] != claims.version:
             costs = self.parts[place].traits.costs_forwards
             depth = budget.depth if costs else max(budget.depth, COPIES)
-            own = replace(budget, depth=depth, rule=self._claims.rule_of(place, budget.rule))
-            known = self._budgets[place] = budget, version, own
-        return known[2]
+            own = replace(budget, depth=depth, rule=claims.rule_of(place, budget.rule))
+            known = self._budgets[place] = budget, claims, claims.version, own
+        return known[3]
 
 
-def _num_worthy(reached: Sequence[float], rule: GrowthRule) -> int:
-    """Nodes that bring more than the verification of one node takes."""
-    least = float(rule.verify[2] - rule.verify[1])
-    return sum(each * rule.worth > least for each in reached[1:])
+def _kept(unions: Sequence[Union], budget: Budget) -> list[list[int]]:
+    """The nodes of each union that are worth their verification, or that the budget has room for."""
+    rule, is_free = budget.rule, budget.rule is not None and budget.width > 1
+    kept = [union.ordered() if is_free else union.within(budget) for union in unions]
+    if rule is None:
+        return kept
+    ranked = [[union.reached[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
+    count = 1 + num_worth(ranked, rule, len(rule.verify) - 3)
+    pairs = zip(unions, kept, strict=True)
+    return [[node for node in nodes[:count] if union.reached[node] > 0] for union, nodes in pairs]

@@ -17,7 +17,19 @@ from draftwing.drafters.base import Budget
 from draftwing.drafters.growing.worth import UNTOLD
 from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = ["Proposal", "Union", "by_row", "follow", "kept_tokens", "own_path", "proposals", "together", "unite"]
+__all__ = [
+    "Offer",
+    "Proposal",
+    "Union",
+    "alone",
+    "by_row",
+    "follow",
+    "kept_tokens",
+    "own_path",
+    "proposals",
+    "together",
+    "unite",
+]
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,36 @@ def proposals(tree: DraftTree) -> list[Proposal]:
         above = [-1, *[place[parents[node]] for node in used[1:]]]
         found.append(Proposal([tokens[node] for node in used], above, [said[node] for node in used]))
     return found
+
+
+class Offer:
+    """What a drafter proposes for every row. Lists are made of a tree where somebody asks for them, which few steps do.
+
+    Args:
+        found: the rows' proposals, or their trees.
+
+    Attributes:
+        num_nodes: of the largest tree, its root counted.
+        reached: of each row the chance of each node's path, where it was asked for.
+        num_worthy: nodes of each row that are worth their verification, if nobody else offers any.
+        is_heard: whether any of it may be verified.
+    """
+
+    def __init__(self, found: DraftTree | list[Proposal]) -> None:
+        self.tree = found if isinstance(found, DraftTree) else None
+        self._rows = None if isinstance(found, DraftTree) else found
+        self.num_nodes = found.num_nodes if isinstance(found, DraftTree) else max([len(each.tokens) for each in found])
+        self.is_heard = self.num_nodes > 1
+        self.reached: list[list[float]] = []
+        self.num_worthy = 0
+
+    @property
+    def rows(self) -> list[Proposal]:
+        """By row; a lone root where there is nothing for one."""
+        if self._rows is None:
+            assert self.tree is not None
+            self._rows = proposals(self.tree)
+        return self._rows
 
 
 def follow(proposal: Proposal, tokens: Sequence[int]) -> list[int]:
@@ -143,6 +185,19 @@ class Union:
             path.append(node)
             node = chosen[node]
         return path
+
+
+def alone(proposal: Proposal, reached: Sequence[float], most: int) -> Union:
+    """Of one proposal the ``most`` likely nodes, as they were told, in their order."""
+    best = sorted(range(1, len(reached)), key=reached.__getitem__, reverse=True)[:most]
+    kept = [0, *sorted([node for node in best if reached[node] > 0])]
+    place = {node: i for i, node in enumerate(kept)}
+    tokens, told = [proposal.tokens[node] for node in kept], [proposal.told[node] for node in kept]
+    parents = [-1, *[place[proposal.parents[node]] for node in kept[1:]]]
+    depths = [0]
+    for above in parents[1:]:
+        depths.append(depths[above] + 1)
+    return Union(tokens, parents, depths, chances=told, reached=[reached[node] for node in kept])
 
 
 def unite(given: Sequence[Proposal]) -> Union:

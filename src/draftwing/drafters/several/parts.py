@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor
 
-from draftwing.drafters.base import Budget, Drafter, Resuming, Traits
+from draftwing.drafters.base import Budget, Drafter, Listing, Resuming, Traits
 from draftwing.drafters.several.merge import Proposal, by_row, kept_tokens, own_path, proposals
 from draftwing.errors import DraftwingError
 from draftwing.model.target import Context, FeatureSpec, Row, TargetOutput
@@ -48,13 +48,21 @@ class Parts:
             runs_as=", ".join(dict.fromkeys(each.runs_as for each in traits if each.runs_as)),
             parts=self.names,
             resumes=all(each.resumes or not (each.reads_features or each.costs_forwards) for each in traits),
+            forget=self._forget if any(each.forget for each in traits) else None,
         )
         self._resuming = [part for part in self.parts if part.traits.resumes]
-        # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row.
+        # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row; None too of
+        # those that do not hear of it (``Listing``).
         self.made: list[Sequence[Proposal] | None] = [None] * len(self.parts)
         # The part that wants further nodes scored (``DraftTree.num_scored``), and these.
         self.scorer: int | None = None
         self.scored: tuple[Tensor, Tensor, int] | None = None
+
+    def _forget(self) -> None:
+        """See ``Traits.forget``: what each of them has kept."""
+        for part in self.parts:
+            if part.traits.forget is not None:
+                part.traits.forget()
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """A new row, to all of them or to none."""
@@ -107,11 +115,22 @@ class Parts:
     def asked(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """What a part proposes, for the rows that take it; what the first part wants scored beside is put aside."""
         refused = self.refused(place, ctx)
-        tree = self.parts[place].propose(ctx, sampling, nothing(budget) if len(refused) == ctx.num_rows else budget)
+        part = self.parts[place]
+        tree = part.propose(ctx, sampling, nothing(budget) if len(refused) == ctx.num_rows else budget)
         if tree.num_scored and self.scorer is None:
             self.scorer, self.scored = place, tree.scored
         tree = tree.proposals
         return tree.without([(row, node) for row in refused for node in range(1, tree.num_nodes)]) if refused else tree
+
+    def listed(self, place: int, ctx: Context, budget: Budget) -> list[Proposal]:
+        """The same of a ``Listing`` part."""
+        refused, part = self.refused(place, ctx), cast(Listing, self.parts[place])
+        found = part.grown(ctx, budget) if len(refused) < ctx.num_rows else ()
+        rows = [Proposal(each.tokens, each.parents, each.told) for each in found]
+        if not refused:
+            return rows
+        roots = [Proposal(row.tokens[-1:], [-1], [1.0]) for row in ctx.rows]
+        return [roots[number] if number in refused else rows[number] for number in range(ctx.num_rows)]
 
     def refused(self, place: int, ctx: Context) -> list[int]:
         """Rows whose requests have not chosen a part."""
