@@ -8,7 +8,7 @@
 
 namespace {
 
-thread_local Scratch attention_queries, attention_scores, attention_path, attention_block;
+thread_local Scratch attention_queries, attention_scores, attention_path, attention_block, attention_depths;
 
 // Keys of 16 slots lie transposed, (dim, 16); values slot by slot, (dim).
 
@@ -142,9 +142,45 @@ void score_view(const Seen& seen, int begin, int length, int nodes, const float*
     }
 }
 
-void attend(const Op& op, const Batch& batch, int row, int kv_head) {
+// How deep each node of a row's tree lies.
+void depths_of(const Batch& batch, int row, int32_t* depths) {
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    for (int node = 0; node < batch.tree_nodes; ++node)
+        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
+}
+
+// What the rotation of a row's node begins with.
+inline const float* rotation_of(const Batch& batch, int row, int i, const int32_t* depths) {
+    const size_t angle = batch.rotation_by_row ? static_cast<size_t>(row) * batch.nodes + i
+                                               : static_cast<size_t>(batch.lengths[row] + depths[batch.first_node + i]);
+    return batch.rotation + angle * 2 * batch.rotary_half;
+}
+
+// Writes the keys and values of a row's nodes into their slots, for one KV head.
+void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
+    if (batch.watch != nullptr) return;
+    const int dim = op.head_dim, width = batch.widths[op.source];
+    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+    float* values = keys + batch.value_stride;
+    const Slots at = slots_of(batch, row);
+    int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
+    depths_of(batch, row, depths);
+    float turned[1024];
+    for (int i = 0; i < batch.nodes; ++i) {
+        const int slot = static_cast<int>(batch.lengths[row]) + batch.first_node + i;
+        const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width;
+        const float* own = in + (op.num_heads + kv_head) * dim;
+        rotate(own, op.k_norm, op.eps, rotation_of(batch, row, i, depths), batch.rotary_half, dim, turned);
+        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
+        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
+        memcpy(values + at(slot) * dim, own + op.num_kv_heads * dim, dim * sizeof(float));
+    }
+}
+
+// Of a row's nodes from `begin` to before `end`, for one KV head. The keys and values of all of them are in their slots.
+void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, int end) {
     const int dim = op.head_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
-    const int length = static_cast<int>(batch.lengths[row]), half = batch.rotary_half;
+    const int length = static_cast<int>(batch.lengths[row]);
     const Seen seen = seen_of(batch, row, op.layer, kv_head);
     const int padded = (seen.count + batch.tree_nodes + KEYS - 1) / KEYS * KEYS;
     const size_t stride = padded + 16;
@@ -154,32 +190,20 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
     const Slots at = slots_of(batch, row);
     const float* qkv = batch.buffers[op.source];
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
-    const int num_queries = nodes * groups;
-    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim + batch.tree_nodes + 16);
+    const int num_queries = (end - begin) * groups;
+    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim);
     float* mixed = queries + static_cast<size_t>(num_queries) * dim;
-    int32_t* depths = reinterpret_cast<int32_t*>(mixed + static_cast<size_t>(num_queries) * dim);
     float* scores = attention_scores.get<float>(num_queries * stride);
-
-    for (int node = 0; node < batch.tree_nodes; ++node)
-        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
-    float turned[1024];
-    for (int i = 0; i < nodes; ++i) {
-        const int node = batch.first_node + i, slot = length + node;
-        const size_t place = static_cast<size_t>(row) * nodes + i;
-        const size_t angle = batch.rotation_by_row ? place : static_cast<size_t>(length + depths[node]);
-        const float* rotation = batch.rotation + angle * 2 * half;
-        const float* in = qkv + place * width;
+    int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
+    depths_of(batch, row, depths);
+    for (int i = begin; i < end; ++i) {
+        const float* in = qkv + (static_cast<size_t>(row) * nodes + i) * width;
+        const float* rotation = rotation_of(batch, row, i, depths);
         for (int g = 0; g < groups; ++g) {
-            float* query = queries + (static_cast<size_t>(i) * groups + g) * dim;
-            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, half, dim, query);
+            float* query = queries + (static_cast<size_t>(i - begin) * groups + g) * dim;
+            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, batch.rotary_half, dim, query);
             for (int d = 0; d < dim; ++d) query[d] *= op.scale;
         }
-        if (batch.watch != nullptr) continue;
-        rotate(in + (op.num_heads + kv_head) * dim, op.k_norm, op.eps, rotation, half, dim, turned);
-        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
-        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
-        memcpy(values + at(slot) * dim, in + (op.num_heads + op.num_kv_heads + kv_head) * dim,
-               dim * sizeof(float));
     }
 
     // With a window, what no query sees is not scored: positions grow along the queries' depths alone.
@@ -193,13 +217,13 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
 
     // The scores of a node's ancestors, in the order of their depths, follow those of the committed slots.
     int* path = attention_path.get<int>(batch.tree_nodes);
-    for (int i = 0; i < nodes; ++i) {
+    for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
         const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
         const int first = low < length ? seen.from(low) : seen.count + low - length;
         for (int g = 0; g < groups; ++g) {
-            const size_t query = static_cast<size_t>(i) * groups + g;
+            const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
             for (int d = 0; d <= depth; ++d) own[seen.count + d] = own[seen.count + path[d]];
             const float sum = softmax(own, first, seen.count + depth);
@@ -223,13 +247,13 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
             for (; q < num_queries; ++q) mix<1>(weights + q * stride, stride, some, num, dim, mixed + q * dim);
         }
     }
-    for (int i = 0; i < nodes; ++i) {
+    for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
         const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
         const size_t place = static_cast<size_t>(row) * nodes + i;
         for (int g = 0; g < groups; ++g) {
-            const size_t query = static_cast<size_t>(i) * groups + g;
+            const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
             float* sums = mixed + query * dim;
             for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
