@@ -89,7 +89,7 @@ def test_the_environment_turns_tiles_off():
 
 
 def test_what_ends_a_process_is_tried_by_a_child(tmp_path):
-    """It says no, crashes, is stopped or never comes back: this process goes on, and nobody is told of a child's end."""
+    """It says no, crashes, is stopped or never comes back: nobody here is told of a child's end."""
     path = tmp_path / "trial.so"
     done = compiled("trial.cpp", path, "-fPIC", "-shared")
     assert done.returncode == 0, done.stderr

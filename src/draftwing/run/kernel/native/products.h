@@ -96,14 +96,18 @@ void norm_row(const float* x, const float* weight, int width, float eps, float* 
 // To 8 bits, 128 for zero; what one level is worth comes back.
 float quantise_row(const float* x, int width, int padded, uint8_t* out) {
     typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
-    v16 most{}, check{};  // NaN is never greater, and must stay visible
+    v16 mosts[4] = {}, checks[4] = {};  // NaN is never greater, and must stay visible
     int i = 0;
-    for (; i + 16 <= width; i += 16) {
-        const v16 part = load(x + i), size = part < 0.0f ? -part : part;
-        most = size > most ? size : most;
-        check += part * 0.0f;
-    }
-    float largest = 0.0f, unusual = sum_of(check);
+    const auto look = [&](int which) __attribute__((always_inline)) {
+        const v16 part = load(x + i + 16 * which);
+        mosts[which] = larger(larger(part, -part), mosts[which]);
+        checks[which] += part * 0.0f;
+    };
+    for (; i + 64 <= width; i += 64)
+        for (int which = 0; which < 4; ++which) look(which);
+    for (; i + 16 <= width; i += 16) look(0);
+    const v16 most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
+    float largest = 0.0f, unusual = sum_of((checks[0] + checks[1]) + (checks[2] + checks[3]));
     for (int lane = 0; lane < 16; ++lane) largest = most[lane] > largest ? most[lane] : largest;
     for (int k = i; k < width; ++k) {
         largest = std::fmax(largest, std::fabs(x[k]));
@@ -170,15 +174,20 @@ Rows rows_for(const Op& op, const Batch& batch, char* shared) {
 
 thread_local Scratch sums_of_rows;
 
-// One tile of a product: (count, 64) at `out`, the bias added.
-void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
+// One tile of a product: (count, 64) at `out`, the bias added. The next one will be wanted, but for the last.
+void product(const Op& op, const Rows& rows, int count, int tile, bool is_last, v16 (*out)[PARTS]) {
     if (op.format != INT8) {
         float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
     } else {
         const int padded = padded_inputs(op.num_in);
         const int8_t* w = static_cast<const int8_t*>(op.weight) + static_cast<size_t>(tile) * padded * TILE;
         i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
-        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, sums);
+        Later later;
+        if (!is_last && count > 1) {  // one row leaves no time for it
+            later.at = reinterpret_cast<const char*>(w) + static_cast<size_t>(padded) * TILE;
+            later.end = later.at + static_cast<size_t>(padded) * TILE;
+        }
+        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, later, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
             const i16 offset = *reinterpret_cast<const i16u*>(op.sums + at);
@@ -186,6 +195,7 @@ void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PAR
             for (int r = 0; r < count; ++r) {
                 const v16 found = __builtin_convertvector(sums[r][c] - offset, v16) * rows.scales[r] * scale;
                 out[r][c] = found;
+                later.fetch();
             }
         }
     }
@@ -210,8 +220,8 @@ void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, 
     v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(static_cast<size_t>(2) * padded_rows(count) * TILE));
     v16(*up)[PARTS] = found + padded_rows(count);
     for (int tile = first_tile; tile < last_tile; ++tile) {
-        product(op, rows, count, gated ? 2 * tile : tile, found);
-        if (gated) product(op, rows, count, 2 * tile + 1, up);  // what the gates of the tile before let through
+        product(op, rows, count, gated ? 2 * tile : tile, !gated && tile + 1 == last_tile, found);
+        if (gated) product(op, rows, count, 2 * tile + 1, tile + 1 == last_tile, up);  // what the gates of the tile before let through
         for (int r = 0; r < count; ++r) {
             float* row = batch.buffers[op.target] + static_cast<size_t>(r) * width + op.column + tile * TILE;
             for (int c = 0; c < PARTS; ++c) {

@@ -29,7 +29,7 @@ struct alignas(64) Step {
     int32_t op, part, pieces, each;  // each: tiles, rows or nodes of a piece
 };
 
-constexpr int SHARED_ROWS = 8;  // fewer every thread prepares for itself: that is faster than to wait for each other
+constexpr int SHARED_ROWS = 20;  // fewer every thread prepares for itself: that is faster than to wait for each other
 constexpr int QUERIES = 24;  // of a piece of attention: their scores stay in the nearest cache
 
 // One walk of a program. It holds copies, since a helper may come late, find everything done, and leave.

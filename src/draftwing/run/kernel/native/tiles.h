@@ -13,7 +13,19 @@
 namespace {
 
 constexpr int TILE_INPUTS = 64, TILE_ROWS = 16;
-constexpr int FEWEST_ROWS = 5;  // fewer are as fast without tiles
+
+// What is needed after the next chunk: fetched while many rows are computed, when memory would be idle.
+struct Later {
+    const char* at = nullptr;
+    const char* end = nullptr;
+
+    int left() const { return static_cast<int>((end - at) / 64); }
+    void fetch() {
+        if (at == end) return;
+        __builtin_prefetch(at, 0, 2);
+        at += 64;
+    }
+};
 
 #if defined(__AMX_INT8__) && defined(__linux__)
 
@@ -51,9 +63,9 @@ inline void release_tiles() {
 #define TILE_DOT(sum, rows, weights) asm volatile("tdpbusd %%tmm" #weights ", %%tmm" #rows ", %%tmm" #sum ::)
 
 // Adds the products of 64 * steps inputs to the sums of the rows that the tiles are shaped for. Meanwhile `ahead` is
-// fetched, 4 * lines lines for each step.
+// fetched, 4 * lines lines for each step, and what is `later` from memory, 4 * later_lines.
 inline void tile_steps(const uint8_t* x, size_t stride, const int8_t* w, int steps, bool is_first, const char* ahead, int lines,
-                       i16 (*sums)[PARTS]) {
+                       Later& later, int later_lines, i16 (*sums)[PARTS]) {
     char* out = reinterpret_cast<char*>(sums);
     if (is_first) {
         TILE_ZERO(0);
@@ -68,6 +80,7 @@ inline void tile_steps(const uint8_t* x, size_t stride, const int8_t* w, int ste
     }
     const auto fetch_lines = [&]() __attribute__((always_inline)) {
         for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead);
+        for (int line = 0; line < later_lines; ++line) later.fetch();
     };
     for (int step = 0; step < steps; ++step, x += TILE_INPUTS, w += TILE_INPUTS * TILE) {
         TILE_LOAD(4, x, stride);
@@ -95,13 +108,14 @@ inline void tile_steps(const uint8_t* x, size_t stride, const int8_t* w, int ste
 #undef TILE_ZERO
 #undef TILE_DOT
 
-// As `tile_sums<Bytes>`. Rows and sums have room for `padded_rows`; what stands there behind the last row says nothing.
-void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
-    if (count < FEWEST_ROWS || num_in < TILE_INPUTS || !tiles_are_on.load(std::memory_order_relaxed))
+// As `tile_sums<Bytes>`, for one row too: its tiles are as fast, and fetch the same. Rows and sums have room for `padded_rows`; what stands there behind the last row says nothing.
+void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later& later, i16 (*sums)[PARTS]) {
+    if (num_in < TILE_INPUTS || !tiles_are_on.load(std::memory_order_relaxed))
         return tile_sums<Bytes>(x, stride, w, num_in, count, sums);
     constexpr int CHUNK = 4;  // steps whose weights stay in the nearest cache for all passes
     const int passes = (count + TILE_ROWS - 1) / TILE_ROWS, each = (count + passes - 1) / passes;
     const int steps = num_in / TILE_INPUTS, chunk = passes == 1 ? steps : CHUNK;
+    const int later_lines = (later.left() - 4 * count + 4 * steps * passes - 1) / (4 * steps * passes);
     shape_tiles(each);
     for (int from = 0; from < steps; from += chunk) {
         const int some = std::min(chunk, steps - from);
@@ -109,8 +123,8 @@ void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int
         const char* next = reinterpret_cast<const char*>(part + static_cast<size_t>(passes == 1 ? 2 : some) * TILE_INPUTS * TILE);
         for (int pass = 0, left = 16; pass < passes; ++pass) {
             const int lines = (left + passes - pass - 1) / (passes - pass);
-            tile_steps(x + pass * each * stride + from * TILE_INPUTS, stride, part, some, from == 0, next, lines,
-                       sums + pass * each);
+            tile_steps(x + pass * each * stride + from * TILE_INPUTS, stride, part, some, from == 0, next, lines, later,
+                       later_lines, sums + pass * each);
             next += static_cast<size_t>(some) * lines * 4 * 64;
             left -= lines;
         }
@@ -139,7 +153,8 @@ bool tiles_are_right() {
     for (int i = 0; i < COUNT * STRIDE; ++i) x[i] = static_cast<uint8_t>(i * 37 + i / 11);
     for (int i = 0; i < IN * TILE; ++i) w[i] = static_cast<int8_t>(i * 73 + i / 7);
     tile_sums<Bytes>(x, STRIDE, w, IN, COUNT, wanted);
-    byte_sums(x, STRIDE, w, IN, COUNT, found);
+    Later nothing;
+    byte_sums(x, STRIDE, w, IN, COUNT, nothing, found);
     release_tiles();
     return memcmp(found, wanted, sizeof(wanted)) == 0;
 }
@@ -162,7 +177,7 @@ inline void release_tiles() {}
 inline int padded_rows(int count) { return count; }
 inline bool use_tiles(bool) { return false; }
 
-inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
+inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later&, i16 (*sums)[PARTS]) {
     tile_sums<Bytes>(x, stride, w, num_in, count, sums);
 }
 
