@@ -183,7 +183,7 @@ void product(const Op& op, const Rows& rows, int count, int tile, bool is_last, 
         const int8_t* w = static_cast<const int8_t*>(op.weight) + static_cast<size_t>(tile) * padded * TILE;
         i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
         Later later;
-        if (!is_last && count > 1) {  // one row leaves no time for it
+        if (!is_last && count >= LATER_ROWS) {
             later.at = reinterpret_cast<const char*>(w) + static_cast<size_t>(padded) * TILE;
             later.end = later.at + static_cast<size_t>(padded) * TILE;
         }

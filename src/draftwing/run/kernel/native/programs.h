@@ -29,7 +29,7 @@ struct alignas(64) Step {
     int32_t op, part, pieces, each;  // each: tiles, rows or nodes of a piece
 };
 
-constexpr int SHARED_ROWS = 20;  // fewer every thread prepares for itself: that is faster than to wait for each other
+constexpr int SHARED_NUMBERS = 12288;  // of all rows: fewer every thread prepares for itself, sooner than it would wait
 constexpr int QUERIES = 24;  // of a piece of attention: their scores stay in the nearest cache
 
 // One walk of a program. It holds copies, since a helper may come late, find everything done, and leave.
@@ -193,7 +193,7 @@ void plan(Run& run, int which, int num_threads) {
         step.claimed.store(0);
     };
     if (op.kind == LINEAR) {
-        const bool is_shared = num_threads > 1 && count >= SHARED_ROWS && needs_preparing(op);
+        const bool is_shared = num_threads > 1 && count * op.num_in >= SHARED_NUMBERS && needs_preparing(op);
         if (is_shared) {
             run.shared.get<char>(prepared_bytes(op, count));
             add(PREPARE, (count + 3) / 4, 4);

@@ -14,6 +14,8 @@ namespace {
 
 constexpr int TILE_INPUTS = 64, TILE_ROWS = 16;
 
+constexpr int LATER_ROWS = TILE_ROWS + 1;  // fewer leave memory no time
+
 // What is needed after the next chunk: fetched while many rows are computed, when memory would be idle.
 struct Later {
     const char* at = nullptr;
