@@ -308,7 +308,7 @@ def _key(target: Target, drafter: Drafter) -> dict[str, object]:
     kernel = get_kernel()
     return {
         "version": 5,
-        "runtime": kernel.name if kernel is not None and target.runtime == "kernel" else target.runtime,
+        "runtime": kernel.costs_like if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],
         "dtype": str(target.dtype),

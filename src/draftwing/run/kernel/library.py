@@ -36,7 +36,8 @@ class Kernel:
     """The compiled library, with as many threads as PyTorch is told to take.
 
     Attributes:
-        name: another one for other code: what was measured with that holds no more.
+        name: another one for other code.
+        has_tiles: whether products of 8 bits run on the processor's tiles (AMX); ``DRAFTWING_KERNEL_AMX=off``: never.
         run: walks so many operations: ops, their number, a ``Batch``, threads (``draftwing_run``).
         draft: grows trees with a program (``draftwing_draft``); how many nodes they have.
     """
@@ -70,7 +71,22 @@ class Kernel:
         self._rows.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64]
         self._rows.restype = None
         self.max_ops: int = library.draftwing_sizes(2)
+        self._use_tiles = library.draftwing_use_tiles
+        self.has_tiles = self.use_tiles(os.environ.get("DRAFTWING_KERNEL_AMX") != "off")
         self.has_int8 = bool(library.draftwing_has_int8())  # else 8 bits would be slower than 32
+
+    @property
+    def costs_like(self) -> str:
+        """Another word for other code, or other instructions: what was measured with those holds no more."""
+        return f"{self.name} AMX" if self.has_tiles else self.name
+
+    def use_tiles(self, wanted: bool) -> bool:
+        """Compute 8-bit products by the processor's tiles (AMX), or without; whether it does. The bits are the same.
+
+        Tiles are not used where they do not work: the first call tries them in a child process.
+        """
+        self.has_tiles = bool(self._use_tiles(wanted))
+        return self.has_tiles
 
     def room(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for weights, not filled yet."""

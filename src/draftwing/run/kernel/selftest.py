@@ -94,9 +94,12 @@ def _activations(library: ctypes.CDLL, x: np.ndarray, weight: np.ndarray) -> boo
 
 
 def _bytes(library: ctypes.CDLL, rng: np.random.Generator) -> bool:
-    """Of rows and weights that 8 bits hold exactly, exact to the bit."""
-    width = 40
-    x = rng.integers(-126, 127, (_ROWS, width)).astype(np.float32)
+    """Of rows and weights that 8 bits hold exactly, exact to the bit: few rows, and enough for tiles."""
+    return _byte_sums(library, rng, _ROWS, 40) and _byte_sums(library, rng, 37, 5 * 64 + 12)
+
+
+def _byte_sums(library: ctypes.CDLL, rng: np.random.Generator, rows: int, width: int) -> bool:
+    x = rng.integers(-126, 127, (rows, width)).astype(np.float32)
     x[:, 3] = 127
     weight = rng.integers(-127, 128, (_OUT, width)).astype(np.int8)
     packed = np.ascontiguousarray(weight.reshape(1, _TILE, -1, 4).transpose(0, 2, 1, 3))

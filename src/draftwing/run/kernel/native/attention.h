@@ -8,7 +8,13 @@
 
 namespace {
 
-thread_local Scratch attention_queries, attention_scores, attention_path, attention_block;
+#if defined(__AVX512F__)
+constexpr bool WIDE = true;  // enough registers for the sums of four vectors for each of six queries
+#else
+constexpr bool WIDE = false;
+#endif
+
+thread_local Scratch attention_queries, attention_scores, attention_path, attention_block, attention_depths;
 
 // Keys of 16 slots lie transposed, (dim, 16); values slot by slot, (dim).
 
@@ -26,34 +32,57 @@ inline void rotate(const float* x, const float* norm, float eps, const float* ro
     for (int i = 2 * half; i < dim; ++i) out[i] = x[i];
 }
 
-template <int Q> inline void score_block(const float* queries, int dim, const float* keys, float* scores, size_t stride) {
-    v16 sum[Q] = {};
+// B blocks of keys at a time: enough sums that none has to wait for the one before.
+template <int Q, int B>
+inline void score_blocks(const float* queries, int dim, const float* keys, float* scores, size_t stride) {
+    v16 sum[Q][B] = {};
     for (int d = 0; d < dim; ++d) {
-        const v16 key = load(keys + d * KEYS);
+        v16 key[B];
+        for (int b = 0; b < B; ++b) key[b] = load(keys + (b * dim + d) * KEYS);
 #pragma GCC unroll 8
-        for (int q = 0; q < Q; ++q) sum[q] += key * queries[q * dim + d];
+        for (int q = 0; q < Q; ++q) {
+            const v16 value = spread_from(queries + q * dim + d);
+#pragma GCC unroll 4
+            for (int b = 0; b < B; ++b) sum[q][b] += key[b] * value;
+        }
     }
-    for (int q = 0; q < Q; ++q) store(scores + q * stride, sum[q]);
+    for (int q = 0; q < Q; ++q)
+        for (int b = 0; b < B; ++b) store(scores + q * stride + b * KEYS, sum[q][b]);
 }
 
 // Values of slots that lie side by side, weighted by `weights`, added to `out` (dim): in the order of the slots.
+template <int Q, int P>
+inline void mix_parts(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
+    v16 sum[Q][P];
+    for (int q = 0; q < Q; ++q)
+        for (int p = 0; p < P; ++p) sum[q][p] = load(out + q * dim + 16 * p);
+    for (int s = 0; s < count; ++s, values += dim) {
+        v16 value[P];
+        for (int p = 0; p < P; ++p) value[p] = load(values + 16 * p);
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; ++q) {
+            const v16 weight = spread_from(weights + q * stride + s);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) sum[q][p] += value[p] * weight;
+        }
+    }
+    for (int q = 0; q < Q; ++q)
+        for (int p = 0; p < P; ++p) store(out + q * dim + 16 * p, sum[q][p]);
+}
+
 template <int Q>
 inline void mix(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
-    for (int d = 0; d < dim; d += 32) {
-        v16 sum[Q][2];
-        for (int q = 0; q < Q; ++q) sum[q][0] = load(out + q * dim + d), sum[q][1] = load(out + q * dim + d + 16);
-        for (int s = 0; s < count; ++s) {
-            const v16 low = load(values + static_cast<size_t>(s) * dim + d);
-            const v16 high = load(values + static_cast<size_t>(s) * dim + d + 16);
-#pragma GCC unroll 8
-            for (int q = 0; q < Q; ++q) {
-                const float weight = weights[q * stride + s];
-                sum[q][0] += low * weight;
-                sum[q][1] += high * weight;
-            }
-        }
-        for (int q = 0; q < Q; ++q) store(out + q * dim + d, sum[q][0]), store(out + q * dim + d + 16, sum[q][1]);
-    }
+    int d = 0;
+    if (WIDE)
+        for (; d + 64 <= dim; d += 64) mix_parts<Q, 4>(weights, stride, values + d, count, dim, out + d);
+    for (; d < dim; d += 32) mix_parts<Q, 2>(weights, stride, values + d, count, dim, out + d);
+}
+
+inline void mix_all(int count, const float* weights, size_t stride, const float* values, int slots, int dim, float* out) {
+    int q = 0;
+    for (; q + 6 <= count; q += 6) mix<6>(weights + q * stride, stride, values, slots, dim, out + q * dim);
+    for (; q + 3 <= count; q += 3) mix<3>(weights + q * stride, stride, values, slots, dim, out + q * dim);
+    for (; q < count; ++q) mix<1>(weights + q * stride, stride, values, slots, dim, out + q * dim);
 }
 
 // Positions from `low` to `last` of one query: scores to chances, in place; the sum comes back.
@@ -63,8 +92,7 @@ float softmax(float* scores, int low, int last) {
     for (int i = last + 1; i < end; ++i) scores[i] = -INFINITY;
     v16 largest = spread(-INFINITY);
     for (int i = begin; i < end; i += 16) {
-        const v16 part = load(scores + i);
-        largest = part > largest ? part : largest;
+        largest = larger(load(scores + i), largest);
     }
     float top = largest[0];
     for (int i = 1; i < 16; ++i) top = largest[i] > top ? largest[i] : top;
@@ -106,11 +134,12 @@ Seen seen_of(const Batch& batch, int row, int layer, int kv_head) {
     return {slots, static_cast<int>(batch.viewed[row])};
 }
 
+template <int B = 1>
 inline void score(const float* queries, int count, int dim, const float* keys, float* scores, size_t stride) {
     int q = 0;
-    for (; q + 6 <= count; q += 6) score_block<6>(queries + q * dim, dim, keys, scores + q * stride, stride);
-    for (; q + 3 <= count; q += 3) score_block<3>(queries + q * dim, dim, keys, scores + q * stride, stride);
-    for (; q < count; ++q) score_block<1>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q + 6 <= count; q += 6) score_blocks<6, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q + 3 <= count; q += 3) score_blocks<3, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q < count; ++q) score_blocks<1, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
 }
 
 // The scores of some slots, those from place `begin` on and the tree's behind them, side by side.
@@ -142,11 +171,48 @@ void score_view(const Seen& seen, int begin, int length, int nodes, const float*
     }
 }
 
-void attend(const Op& op, const Batch& batch, int row, int kv_head) {
+// How deep each node of a row's tree lies.
+void depths_of(const Batch& batch, int row, int32_t* depths) {
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    for (int node = 0; node < batch.tree_nodes; ++node)
+        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
+}
+
+// What the rotation of a row's node begins with.
+inline const float* rotation_of(const Batch& batch, int row, int i, const int32_t* depths) {
+    const size_t angle = batch.rotation_by_row ? static_cast<size_t>(row) * batch.nodes + i
+                                               : static_cast<size_t>(batch.lengths[row] + depths[batch.first_node + i]);
+    return batch.rotation + angle * 2 * batch.rotary_half;
+}
+
+// Writes the keys and values of a row's nodes into their slots, for one KV head.
+void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
+    if (batch.watch != nullptr) return;
+    const int dim = op.head_dim, width = batch.widths[op.source];
+    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+    float* values = keys + batch.value_stride;
+    const Slots at = slots_of(batch, row);
+    int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
+    depths_of(batch, row, depths);
+    float turned[1024];
+    for (int i = 0; i < batch.nodes; ++i) {
+        const int slot = static_cast<int>(batch.lengths[row]) + batch.first_node + i;
+        const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width;
+        const float* own = in + (op.num_heads + kv_head) * dim;
+        rotate(own, op.k_norm, op.eps, rotation_of(batch, row, i, depths), batch.rotary_half, dim, turned);
+        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
+        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
+        memcpy(values + at(slot) * dim, own + op.num_kv_heads * dim, dim * sizeof(float));
+    }
+}
+
+// Of a row's nodes from `begin` to before `end`, for one KV head. The keys and values of all of them are in their slots.
+void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, int end) {
     const int dim = op.head_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
-    const int length = static_cast<int>(batch.lengths[row]), half = batch.rotary_half;
+    const int length = static_cast<int>(batch.lengths[row]);
     const Seen seen = seen_of(batch, row, op.layer, kv_head);
-    const int padded = (seen.count + batch.tree_nodes + KEYS - 1) / KEYS * KEYS;
+    const int upto = batch.first_node + end;  // no node's ancestors stand behind it
+    const int padded = (seen.count + upto + KEYS - 1) / KEYS * KEYS;
     const size_t stride = padded + 16;
     const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
     float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
@@ -154,52 +220,45 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
     const Slots at = slots_of(batch, row);
     const float* qkv = batch.buffers[op.source];
     const int width = batch.widths[op.source], out_width = batch.widths[op.target];
-    const int num_queries = nodes * groups;
-    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim + batch.tree_nodes + 16);
+    const int num_queries = (end - begin) * groups;
+    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim);
     float* mixed = queries + static_cast<size_t>(num_queries) * dim;
-    int32_t* depths = reinterpret_cast<int32_t*>(mixed + static_cast<size_t>(num_queries) * dim);
     float* scores = attention_scores.get<float>(num_queries * stride);
-
-    for (int node = 0; node < batch.tree_nodes; ++node)
-        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
-    float turned[1024];
-    for (int i = 0; i < nodes; ++i) {
-        const int node = batch.first_node + i, slot = length + node;
-        const size_t place = static_cast<size_t>(row) * nodes + i;
-        const size_t angle = batch.rotation_by_row ? place : static_cast<size_t>(length + depths[node]);
-        const float* rotation = batch.rotation + angle * 2 * half;
-        const float* in = qkv + place * width;
+    int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
+    depths_of(batch, row, depths);
+    for (int i = begin; i < end; ++i) {
+        const float* in = qkv + (static_cast<size_t>(row) * nodes + i) * width;
+        const float* rotation = rotation_of(batch, row, i, depths);
         for (int g = 0; g < groups; ++g) {
-            float* query = queries + (static_cast<size_t>(i) * groups + g) * dim;
-            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, half, dim, query);
+            float* query = queries + (static_cast<size_t>(i - begin) * groups + g) * dim;
+            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, batch.rotary_half, dim, query);
             for (int d = 0; d < dim; ++d) query[d] *= op.scale;
         }
-        if (batch.watch != nullptr) continue;
-        rotate(in + (op.num_heads + kv_head) * dim, op.k_norm, op.eps, rotation, half, dim, turned);
-        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
-        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
-        memcpy(values + at(slot) * dim, in + (op.num_heads + op.num_kv_heads + kv_head) * dim,
-               dim * sizeof(float));
     }
 
     // With a window, what no query sees is not scored: positions grow along the queries' depths alone.
     const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / KEYS * KEYS : 0;
     if (seen.slots == nullptr)
-        for (int block = lowest; block < padded; block += KEYS)
-            score(queries, num_queries, dim, keys + at(block) * dim, scores + block, stride);
+        for (int block = lowest; block < padded;) {
+            const float* some = keys + at(block) * dim;
+            const int together = WIDE ? std::min(padded - block, PAGE - block % PAGE) / KEYS : 1;  // of one page
+            if (together == 4) score<4>(queries, num_queries, dim, some, scores + block, stride);
+            else if (together > 1) score<2>(queries, num_queries, dim, some, scores + block, stride);
+            else score(queries, num_queries, dim, some, scores + block, stride);
+            block += (together == 3 ? 2 : together) * KEYS;
+        }
     else
-        score_view(seen, seen.from(lowest), length, batch.tree_nodes, queries, num_queries, dim, keys, at, scores,
-                   stride);
+        score_view(seen, seen.from(lowest), length, upto, queries, num_queries, dim, keys, at, scores, stride);
 
     // The scores of a node's ancestors, in the order of their depths, follow those of the committed slots.
     int* path = attention_path.get<int>(batch.tree_nodes);
-    for (int i = 0; i < nodes; ++i) {
+    for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
         const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
         const int first = low < length ? seen.from(low) : seen.count + low - length;
         for (int g = 0; g < groups; ++g) {
-            const size_t query = static_cast<size_t>(i) * groups + g;
+            const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
             for (int d = 0; d <= depth; ++d) own[seen.count + d] = own[seen.count + path[d]];
             const float sum = softmax(own, first, seen.count + depth);
@@ -215,21 +274,16 @@ void attend(const Op& op, const Batch& batch, int row, int kv_head) {
         for (int from = 0, to; from < seen.count; from = to) {  // a block of values serves every query while it is near
             to = seen.run(from);
             const float* some = values + at(seen.slot(from)) * dim;
-            const float* weights = scores + from;
-            const int num = to - from;
-            int q = 0;
-            for (; q + 6 <= num_queries; q += 6) mix<6>(weights + q * stride, stride, some, num, dim, mixed + q * dim);
-            for (; q + 3 <= num_queries; q += 3) mix<3>(weights + q * stride, stride, some, num, dim, mixed + q * dim);
-            for (; q < num_queries; ++q) mix<1>(weights + q * stride, stride, some, num, dim, mixed + q * dim);
+            mix_all(num_queries, scores + from, stride, some, to - from, dim, mixed);
         }
     }
-    for (int i = 0; i < nodes; ++i) {
+    for (int i = begin; i < end; ++i) {
         const int depth = depths[batch.first_node + i], last = length + depth;
         for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
         const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
         const size_t place = static_cast<size_t>(row) * nodes + i;
         for (int g = 0; g < groups; ++g) {
-            const size_t query = static_cast<size_t>(i) * groups + g;
+            const size_t query = static_cast<size_t>(i - begin) * groups + g;
             float* own = scores + query * stride;
             float* sums = mixed + query * dim;
             for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {

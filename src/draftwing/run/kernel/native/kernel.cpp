@@ -17,6 +17,9 @@ int32_t draftwing_has_int8() {
 #endif
 }
 
+// Computes 8-bit products by the processor's tiles, where it has any that work, or without; whether it does.
+int32_t draftwing_use_tiles(int32_t wanted) { return use_tiles(wanted != 0); }
+
 // Whether this processor has the instructions that this was compiled for: with -march=native it has.
 int32_t draftwing_runs_here() {
 #if defined(__x86_64__)

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "weights.h"
+#include "tiles.h"
 
 namespace {
 
@@ -75,7 +75,7 @@ inline Slots slots_of(const Batch& batch, int row) {
 
 namespace {
 
-thread_local Scratch prepared_rows, row_scales;
+thread_local Scratch prepared_rows, normed_row;
 
 // --- a matrix times rows ---------------------------------------------------------------------------------------------
 
@@ -96,14 +96,18 @@ void norm_row(const float* x, const float* weight, int width, float eps, float* 
 // To 8 bits, 128 for zero; what one level is worth comes back.
 float quantise_row(const float* x, int width, int padded, uint8_t* out) {
     typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
-    v16 most{}, check{};  // NaN is never greater, and must stay visible
+    v16 mosts[4] = {}, checks[4] = {};  // NaN is never greater, and must stay visible
     int i = 0;
-    for (; i + 16 <= width; i += 16) {
-        const v16 part = load(x + i), size = part < 0.0f ? -part : part;
-        most = size > most ? size : most;
-        check += part * 0.0f;
-    }
-    float largest = 0.0f, unusual = sum_of(check);
+    const auto look = [&](int which) __attribute__((always_inline)) {
+        const v16 part = load(x + i + 16 * which);
+        mosts[which] = larger(larger(part, -part), mosts[which]);
+        checks[which] += part * 0.0f;
+    };
+    for (; i + 64 <= width; i += 64)
+        for (int which = 0; which < 4; ++which) look(which);
+    for (; i + 16 <= width; i += 16) look(0);
+    const v16 most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
+    float largest = 0.0f, unusual = sum_of((checks[0] + checks[1]) + (checks[2] + checks[3]));
     for (int lane = 0; lane < 16; ++lane) largest = most[lane] > largest ? most[lane] : largest;
     for (int k = i; k < width; ++k) {
         largest = std::fmax(largest, std::fabs(x[k]));
@@ -120,47 +124,70 @@ float quantise_row(const float* x, int width, int padded, uint8_t* out) {
 }
 
 struct Rows {  // of a product, as its weight wants them
-    const void* data;
+    void* data;
     size_t stride;
-    const float* scales;
+    float* scales;
 };
 
-Rows prepare(const Op& op, const Batch& batch) {
-    const int count = batch.rows * batch.nodes, width = op.num_in;
-    const float* x = batch.buffers[op.source];
-    const size_t stride = batch.widths[op.source];
-    if (op.format != INT8) {
-        if (op.norm == nullptr) return {x, stride, nullptr};
-        float* out = prepared_rows.get<float>(static_cast<size_t>(count) * width);
-        for (int r = 0; r < count; ++r) norm_row(x + r * stride, op.norm, width, op.eps, out + static_cast<size_t>(r) * width);
-        return {out, static_cast<size_t>(width), nullptr};
-    }
-    const int padded = padded_inputs(width);
-    float* scales = row_scales.get<float>(count + width + 16);
-    float* normed = scales + (count + 15) / 16 * 16;
-    uint8_t* out = prepared_rows.get<uint8_t>(static_cast<size_t>(count) * padded);
-    for (int r = 0; r < count; ++r) {
-        const float* row = x + r * stride;
+inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.norm != nullptr; }
+
+// Where prepared rows lie: `memory` of `prepared_bytes`.
+inline size_t prepared_bytes(const Op& op, int count) {
+    const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
+    return op.format == INT8 ? scales + static_cast<size_t>(padded_rows(count)) * padded_inputs(op.num_in)
+                             : static_cast<size_t>(count) * op.num_in * sizeof(float);
+}
+
+inline Rows prepared_at(const Op& op, int count, char* memory) {
+    if (op.format != INT8) return {memory, static_cast<size_t>(op.num_in), nullptr};
+    const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
+    return {memory + scales, static_cast<size_t>(padded_inputs(op.num_in)), reinterpret_cast<float*>(memory)};
+}
+
+// Norms and rounds rows from `first` to before `last`.
+void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& rows) {
+    float* normed = op.format == INT8 && op.norm != nullptr ? normed_row.get<float>(op.num_in) : nullptr;
+    for (int r = first; r < last; ++r) {
+        const float* row = batch.buffers[op.source] + static_cast<size_t>(r) * batch.widths[op.source];
+        if (op.format != INT8) {
+            norm_row(row, op.norm, op.num_in, op.eps, static_cast<float*>(rows.data) + r * rows.stride);
+            continue;
+        }
         if (op.norm != nullptr) {
-            norm_row(row, op.norm, width, op.eps, normed);
+            norm_row(row, op.norm, op.num_in, op.eps, normed);
             row = normed;
         }
-        scales[r] = quantise_row(row, width, padded, out + static_cast<size_t>(r) * padded);
+        uint8_t* out = static_cast<uint8_t*>(rows.data) + r * rows.stride;
+        rows.scales[r] = quantise_row(row, op.num_in, static_cast<int>(rows.stride), out);
     }
-    return {out, static_cast<size_t>(padded), scales};
+}
+
+// The rows of a product, which a thread prepares for itself, or which all of them have prepared in `shared` memory.
+Rows rows_for(const Op& op, const Batch& batch, char* shared) {
+    const int count = batch.rows * batch.nodes;
+    if (!needs_preparing(op)) return {batch.buffers[op.source], static_cast<size_t>(batch.widths[op.source]), nullptr};
+    if (shared != nullptr) return prepared_at(op, count, shared);
+    const Rows rows = prepared_at(op, count, prepared_rows.get<char>(prepared_bytes(op, count)));
+    prepare(op, batch, 0, count, rows);
+    return rows;
 }
 
 thread_local Scratch sums_of_rows;
 
-// One tile of a product: (count, 64) at `out`, the bias added.
-void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
+// One tile of a product: (count, 64) at `out`, the bias added. The next one will be wanted, but for the last.
+void product(const Op& op, const Rows& rows, int count, int tile, bool is_last, v16 (*out)[PARTS]) {
     if (op.format != INT8) {
         float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
     } else {
         const int padded = padded_inputs(op.num_in);
         const int8_t* w = static_cast<const int8_t*>(op.weight) + static_cast<size_t>(tile) * padded * TILE;
         i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
-        tile_sums<Bytes>(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, sums);
+        Later later;
+        if (!is_last && count >= LATER_ROWS) {
+            later.at = reinterpret_cast<const char*>(w) + static_cast<size_t>(padded) * TILE;
+            later.end = later.at + static_cast<size_t>(padded) * TILE;
+        }
+        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, later, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
             const i16 offset = *reinterpret_cast<const i16u*>(op.sums + at);
@@ -168,6 +195,7 @@ void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PAR
             for (int r = 0; r < count; ++r) {
                 const v16 found = __builtin_convertvector(sums[r][c] - offset, v16) * rows.scales[r] * scale;
                 out[r][c] = found;
+                later.fetch();
             }
         }
     }
@@ -189,11 +217,11 @@ inline void put(float* to, v16 value, int room, bool add) {
 void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, int last_tile) {
     const int count = batch.rows * batch.nodes, width = batch.widths[op.target];
     const bool gated = op.epilogue >= SILU;
-    v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(static_cast<size_t>(2) * count * TILE));
-    v16(*up)[PARTS] = found + count;
+    v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(static_cast<size_t>(2) * padded_rows(count) * TILE));
+    v16(*up)[PARTS] = found + padded_rows(count);
     for (int tile = first_tile; tile < last_tile; ++tile) {
-        product(op, rows, count, gated ? 2 * tile : tile, found);
-        if (gated) product(op, rows, count, 2 * tile + 1, up);  // what the gates of the tile before let through
+        product(op, rows, count, gated ? 2 * tile : tile, !gated && tile + 1 == last_tile, found);
+        if (gated) product(op, rows, count, 2 * tile + 1, tile + 1 == last_tile, up);  // what the gates of the tile before let through
         for (int r = 0; r < count; ++r) {
             float* row = batch.buffers[op.target] + static_cast<size_t>(r) * width + op.column + tile * TILE;
             for (int c = 0; c < PARTS; ++c) {

@@ -21,17 +21,24 @@ namespace {
 
 // --- the program -----------------------------------------------------------------------------------------------------
 
-struct alignas(64) Progress {
+// One operation takes one step or two: what all threads need to begin with is then made by all of them.
+enum Part : int32_t { WHOLE = 0, PREPARE = 1, PREPARED = 2 };
+
+struct alignas(64) Step {
     std::atomic<int32_t> claimed, done;
-    int32_t pieces, each;  // each: tiles of a piece
+    int32_t op, part, pieces, each;  // each: tiles, rows or nodes of a piece
 };
+
+constexpr int SHARED_NUMBERS = 12288;  // of all rows: fewer every thread prepares for itself, sooner than it would wait
+constexpr int QUERIES = 24;  // of a piece of attention: their scores stay in the nearest cache
 
 // One walk of a program. It holds copies, since a helper may come late, find everything done, and leave.
 struct Run {
     Op ops[MAX_OPS];
     Batch batch;
-    int32_t num_ops, num_helpers;
-    Progress progress[MAX_OPS];
+    int32_t num_steps, num_helpers;
+    Step steps[2 * MAX_OPS];
+    Scratch shared;  // rows that were prepared by all threads
     std::atomic<int32_t> inside{0};  // helpers that may still look at it
 };
 
@@ -41,15 +48,26 @@ inline void pause() {
 #endif
 }
 
-void piece(const Op& op, const Batch& batch, int which, int each, Rows& rows, bool& is_prepared) {
-    const int count = batch.rows * batch.nodes;
+void attend_piece(const Op& op, const Batch& batch, const Step& step, int which) {
+    const int row = which / op.num_kv_heads % batch.rows, kv_head = which % op.num_kv_heads;
+    if (step.part != PREPARED) write_slots(op, batch, row, kv_head);
+    const int first = which / (op.num_kv_heads * batch.rows) * step.each;
+    if (step.part != PREPARE) attend(op, batch, row, kv_head, first, std::min(first + step.each, batch.nodes));
+}
+
+void piece(const Run& run, const Step& step, int which, Rows& rows, bool& is_prepared) {
+    const Op& op = run.ops[step.op];
+    const Batch& batch = run.batch;
+    const int count = batch.rows * batch.nodes, first = which * step.each;
     const size_t from = batch.widths[op.source], to = batch.widths[op.target];
-    if (op.kind == LINEAR) {
-        if (!is_prepared) rows = prepare(op, batch), is_prepared = true;
-        const int tiles = (op.num_out + TILE - 1) / TILE, first = which * each;
-        linear(op, batch, rows, first, first + each < tiles ? first + each : tiles);
+    char* shared = step.part == WHOLE ? nullptr : static_cast<char*>(run.shared.data);
+    if (op.kind == LINEAR && step.part == PREPARE) {
+        prepare(op, batch, first, std::min(first + step.each, count), prepared_at(op, count, shared));
+    } else if (op.kind == LINEAR) {
+        if (!is_prepared) rows = rows_for(op, batch, shared), is_prepared = true;
+        linear(op, batch, rows, first, std::min(first + step.each, (op.num_out + TILE - 1) / TILE));
     } else if (op.kind == ATTEND) {
-        attend(op, batch, which / op.num_kv_heads, which % op.num_kv_heads);
+        attend_piece(op, batch, step, which);
     } else if (op.kind == NORM) {
         norm_row(batch.buffers[op.source] + which * from + op.first, op.norm, op.num_in, op.eps,
                  batch.buffers[op.target] + which * to + op.column);
@@ -64,21 +82,22 @@ void piece(const Op& op, const Batch& batch, int which, int each, Rows& rows, bo
 }
 
 void walk(Run& run) {
-    for (int i = 0; i < run.num_ops; ++i) {
-        Progress& progress = run.progress[i];
+    for (int i = 0; i < run.num_steps; ++i) {
+        Step& step = run.steps[i];
         Rows rows{};
         bool is_prepared = false;
         for (;;) {
-            const int which = progress.claimed.fetch_add(1, std::memory_order_acq_rel);
-            if (which >= progress.pieces) break;
-            piece(run.ops[i], run.batch, which, progress.each, rows, is_prepared);
-            progress.done.fetch_add(1, std::memory_order_acq_rel);
+            const int which = step.claimed.fetch_add(1, std::memory_order_acq_rel);
+            if (which >= step.pieces) break;
+            piece(run, step, which, rows, is_prepared);
+            step.done.fetch_add(1, std::memory_order_acq_rel);
         }
-        for (int spins = 0; progress.done.load(std::memory_order_acquire) < progress.pieces; ++spins) {
+        for (int spins = 0; step.done.load(std::memory_order_acquire) < step.pieces; ++spins) {
             pause();
             if (spins > 2000) std::this_thread::yield(), spins = 0;
         }
     }
+    release_tiles();
 }
 
 // --- helpers ---------------------------------------------------------------------------------------------------------
@@ -162,31 +181,47 @@ Pool& pool() {
     return *only_pool;
 }
 
+// Writes the steps of an operation.
+void plan(Run& run, int which, int num_threads) {
+    const Op& op = run.ops[which];
+    const Batch& batch = run.batch;
+    const int count = batch.rows * batch.nodes;
+    const auto add = [&](Part part, int pieces, int each) {
+        Step& step = run.steps[run.num_steps++];
+        step.op = which, step.part = part, step.pieces = pieces, step.each = each;
+        step.done.store(0);
+        step.claimed.store(0);
+    };
+    if (op.kind == LINEAR) {
+        const bool is_shared = num_threads > 1 && count * op.num_in >= SHARED_NUMBERS && needs_preparing(op);
+        if (is_shared) {
+            run.shared.get<char>(prepared_bytes(op, count));
+            add(PREPARE, (count + 3) / 4, 4);
+        }
+        const int tiles = (op.num_out + TILE - 1) / TILE, each = std::max(1, tiles / (4 * num_threads));
+        add(is_shared ? PREPARED : WHOLE, (tiles + each - 1) / each, each);
+    } else if (op.kind == ATTEND) {
+        // Nodes in so many parts that no thread is left alone with the last head, or with scores that lie far away.
+        const int heads = batch.rows * op.num_kv_heads, queries = batch.nodes * (op.num_heads / op.num_kv_heads);
+        const int wanted = std::max((queries + QUERIES - 1) / QUERIES, (2 * num_threads + heads - 1) / heads);
+        const int parts = batch.watch != nullptr ? 1 : std::min(wanted, batch.nodes);
+        const int each = (batch.nodes + parts - 1) / parts;
+        if (parts > 1) add(PREPARE, heads, batch.nodes);
+        add(parts > 1 ? PREPARED : WHOLE, heads * ((batch.nodes + each - 1) / each), each);
+    } else {
+        add(WHOLE, op.kind == NORM || op.kind == EMBED ? count : 1, 1);
+    }
+}
+
 void run_program(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
     Pool& helpers = pool();
     std::lock_guard<std::mutex> turn(helpers.turn);
     Run& run = helpers.next();
     memcpy(run.ops, ops, num_ops * sizeof(Op));
     run.batch = *batch;
-    run.num_ops = num_ops;
     run.num_helpers = num_threads - 1;
-    for (int i = 0; i < num_ops; ++i) {
-        const Op& op = ops[i];
-        int pieces = 1, each = 1;
-        if (op.kind == LINEAR) {
-            const int tiles = (op.num_out + TILE - 1) / TILE;
-            each = tiles / (4 * num_threads) > 1 ? tiles / (4 * num_threads) : 1;
-            pieces = (tiles + each - 1) / each;
-        } else if (op.kind == ATTEND) {
-            pieces = batch->rows * op.num_kv_heads;
-        } else if (op.kind == NORM || op.kind == EMBED) {
-            pieces = batch->rows * batch->nodes;
-        }
-        run.progress[i].pieces = pieces;
-        run.progress[i].each = each;
-        run.progress[i].done.store(0);
-        run.progress[i].claimed.store(0);
-    }
+    run.num_steps = 0;
+    for (int i = 0; i < num_ops; ++i) plan(run, i, num_threads);
     helpers.walk_with_helpers(run);
 }
 
