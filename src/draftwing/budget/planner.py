@@ -47,10 +47,7 @@ PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
 NEAR, RARER = 0.8, 3  # speedup from which drafts may pay in another text; doublings of PROBE where they never did
 EARLY, HOPELESS = 6, 0.8  # drafts from which on so low a speedup, with twice the doubt, is given up at once,
-LOST, LONGEST = (
-    0.01,
-    640,
-)  # and share of the time that its probes may lose, which come so many plain steps apart at most
+LOST, LONGEST = 0.01, 640  # and the share of time that its probes may lose; so many plain steps apart at most
 CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
 CHECK, CLOSE = 24, 1.5  # the step from which plain steps are measured anew, ever rarer, where drafting gains less
@@ -129,11 +126,8 @@ class Gate:
         self._plain += 1
         if self._plain < self._patience:
             return False
-        self._plain, self._patience, self._probes = (
-            0,
-            max(self._patience, min(2 * self._patience, PATIENCE)),
-            PROBES - 1,
-        )
+        self._plain, self._probes = 0, PROBES - 1
+        self._patience = max(self._patience, min(2 * self._patience, PATIENCE))
         if not self._trusts:
             drafts.fade(FADE)
         if self.steps >= self._reform and self._forecast() > max(HOPE, 1.05 * speedup):
