@@ -6,6 +6,9 @@ import json
 import openai
 import pytest
 
+import draftwing as dw
+from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.planner import Planner
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from serving import TEXTS, app_of, ask, chat_folder, load, question, send
@@ -56,6 +59,7 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
         {"tree": "dynamic:9,4,3", "max_nodes": 2},
         {"max_nodes": 0},
         {"tree": "auto", "detailed": True},
+        {"tree": "auto", "max_nodes": 1, "detailed": True},
         None,
     ]
 
@@ -80,6 +84,33 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
     found = [answer.metrics["speculative_decoding"] for answer in answers]
     assert found[0]["num_spec_steps"] == found[5]["num_draft_tokens"] == 0 < found[1]["num_spec_steps"]
     assert len(found[6]["per_step_drafted"]) == found[6]["num_spec_steps"]
+    assert set(found[7]["per_step_drafted"]) == {1} != set(found[6]["per_step_drafted"])
+
+
+def test_the_automatic_budget_keeps_to_a_limit(folder, monkeypatch):
+    """Costs that make drafts worth it whatever they are; with and without others beside."""
+    flat = Costs(Curve(((1, 1.0), (64, 1.01))), Curve(((1, 0.001), (8, 0.002))), Curve(((1, 0.001), (8, 0.002))), 4)
+    monkeypatch.setattr("draftwing.lm.planner_for", lambda *args, **options: Planner(flat, dw.Budget(8, 4, 40)))
+    lm = dw.load(folder, str(folder), device="cpu")
+    limits = [1, 3, 7, None]
+
+    async def work(client):
+        async def write(most):
+            wish = {"detailed": True, **({} if most is None else {"max_nodes": most})}
+            return await client.completions.create(
+                model="tiny", prompt=TEXTS[0], max_tokens=40, temperature=0, extra_body={"speculation": wish}
+            )
+
+        return [await write(most) for most in limits], await asyncio.gather(*map(write, limits))
+
+    alone, together = ask(app_of(lm), work)
+    expected = own(lm, TEXTS[0], max_tokens=40).text
+    for answers in (alone, together):
+        assert [answer.choices[0].text for answer in answers] == [expected] * 4
+        drafted = [answer.metrics["speculative_decoding"]["per_step_drafted"] for answer in answers]
+        assert all(max(each) <= most for each, most in zip(drafted[:3], limits, strict=False))
+        assert max(drafted[3]) > 7
+    assert max(alone[1].metrics["speculative_decoding"]["per_step_drafted"]) > 1
 
 
 def test_in_stated_memory_texts_stay_the_same(lm):
@@ -279,7 +310,6 @@ def test_logprobs_of_completions(lm):
         ({"speculation": {"draft": "eagle9"}}, 400, None, "'eagle9' is not loaded"),
         ({"speculation": {"tree": "oak"}}, 400, "speculation", "chain:K"),
         ({"speculation": {"tree": "chain:99999"}}, 400, "speculation", "a budget needs depth"),
-        ({"speculation": {"max_nodes": 4}}, 400, "speculation", "give a tree"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "needs one"),
         ({"grammar": "start: ("}, 400, "grammar", "cannot be followed"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "no variable"),
