@@ -9,6 +9,8 @@ import pytest
 import draftwing as dw
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.model.paged import PAGE
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from serving import TEXTS, app_of, ask, chat_folder, load, question, send
@@ -123,6 +125,50 @@ def test_in_stated_memory_texts_stay_the_same(lm):
     for answer in ask(app_of(lm, kv_memory=2**20), work):
         for choice in answer.choices:
             assert choice.text == own(lm, TEXTS[choice.index % 3]).text
+
+
+def test_usage_tells_how_much_of_a_prompt_was_read_before(lm):
+    prompt = lm.encode(TEXTS[2]) * 8
+    assert len(prompt) > 130
+
+    async def work(client):
+        make, given = client.completions.create, {"model": "tiny", "max_tokens": 4, "temperature": 0}
+        first = await make(prompt=prompt, **given)
+        again = await make(prompt=prompt, n=2, **given)
+        both = await make(prompt=[prompt, [*prompt[:70], 5, 6]], **given)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = [chunk async for chunk in await make(prompt=prompt, stream=True, stream_options=options, **given)]
+        return [first, again, both, *chunks]
+
+    found = [answer.usage.prompt_tokens_details.cached_tokens for answer in ask(app_of(lm, kv_memory=2**22), work)]
+    pages = (len(prompt) - 2) // PAGE * PAGE
+    assert (found[0], found[1], found[-1]) == (0, pages, pages)
+    assert found[2] == pages + PAGE
+    assert set(found[3:]) <= {0, pages}
+    assert ask(app_of(lm), work)[1].usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_faults_of_drafters_are_counted_and_change_no_text(folder, monkeypatch):
+    lm, calls, propose = load(folder), [], LookupDrafter.propose
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) in (2, 5):
+            raise ZeroDivisionError
+        return propose(*args)
+
+    monkeypatch.setattr(LookupDrafter, "propose", fails)
+
+    async def work(http):
+        text = await http.post("/v1/completions", json={"prompt": TEXTS[2], "max_tokens": 20, "temperature": 0})
+        return text.json()["choices"][0]["text"], (await http.get("/metrics")).text
+
+    for settings in ({}, {"kv_memory": 2**20}):
+        calls.clear()
+        text, figures = send(app_of(lm, **settings), work)
+        assert 'draftwing_drafter_faults_total{model_name="tiny"} 2.0' in figures
+        assert "vllm:drafter_faults" not in figures
+        assert text == lm.generate([TEXTS[2]], max_tokens=20, speculation="none")[0].text
 
 
 def test_prompts_of_every_form_and_n_texts_of_each(lm):

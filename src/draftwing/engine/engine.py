@@ -177,7 +177,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """How busy it is, as plain numbers; may be read from any thread."""
-        return EngineStats(self.num_running, self.num_waiting)
+        return EngineStats(self.num_running, self.num_waiting, num_faults=self._decoder.faults.num)
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """How many tokens such a prompt may be answered with at most; below 1, none."""

@@ -79,6 +79,7 @@ class SlotEngine(Engine):
             decoder.num_prefix_hits,
             table.num_pages * PAGE,
             (table.num_pages - table.num_available) * PAGE,
+            decoder.faults.num,
         )
 
     def room_for(self, num_prompt_tokens: int) -> int:

@@ -48,6 +48,7 @@ class Request:
         finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error``,
             ``cancelled`` or ``deadline``.
         error: why it failed.
+        num_cached: tokens of its prompt that were found in the slots of others when it was first read.
 
     Raises:
         ConfigError: stop strings without a tokenizer.
@@ -66,6 +67,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)
+    num_cached: int | None = field(default=None, init=False)
     _steps: dict[int, tuple[RowStep, Share]] = field(default_factory=dict, init=False, repr=False)  # by position
     _state: tuple[int, State] | None = field(default=None, init=False, repr=False)  # after so many tokens
     _stream: TextStream | None = field(default=None, init=False, repr=False)
