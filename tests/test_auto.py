@@ -314,6 +314,31 @@ def test_on_a_gpu_a_handful_of_shapes_is_chosen_among(no_plain_start):
     assert planner.budget(context(), "keyed").rule is None
 
 
+@pytest.mark.parametrize("most", [1, 3, 5, 16, 63, 4000])
+@pytest.mark.parametrize("plan", ["chain", "tree", "blind-chain", "blind-tree", "shapes"])
+def test_a_limit_holds_whatever_is_chosen(plan, most, no_plain_start):
+    planner, rng = PLANS[plan](COSTS), random.Random(most)
+    for _ in range(150):
+        planner.ranks._rates = [[rng.random() ** (1 + rank / 2) for rank in range(4)] for _ in range(4)]
+        planner._num_learnt += 1
+        budget = planner.budget(context(), "keyed", most)
+        size = len(budget.paths) if budget.paths else budget.depth if budget.is_chain else budget.nodes
+        assert size <= most
+        assert budget.depth <= most
+
+
+def test_what_small_drafts_bring_is_not_held_against_large_ones(no_plain_start):
+    """Of a limit of one node little is gained; whoever has none is drafted for as if nobody had had one."""
+    dear = Curve(((1, 1.4), (8, 1.6)))  # the first level, whatever follows
+    costs = Costs(COSTS.verify, dear, dear, 4)
+    free, shared = World(PLANS["tree"](costs)), World(PLANS["tree"](costs))
+    small = World(shared.planner, seed=1)
+    small.most = 1
+    assert small.run(300, 0.95)[0] < 0.2
+    assert max(small.nodes) == 2
+    assert shared.run(300, 0.95)[1] > 0.95 * free.run(300, 0.95)[1] > 1.3
+
+
 # --- worlds ----------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +359,7 @@ class World:
         self.dear = 0.0  # of nodes of several rows: plain steps that each takes more than is believed
         self.cold = 0  # drafts at first that take longer than those after them
         self.tokens = self.seconds = 0.0
+        self.most: int | None = None  # nodes of a tree
 
     def grow(self, ctx: Context, budget: Budget) -> tuple[DraftTree, float]:
         """A tree and its levels."""
@@ -359,7 +385,7 @@ class World:
 
     def step(self) -> None:
         ctx = self.texts.setdefault(self.rows, context(self.rows))
-        budget = self.planner.budget(ctx, "keyed")
+        budget = self.planner.budget(ctx, "keyed", self.most)
         tree, levels = self.grow(ctx, budget)
         pairs = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
         accepted = taken(tree, *(self._path(tokens, parents) for tokens, parents in pairs))

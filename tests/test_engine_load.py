@@ -17,6 +17,7 @@ from draftwing.engine import load
 from draftwing.engine.engine import Engine
 from draftwing.engine.load import SlotEngine
 from draftwing.engine.paged import SlotDecoder
+from draftwing.engine.wishes import AtMost
 from draftwing.errors import ConfigError, PromptError, SlotsError, UnsupportedError
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.lean import LeanTarget
@@ -157,6 +158,39 @@ def test_sixteen_others_change_nothing(name, lab):
     assert most > 12
     for request, each in zip(made, work, strict=True):
         same_text(request, alone(here, FAMILIES[-1], *each))
+
+
+@pytest.mark.parametrize("others", ["limits", "budgets"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("eagle3-dynamic", "eagle1-rule", "lookup-tree", "lookahead"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("lm-static", "eagle3+lookup-rule", "eagle1-chain")),
+    ],
+)
+def test_each_row_has_no_more_nodes_than_it_wants(name, others, lab):
+    here, work = lab(FAMILIES[-1]), requests(6, seed=2)
+    wishes = [AtMost(1), AtMost(3), None, AtMost(2), None, AtMost(500)]
+    if others == "budgets":
+        wishes[2], wishes[4] = dw.Budget(2), "none"
+    own = engine_of(here, name, 60, max_batch=6)
+    made = [own.submit(*each, speculation=wish) for each, wish in zip(work, wishes, strict=True)]
+    own.run()
+    own.check()
+    for request, each in zip(made, work, strict=True):
+        same_text(request, alone(here, FAMILIES[-1], *each))
+    most = [max(row.num_drafted for row in request.rows) for request in made]
+    assert all(found <= wish.nodes for found, wish in zip(most, wishes, strict=True) if isinstance(wish, AtMost))
+    if others == "budgets":
+        assert (most[2] <= 2, most[4]) == (True, 0)
+    if not name.startswith("look"):  # these find a match now and then
+        assert (most[0], most[5] > 3) == (1, True)
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 5000, True, 2.0])
+def test_a_limit_is_a_number_of_nodes(nodes):
+    with refused(ConfigError, "1 to 4,096 nodes"):
+        AtMost(nodes)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,11 @@ import json
 import openai
 import pytest
 
+import draftwing as dw
+from draftwing.budget.costs import Costs, Curve
+from draftwing.budget.planner import Planner
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.model.paged import PAGE
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from serving import TEXTS, app_of, ask, chat_folder, load, question, send
@@ -56,6 +61,7 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
         {"tree": "dynamic:9,4,3", "max_nodes": 2},
         {"max_nodes": 0},
         {"tree": "auto", "detailed": True},
+        {"tree": "auto", "max_nodes": 1, "detailed": True},
         None,
     ]
 
@@ -80,6 +86,33 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
     found = [answer.metrics["speculative_decoding"] for answer in answers]
     assert found[0]["num_spec_steps"] == found[5]["num_draft_tokens"] == 0 < found[1]["num_spec_steps"]
     assert len(found[6]["per_step_drafted"]) == found[6]["num_spec_steps"]
+    assert set(found[7]["per_step_drafted"]) == {1} != set(found[6]["per_step_drafted"])
+
+
+def test_the_automatic_budget_keeps_to_a_limit(folder, monkeypatch):
+    """Costs that make drafts worth it whatever they are; with and without others beside."""
+    flat = Costs(Curve(((1, 1.0), (64, 1.01))), Curve(((1, 0.001), (8, 0.002))), Curve(((1, 0.001), (8, 0.002))), 4)
+    monkeypatch.setattr("draftwing.lm.planner_for", lambda *args, **options: Planner(flat, dw.Budget(8, 4, 40)))
+    lm = dw.load(folder, str(folder), device="cpu")
+    limits = [1, 3, 7, None]
+
+    async def work(client):
+        async def write(most):
+            wish = {"detailed": True, **({} if most is None else {"max_nodes": most})}
+            return await client.completions.create(
+                model="tiny", prompt=TEXTS[0], max_tokens=40, temperature=0, extra_body={"speculation": wish}
+            )
+
+        return [await write(most) for most in limits], await asyncio.gather(*map(write, limits))
+
+    alone, together = ask(app_of(lm), work)
+    expected = own(lm, TEXTS[0], max_tokens=40).text
+    for answers in (alone, together):
+        assert [answer.choices[0].text for answer in answers] == [expected] * 4
+        drafted = [answer.metrics["speculative_decoding"]["per_step_drafted"] for answer in answers]
+        assert all(max(each) <= most for each, most in zip(drafted[:3], limits, strict=False))
+        assert max(drafted[3]) > 7
+    assert max(alone[1].metrics["speculative_decoding"]["per_step_drafted"]) > 1
 
 
 def test_in_stated_memory_texts_stay_the_same(lm):
@@ -92,6 +125,50 @@ def test_in_stated_memory_texts_stay_the_same(lm):
     for answer in ask(app_of(lm, kv_memory=2**20), work):
         for choice in answer.choices:
             assert choice.text == own(lm, TEXTS[choice.index % 3]).text
+
+
+def test_usage_tells_how_much_of_a_prompt_was_read_before(lm):
+    prompt = lm.encode(TEXTS[2]) * 8
+    assert len(prompt) > 130
+
+    async def work(client):
+        make, given = client.completions.create, {"model": "tiny", "max_tokens": 4, "temperature": 0}
+        first = await make(prompt=prompt, **given)
+        again = await make(prompt=prompt, n=2, **given)
+        both = await make(prompt=[prompt, [*prompt[:70], 5, 6]], **given)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = [chunk async for chunk in await make(prompt=prompt, stream=True, stream_options=options, **given)]
+        return [first, again, both, *chunks]
+
+    found = [answer.usage.prompt_tokens_details.cached_tokens for answer in ask(app_of(lm, kv_memory=2**22), work)]
+    pages = (len(prompt) - 2) // PAGE * PAGE
+    assert (found[0], found[1], found[-1]) == (0, pages, pages)
+    assert found[2] == pages + PAGE
+    assert set(found[3:]) <= {0, pages}
+    assert ask(app_of(lm), work)[1].usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_faults_of_drafters_are_counted_and_change_no_text(folder, monkeypatch):
+    lm, calls, propose = load(folder), [], LookupDrafter.propose
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) in (2, 5):
+            raise ZeroDivisionError
+        return propose(*args)
+
+    monkeypatch.setattr(LookupDrafter, "propose", fails)
+
+    async def work(http):
+        text = await http.post("/v1/completions", json={"prompt": TEXTS[2], "max_tokens": 20, "temperature": 0})
+        return text.json()["choices"][0]["text"], (await http.get("/metrics")).text
+
+    for settings in ({}, {"kv_memory": 2**20}):
+        calls.clear()
+        text, figures = send(app_of(lm, **settings), work)
+        assert 'draftwing_drafter_faults_total{model_name="tiny"} 2.0' in figures
+        assert "vllm:drafter_faults" not in figures
+        assert text == lm.generate([TEXTS[2]], max_tokens=20, speculation="none")[0].text
 
 
 def test_prompts_of_every_form_and_n_texts_of_each(lm):
@@ -279,7 +356,6 @@ def test_logprobs_of_completions(lm):
         ({"speculation": {"draft": "eagle9"}}, 400, None, "'eagle9' is not loaded"),
         ({"speculation": {"tree": "oak"}}, 400, "speculation", "chain:K"),
         ({"speculation": {"tree": "chain:99999"}}, 400, "speculation", "a budget needs depth"),
-        ({"speculation": {"max_nodes": 4}}, 400, "speculation", "give a tree"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "needs one"),
         ({"grammar": "start: ("}, 400, "grammar", "cannot be followed"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "no variable"),

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from draftwing.serve.tools import ToolReader, calling_messages
+from draftwing.serve.asked import asked_of_chat
+from draftwing.serve.calls import ToolReader
+from draftwing.serve.tools import calling_messages
+from draftwing.text.grammar import Grammar
 from serving import TEXTS, app_of, ask, chat_folder, load, question, running
 
 NAMES = ("weather", "add")
@@ -32,13 +36,22 @@ def lm(folder_of, tmp_path_factory):
 def read(text, size, most=None):
     """What a reader makes of a text that comes in pieces of a size."""
     reader = ToolReader(NAMES, most)
-    said = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
-    rest, calls = reader.flush()
-    return said + rest, [(call.name, json.loads(call.arguments)) for call in calls]
+    said, calls = "", []
+    for at in range(0, len(text), size):
+        more, deltas = reader.push(text[at : at + size])
+        said += more
+        for delta in deltas:
+            if delta.call is not None:
+                calls.append([delta.call.name, ""])
+            assert delta.index == len(calls) - 1
+            calls[-1][1] += delta.arguments
+    assert not reader.is_open
+    return said + reader.flush(), [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 ROME, TWO = ("weather", {"city": "Rome"}), ("add", {"a": 1, "b": [2]})
 BARE_ROME, BARE_TWO = (json.dumps({"name": name, "parameters": given}) for name, given in (ROME, TWO))
+QUOTED = {"q": 'a " } </tool_call> \\', "d": [{}]}
 CALL = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
 
 
@@ -63,6 +76,17 @@ CALL = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
         ('{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}', "", [ROME]),
         ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
         ('{"name": "weather", "arg', '{"name": "weather", "arg', []),
+        ('{"parameters": {"city": "Rome"}, "type": "x", "name": "weather"}', "", [ROME]),
+        ('{"name": "weather", "id": [{"a": "]}"}, 1], "arguments": {"city": "Rome"}} ', "", [ROME]),
+        ('{"name": "weather"}', "", [("weather", {})]),
+        ('{"name": "add", "arguments": {"q": "a \\" } </tool_call> \\\\", "d": [{}]}}', "", [("add", QUOTED)]),
+        ("<tool_call>none</tool_call> weather", "<tool_call>none</tool_call> weather", []),
+        ('Hm <tool_call>no <tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}', "Hm <tool_call>no ", [TWO]),
+        ('{"a": 1} [TOOL_CALLS]add {"a": 1, "b": [2]}', '{"a": 1} ', [TWO]),
+        (f"<tool_call>{BARE_ROME}</tool_call> So I <tool_call>{BARE_TWO}</tool_call> did", "", [ROME, TWO]),
+        ('{"name": "weather" oops', '{"name": "weather" oops', []),
+        ('{"name": 3}', '{"name": 3}', []),
+        ("[TOOL_CALLS]weather[ARGS", "[TOOL_CALLS]weather[ARGS", []),
         ("weathercock <tool_cal", "weathercock <tool_cal", []),
         ("[1, 2] is a list", "[1, 2] is a list", []),
         ("a < b and <b>", "a < b and <b>", []),
@@ -81,7 +105,32 @@ def test_only_so_many_calls_count():
 
 def test_what_is_certain_is_said_at_once():
     reader = ToolReader(NAMES)
-    assert [reader.push(piece) for piece in ("Well", ", <to", "ol", " <tool_call>{")] == ["Well", ", ", "", "<tool "]
+    said = [reader.push(piece)[0] for piece in ("Well", ", <to", "ol", " <tool_call>{")]
+    assert said == ["Well", ", ", "", "<tool "]
+
+
+def test_arguments_come_as_they_are_written():
+    reader, found = ToolReader(NAMES), []
+    for piece in (
+        'So <tool_call>{"name": "we',
+        'ather", "arguments": {"ci',
+        'ty": "Ro',
+        'me"}',
+        "}</tool_call>",
+        "\n{",
+    ):
+        said, deltas = reader.push(piece)
+        found.append((said, [delta.call and delta.call.name for delta in deltas], "".join(d.arguments for d in deltas)))
+        assert reader.is_open == (len(found) in (2, 3, 4))
+    assert found == [
+        ("So ", [], ""),
+        ("", ["weather", None], '{"ci'),
+        ("", [None], 'ty": "Ro'),
+        ("", [None], 'me"}'),
+        ("", [], ""),
+        ("", [], ""),
+    ]
+    assert reader.flush() == ""
 
 
 def test_a_template_without_tools_is_told_of_them(lm):
@@ -144,6 +193,85 @@ def test_a_call_can_be_forced(lm, choice, stream):
     found = json.loads(call.function.arguments)
     assert found["city"] in ("Rome", "Oslo")
     assert isinstance(found["warm"], bool)
+
+
+SAID = 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Rome", "warm": true}}</tool_call>'
+SECOND = '\n<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+
+
+@pytest.fixture
+def writes(lm, monkeypatch):
+    """Makes the model write a given text, token by token as it decodes."""
+
+    def use(text):
+        def asked(body, *args):
+            found = asked_of_chat(body, *args)
+            held = {"constraint": lm.constraint(Grammar.lark(f"start: {json.dumps(text)}"))}
+            return replace(found, texts=[replace(each, options=each.options | held) for each in found.texts])
+
+        monkeypatch.setattr("draftwing.serve.app.asked_of_chat", asked)
+
+    return use
+
+
+@pytest.mark.parametrize("wish", [{"draft": "none"}, {"tree": "chain:3"}])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_official_client_adds_streamed_calls_up(lm, writes, wish, parallel):
+    writes(SAID + SECOND)
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    given = {
+        "model": "tiny", "messages": question("x"), "tools": strict, "max_tokens": 300, "temperature": 0, "n": 2,
+        "parallel_tool_calls": parallel, "extra_body": {"speculation": wish},
+    }  # fmt: skip
+
+    async def work(client):
+        whole = await client.chat.completions.create(**given)
+        chunks = [chunk async for chunk in await client.chat.completions.create(**given, stream=True)]
+        async with client.chat.completions.stream(**given) as stream:
+            events = [event async for event in stream]
+            return whole, chunks, events, await stream.get_final_completion()
+
+    whole, chunks, events, final = ask(app_of(lm), work)
+    wanted = [("weather", '{"city": "Rome", "warm": true}'), ("stop", "{}")][: 1 + parallel]
+    for answer in (whole, final):
+        for choice in answer.choices:
+            assert choice.message.content == "Let me see. "
+            assert choice.finish_reason == "tool_calls"
+            assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == wanted
+    for index in (0, 1):
+        mine = [chunk.choices[0].delta for chunk in chunks if chunk.choices[0].index == index]
+        deltas = [delta for each in mine for delta in each.tool_calls or ()]
+        firsts = [delta for delta in deltas if delta.id is not None]
+        assert [(each.index, each.type, each.function.name) for each in firsts] == [
+            (place, "function", name) for place, (name, _) in enumerate(wanted)
+        ]
+        assert all(each.function.arguments == "" for each in firsts)
+        assert len({each.id for each in firsts}) == len(wanted)
+        assert len(deltas) > 5  # in pieces
+        assert [each.index for each in deltas] == sorted(each.index for each in deltas)
+    fragments = [e.arguments_delta for e in events if e.type == "tool_calls.function.arguments.delta"]
+    assert sorted("".join(fragments)) == sorted(2 * "".join(arguments for _, arguments in wanted))  # of both choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes(lm, writes, stream):
+    writes(SAID)
+
+    async def work(client):
+        found = await client.chat.completions.create(
+            model="tiny", messages=question("x"), tools=TOOLS, max_tokens=58, temperature=0, stream=stream
+        )
+        return [chunk.choices[0] async for chunk in found] if stream else found.choices[0]
+
+    found = ask(app_of(lm), work)
+    if stream:
+        deltas = [delta for choice in found for delta in choice.delta.tool_calls or ()]
+        arguments, reason = "".join(delta.function.arguments for delta in deltas), found[-1].finish_reason
+    else:
+        arguments, reason = found.message.tool_calls[0].function.arguments, found.finish_reason
+    assert reason == "length"
+    assert '{"city": "Rome", "warm": true}'.startswith(arguments)
+    assert arguments
 
 
 def test_answers_follow_schemas_and_grammars_with_any_speculation(lm):

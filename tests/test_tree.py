@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,40 @@ def test_ancestors_depths_and_valid(seed):
             assert bool(tree.valid[b, node]) == used
     assert tree.ancestors.dtype == tree.valid.dtype == torch.bool
     assert tree.depths.dtype == torch.int64
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_only_so_many_nodes_of_each_row_are_kept(seed):
+    """The likeliest, where a drafter says so and nothing was drawn from q; else the first ones."""
+    tree, rows = random_trees(seed)
+    rng = random.Random(seed)
+    counts = [rng.randint(0, 8) for _ in rows]
+    chances = torch.tensor([[1.0] + [rng.choice([0.25, 0.5, 1.0]) for _ in range(tree.num_nodes - 1)] for _ in rows])
+    reach = torch.where(tree.ancestors, chances[:, None, :], 1.0).prod(-1)
+    kinds = {
+        "told": (replace(tree, confidence=reach), reach),
+        "silent": (tree, None),
+        "drawn": (replace(tree, confidence=reach, draft_probs=torch.zeros(*tree.tokens.shape, 1)), None),
+    }
+    for kind, (whole, worth) in kinds.items():
+        found = whole.at_most(torch.tensor(counts))
+        found.check(50)
+        for b, count in enumerate(counts):
+            used = tree.valid[b].nonzero()[1:, 0].tolist()
+            order = used if worth is None else sorted(used, key=lambda node: -float(worth[b, node]))
+            assert found.valid[b].nonzero()[1:, 0].tolist() == sorted(order[:count]), kind
+            assert torch.equal(found.tokens[b, found.valid[b]], tree.tokens[b, found.valid[b]])
+
+
+def test_chances_that_cannot_be_leave_no_node_without_its_path():
+    tree = DraftTree.from_lists([[1, 2, 3, 4]], [[-1, 0, 1, 0]])
+    found = replace(tree, confidence=torch.tensor([[1.0, 0.2, 0.9, 0.5]])).at_most(torch.tensor([2]))
+    assert found.tokens.tolist() == [[1, PAD, PAD, 4]]
+
+
+def test_nodes_that_are_only_scored_do_not_count():
+    tree = DraftTree.chain(torch.tensor([[1, 2, 3]])).beside(torch.tensor([[7, 8]]), torch.tensor([[-1, 0]]), 2)
+    assert tree.at_most(torch.tensor([1])).tokens.tolist() == [[1, 2, PAD, 7, 8]]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 8, 9, 33, 64, 65])

@@ -147,6 +147,24 @@ class DraftTree:
         depth = self.depth if self.is_line else depth
         return replace(self, tokens=tokens, parents=parents, depth=depth, paths=None)
 
+    def at_most(self, counts: Tensor) -> DraftTree:
+        """Mark all but the ``counts`` (B,) likeliest nodes of each row as unused; the root always stays.
+
+        Where children were drawn from q, the first ones are kept instead of the likeliest: what is drafted must not
+        depend on what was drawn. Nodes that are only scored are not counted.
+        """
+        start = self.num_nodes - self.num_scored
+        worth = self.valid[:, :start].float()
+        if self.confidence is not None and self.draft_probs is None:
+            worth = worth * self.confidence[:, :start].float().clamp(min=0) + worth * 1e-30
+        worth[:, 0] = torch.inf
+        places = worth.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        keep = torch.ones_like(self.valid)
+        keep[:, :start] = places <= counts[:, None]
+        keep = ~(self.ancestors & ~keep[:, None, :]).any(-1)  # no node without its path
+        tokens, parents = self.tokens.masked_fill(~keep, PAD), self.parents.masked_fill(~keep, -1)
+        return replace(self, tokens=tokens, parents=parents, depth=self.depth if self.is_line else None, paths=None)
+
     def without(self, dead: Sequence[tuple[int, int]]) -> DraftTree:
         """The same without some nodes (row, node), below which there must be none either.
 

@@ -198,14 +198,14 @@ class Planner:
         self._new_gate = partial(Gate, forecast=self._forecast, trusts_forecast=not sighted, stays_dear=stays_dear)
         self.gate = self._new_gate(self.clock)
         self._lock, self._on_stale = threading.Lock(), on_stale
-        self._rows, self._size = 1, 0
-        self._sizes: dict[int, tuple[Clock, Gate]] = {}  # of batches: what they take, and whether drafts pay in them
+        self._rows, self._size, self._most_nodes = 1, (0, self._capped(None)), self._capped(None)
+        self._sizes: dict[tuple[int, int], tuple[Clock, Gate]] = {}  # what steps take, and whether drafts pay in them
         self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
         self._own = 0.0  # seconds that learning takes after a step, in the mean
         self._unlearnt: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parents and told (B, N), path (B, D)
         self._nothing: dict[str, Budget] = {}
         self._num_learnt = 0  # times that something was learnt
-        self._budget: tuple[tuple[int, str, int], Budget] | None = None  # rows, children and knowledge it was made by
+        self._budget: tuple[tuple[int, str, int, int], Budget] | None = None  # and what it was made by
 
     @classmethod
     def of(
@@ -225,12 +225,11 @@ class Planner:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    def budget(self, ctx: Context, children: str) -> Budget:
-        """For the next step."""
+    def budget(self, ctx: Context, children: str, most_nodes: int | None = None) -> Budget:
+        """For the next step; ``most_nodes``: of each row's tree, from 1 on, where that is limited."""
         with self._lock:
-            rows = len(ctx.rows)
-            if (rows - 1).bit_length() != self._size:
-                self._turn_to((rows - 1).bit_length())
+            rows, self._most_nodes = len(ctx.rows), self._capped(most_nodes)
+            self._turn_to(rows)
             gate, self.gate.rows = self.gate, rows
             was_open = gate.is_open
             self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
@@ -241,9 +240,9 @@ class Planner:
                 return self._nothing.setdefault(children, Budget(0, children=children))
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
                 return replace(self._blind(looks=True), children=children)
-            key, known = (rows, children, self._num_learnt), self._budget
+            key, known = (rows, children, self._num_learnt, self._most_nodes), self._budget
             if known is None or known[0] != key or not was_open or gate.steps % FRESH == 0:
-                budget = replace(self.most, rule=self.rule(rows)) if self.sighted else self._blind()
+                budget = replace(self._largest(), rule=self.rule(rows)) if self.sighted else self._blind()
                 known = self._budget = key, replace(budget, children=children)
             return known[1]
 
@@ -253,8 +252,7 @@ class Planner:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         with self._lock:
             rows, nodes = tree.tokens.shape
-            if (rows - 1).bit_length() != self._size:
-                self._turn_to((rows - 1).bit_length())
+            self._turn_to(rows)
             gate, clock = self.gate, self.clock
             levels = float(tree.max_depth) if tree.effort is None else tree.effort
             if nodes == 1 and not levels and gate.rests:
@@ -279,12 +277,19 @@ class Planner:
                 self._on_stale = None
             self._own += 0.05 * (min(time.perf_counter() - began, 1e-3) - self._own)
 
-    def _turn_to(self, size: int) -> None:
-        """Go on with what was learnt of batches of another size, in bits: from 2 ** (size - 1) + 1 to 2 ** size rows.
+    def _capped(self, most_nodes: int | None) -> int:
+        """Nodes of a tree at most."""
+        most = self.most.nodes or self.most.depth
+        return most if most_nodes is None else min(most_nodes, most)
 
-        Each size has a clock and a gate of its own: drafts that pay for one row may not for many,
-        and what many take is not measured beforehand, but follows from what few took.
+    def _turn_to(self, rows: int) -> None:
+        """Go on with what was learnt of batches of such a size, of 2 ** (bits - 1) + 1 to 2 ** bits rows, and limit.
+
+        Each has its own clock and gate: drafts that pay for one row may not for many, nor small ones as large ones, and
+        what many take is not measured beforehand, but follows from what few took.
         """
+        if (size := ((rows - 1).bit_length(), self._most_nodes)) == self._size:
+            return
         self._sizes[self._size] = self.clock, self.gate
         if size not in self._sizes:
             clock = Clock(self.clock.costs)
@@ -331,14 +336,23 @@ class Planner:
             self.clock.share,
         )
 
+    def _largest(self) -> Budget:
+        """The largest budget within the limit."""
+        most, nodes = self.most, self._most_nodes
+        if nodes >= (most.nodes or most.depth):
+            return most
+        width = min(most.width, nodes)
+        return replace(most, depth=min(most.depth, nodes), width=width, nodes=None if width == 1 else nodes)
+
     def _blind(self, *, looks: bool = False) -> Budget:
         """The shape of the greatest speedup by what was accepted in former steps; ``looks``: a larger one."""
-        if self.shapes:
-            return self.shapes[-1] if looks else max(self.shapes, key=self._expected)
+        most = self._most_nodes
+        shapes = [each for each in self.shapes if (each.nodes or each.depth) <= most]
+        if shapes:
+            return shapes[-1] if looks else max(shapes, key=self._expected)
         paths, is_wide = [], False
         tau, deepest, best, greatest = 1.0, 0, 1, 0.0
-        nodes = self.most.nodes or self.most.depth
-        for path, chance in islice(self.ranks.likeliest(self.most.depth, self.most.width), nodes):
+        for path, chance in islice(self.ranks.likeliest(self.most.depth, self.most.width), most):
             paths.append(path)
             tau, deepest, is_wide = tau + chance, max(deepest, len(path)), is_wide or any(path)
             speed = tau / self._takes(len(paths), deepest, is_wide)
@@ -365,7 +379,7 @@ class Planner:
     def _forecast(self) -> float:
         """The speedup of the best fixed chain by what has been learnt of the depths, by the costs of now."""
         tau, path, best = 1.0, 1.0, 0.0
-        for depth in range(1, 17):
+        for depth in range(1, min(self._most_nodes, 16) + 1):
             path *= self.ranks.rate(depth)
             tau += path
             best = max(best, tau / self._takes(depth, depth, is_wide=False))

@@ -25,8 +25,8 @@ from draftwing.engine.faults import Faults
 from draftwing.engine.masks import Masks
 from draftwing.engine.reading import as_on_device, mark, read, stamp
 from draftwing.engine.request import Request
-from draftwing.engine.rows import cut_to, explain, logprobs_of, widest, with_laws
-from draftwing.engine.wishes import names_of
+from draftwing.engine.rows import cut_to, explain, logprobs_of, with_laws
+from draftwing.engine.wishes import Wanted, names_of
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
 from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.run.kernel.noise import noise_of
@@ -96,7 +96,7 @@ class Decoder:
         self.running: tuple[Request, ...] = ()  # in the order of ``ctx.rows``
         self._batch: SamplingBatch | None = None
         self._masks: Masks | None = None  # of the batch
-        self._own_budgets = False  # whether a request says how much is drafted for it
+        self._wanted: Wanted | None = None  # where a request says how much is drafted for it
         self._ends: list[int] = []  # of the rows: tokens that each may emit in all
         self._on_gpu = target.device.type == "cuda"
         self._next_id = 0
@@ -252,7 +252,7 @@ class Decoder:
 
     def _new_batch(self) -> SamplingBatch:
         """After rows came or went."""
-        self._own_budgets = any(request.speculation is not None for request in self.running)
+        self._wanted = Wanted.of(self.running)
         self._ends = [request.sampling.max_tokens for request in self.running]
         rows = [request.sampling for request in self.running]
         cuts = self.rule.children in ("keyed", "top")
@@ -266,9 +266,9 @@ class Decoder:
             min(state.prompt_length + end, self.target.max_length) - state.length - 1
             for state, end in zip(ctx.rows, self._ends, strict=True)
         ]
-        planner, budget = self._planner, self.budget
-        if self._own_budgets:
-            planner, budget, rooms = None, *self._own(rooms)
+        planner, budget, wanted = self._planner, self.budget, self._wanted
+        if wanted is not None:
+            planner, budget, rooms = wanted.plan(ctx, planner, budget, rooms)
         elif planner is not None:
             budget = planner.budget(ctx, self.rule.children)
         if budget.depth >= max(rooms):
@@ -280,6 +280,7 @@ class Decoder:
             return DraftTree.root(ctx.pending()), planner
         if budget.rule is not None and not self.drafter.traits.grows_by_rule:
             tree = worth_keeping(tree, budget.rule)
+        tree = tree if wanted is None else wanted.cut(ctx, tree)
         if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
             tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
         return tree, planner
@@ -293,14 +294,6 @@ class Decoder:
         else:
             if self.faults.in_a_row and tree.num_nodes > 1:
                 self.faults.in_a_row = 0
-
-    def _own(self, rooms: Sequence[int]) -> tuple[Budget, list[int]]:
-        """The budget of a step where rows say what theirs is, and how far each row may go."""
-        budget, mixed = self.budget, any(request.speculation is None for request in self.running)
-        if self._planner is not None and mixed:
-            budget = self._planner.budget(self.ctx, self.rule.children)
-        wanted = [request.speculation or budget for request in self.running]
-        return widest(wanted), [min(room, own.depth + 1) for room, own in zip(rooms, wanted, strict=True)]
 
     def _advance(self, row: int, emitted: Emitted, accepted: Accepted, output: TargetOutput) -> RowStep:
         """What one row emits, cut where the request ends. Changes nothing but the state of the row's text."""

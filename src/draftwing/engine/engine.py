@@ -17,7 +17,7 @@ from draftwing.drafters.base import Budget
 from draftwing.engine.decode import Decoder
 from draftwing.engine.queue import EngineStats, Queue, check_rows, check_urgency
 from draftwing.engine.request import Request
-from draftwing.engine.wishes import check_constraint, checked_drafts
+from draftwing.engine.wishes import AtMost, check_constraint, checked_drafts
 from draftwing.errors import ConfigError, DraftwingError, PromptError, shown
 from draftwing.sampling import Sampling
 from draftwing.stats import Step
@@ -25,7 +25,7 @@ from draftwing.text.stream import TokenDecoder
 
 __all__ = ["Engine", "Speculation"]
 
-Speculation = Budget | str | None  # of one request: a budget, "none", or None for the engine's own way
+Speculation = Budget | AtMost | str | None  # of one request: a budget, "none", or the engine's own way, or up to a size
 
 
 class Engine:
@@ -80,8 +80,9 @@ class Engine:
         Args:
             prompt_ids: token ids.
             sampling: greedy decoding of 128 tokens where it is None.
-            speculation: how much to draft for it: a ``Budget``, ``"none"``, or None for as much as the engine drafts.
-                In a batch whose rows differ, all are drafted as wide as the widest, and each as deep as it says.
+            speculation: how much to draft for it: a ``Budget``, ``"none"``, None for as much as the engine drafts, or
+                ``AtMost(nodes)`` for as much of that. In a batch whose rows differ, all are drafted as wide as the
+                widest, and each as deep as it says.
             references: texts, as ids, that are likely to be repeated; draft ``"llma"`` copies from them.
             constraint: what the text may say, such as a grammar (``text.grammar``); whatever is drafted.
             drafts: of several drafts (``draft="eagle3+lookup"``) the names of those that propose for this request, as
@@ -180,7 +181,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """How busy it is, as plain numbers; may be read from any thread."""
-        return EngineStats(self.num_running, self.num_waiting)
+        return EngineStats(self.num_running, self.num_waiting, num_faults=self._decoder.faults.num)
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """How many tokens such a prompt may be answered with at most; below 1, none."""
@@ -195,9 +196,9 @@ class Engine:
         self._decoder.settle()
         check_rows(self._decoder)
 
-    def _budget_of(self, speculation: Speculation) -> Budget | None:
-        if speculation is None:
-            return None
+    def _budget_of(self, speculation: Speculation) -> Budget | AtMost | None:
+        if speculation is None or isinstance(speculation, AtMost):
+            return speculation
         if speculation == "none":
             return self._decoder.checked(Budget(0))
         if not isinstance(speculation, Budget):

@@ -16,6 +16,7 @@ from draftwing.engine.engine import Engine
 from draftwing.engine.paged import MOST_ROWS, Reading, SlotDecoder
 from draftwing.engine.queue import EngineStats, rank
 from draftwing.engine.request import Request
+from draftwing.engine.wishes import AtMost
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError
 from draftwing.model.paged import PAGE, SlotsExhausted, pages_of
 from draftwing.run.forward import PREFILL_CHUNK
@@ -77,15 +78,16 @@ class SlotEngine(Engine):
             decoder.num_prefix_hits,
             table.num_pages * PAGE,
             (table.num_pages - table.num_available) * PAGE,
+            decoder.faults.num,
         )
 
     def room_for(self, num_prompt_tokens: int) -> int:
         """How many tokens such a prompt may be answered with at most, by memory and context; below 1, none."""
         return self._room(num_prompt_tokens, None)
 
-    def _room(self, num_prompt_tokens: int, own: Budget | None) -> int:
+    def _room(self, num_prompt_tokens: int, own: Budget | AtMost | None) -> int:
         decoder = self._decoder
-        slots = decoder.table.num_pages * PAGE - _behind(decoder.most, *([] if own is None else [own]))
+        slots = decoder.table.num_pages * PAGE - _behind(decoder.most, *([own] if isinstance(own, Budget) else []))
         return min(slots, decoder.target.max_length) - num_prompt_tokens
 
     def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | None) -> None:
@@ -194,8 +196,8 @@ class SlotEngine(Engine):
 
     def _tree(self, *more: Request) -> int:
         """Slots behind a row's text that a step of those that run, and more, may take."""
-        own = [each.speculation for each in (*self._decoder.running, *more) if each.speculation is not None]
-        return _behind(self._decoder.most, *own)
+        wishes = [each.speculation for each in (*self._decoder.running, *more)]
+        return _behind(self._decoder.most, *[each for each in wishes if isinstance(each, Budget)])
 
     def _expected(self, request: Request, tree: int) -> int:
         """Pages that a request will probably need, where a step takes so many slots behind its text."""

@@ -122,6 +122,8 @@ class SlotDecoder(Decoder):
                     reading.pages.append(page)
                 reading.done = row.resumed = len(reading.pages) * PAGE
                 self.num_prefix_hits += reading.done
+            if request.num_cached is None:  # later it may find what it has read itself
+                request.num_cached = reading.done
             return reading
 
     @torch.inference_mode()

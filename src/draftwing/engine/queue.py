@@ -29,6 +29,7 @@ class EngineStats:
         num_prefix_queries, num_prefix_hits: tokens of prompts that were to be read, and those of them that were found
             in the slots of former rows.
         num_slots, num_slots_used: of the stated memory, those that rows hold; 0 where none was stated.
+        num_faults: what drafters raised; texts went on without them.
     """
 
     num_running: int = 0
@@ -38,6 +39,7 @@ class EngineStats:
     num_prefix_hits: int = 0
     num_slots: int = 0
     num_slots_used: int = 0
+    num_faults: int = 0
 
 
 def rank(request: Request) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 
 from draftwing.constraint import Constraint, State
 from draftwing.drafters.base import Budget
+from draftwing.engine.wishes import AtMost
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.sampling import Sampling
 from draftwing.stats import Logprob, RowStep, Share, Stats, Step
@@ -36,7 +37,7 @@ class Request:
         prompt_ids: the prompt.
         sampling: how it is sampled and when it ends. A seed of None is drawn here, once, where there is something to
             draw.
-        speculation: how much is drafted for it; None: as much as for everyone.
+        speculation: how much is drafted for it; None: as much as for everyone, or no more than ``AtMost`` of that.
         tokenizer: turns its ids into text; None: it is ids alone, and has no stop strings.
         references: texts, as ids, that are likely to be repeated in it: a drafter may copy from them.
         constraint: what it may say; None: anything.
@@ -47,6 +48,7 @@ class Request:
         finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error``,
             ``cancelled`` or ``deadline``.
         error: why it failed.
+        num_cached: tokens of its prompt that were found in the slots of others when it was first read.
 
     Raises:
         ConfigError: stop strings without a tokenizer.
@@ -55,7 +57,7 @@ class Request:
     id: int
     prompt_ids: Sequence[int]
     sampling: Sampling
-    speculation: Budget | None = None
+    speculation: Budget | AtMost | None = None
     tokenizer: TokenDecoder | None = None
     references: Sequence[Sequence[int]] = ()
     constraint: Constraint | None = None
@@ -65,6 +67,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     error: DraftwingError | None = field(default=None, init=False)
+    num_cached: int | None = field(default=None, init=False)
     _steps: dict[int, tuple[RowStep, Share]] = field(default_factory=dict, init=False, repr=False)  # by position
     _state: tuple[int, State] | None = field(default=None, init=False, repr=False)  # after so many tokens
     _stream: TextStream | None = field(default=None, init=False, repr=False)

@@ -15,7 +15,7 @@ from draftwing.sampling import SamplingBatch, on_host
 from draftwing.stats import Law, Logprob, RowStep
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["cut_to", "explain", "logprobs_of", "widest", "with_laws"]
+__all__ = ["cut_to", "explain", "logprobs_of", "with_laws"]
 
 _LEAST = 8  # depth that drafts are not cut below
 
@@ -31,21 +31,6 @@ def cut_to(budget: Budget, depth: int) -> Budget:
     if budget.paths is None or depth == 0:
         return replace(budget, depth=depth, paths=None)
     return replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth))
-
-
-def widest(budgets: Sequence[Budget]) -> Budget:
-    """One budget for rows that ask for several: as deep, as wide and as large as any of them, and by no rule."""
-    first = budgets[0]
-    if all(budget == first for budget in budgets):
-        return first
-    width = max(budget.width for budget in budgets)
-    sizes = [len(each.paths) if each.paths else each.nodes or each.depth * each.width for each in budgets]
-    return Budget(
-        depth=max(budget.depth for budget in budgets),
-        width=width,
-        nodes=max(sizes) if width > 1 else None,
-        children=first.children,
-    )
 
 
 def logprobs_of(tokens: Sequence[int], logits_NV: Tensor, path: Tensor, num_top: int) -> tuple[Logprob, ...]:

@@ -1,15 +1,117 @@
-"""What a request may wish for beside its sampling, checked before any work is done."""
+"""What a request may wish for beside its sampling, checked before any work is done, and what rows wish for together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from draftwing.budget.planner import Planner
 from draftwing.constraint import Constraint
-from draftwing.drafters.base import Drafter
+from draftwing.drafters.base import MAX_NODES, Budget, Drafter
 from draftwing.errors import ConfigError, shown
+from draftwing.model.target import Context
 from draftwing.sampling import Sampling
+from draftwing.tree import DraftTree
 
-__all__ = ["check_constraint", "checked_drafts", "names_of"]
+if TYPE_CHECKING:
+    from draftwing.engine.request import Request
+
+__all__ = ["AtMost", "Wanted", "check_constraint", "checked_drafts", "cut_to_nodes", "names_of", "widest"]
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """How much to draft for a request: what the engine drafts by itself, but trees of at most so many nodes.
+
+    Attributes:
+        nodes: beside the root, from 1 on.
+
+    Raises:
+        ConfigError: no such number.
+    """
+
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or not 1 <= self.nodes <= MAX_NODES:
+            raise ConfigError(f"a tree has 1 to {MAX_NODES:,} nodes at most, found {shown(self.nodes)}: choose one")
+
+
+def cut_to_nodes(budget: Budget, most: int) -> Budget:
+    """A budget of at most so many nodes."""
+    if budget.paths is not None:  # the shallow ones, parents first
+        paths = sorted(budget.paths, key=lambda path: (len(path), path))[:most]
+        return replace(budget, paths=tuple(paths)) if len(paths) < len(budget.paths) else budget
+    depth, width = min(budget.depth, most), min(budget.width, most)
+    if width == 1:
+        return budget if depth == budget.depth else replace(budget, depth=depth, width=1, nodes=None)
+    return replace(budget, depth=depth, width=width, nodes=min(budget.nodes or most, most))
+
+
+def size_of(budget: Budget) -> int:
+    """Nodes of a row's tree at most."""
+    return len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
+
+
+def widest(budgets: Sequence[Budget]) -> Budget:
+    """One budget for rows that ask for several: as deep, as wide and as large as any of them, and by no rule."""
+    first = budgets[0]
+    if all(budget == first for budget in budgets):
+        return first
+    width = max(budget.width for budget in budgets)
+    return Budget(
+        depth=max(budget.depth for budget in budgets),
+        width=width,
+        nodes=max(map(size_of, budgets)) if width > 1 else None,
+        children=first.children,
+    )
+
+
+class Wanted:
+    """How much the rows of a batch want to be drafted for them, where any of them says it. ``of`` makes it."""
+
+    def __init__(self, wishes: Sequence[Budget | AtMost | None]) -> None:
+        self._own = [wish if isinstance(wish, Budget) else None for wish in wishes]
+        self._most = [wish.nodes if isinstance(wish, AtMost) else None for wish in wishes]
+        pairs = zip(self._own, self._most, strict=True)
+        self._sizes = [most if own is None else size_of(own) for own, most in pairs]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Wanted | None:
+        """Of requests in the order of their rows; None where nobody says anything."""
+        wishes = [request.speculation for request in requests]
+        return cls(wishes) if any(wish is not None for wish in wishes) else None
+
+    def plan(
+        self, ctx: Context, planner: Planner | None, budget: Budget, rooms: list[int]
+    ) -> tuple[Planner | None, Budget, list[int]]:
+        """For a step: who decided on it and is to learn from it, the budget, and how far each row may go.
+
+        Args:
+            ctx: the rows.
+            planner: decides for those that leave it to the engine; None: ``budget`` is what these get.
+            budget: with the children that the rule needs.
+            rooms: tokens that each row may still emit.
+        """
+        leaves_it = [most for own, most in zip(self._own, self._most, strict=True) if own is None]
+        most = None if None in leaves_it else max((each for each in leaves_it if each is not None), default=None)
+        if planner is not None and leaves_it:
+            budget = planner.budget(ctx, budget.children, most)
+        elif most is not None:
+            budget = cut_to_nodes(budget, most)
+        if len(leaves_it) == len(self._own):
+            return planner, budget, rooms
+        wanted = [own or budget for own in self._own]
+        return None, widest(wanted), [min(room, own.depth + 1) for room, own in zip(rooms, wanted, strict=True)]
+
+    def cut(self, ctx: Context, tree: DraftTree) -> DraftTree:
+        """A tree whose rows have no more nodes than they want."""
+        start = tree.num_nodes - tree.num_scored
+        if all(most is None or most >= start - 1 for most in self._sizes):
+            return tree
+        counts = [start if most is None else most for most in self._sizes]
+        return tree.at_most(ctx.tensor(counts))
 
 
 def names_of(drafter: Drafter) -> tuple[str, ...]:

@@ -138,6 +138,10 @@ class Metrics(Collector):
             ("prefix_hits", "prefix_cache_hits", "Tokens of prompts found in slots.", now.num_prefix_hits),
         ):
             yield from self._twice(CounterMetricFamily, own, theirs, text, {(): value})
+        text = "What drafters raised: a step goes on without one that fails, and after three in a row there is none."
+        family = CounterMetricFamily("draftwing_drafter_faults", text, labels=["model_name"])  # vLLM has none
+        family.add_metric([self._model], now.num_faults)
+        yield family
 
     def _twice(
         self,

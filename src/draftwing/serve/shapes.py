@@ -38,12 +38,13 @@ class Shape:
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def usage_of(num_prompt: int, num_written: int) -> dict[str, int]:
-    """Tokens read and written."""
+def usage_of(num_prompt: int, num_written: int, num_cached: int) -> dict[str, Any]:
+    """Tokens read and written; of the former, those that were read before."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_written,
         "total_tokens": num_prompt + num_written,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from draftwing.drafters.base import Budget
+from draftwing.engine.wishes import AtMost, cut_to_nodes
 from draftwing.errors import ConfigError, shown
 from draftwing.serve.fields import Speculation
 from draftwing.stats import RowStep
@@ -13,11 +14,11 @@ from draftwing.stats import RowStep
 __all__ = ["budget_of", "figures"]
 
 
-def budget_of(wish: Speculation) -> Budget | str | None:
-    """How much to draft: a budget, ``none``, or None for what the server does by itself.
+def budget_of(wish: Speculation) -> Budget | AtMost | str | None:
+    """How much to draft: a budget, ``none``, or what the server does by itself: None, or up to a size.
 
     Raises:
-        ConfigError: a tree that is none, or a limit on what has no size.
+        ConfigError: a tree that is none.
     """
     if wish.draft == "none" or wish.max_nodes == 0:
         return "none"
@@ -30,9 +31,7 @@ def budget_of(wish: Speculation) -> Budget | str | None:
             nodes, depth, width = map(int, numbers.split(","))
             budget = Budget(depth, width, nodes)
         elif tree == "auto":
-            if wish.max_nodes is not None:
-                raise ConfigError("max_nodes limits a tree, and auto decides on its size itself: give a tree too")
-            return None
+            return None if wish.max_nodes is None else AtMost(wish.max_nodes)
         else:
             raise ValueError
     except ConfigError as error:
@@ -42,14 +41,7 @@ def budget_of(wish: Speculation) -> Budget | str | None:
             f"speculation.tree must be auto, chain:K or dynamic:NODES,DEPTH,WIDTH, found {shown(tree)}: write chain:5, "
             f"or dynamic:59,8,10"
         ) from None
-    return budget if wish.max_nodes is None else _cut(budget, wish.max_nodes)
-
-
-def _cut(budget: Budget, most: int) -> Budget:
-    """A budget of at most so many nodes."""
-    if budget.is_chain:
-        return Budget(min(budget.depth, most))
-    return Budget(min(budget.depth, most), min(budget.width, most), min(budget.nodes or most, most))
+    return budget if wish.max_nodes is None else cut_to_nodes(budget, wish.max_nodes)
 
 
 def figures(rows: Iterable[RowStep], *, detailed: bool = False) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from draftwing.engine.worker import Part, Ticket, Worker
 from draftwing.errors import DraftwingError
 from draftwing.lm import LM
 from draftwing.serve.asked import Asked
+from draftwing.serve.calls import Call, Delta, ToolReader
 from draftwing.serve.refusal import Refusal, dumps, of_error
 from draftwing.serve.shapes import Shape, chat_logprobs, completion_logprobs, usage_of
 from draftwing.serve.speculation import figures
-from draftwing.serve.tools import Call, ToolReader
 from draftwing.stats import Logprob, RowStep, Step
 from draftwing.text.tokenizer import Tokenizer
 
@@ -50,19 +50,21 @@ class _Choice:
 
     @property
     def finish_reason(self) -> str:
-        return "tool_calls" if self.calls else str(self.ticket.request.finish_reason)
+        is_cut = self.reader is not None and self.reader.is_open
+        return "tool_calls" if self.calls and not is_cut else str(self.ticket.request.finish_reason)
 
-    def take(self, text: str, done: bool) -> tuple[str, list[Call]]:
-        """What is said with the next text, and the calls in it."""
-        calls: list[Call] = []
+    def take(self, text: str, done: bool) -> tuple[str, list[Delta]]:
+        """What is said with the next text, and what comes to the calls."""
+        deltas: list[Delta] = []
         if self.reader is not None:
-            text = self.reader.push(text)
-            if done:
-                rest, calls = self.reader.flush()
-                text += rest
+            text, deltas = self.reader.push(text)
+            text += self.reader.flush() if done else ""
         self.said += text
-        self.calls += calls
-        return text, calls
+        for delta in deltas:
+            if delta.call is not None:
+                self.calls.append(delta.call)
+            self.calls[delta.index].arguments += delta.arguments
+        return text, deltas
 
 
 class Writing:
@@ -164,9 +166,9 @@ class Writing:
         groups = [list(parts)] if choice.tracer is None else [[part] for part in parts]
         for number, group in enumerate(groups or [[]], 1):
             last = done and number >= len(groups)
-            text, calls = choice.take("".join(part.row.text for part in group), last)
+            text, deltas = choice.take("".join(part.row.text for part in group), last)
             logprobs = [found for part in group for found in part.row.logprobs or ()]
-            found = self._pieces(choice, text, calls, logprobs)
+            found = self._pieces(choice, text, deltas, logprobs)
             if choice.tracer is not None and group:
                 (part,) = group
                 found = found or [self._shape.chunk([self._piece(choice, "")])]
@@ -177,7 +179,7 @@ class Writing:
         return chunks
 
     def _pieces(
-        self, choice: _Choice, text: str, calls: Sequence[Call], logprobs: Sequence[Logprob]
+        self, choice: _Choice, text: str, deltas: Sequence[Delta], logprobs: Sequence[Logprob]
     ) -> list[dict[str, Any]]:
         found = []
         if not choice.has_begun:
@@ -187,10 +189,9 @@ class Writing:
                 found.append(self._shape.chunk([{**piece, "logprobs": None, "finish_reason": None}]))
         if text or logprobs:
             found.append(self._shape.chunk([self._piece(choice, text, logprobs)]))
-        for number, call in enumerate(calls):
-            for delta in _deltas(number, call):
-                piece = {"index": choice.index, "delta": {"tool_calls": [delta]}, "finish_reason": None}
-                found.append(self._shape.chunk([piece]))
+        for delta in deltas:
+            piece = {"index": choice.index, "delta": {"tool_calls": [_delta(delta)]}, "finish_reason": None}
+            found.append(self._shape.chunk([piece]))
         return found
 
     def _piece(
@@ -230,9 +231,11 @@ class Writing:
             chunk["usage"] = None
         return b"data: " + dumps(chunk) + b"\n\n"
 
-    def _usage(self) -> dict[str, int]:
-        written = sum(len(choice.ticket.request.token_ids) for choice in self._choices)
-        return usage_of(self._asked.num_prompt_tokens, written)
+    def _usage(self) -> dict[str, Any]:
+        requests = [choice.ticket.request for choice in self._choices]
+        written = sum(len(request.token_ids) for request in requests)
+        cached = sum(request.num_cached or 0 for request in requests[:: self._asked.n])  # each prompt counts once
+        return usage_of(self._asked.num_prompt_tokens, written, cached)
 
     def _metrics(self) -> dict[str, Any]:
         rows: list[RowStep] = [row for choice in self._choices for row in choice.ticket.request.rows]
@@ -243,8 +246,9 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _deltas(number: int, call: Call) -> list[dict[str, Any]]:
-    """A call as a stream has it: what is called, then with what."""
-    whole = _call(call)
-    first = {**whole, "index": number, "function": {"name": call.name, "arguments": ""}}
-    return [first, {"index": number, "function": {"arguments": call.arguments}}]
+def _delta(delta: Delta) -> dict[str, Any]:
+    """As a stream has it: first what is called, then with what."""
+    if delta.call is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    called = {"name": delta.call.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.call.id, "type": "function", "function": called}
