@@ -109,7 +109,7 @@ class Engine:
         self._enqueue(request)
         return request
 
-    def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | None) -> None:
+    def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | AtMost | None) -> None:
         """Raise ``PromptError`` for a text that would never fit. Here slots grow with it."""
 
     def _enqueue(self, request: Request) -> None:

@@ -90,7 +90,7 @@ class SlotEngine(Engine):
         slots = decoder.table.num_pages * PAGE - _behind(decoder.most, *([own] if isinstance(own, Budget) else []))
         return min(slots, decoder.target.max_length) - num_prompt_tokens
 
-    def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | None) -> None:
+    def _check_room(self, prompt_ids: Sequence[int], sampling: Sampling, budget: Budget | AtMost | None) -> None:
         """The whole memory has to hold the text."""
         room, target = self._room(len(prompt_ids), budget), self._decoder.target
         if room < min(sampling.max_tokens, target.max_length - len(prompt_ids)):
