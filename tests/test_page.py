@@ -1,6 +1,6 @@
 """The inspector's page in a browser: a text, its steps, a comparison, a lesson; a phone, the dark, and whoever listens.
 
-Skipped where there is no Chromium, or no playwright. ``make`` installs neither browser nor its libraries.
+Skipped where there is no Chromium: ``make`` installs playwright, but no browser.
 """
 
 import gzip
@@ -310,6 +310,18 @@ def test_a_phone(toy, opened):
         page.get_by_role("tab", name=view).click()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert not serious(page)
+    page.get_by_label("Temperature").fill("0.7")
+    write_lesson(page)
+    page.locator(".tries").first.wait_for()  # laws, with noise: the widest tables
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert not serious(page)
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#prompt").fill(PROMPT)
+    page.locator("#prompt").press("Enter")
+    page.locator(".verdict.same").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    times = [float(each.split()[0]) for each in page.locator(".time").all_inner_texts()]
+    assert min(times) > 0  # by the server's clock, however late the browser reads
 
 
 def test_light_and_dark(toy, opened):

@@ -88,6 +88,7 @@ def main() -> None:
         keep(page, args.out / "inspector-lesson.png", 1500)
         phone = {"width": 390, "height": 844}
         page = browser.new_page(viewport=phone, color_scheme="light", device_scale_factor=2)  # type: ignore[arg-type]
+        page.set_default_timeout(120_000)
         page.goto(address)
         page.locator(".example").first.click()
         page.locator(".facts").first.wait_for()

@@ -32,11 +32,13 @@ class Part:
         row: the request's share of the step; of several steps, their texts, tokens and log-probabilities together.
         step: the step, where the ticket keeps steps and this is a single one.
         place: of ``row`` among the step's rows: the row of its tree.
+        at: ``time.monotonic`` when it was written, the last one of several.
     """
 
     row: RowStep
     step: Step | None = None
     place: int = 0
+    at: float = 0.0
 
 
 class Ticket:
@@ -74,9 +76,9 @@ class Ticket:
             self.last_at = time.monotonic()
             self.first_at = self.first_at or self.last_at
             if len(self._parts) >= _MOST_PARTS:
-                self._parts[-1] = Part(_joined(self._parts[-1].row, part.row))
+                self._parts[-1] = Part(_joined(self._parts[-1].row, part.row), at=self.last_at)
             else:
-                self._parts.append(part if self._keeps_steps else Part(part.row))
+                self._parts.append(replace(part, step=part.step if self._keeps_steps else None, at=self.last_at))
         self._tell()
 
     def end(self) -> None:

@@ -172,7 +172,8 @@ class Writing:
             if choice.tracer is not None and group:
                 (part,) = group
                 found = found or [self._shape.chunk([self._piece(choice, "")])]
-                found[-1]["draftwing"] = choice.tracer.trace(part.row, part.step, part.place)
+                trace = choice.tracer.trace(part.row, part.step, part.place)
+                found[-1]["draftwing"] = {**trace, "at": round(part.at - choice.ticket.submitted_at, 6)}
             chunks += found
         if done:
             chunks.append(self._shape.chunk([self._piece(choice, "", finish=choice.finish_reason)]))

@@ -44,7 +44,8 @@ export class Run {
         },
         (text, trace) => {
           this.status = "writing";
-          const at = performance.now() - began;
+          // By the server's clock: chunks may come late, and several at once.
+          const at = trace?.at === undefined ? performance.now() - began : trace.at * 1000;
           const pieces = trace?.pieces ?? [{ text, drafted: null }];
           this.steps.push({ ...trace, pieces, text, at, index: this.steps.length });
           this.text += text;
