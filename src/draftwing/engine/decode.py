@@ -252,7 +252,7 @@ class Decoder:
 
     def _new_batch(self) -> SamplingBatch:
         """After rows came or went."""
-        self._wanted = Wanted.of(self.running)
+        self._wanted = Wanted.of([request.speculation for request in self.running])
         self._ends = [request.sampling.max_tokens for request in self.running]
         rows = [request.sampling for request in self.running]
         cuts = self.rule.children in ("keyed", "top")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from draftwing.budget.planner import Planner
 from draftwing.constraint import Constraint
@@ -13,9 +12,6 @@ from draftwing.errors import ConfigError, shown
 from draftwing.model.target import Context
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
-
-if TYPE_CHECKING:
-    from draftwing.engine.request import Request
 
 __all__ = ["AtMost", "Wanted", "check_constraint", "checked_drafts", "cut_to_nodes", "names_of", "widest"]
 
@@ -78,9 +74,8 @@ class Wanted:
         self._sizes = [most if own is None else size_of(own) for own, most in pairs]
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Wanted | None:
-        """Of requests in the order of their rows; None where nobody says anything."""
-        wishes = [request.speculation for request in requests]
+    def of(cls, wishes: Sequence[Budget | AtMost | None]) -> Wanted | None:
+        """Of what requests say, in the order of their rows; None where nobody says anything."""
         return cls(wishes) if any(wish is not None for wish in wishes) else None
 
     def plan(
