@@ -124,6 +124,42 @@ def test_generate_takes_every_sampling_option(target):
     assert found == json.loads(json.dumps(wanted.__dict__))
 
 
+def test_a_text_follows_a_schema_or_a_grammar(target, tmp_path):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    schema["additionalProperties"] = False
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "names.lark").write_text('start: "Rome" | "Oslo"')
+    args = ["generate", PROMPT, "-t", target, "-n", 60, "-T", 1, "--seed", 3]
+    drafted, plain = [*args, "-d", target, "--tree", "chain:3", "--compare", "--json"], [*args, "-d", "none"]
+    for option, forms in (
+        ("--json-schema", (json.dumps(schema), tmp_path / "schema.json")),
+        ("--grammar", ('start: "Rome" | "Oslo"', tmp_path / "names.lark")),
+    ):
+        (one,) = json.loads(run(*drafted, option, forms[0]).stdout)["generations"]
+        found = json.loads(one["text"])["city"] if option == "--json-schema" else one["text"]
+        assert found in ("Rome", "Oslo")
+        assert one["finish_reason"] == "stop"
+        assert one["plain"]["identical"]
+        assert one["text"] in run(*plain, option, forms[1]).stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--json-schema", "nowhere.json"], "'nowhere.json' cannot be read"),
+        (["--json-schema", "{"], "JSON schema"),
+        (["--grammar", "start: ("], "cannot be followed"),
+        (["--grammar", ""], "cannot be read"),
+        (["--grammar", 'start: "x"', "--json-schema", "{}"], "give one of them"),
+        (["--grammar", 'start: "x"', "--ignore-eos"], "leave one of them out"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused(target, args, words):
+    result = run("generate", PROMPT, "-t", target, "-d", "none", *args)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.split())
+
+
 def test_a_stop_string_ends_text_and_ids(target, expected):
     stop = expected.text[4:6]
     want = dw.load(target, draft="none").generate(PROMPT, max_tokens=12, stop=(stop,), logprobs=0)[0]

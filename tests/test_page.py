@@ -233,9 +233,9 @@ def test_a_text_and_its_steps(toy, opened, unmeasured):
     shown = page.locator(".stepper output")
     page.locator(".facts").click()
     page.keyboard.press("Home")
-    assert shown.inner_text() == f"step 1 of {wanted.stats.num_forwards}"
+    shown.filter(has_text=f"step 1 of {wanted.stats.num_forwards}").wait_for()
     page.keyboard.press("ArrowRight")
-    assert shown.inner_text().startswith("step 2 of")
+    shown.filter(has_text="step 2 of").wait_for()
     steps = [each.step for each in lm.stream(PROMPT, max_tokens=24)]
     row = steps[1].rows[0]
     assert page.locator(".say").inner_text().startswith(f"Drafted {row.num_drafted}, kept {row.num_accepted}")
@@ -243,6 +243,7 @@ def test_a_text_and_its_steps(toy, opened, unmeasured):
     assert page.locator(".tree .node.kept").count() == row.num_accepted
     assert f"{row.num_drafted} tokens drafted" in page.get_by_role("img").first.get_attribute("aria-label")
     page.get_by_text("The tree as a table").click()
+    page.locator("table.nodes tbody tr").nth(row.num_drafted + 1).wait_for()
     assert page.locator("table.nodes tbody tr").count() == row.num_drafted + 2
     assert page.locator(".plot canvas").count() == 4
     assert "not measured" in page.locator(".plots .empty").inner_text()

@@ -75,7 +75,7 @@ class Wanted:
 
     @classmethod
     def of(cls, wishes: Sequence[Budget | AtMost | None]) -> Wanted | None:
-        """Of requests in the order of their rows; None where nobody says anything."""
+        """Of what requests say, in the order of their rows; None where nobody says anything."""
         return cls(wishes) if any(wish is not None for wish in wishes) else None
 
     def plan(

@@ -17,12 +17,15 @@ from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Target
 from draftwing.run.kernel.library import kernel_problem
 from draftwing.sampling import Sampling
+from draftwing.text.grammar import GrammarLike
 
 __all__ = ["describe_lm", "describe_run", "record"]
 
 
-def record(done: Generation, plain: LM | None, sampling: Sampling) -> dict[str, Any]:
-    """One generation as ``--json`` prints it; with ``plain``, measured against that."""
+def record(
+    done: Generation, plain: LM | None, sampling: Sampling, grammar: GrammarLike | None = None
+) -> dict[str, Any]:
+    """One generation, which ``grammar`` held, as ``--json`` prints it; with ``plain``, measured against that."""
     stats = done.stats
     values: dict[str, Any] = {
         "text": done.text,
@@ -40,7 +43,7 @@ def record(done: Generation, plain: LM | None, sampling: Sampling) -> dict[str, 
     if done.logprobs is not None:
         values["logprobs"] = [asdict(each) for each in done.logprobs]
     if plain is not None:
-        (base,) = plain.generate([done.prompt_ids], sampling, seed=done.seed)
+        (base,) = plain.generate([done.prompt_ids], sampling, seed=done.seed, grammar=grammar)
         speedup = done.stats.tokens_per_s / base.stats.tokens_per_s
         values["plain"] = {
             "tokens_per_s": base.stats.tokens_per_s,
