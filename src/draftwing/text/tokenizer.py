@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = ["Tokenizer"]
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+_LOADING = threading.Lock()  # transformers cannot be imported by two threads at once
 
 
 class Tokenizer:
@@ -65,9 +67,11 @@ class Tokenizer:
     def _transformers(self) -> Any:
         """The tokenizer as transformers reads it, at first use: importing that takes seconds."""
         if self._slow is None:
-            from transformers import AutoTokenizer
+            with _LOADING:
+                if self._slow is None:
+                    from transformers import AutoTokenizer
 
-            self._slow = AutoTokenizer.from_pretrained(self.folder)
+                    self._slow = AutoTokenizer.from_pretrained(self.folder)
         return self._slow
 
     @cached_property
