@@ -346,6 +346,19 @@ def test_a_long_prompt_stalls_nobody(target):
     assert long.token_ids == text_of(target, [7] * 200, Sampling(max_tokens=4, ignore_eos=True))
 
 
+def test_on_a_cpu_pieces_are_smaller(target, monkeypatch):
+    monkeypatch.setattr(load, "PIECE", 10)
+    own = plain_engine(target, 16)
+    own.submit([5, 6], Sampling(max_tokens=40, ignore_eos=True))
+    own.step()
+    long = own.submit([7] * 60, Sampling(max_tokens=4, ignore_eos=True))
+    for done in (10, 20, 30):
+        own.step()
+        assert own._reading.done == done
+    own.run()
+    assert long.token_ids == text_of(target, [7] * 60, Sampling(max_tokens=4, ignore_eos=True))
+
+
 def test_short_prompts_come_in_together(target):
     own = plain_engine(target, 16)
     for number in range(4):

@@ -145,6 +145,23 @@ def test_requests_that_run_share_pages(lab):
         assert request.token_ids == one.token_ids
 
 
+def test_what_a_request_has_read_itself_is_not_counted_as_cached(lab):
+    """It gives its slots up, and finds them again."""
+    own, prompt = engine_of(lab(FAMILIES[-1]), "none"), text(9, 150)
+    sampling = Sampling(max_tokens=30, ignore_eos=True)
+    other, request = (own.submit(each, sampling) for each in (text(8, 5), prompt))
+    for _ in range(4):
+        own.step()
+    assert own._give_way()
+    own.run()
+    assert own.stats.num_preempted == 1
+    assert own.stats.num_prefix_hits >= 2 * PAGE
+    assert (other.num_cached, request.num_cached) == (0, 0)
+    again = own.submit(prompt, sampling)
+    own.run()
+    assert again.num_cached == 2 * PAGE
+
+
 def test_what_was_used_last_is_kept_longest(lab):
     own = engine_of(lab(FAMILIES[-1]), "none", pages=9)
     prompts = [text(seed, PAGE + 6) for seed in range(8)]

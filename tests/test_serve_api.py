@@ -13,6 +13,8 @@ from draftwing.drafters.lookup import LookupDrafter
 from draftwing.model.paged import PAGE
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
+from draftwing.serve.speculation import figures
+from draftwing.stats import RowStep
 from serving import TEXTS, app_of, ask, chat_folder, load, question, send
 
 
@@ -457,9 +459,29 @@ def test_keys_and_hosts(lm):
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
+def test_figures_count_the_steps_that_drafted():
+    """By vLLM's definitions: a mean length counts the bonus, a histogram the drafts by what was kept of them."""
+    rows = [RowStep(1, (5,) * (kept + 1), drafted, kept, drafted) for drafted, kept in ((0, 0), (4, 2), (3, 0), (5, 2))]
+    assert figures(rows, detailed=True) == {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + 4 / 3,
+            "draft_acceptance_rate": 4 / 12,
+            "acceptance_histogram": [1, 0, 2],
+            "num_spec_steps": 3,
+            "num_accepted_draft_tokens": 4,
+            "num_draft_tokens": 12,
+            "per_step_accepted": [2, 0, 2],
+            "per_step_drafted": [4, 3, 5],
+        }
+    }
+    plainly = figures(rows[:1])["speculative_decoding"]
+    assert (plainly["mean_acceptance_length"], plainly["acceptance_histogram"]) == (1, [])
+
+
 def test_prometheus_reads_both_names(lm):
     async def work(http):
         body = {"model": "tiny", "prompt": TEXTS[2], "max_tokens": 20, "temperature": 0}
+        body["speculation"] = {"detailed": True}
         answer = await http.post("/v1/completions", json=body)
         found = await http.get("/metrics", headers={"accept": "text/plain"})
         return answer.json(), found.text
@@ -498,5 +520,7 @@ def test_prometheus_reads_both_names(lm):
         for name, value in figures.items()
         if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total")
     ]
-    assert sum(by_depth) == ours["num_accepted_draft_tokens"]
+    accepted = ours["per_step_accepted"]
+    assert by_depth == [sum(num > depth for num in accepted) for depth in range(max(accepted))]
+    assert len(by_depth) > 1
     assert 0 < figures["vllm:inter_token_latency_seconds_count"] < 20

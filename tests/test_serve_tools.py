@@ -80,6 +80,7 @@ CALL = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
         ('{"name": "weather", "id": [{"a": "]}"}, 1], "arguments": {"city": "Rome"}} ', "", [ROME]),
         ('{"name": "weather"}', "", [("weather", {})]),
         ('{"name": "add", "arguments": {"q": "a \\" } </tool_call> \\\\", "d": [{}]}}', "", [("add", QUOTED)]),
+        ('wea<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}', "wea", [TWO]),
         ("<tool_call>none</tool_call> weather", "<tool_call>none</tool_call> weather", []),
         ('Hm <tool_call>no <tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}', "Hm <tool_call>no ", [TWO]),
         ('{"a": 1} [TOOL_CALLS]add {"a": 1, "b": [2]}', '{"a": 1} ', [TWO]),

@@ -1,9 +1,9 @@
 """An engine under load: prompts are read beside the decoding, and requests come in as far as memory reaches.
 
-Each step reads at most ``PREFILL_CHUNK`` tokens of waiting prompts, the first one first, and decodes all rows once: a
-long prompt does not stall those that run. A request is let in when the memory will probably hold what all of them may
-still need. Where it turns out not to, the least important row, of these the youngest, gives its slots up; it is read
-again, with all that it has written, when there is room.
+Each step reads at most ``PIECE`` tokens of waiting prompts (on a GPU ``PREFILL_CHUNK``), the first one first, and
+decodes all rows once: a long prompt does not stall those that run. A request is let in when the memory will probably
+hold what all of them may still need. Where it turns out not to, the least important row, of these the youngest, gives
+its slots up; it is read again, with all that it has written, when there is room.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from draftwing.text.stream import TokenDecoder
 __all__ = ["OPTIMISM", "SlotEngine"]
 
 OPTIMISM = 0.5  # of the tokens that a text may still have, the share that is taken not to come: most end before
+# Tokens of prompts that a step on a CPU reads beside its rows, which wait that long. More at once take no less time
+# each; fewer than this cost throughput, since rows are stepped more often for them.
+PIECE = 128
 BESIDE = 64  # slots for what a drafter wants scored beside its tree
 
 
@@ -101,7 +104,7 @@ class SlotEngine(Engine):
             )
 
     def step(self) -> Step:
-        """See ``Engine.step``; at most ``PREFILL_CHUNK`` tokens of prompts are read before, where rows are running."""
+        """See ``Engine.step``; at most a piece of prompts is read before, where rows are running."""
         self._fill()
         return self._advance()
 
@@ -127,7 +130,7 @@ class SlotEngine(Engine):
         if self._is_filling:  # an interrupt hit the last time
             del decoder.table.rows[len(decoder.running) :]
             decoder.table.recount(self._beside())
-        self._is_filling, left = True, PREFILL_CHUNK
+        self._is_filling, left = True, self._piece
         while True:
             self._sweep()
             reading = self._reading
@@ -140,6 +143,11 @@ class SlotEngine(Engine):
         self._make_room()
         self._is_filling = False
         return len(decoder.running)
+
+    @property
+    def _piece(self) -> int:
+        """Tokens of prompts that are read beside rows that run."""
+        return PREFILL_CHUNK if self._decoder.target.device.type == "cuda" else min(PREFILL_CHUNK, PIECE)
 
     def _beside(self) -> list[list[int]]:
         """The pages of the prompt that is being read."""
