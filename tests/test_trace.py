@@ -174,8 +174,8 @@ def teach(lm, sampling, ids=None):
 
 @pytest.mark.parametrize("draft", ["eagle3", "causal-lm"])
 def test_a_lesson_tells_the_classic_rules_decisions(lm_of, draft):
-    lm, fates = lm_of(draft), set()
-    for seed in range(6):
+    lm, fates, num_second = lm_of(draft), set(), 0
+    for seed in range(16):
         told = teach(lm, Sampling(temperature=1.0, seed=seed))
         json.dumps(told, allow_nan=False)
         for name in ("chain", "tree"):
@@ -192,7 +192,12 @@ def test_a_lesson_tells_the_classic_rules_decisions(lm_of, draft):
             assert last["is_rest"] == (not tries[-1]["kept"])
             assert last["id"] in [law["id"] for law in last["laws"] if law["p"] > 0]
         assert all(each["parent"] + 1 == each["node"] for each in told["chain"]["tries"])
+        for first, then in itertools.pairwise(told["tree"]["tries"]):
+            if first["parent"] == then["parent"]:  # what was tried is taken from q
+                num_second += 1
+                assert all(law["q"] == 0 for law in then["laws"] if law["id"] == first["id"])
     assert fates == {True, False}
+    assert num_second
 
 
 def test_a_lesson_and_a_law_agree_on_p(lm_of):
