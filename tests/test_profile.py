@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -72,10 +73,14 @@ def makers(target, folder_of):
 
 
 class Script:
-    """A clock that stands still but where the script moves it: by what a forward, or a draft, takes."""
+    """A clock that stands still but where the script moves it: by what a forward, or a draft, takes.
 
-    def __init__(self, monkeypatch, target, verify, draft=lambda budget, rows: 1e-3) -> None:
+    ``disturbs()``: whether other work has the processors in the next step.
+    """
+
+    def __init__(self, monkeypatch, target, verify, draft=lambda budget, rows: 1e-3, disturbs=lambda: False) -> None:
         self.now, self.forwards, self.draft = 0.0, [], draft
+        monkeypatch.setattr(profile, "Undisturbed", lambda: nullcontext(not disturbs()))
         for module in (decode, profile):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
         real = target.forward
@@ -186,6 +191,38 @@ def test_what_else_runs_on_the_machine_is_left_out(target, monkeypatch):
     assert costs.draft_per_row == pytest.approx(1 / 3)
     assert costs.per_row == pytest.approx(0, abs=1e-9)
     assert costs.per_token == pytest.approx(0, abs=1e-9)
+
+
+def test_steps_that_waited_for_a_processor_do_not_count(target, monkeypatch):
+    """Two of three rounds are as slow, so that the faster half of all would not do."""
+    state = {"steps": 0, "is_slow": False}
+
+    def disturbs():
+        state["steps"] += 1
+        state["is_slow"] = state["steps"] % 3 > 0
+        return state["is_slow"]
+
+    script = Script(
+        monkeypatch,
+        target,
+        lambda nodes, rows, context: (0.001 + 0.0001 * nodes * rows) * (5 if state["is_slow"] else 1),
+        lambda budget, rows: 0.0002 * budget.depth * (5 if state["is_slow"] else 1),
+        disturbs,
+    )
+    costs = measure(target, script.drafter, seconds=100.0)
+    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 + 0.0001 * nodes)
+    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.0002 * depth)
+    assert costs.busy == 0
+    assert script.forwards.count((1, 64)) == profile.ROUNDS
+
+
+def test_a_busy_machine_is_measured_for_longer_and_said_to_be_busy(target, monkeypatch):
+    script = Script(monkeypatch, target, lambda nodes, rows, context: 0.001 * nodes, disturbs=lambda: True)
+    costs = measure(target, script.drafter, seconds=100.0)
+    assert costs.busy == 1
+    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 * nodes)
+    assert script.forwards.count((1, 64)) == profile.LONGER * profile.ROUNDS
+    assert Costs.from_dict(costs.to_dict()) == costs
 
 
 def test_a_noisy_clock_gives_rising_curves(target, monkeypatch):
@@ -314,6 +351,20 @@ def test_what_was_measured_is_read_the_next_time(target, kept):
     assert again != first
     assert costs_of(target, NoDrafter) == again
     assert len(kept.measured) == 2
+
+
+def test_what_a_busy_machine_said_does_not_stay(target, kept, monkeypatch):
+    costs_of(target, NoDrafter)
+    busy = Costs(Curve(((1, 9.0),)), busy=profile.BUSY + 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(profile, "measure", lambda *_: busy)
+        costs_of(target, NoDrafter, again=True)
+    assert costs_of(target, NoDrafter) == busy  # for the runs that follow at once
+    now = time.time()
+    monkeypatch.setattr(profile.time, "time", lambda: now + profile.MOMENT + 60)
+    assert costs_of(target, NoDrafter) == kept.measured[1]
+    monkeypatch.setattr(profile.time, "time", lambda: now + 100 * profile.YOUNG)
+    assert costs_of(target, NoDrafter) == kept.measured[1]
 
 
 @pytest.mark.parametrize(

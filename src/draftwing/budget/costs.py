@@ -94,6 +94,7 @@ class Costs:
             known. Keys and values are read once for all nodes, but each node multiplies with them.
         per_row: verification of each row beside the first; ``draft_per_row`` as a share of the draft for one row.
         context: tokens at which the curves were measured.
+        busy: the share of all that was measured only while other work had the processors.
     """
 
     verify: Curve
@@ -105,6 +106,7 @@ class Costs:
     per_row: float = 0.0
     draft_per_row: float = 0.0
     context: int = 0
+    busy: float = 0.0
 
     def verify_seconds(self, nodes: int, rows: int = 1, context: float | None = None) -> float:
         """T_V of ``rows`` trees of ``nodes`` each, the root counted; ``context`` is the mean of the rows'."""
@@ -159,7 +161,7 @@ class Costs:
             if not curves["verify"].knots:
                 raise ValueError("verify has no knots")
             whole = {name: int(values[name]) for name in ("width", "context")}
-            numbers = {name: float(values[name]) for name in ("per_token", "per_row", "draft_per_row")}
+            numbers = {name: float(values[name]) for name in ("per_token", "per_row", "draft_per_row", "busy")}
             return cls(**curves, **whole, **numbers)  # type: ignore[arg-type]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"these are no measured costs ({error!r}): measure again") from error

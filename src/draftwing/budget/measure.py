@@ -1,13 +1,15 @@
 """Measures what a step costs here, through a decode loop, and keeps it for the next time.
 
 A stand-in drafter proposes trees of every size for the target's part; the real one drafts at every depth for its own.
-All are measured in turn, so that a machine that slows down slows all alike, and medians are taken.
+All are measured in turn, so that a machine that slows down slows all alike, and medians are taken; of steps that waited
+for a processor only where there are no others. What was measured so does not stay for long.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
@@ -15,13 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from draftwing.accept import get_rule
 from draftwing.budget.costs import ROWS, Costs, Curve
+from draftwing.budget.neighbours import Undisturbed
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, Traits
 from draftwing.errors import ConfigError
@@ -45,6 +48,8 @@ ROW_NODES = (1, 4, 16)
 CONTEXT, LONG = 64, 1024  # tokens of the rows that are measured
 ROUNDS, LEAST_ROUNDS = 12, 2  # the first warms everything up, and does not count
 YOUNG = 3600  # seconds for which costs are kept whatever steps take, or they might be measured at every start
+BUSY, MOMENT = 0.1, 600  # more of the sizes than this share measured on a busy machine: costs for so many seconds
+LONGER = 2  # times as long to measure there
 
 
 class Loop(Protocol):
@@ -102,16 +107,34 @@ class _Filler:
         """Nothing to drop."""
 
 
+class _Sample(NamedTuple):
+    """What a step, or a part of it, took; and whether the whole step had the processors for itself."""
+
+    seconds: float
+    is_clean: bool
+
+
+_ByCount = dict[float, list[_Sample]]
+_new = partial(defaultdict[float, list[_Sample]], list)
+
+
 @dataclass
 class _Samples:
-    """Seconds by count, round by round."""
+    """By count, round by round."""
 
-    verify: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
-    by_rows: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
-    long: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
-    chain: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
-    tree: dict[float, list[float]] = field(default_factory=partial(defaultdict, list))
-    rows_chain: list[float] = field(default_factory=list)
+    verify: _ByCount = field(default_factory=_new)
+    by_rows: _ByCount = field(default_factory=_new)
+    long: _ByCount = field(default_factory=_new)
+    chain: _ByCount = field(default_factory=_new)
+    tree: _ByCount = field(default_factory=_new)
+    rows_chain: list[_Sample] = field(default_factory=list)
+
+    @property
+    def busy(self) -> float:
+        """The share of counts of which every sample but the first one was disturbed."""
+        parts = (self.verify, self.by_rows, self.long, self.chain, self.tree, {1: self.rows_chain})
+        later = [each[1:] for part in parts for each in part.values() if each]
+        return statistics.fmean([not any(sample.is_clean for sample in each) for each in later])
 
     def costs(self, context: int, stretched: int) -> Costs:
         """What they say."""
@@ -132,13 +155,14 @@ class _Samples:
             per_row=max(0.0, _middle(per_row) - context * token),  # each row's own tokens are counted beside
             draft_per_row=max(0.0, more_rows / (ROWS - 1)),
             context=context,
+            busy=self.busy,
         )
 
 
 def measure(
     target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, seconds: float = 4.0, *, long: int = LONG
 ) -> Costs:
-    """The costs of a target with a drafter, in about so many seconds (but two rounds at least).
+    """The costs of a target with a drafter, in about so many seconds (two rounds at least, more on a busy machine).
 
     Args:
         long: tokens of the text that tells what each further token takes; half the context at most.
@@ -160,13 +184,15 @@ def measure(
         each.stretch(min(drafter.traits.context, room))
     stretched = far.stretch(min(long, room))
     one.verify(1)
-    is_slow = one.verify(1) > SLOW
+    is_slow = one.verify(1).seconds > SLOW
     nodes = [count for count in (FEW_NODES if is_slow else NODES) if count <= min(room // 2, target.vocab_size)]
     depths = [depth for depth in (FEW_DEPTHS if is_slow else DEPTHS) if depth < room // 2]
     tree_depths = [depth for depth in (FEW_DEPTHS if is_slow else TREE_DEPTHS) if depth < room // 2]
     found, began = _Samples(), time.perf_counter()
-    for turn in range(ROUNDS):
-        if turn >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
+    for turn in range(LONGER * ROUNDS):
+        share = (time.perf_counter() - began) / seconds if seconds else math.inf
+        enough = 1 if turn < LEAST_ROUNDS or found.busy <= BUSY else LONGER
+        if turn >= LEAST_ROUNDS and (turn >= enough * ROUNDS or share > enough):
             break
         for count in nodes:
             found.verify[count].append(one.verify(count))
@@ -213,34 +239,41 @@ class _Bench:
         self._length = self._stretched = length
         return length
 
-    def verify(self, nodes: int) -> float:
-        """Seconds of all but the draft."""
+    def verify(self, nodes: int) -> _Sample:
+        """All but the draft."""
         assert isinstance(self._drafter, _Filler)
         self._drafter.nodes = nodes
-        times = self._step()
+        times, is_clean = self._step()
         if isinstance(self._loop.ctx, LeanContext):  # back again: the texts stay as long as they are said to be
             for row in self._loop.ctx.rows:
                 row.length = self._length
                 del row.tokens[row.length + 1 :]
-        return times.verify + times.accept + times.commit
+        return _Sample(times.verify + times.accept + times.commit, is_clean)
 
-    def draft(self, budget: Budget) -> float:
-        """Seconds of the draft."""
+    def draft(self, budget: Budget) -> _Sample:
+        """The draft."""
         self._loop.budget = budget
-        return self._step().draft
+        times, is_clean = self._step()
+        return _Sample(times.draft, is_clean)
 
-    def _step(self) -> Timings:
+    def _step(self) -> tuple[Timings, bool]:
         if self._loop.num_running < self._rows:  # a text ran to its end
             for request in self._ids:
                 self._loop.retire(request)
             self._admit()
-        step = self._loop.step()
+        with Undisturbed() as is_clean:
+            step = self._loop.step()
         self._ids -= {row.request_id for row in step.rows if row.finish_reason is not None}
-        return step.timings
+        return step.timings, bool(is_clean)
 
 
-def _later(samples: dict[float, list[float]]) -> dict[float, list[float]]:
-    return {count: values[1:] or values for count, values in samples.items()}
+def _later(samples: _ByCount) -> dict[float, list[float]]:
+    """Seconds; not of the first rounds, nor of steps that were disturbed where there are others."""
+    found = {}
+    for count, values in samples.items():
+        later = values[1:] or values
+        found[count] = [each.seconds for each in later if each.is_clean] or [each.seconds for each in later]
+    return found
 
 
 def _middle(values: list[float]) -> float:
@@ -284,10 +317,12 @@ def costs_of(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLo
 
 
 def known_costs(target: Target, drafter: Drafter) -> Costs | None:
-    """What this machine has measured before; None where that is nothing, or nothing that can be read."""
+    """What this machine has measured before; None where that is nothing that can be read, or was busy and is past."""
     try:
         with private_folder() as folder:
-            return Costs.from_dict(json.loads(folder.read(_file(_key(target, drafter))))["costs"])
+            kept = json.loads(folder.read(_file(_key(target, drafter))))
+        costs, age = Costs.from_dict(kept["costs"]), time.time() - float(kept["measured"])
+        return None if costs.busy > BUSY and not 0 <= age <= MOMENT else costs
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
 
@@ -307,7 +342,7 @@ def _key(target: Target, drafter: Drafter) -> dict[str, object]:
     """All that costs depend on."""
     kernel = get_kernel()
     return {
-        "version": 5,
+        "version": 6,
         "runtime": kernel.costs_like if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],
