@@ -57,7 +57,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--num-prompts", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--precision", choices=("fp32", "int8"), default="fp32", help="int8: each peer's usual one")
+    parser.add_argument(
+        "--precision", choices=("fp32", "int8"), help="int8: each peer's usual one [default: fp32; a GGUF file has its own]"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="[default: the cores]")
     parser.add_argument("--peers", help=f"peers or modes, with commas between [default: all] ({known})")
     parser.add_argument(
@@ -85,14 +87,16 @@ def settings_of(args: argparse.Namespace, shipped: Path) -> Settings:
     from draftwing.model.resolve import resolve
 
     target = resolve(args.target).resolve() if args.target else (shipped / "target").resolve()
-    own = target == (shipped / "target").resolve()
+    own, is_gguf = target == (shipped / "target").resolve(), (target / "model.gguf").exists()
+    if is_gguf and args.precision:
+        raise SystemExit(f"{args.target} is a GGUF file, which every peer reads as it is: leave --precision away")
     given = {"eagle3": args.eagle3, "eagle1": args.eagle1, "draft-lm": args.draft_lm}
     defaults = {"eagle3": shipped / "eagle3", "eagle1": shipped / "eagle1", "draft-lm": shipped / "draft"}
     drafts = {name: folder or (defaults[name] if own else None) for name, folder in given.items()}
     return Settings(
         target,
         {name: None if folder is None else folder.resolve() for name, folder in drafts.items()},
-        "gguf" if (target / "model.gguf").exists() else args.precision,
+        "gguf" if is_gguf else args.precision or "fp32",
         args.threads,
         args.max_tokens,
         args.folder.resolve() / "models",
