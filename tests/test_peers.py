@@ -122,6 +122,15 @@ def test_shipped_drafts_serve_the_shipped_target_only(script, parts, tmp_path):
     assert other.lacks(parts.modes.Mode("vllm", "plain")) is None
 
 
+def test_a_gguf_file_is_read_as_it_is(script, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    args = script.read_arguments(["--target", str(tmp_path)])
+    assert script.settings_of(args, tmp_path / "shipped").precision == "gguf"
+    args = script.read_arguments(["--target", str(tmp_path), "--precision", "int8"])
+    with pytest.raises(SystemExit, match="leave --precision away"):
+        script.settings_of(args, tmp_path / "shipped")
+
+
 def test_a_conversion_is_used_again_only_for_the_same_files(parts, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     before = parts.modes.fingerprint(tmp_path)
