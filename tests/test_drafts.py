@@ -40,6 +40,16 @@ SAMPLINGS = {
     "top-k": [Sampling(temperature=1.0, top_k=k, seed=k) for k in (1, 5, 500)],
     "top-p": [Sampling(temperature=1.5, top_p=p, seed=3) for p in (0.1, 0.7, 0.95)],
     "min-p": [Sampling(temperature=1.0, min_p=p, seed=3) for p in (0.9, 0.2, 0.01)],
+    "biases": [
+        Sampling(logit_bias={7: 3.0, 40: -2.5}),
+        Sampling(temperature=0.9, logit_bias={8: 1.5, 9: 2.0, 11: 1.0}, banned_tokens=(9, 30), seed=2),
+        Sampling(temperature=1.0, seed=3),
+    ],
+    "penalties": [
+        Sampling(repetition_penalty=1.7, frequency_penalty=-0.6),
+        Sampling(temperature=0.8, presence_penalty=0.7, frequency_penalty=0.9, logit_bias={7: 2.0}, seed=2),
+        Sampling(temperature=1.0, top_p=0.9, repetition_penalty=0.6, presence_penalty=-0.5, seed=3),
+    ],
     "all-filters": [Sampling(temperature=0.8, top_k=k, top_p=0.9, min_p=0.05, seed=k) for k in (3, 20, 60)],
 }
 
@@ -124,14 +134,6 @@ def used_parents(tree: DraftTree) -> list[list[int]]:
 def test_without_noise_the_likeliest_are_drafted(name, target, folder_of):
     found = trees(name, target, folder_of, "t1", Budget(3, 4, 9, children="top"), True)
     same(found, trees(name, target, folder_of, "t1", Budget(3, 4, 9, children="top"), False))
-
-
-def test_penalties_and_bans_are_asked_level_by_level(target, folder_of):
-    for changes in ({"repetition_penalty": 1.3}, {"logit_bias": {3: 2.0}}, {"banned_tokens": (3,)}):
-        drafter = drafter_for("eagle3", target, folder_of)
-        decoder, sampling = started(drafter, target, [replace(row, **changes) for row in SAMPLINGS["mixed"]])
-        tree = drafter.propose(decoder.ctx, sampling, Budget(3, 3, 8))
-        assert tree.num_nodes == 9
 
 
 # --- by what nodes are worth -----------------------------------------------------------------------------------------

@@ -254,8 +254,23 @@ class SamplingBatch:
         if not self.biases:
             return scores
         if on_host(scores):
-            return torch.from_numpy(scores.detach().numpy() + self._bias_rows.to(scores.dtype).numpy())
+            return self._biased_on_host(scores, is_copy=self.penalises)
         return scores + self._bias_rows.to(scores.dtype)
+
+    def _biased_on_host(self, scores: Tensor, *, is_copy: bool) -> Tensor:
+        """Biases on the few tokens that have one."""
+        whole = scores.detach().numpy()
+        whole = whole if is_copy else np.array(whole, order="C")
+        for row, (ids, amounts) in enumerate(self._host_biases):
+            if len(ids):
+                whole[row, :, ids] += amounts.astype(whole.dtype)[:, None]
+        return torch.from_numpy(whole)
+
+    @cached_property
+    def _host_biases(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """``token_biases`` as ids and float64 amounts."""
+        rows = [(list(row), list(row.values())) for row in self.token_biases]
+        return [(np.array(ids, dtype=np.int64), np.array(amounts, dtype=np.float64)) for ids, amounts in rows]
 
     def filtered(self, scores: Tensor) -> Tensor:
         """The second half: temperature, top-k, top-p, min-p."""
@@ -269,11 +284,15 @@ class SamplingBatch:
     def _bias_rows(self) -> Tensor:
         """(B, 1, V) float64, -inf for banned tokens."""
         bias = torch.zeros(len(self.rows), 1, self.noise.vocab_size, dtype=torch.float64)
-        for b, row in enumerate(self.rows):
-            for token, value in row.logit_bias.items():
+        for b, row in enumerate(self.token_biases):
+            for token, value in row.items():
                 bias[b, 0, token] = value
-            bias[b, 0, list(row.banned_tokens)] = -math.inf
         return bias.to(self.device)
+
+    @cached_property
+    def token_biases(self) -> list[dict[int, float]]:
+        """What each row adds to the scores of tokens, -inf for banned ones."""
+        return [{**row.logit_bias, **dict.fromkeys(row.banned_tokens, -math.inf)} for row in self.rows]
 
     def _filter(self, scores: Tensor) -> Tensor:
         vocab = scores.shape[-1]

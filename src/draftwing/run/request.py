@@ -5,7 +5,7 @@ Shape suffixes: B rows, W entries, N nodes, F features, K knots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwing.model.cache import View
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["DraftRequest", "Drafted", "GrowthRule", "Waiting"]
+__all__ = ["Adjustments", "DraftRequest", "Drafted", "GrowthRule", "Waiting"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,23 @@ class GrowthRule:
 
 
 @dataclass(frozen=True)
+class Adjustments:
+    """What is made of the logits before temperatures, as ``SamplingBatch.adjusted`` makes it of the target's.
+
+    Attributes:
+        penalties: of each row: repetition, presence, frequency; (1, 0, 0) for none.
+        said: of each row its committed tokens, the prompt's first; none where nothing penalises them.
+        prompt_lengths: of each row.
+        biases: of each row by token; -inf for banned ones.
+    """
+
+    penalties: Sequence[tuple[float, float, float]]
+    said: Sequence[Sequence[int]]
+    prompt_lengths: Sequence[int]
+    biases: Sequence[Mapping[int, float]]
+
+
+@dataclass(frozen=True)
 class DraftRequest:
     """Trees to draft, one for every row: the best children by logits / temperature + noise, level by level.
 
@@ -56,6 +73,7 @@ class DraftRequest:
             positions of the tokens after their roots.
         sharpness, miss, scale: how scores under noise become chances, and what they are multiplied by before the
             noise is added (``nets.calibration``).
+        adjustments: penalties and biases; None where no row has any.
         rule: what the nodes are worth; None expands ``width`` nodes of every level and keeps the ``most`` likely.
     """
 
@@ -74,6 +92,7 @@ class DraftRequest:
     sharpness: float = 1.0
     miss: float = 0.0
     scale: float = 1.0
+    adjustments: Adjustments | None = None
     rule: GrowthRule | None = None
 
 

@@ -15,7 +15,7 @@ from draftwing.drafters.growing.growth import Growth
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
 from draftwing.run.forward import Over
-from draftwing.run.request import DraftRequest
+from draftwing.run.request import Adjustments, DraftRequest
 from draftwing.sampling import SamplingBatch
 
 __all__ = ["Asked"]
@@ -85,7 +85,7 @@ class Asked:
             depth, most = min(depth, len(rule.gains)), min(most, len(rule.verify) - 3)
         if budget.paths or budget.children not in ("keyed", "top") or most is None or depth < 1:
             return None
-        if sampling.penalises or sampling.biases or handle is None:
+        if handle is None:
             return None
         seeds = sampling.drawing_seeds if budget.children == "keyed" else [-1] * len(rows)
         return DraftRequest(
@@ -101,7 +101,18 @@ class Asked:
             self.calibration.sharpness,
             self.calibration.miss,
             self.calibration.scale,
+            self._adjustments() if sampling.adjusts else None,
             rule,
+        )
+
+    def _adjustments(self) -> Adjustments:
+        """Penalties and biases of the rows."""
+        requests, rows = self.sampling.rows, self.ctx.rows
+        return Adjustments(
+            [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in requests],
+            [row.tokens[: row.length] if each.penalises else [] for row, each in zip(rows, requests, strict=True)],
+            [row.prompt_length for row in rows],
+            self.sampling.token_biases,
         )
 
     def growth(self) -> Growth:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwing.model.cache import View
 
-__all__ = ["NUM_BUFFERS", "Batch", "Draft", "Op", "set_cache", "set_view"]
+__all__ = ["NUM_BUFFERS", "Adjust", "Batch", "Draft", "Op", "set_cache", "set_view"]
 
 NUM_BUFFERS = 16
 
@@ -51,6 +51,18 @@ class Batch(ctypes.Structure):
     ]
 
 
+class Adjust(ctypes.Structure):
+    """Penalties and biases of a row."""
+
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("repetition", "presence", "frequency")),
+        ("num_biases", ctypes.c_int32),
+        ("said", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_said", "num_prompt")),
+        *((name, ctypes.c_void_p) for name in ("biased", "biases")),
+    ]
+
+
 class Draft(ctypes.Structure):
     """Trees to draft, and where they are written."""
 
@@ -60,7 +72,7 @@ class Draft(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_tables", "num_knots", "kept_out")),
         *((name, ctypes.c_float) for name in ("sharpness", "kept", "scale", "worth", "share")),
         *((name, ctypes.c_void_p) for name in ("counts", "wanted", "temperatures")),
-        *((name, ctypes.c_void_p) for name in ("top_k", "top_p", "min_p", "noise", "seeds", "starts")),
+        *((name, ctypes.c_void_p) for name in ("top_k", "top_p", "min_p", "adjusts", "noise", "seeds", "starts")),
         *((name, ctypes.c_void_p) for name in ("knots", "rates", "gains", "costs", "verify")),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached")),
         *((name, ctypes.c_int32) for name in ("levels", "is_chain", "deepest")),

@@ -22,10 +22,10 @@ from draftwing.errors import ConfigError
 from draftwing.model.cache import KVCache
 from draftwing.run.forward import Asked, Entries, Net, Runner, pick
 from draftwing.run.kernel.built import Built
-from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache, set_view
+from draftwing.run.kernel.layout import Adjust, Batch, Draft, Op, set_cache, set_view
 from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.program import Program
-from draftwing.run.request import Drafted, DraftRequest, Waiting
+from draftwing.run.request import Adjustments, Drafted, DraftRequest, Waiting
 from draftwing.tree import DraftTree
 
 __all__ = ["KernelRunner", "KernelRuntime", "Workspace"]
@@ -268,6 +268,8 @@ class KernelRunner(Runner):
             wanted=_at(wanted), seeds=_at(seeds), starts=_at(starts), noise=request.noise,
             temperatures=_at(temperatures), top_k=_at(top_k), top_p=_at(top_p), min_p=_at(min_p),
         )  # fmt: skip
+        if request.adjustments is not None:
+            draft.adjusts = _adjusting(request.adjustments, kept)
         if rule is not None:
             draft.num_tables, draft.num_knots = rule.knots.shape
             draft.knots, draft.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
@@ -278,6 +280,20 @@ class KernelRunner(Runner):
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:
         """See ``Runner.commit``."""
         self._built.program.kernel.commit(self.cache.data, torch.tensor(lengths), path, self.cache.table)
+
+
+def _adjusting(asked: Adjustments, kept: list[object]) -> int:
+    """The address of penalties and biases as the kernel reads them; what is there goes into ``kept``."""
+    rows = []
+    for penalties, tokens, prompt, biases in zip(
+        asked.penalties, asked.said, asked.prompt_lengths, asked.biases, strict=True
+    ):
+        said, biased, amounts = array("q", tokens), array("q", biases), array("f", biases.values())
+        kept += [said, biased, amounts]
+        rows.append(Adjust(*penalties, len(biased), _at(said), len(said), prompt, _at(biased), _at(amounts)))
+    found = (Adjust * len(rows))(*rows)
+    kept.append(found)
+    return ctypes.addressof(found)
 
 
 def _at(numbers: array[Any]) -> int:

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "adjust.h"
 #include "filters.h"
 #include "noise.h"
 #include "programs.h"
@@ -24,6 +25,7 @@ struct Draft {
     const int32_t* top_k;  // (rows) filters of those that are not greedy; 0: none
     const float* top_p;  // (rows) 1: none
     const float* min_p;  // (rows) 0: none
+    const Adjust* adjusts;  // (rows) what is made of the logits before all that; null: nothing
     NoiseStore* noise;
     const int64_t* seeds;  // (rows) -1: no noise is added
     const int64_t* starts;  // (rows) positions of the tokens after the roots
@@ -76,7 +78,15 @@ struct Tree {
     }
 };
 
-thread_local Scratch draft_scores, draft_best, draft_trees, draft_nodes, draft_numbers, draft_parents, draft_tokens;
+thread_local Scratch draft_scores, draft_best, draft_trees, draft_nodes, draft_numbers, draft_parents, draft_tokens, draft_path;
+
+// Lays penalties and biases on the logits after an expanded node, of which nobody asks again.
+void adjust_after(const Draft& draft, int row, const Said& said, float* logits, const Tree& tree, int above) {
+    const int count = tree.nodes[above].depth + 1;
+    int64_t* path = draft_path.get<int64_t>(count);
+    for (int place = count, node = above; place-- > 0; node = tree.nodes[node].parent) path[place] = tree.nodes[node].token;
+    adjust_scores(draft.adjusts[row], said, path, count, logits, draft.vocab_size);
+}
 
 // The children of an expanded node.
 void branch(const Draft& draft, int row, int level, const float* logits, Tree& tree, int above) {
@@ -170,7 +180,7 @@ int widen(const Draft& draft, Tree* trees, int rows, int level) {
 }
 
 // Runs the waiting entries of every row; the logits after the last of each.
-const float* catch_up(const Op* ops, int32_t num_ops, Batch batch, const Draft& draft, int32_t num_threads) {
+float* catch_up(const Op* ops, int32_t num_ops, Batch batch, const Draft& draft, int32_t num_threads) {
     const int entries = batch.nodes;
     run_program(ops, draft.num_hidden, &batch, num_threads);
     for (int row = 0; row < batch.rows; ++row) {

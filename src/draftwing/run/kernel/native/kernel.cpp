@@ -119,7 +119,7 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
     Draft& draft = *out;
     Batch batch = *steps;
     const int rows = batch.rows, most_drafted = 1 + draft.depth * draft.width;
-    const float* logits = catch_up(ops, num_ops, *waiting, draft, num_threads);
+    float* logits = catch_up(ops, num_ops, *waiting, draft, num_threads);
     Tree* trees = draft_trees.get<Tree>(rows);
     Node* nodes = draft_nodes.get<Node>(static_cast<size_t>(rows) * draft.room);
     int32_t* numbers = draft_numbers.get<int32_t>(static_cast<size_t>(rows) * (2 * draft.room + draft.width));
@@ -133,6 +133,7 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
         trees[row].expanded[0] = draft.wanted[row] ? 0 : -1;
         parents[static_cast<size_t>(row) * most_drafted] = -1;
     }
+    const Said* said = draft.adjusts == nullptr ? nullptr : said_of(draft.adjusts, rows, draft.vocab_size);
     draft.noise->turn();  // others may ask between two of this draft's nodes
     draft.effort = 1.0f;
     int entries = 1, drafted = 1;
@@ -140,9 +141,13 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
         for (int row = 0; row < rows; ++row) {
             Tree& tree = trees[row];
             tree.newest = tree.size;
-            for (int entry = 0; entry < entries; ++entry)
-                if (tree.expanded[entry] >= 0)
-                    branch(draft, row, level, logits + (static_cast<size_t>(row) * entries + entry) * draft.vocab_size, tree, tree.expanded[entry]);
+            for (int entry = 0; entry < entries; ++entry) {
+                const int above = tree.expanded[entry];
+                if (above < 0) continue;
+                float* own = logits + (static_cast<size_t>(row) * entries + entry) * draft.vocab_size;
+                if (said != nullptr) adjust_after(draft, row, said[row], own, tree, above);
+                branch(draft, row, level, own, tree, above);
+            }
         }
         draft.levels = level + 1;
         if (level + 1 == draft.depth) break;
