@@ -106,6 +106,7 @@ def work() -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,  # off, which is the default, there are no counters
         seed=0,
+        tensor_parallel_size=job["ranks"],
         speculative_config={
             "method": job["method"],  # without it vLLM guesses from the folder's name
             "model": job["draft"],
@@ -256,6 +257,7 @@ def compare(method: str, draft: Path, prompts: list[str], args: argparse.Namespa
         "method": METHODS[method],
         "draft": str(draft.resolve()),
         "depth": args.depth,
+        "ranks": args.ranks,
         "max_tokens": args.max_tokens,
         "prompts": prompts,
     }
@@ -317,6 +319,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="JSON lines of texts [default: the shipped prompts]")
     parser.add_argument("--num-prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=1, help="vLLM's tensor parallel ranks")
     parser.add_argument("--depth", type=int, default=3, help="tokens drafted ahead, a chain")
     parser.add_argument(
         "--our-drafts",
@@ -366,6 +369,7 @@ def main() -> None:
             "prompts": args.prompts.name if args.prompts else "shipped",
             "max_tokens": args.max_tokens,
             "depth": args.depth,
+            "ranks": args.ranks,
             "confidence": CONFIDENCE,
             "vllm": versions,
             "machine": describe_machine(),
