@@ -155,7 +155,7 @@ def test_sixteen_others_change_nothing(name, lab):
         own.step()
         most = max(most, own.num_running)
     own.check()
-    assert most > 12
+    assert most > 11  # texts end sooner the better they are drafted
     for request, each in zip(made, work, strict=True):
         same_text(request, alone(here, FAMILIES[-1], *each))
 

@@ -23,7 +23,15 @@ def _shallow(value: Any) -> Any:
     return value
 
 
+def _off(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is taken here")
+    return value
+
+
 _Text = Annotated[str, Field(max_length=2**22)]
+# Not Literal[False], which 0 and 0.0 equal.
+_Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]
@@ -108,7 +116,7 @@ class Speculation(_Strict):
     tree: Annotated[str, Field(max_length=64)] | None = Field(None, description="auto, chain:K or dynamic:N,D,W.")
     max_nodes: Annotated[int, Field(ge=0, le=4096)] | None = Field(None, description="Nodes of a tree at most.")
     detailed: bool = Field(False, description="Adds figures of every step to the metrics.")
-    trace: Literal[False, True, "full"] = Field(
+    trace: bool | Literal["full"] = Field(
         False,
         description="Each chunk of the stream carries what its step drafted and kept; full: and the target's law "
         "at every node.",
@@ -118,7 +126,7 @@ class Speculation(_Strict):
 class _StreamOptions(_Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: _Off | None = None
 
 
 class _Body(_Strict):
@@ -149,7 +157,7 @@ class _Body(_Strict):
     speculation: Speculation | None = None
     # OpenAI's own clients may send these; on one server of one model they mean nothing.
     metadata: _Object | None = None
-    store: Literal[False] | None = None
+    store: _Off | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: _Text | None = None
     prompt_cache_key: _Text | None = None
@@ -178,5 +186,5 @@ class CompletionBody(_Body):
         | Annotated[list[_TokenIds], Field(fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
-    echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
-    best_of: Literal[1] | None = None
+    echo: _Off | None = Field(None, description="The prompt is not repeated.")
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
