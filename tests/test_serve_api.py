@@ -356,7 +356,7 @@ def test_logprobs_of_completions(lm):
         ({"functions": []}, 400, "functions", "unknown field 'functions'"),
         ({"store": 0.0}, 400, "store", "valid boolean"),
         ({"store": True}, 400, "store", "only false is taken here"),
-        ({"speculation": {"trace": 1}}, 400, "speculation.trace.bool", "valid boolean"),
+        ({"speculation": {"trace": 1}}, 400, "speculation.trace", "valid boolean"),
         ({"frobnicate": 1}, 400, "frobnicate", "unknown field 'frobnicate'"),
         ({"min_tokens": 50}, 400, "min_tokens", "max_tokens = 4"),
         ({"speculation": {"draft": "eagle9"}}, 400, None, "'eagle9' is not loaded"),
