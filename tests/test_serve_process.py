@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,6 +18,22 @@ from draftwing.serve.app import Settings, make_app
 from serving import chat_folder, load, question
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+# The command line, its engine standing still after a step for as long as the file named by HOLD is there.
+HELD = """
+import os, time
+from draftwing.cli.main import main
+from draftwing.engine.engine import Engine
+steps = Engine.steps
+def held(self):
+    for step in steps(self):
+        yield step
+        while os.path.exists(os.environ["HOLD"]):
+            time.sleep(0.01)
+Engine.steps = held
+main()
+"""
 
 
 def free_port():
@@ -59,6 +76,22 @@ def served(folder):
     assert not thread.is_alive()
 
 
+@pytest.fixture
+def pause(served, monkeypatch):
+    """Seconds between two steps: what is long must not be over before a slow machine has looked at it."""
+    engine, pause = served[1].engine, SimpleNamespace(seconds=0.05)
+    steps = engine.steps
+
+    def slowly():
+        for step in steps():
+            yield step
+            time.sleep(pause.seconds)
+
+    monkeypatch.setattr(engine, "steps", slowly)
+    return pause
+
+
+@pytest.mark.usefixtures("pause")
 def test_who_goes_away_leaves_nothing_behind(served):
     url, worker = served
     with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
@@ -73,7 +106,7 @@ def test_who_goes_away_leaves_nothing_behind(served):
     worker.engine.check()
 
 
-def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served):
+def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, pause):
     url, worker = served
     lazy = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
     lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -87,18 +120,19 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served):
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
         waiting.close()
+    pause.seconds = 0
     assert until(lambda: httpx.post(f"{url}/v1/completions", json=short, timeout=60).status_code == 200)
     lazy.close()
     until(lambda: worker.num_open == 0)
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder):
-    port = free_port()
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder, tmp_path):
+    port, hold = free_port(), tmp_path / "hold"
+    hold.touch()
     args = ["serve", "--target", folder, "--draft", "lookup", "--tree", "chain:2", "--port", port, "--name", "tiny"]
-    script = "from draftwing.cli.main import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, args)],
-        env={**os.environ, "DRAFTWING_API_KEY": "secret", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", HELD, *map(str, args)],
+        env={**os.environ, "DRAFTWING_API_KEY": "secret", "OMP_NUM_THREADS": "1", "HOLD": str(hold)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -115,6 +149,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder):
             assert found.json()["status"] == "draining"
             chat = {"messages": question("x"), "max_tokens": 2}
             assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers=keys).status_code == 503
+            hold.unlink()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert process.wait(30) == 0
