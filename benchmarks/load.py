@@ -4,11 +4,13 @@
     python benchmarks/load.py --target MODEL --draft HEAD --clients 1,4,16 --mode auto --mode chain:3 --mode none
     python benchmarks/load.py --target MODEL --rates 0.5,1,2 --json OUT.json           # requests a second (Poisson)
     python benchmarks/load.py --url http://localhost:8000 --model NAME --mode plain    # vLLM, llama.cpp, any server
+    python benchmarks/load.py --target MODEL --peer llama.cpp=http://localhost:8080 --peer vllm=http://localhost:8000
 
 One server of ours serves all modes: each request says how it is to be drafted. A level is a number of clients, each of
 which sends its next request when it has the last one's answer, or a rate at which requests come by themselves. In every
-round each mode gets the same requests, in an order that moves on by one; figures are medians over rounds, ratios of
-medians of the ratios within rounds. Texts must be the same in all modes. ``--mode plain`` sends nothing of ours.
+round each mode, and each ``--peer`` that runs already, gets the same requests, in an order that moves on by one;
+figures are medians over rounds, ratios of medians of the ratios within rounds. Texts must be the same in all modes; of
+a peer it is told how many are. A peer, and ``--mode plain``, is sent nothing of ours.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,12 +77,12 @@ class Job:
         return body
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], since: float | None = None) -> Answer:
+async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], since: float | None = None) -> Answer:
     """Send one request and read its stream."""
     answer, began = Answer(), time.perf_counter() if since is None else since
     latest = 0.0
     try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async with client.stream("POST", url, json=body) as response:
             if response.status_code != 200:
                 answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
                 return answer
@@ -103,24 +105,28 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], since: float | No
     return answer
 
 
-async def closed_loop(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], num_clients: int) -> list[Answer]:
+async def closed_loop(
+    client: httpx.AsyncClient, url: str, bodies: Sequence[dict[str, Any]], num_clients: int
+) -> list[Answer]:
     """So many clients, each with one request at a time."""
     waiting, found = iter(enumerate(bodies)), {}
 
     async def work() -> None:
         for place, body in waiting:
-            found[place] = await ask(client, body)
+            found[place] = await ask(client, url, body)
 
     await asyncio.gather(*(work() for _ in range(num_clients)))
     return [found[place] for place in range(len(bodies))]
 
 
-async def poisson(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], rate: float, seed: int) -> list[Answer]:
+async def poisson(
+    client: httpx.AsyncClient, url: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int
+) -> list[Answer]:
     """Requests that come by themselves, so many a second."""
     rng, at, began, tasks = random.Random(seed), 0.0, time.perf_counter(), []
     for body in bodies:
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        tasks.append(asyncio.create_task(ask(client, body, began + at)))  # late is late, whoever is to blame
+        tasks.append(asyncio.create_task(ask(client, url, body, began + at)))  # late is late, whoever is to blame
         at += rng.expovariate(rate)
     return list(await asyncio.gather(*tasks))
 
@@ -140,27 +146,49 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
     }
 
 
-async def measure(url: str, model: str, jobs: Sequence[Job], modes: Sequence[str], level: dict[str, float]) -> Any:
-    """All rounds of one level: by mode a list of figures, and whether all texts were the same."""
-    rounds, found, texts = int(level["rounds"]), {mode: [] for mode in modes}, {}
+@dataclass(frozen=True)
+class Asked:
+    """What is compared: how a server is asked, by whom it is answered. ``model``: its name there."""
+
+    name: str
+    mode: str
+    url: str
+    model: str
+    is_peer: bool = False
+
+
+def peer_of(said: str, model: str) -> Asked:
+    """``NAME=URL``; its model is the first one it names itself."""
+    name, _, url = said.partition("=")
+    if not name or not url.startswith("http"):
+        raise typer.BadParameter(f"{said!r} is no NAME=URL, such as vllm=http://localhost:8000", param_hint="--peer")
+    with suppress(httpx.HTTPError, ValueError, LookupError, TypeError):  # else as ours is called
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    return Asked(name, "plain", url.rstrip("/"), model, is_peer=True)
+
+
+async def measure(jobs: Sequence[Job], compared: Sequence[Asked], level: dict[str, float]) -> Any:
+    """All rounds of one level: by name a list of figures, and the texts of the first one."""
+    rounds, found, texts = int(level["rounds"]), {each.name: [] for each in compared}, {}
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         for turn in range(-1, rounds):  # the first one warms up
-            for place in range(len(modes)):
-                mode = modes[(place + turn) % len(modes)]
-                bodies = [job.body(model, mode) for job in jobs]
+            for place in range(len(compared)):
+                asked = compared[(place + turn) % len(compared)]
+                url, mode = f"{asked.url}/v1/chat/completions", asked.name
+                bodies = [job.body(asked.model, asked.mode) for job in jobs]
                 began = time.perf_counter()
                 if "rate" in level:
-                    answers = await poisson(client, bodies, level["rate"], turn)
+                    answers = await poisson(client, url, bodies, level["rate"], turn)
                 else:
-                    answers = await closed_loop(client, bodies, int(level["clients"]))
+                    answers = await closed_loop(client, url, bodies, int(level["clients"]))
                 wrong = next((each.error for each in answers if each.error), "")
                 if wrong:
                     raise SystemExit(f"{mode}, {level}: {wrong}")
                 texts.setdefault(mode, [each.text for each in answers])
                 if turn >= 0:
                     found[mode].append(figures(answers, time.perf_counter() - began))
-    return found, all(each == next(iter(texts.values())) for each in texts.values())
+    return found, texts
 
 
 @contextmanager
@@ -190,14 +218,19 @@ def served(target: str | None, draft: str | None, quantize: str | None, rows: in
         process.wait(60)
 
 
-def summary(found: dict[str, list[dict[str, float]]], same: bool) -> dict[str, Any]:
-    """Medians, and auto against the better of the others, round by round."""
+def summary(
+    found: dict[str, list[dict[str, float]]], texts: dict[str, list[str]], peers: Sequence[str]
+) -> dict[str, Any]:
+    """Medians, and auto against the better of our other modes, round by round."""
     medians = {
         mode: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
         for mode, rounds in found.items()
     }
-    line: dict[str, Any] = {"modes": medians, "rounds": found, "identical": same}
-    others = [rounds for mode, rounds in found.items() if mode != "auto"]
+    first, ours = next(iter(texts.values())), [mode for mode in found if mode not in peers]
+    equal = {mode: sum(map(str.__eq__, first, each)) for mode, each in texts.items()}
+    line: dict[str, Any] = {"modes": medians, "rounds": found, "num_texts": len(first), "equal_texts": equal}
+    line["identical"] = all(equal[mode] == len(first) for mode in ours)
+    others = [found[mode] for mode in ours if mode != "auto"]
     if "auto" in found and others:
         best = [max(each["tokens_per_s"] for each in turn) for turn in zip(*others, strict=True)]
         ratios = [own["tokens_per_s"] / top for own, top in zip(found["auto"], best, strict=True)]
@@ -211,7 +244,8 @@ def show(name: str, line: dict[str, Any], table: Table) -> None:
         ratio = line.get("auto_over_best_other", 0.0) if mode == "auto" else 0.0
         times = (f"{1e3 * each[key]:.0f}" for key in ("ttft_p50", "ttft_p99", "gap_p50", "gap_p99", "per_token"))
         told = "" if not ratio else f"{ratio:.2f}{'' if ratio >= ALLOWED else ' (below 0.97)'}"
-        same = "yes" if line["identical"] else "NO"
+        equal, count = line["equal_texts"][mode], line["num_texts"]
+        same = "yes" if equal == count else f"{equal} of {count}"
         table.add_row(name, mode, f"{each['tokens_per_s']:.0f}", *times, told, same)
 
 
@@ -230,6 +264,7 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="Of a round; at least two for each client.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=2)] = 64,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
+    peer: Annotated[list[str] | None, typer.Option(help="NAME=URL of another server, beside ours. Repeatable.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", "-T", min=0.0)] = 0.0,
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -241,21 +276,23 @@ def main(
     table = Table("level", "mode", "tokens/s", "ttft p50", "p99", "gap p50", "p99", "ms a token", "auto / best", "same")
     found: dict[str, Any] = {}
     with served(target, draft, quantize, most) if url is None else _there(url) as where:
+        compared = [Asked(mode, mode, where, model) for mode in modes]
+        compared += [peer_of(each, model) for each in peer or []]
+        peers = [each.name for each in compared if each.is_peer]
         for level in levels:
             count = max(requests, 2 * int(level.get("clients", 0)))
             jobs = [Job(_messages(given[place % len(given)]), max_tokens, temperature, place) for place in range(count)]
             name = f"{level['clients']} clients" if "clients" in level else f"{level['rate']:g}/s"
-            done, same = asyncio.run(measure(where, model, jobs, modes, {**level, "rounds": rounds}))
-            found[name] = summary(done, same)
+            found[name] = summary(*asyncio.run(measure(jobs, compared, {**level, "rounds": rounds})), peers)
             show(name, found[name], table)
             told = {mode: round(each["tokens_per_s"], 1) for mode, each in found[name]["modes"].items()}
-            console.print(f"{name}: {told}, same {same}", soft_wrap=True)
+            console.print(f"{name}: {told}, same {found[name]['identical']}", soft_wrap=True)
     console.print(table)
     if output is not None:
         settings = {
             "target": target or "shipped", "draft": draft, "quantize": quantize, "max_tokens": max_tokens,
             "temperature": temperature, "rounds": rounds, "other_server": url is not None,
-            "prompts": prompts and prompts.name,
+            "prompts": prompts and prompts.name, "peers": peers,
         }  # fmt: skip
         where_and_when = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat()}
         result = {"levels": found, "settings": settings, **where_and_when, "commit": commit()}

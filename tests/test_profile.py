@@ -330,12 +330,19 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "deep" / "cache"))
     measured: list[Costs] = []
 
-    def fake(target, new_drafter, new_loop):
+    def fake(target, new_drafter, new_loop, *, known):
         measured.append(Costs(Curve(((1, 1.0 + len(measured)),))))
+        given.append(known)
         return measured[-1]
 
+    given: list[Costs | None] = []
     monkeypatch.setattr(profile, "measure", fake)
-    return SimpleNamespace(folder=tmp_path / "deep" / "cache", measured=measured)
+    return SimpleNamespace(folder=tmp_path / "deep" / "cache", measured=measured, given=given)
+
+
+def file_of(kept, target, drafter=None):
+    """Where the costs of a target with a drafter lie, or its own."""
+    return kept.folder / profile._file(profile._key(target, drafter))
 
 
 def files(folder) -> list[str]:
@@ -346,7 +353,7 @@ def test_what_was_measured_is_read_the_next_time(target, kept):
     first = costs_of(target, NoDrafter)
     assert costs_of(target, NoDrafter) == first
     assert len(kept.measured) == 1
-    assert files(kept.folder) == [".json"]  # and nothing half written beside it
+    assert files(kept.folder) == [".json"] * 2  # with the drafter and without, and nothing half written beside them
     again = costs_of(target, NoDrafter, again=True)
     assert again != first
     assert costs_of(target, NoDrafter) == again
@@ -357,7 +364,7 @@ def test_what_a_busy_machine_said_does_not_stay(target, kept, monkeypatch):
     costs_of(target, NoDrafter)
     busy = Costs(Curve(((1, 9.0),)), busy=profile.BUSY + 0.01)
     with monkeypatch.context() as patch:
-        patch.setattr(profile, "measure", lambda *_: busy)
+        patch.setattr(profile, "measure", lambda *_, known: busy)
         costs_of(target, NoDrafter, again=True)
     assert costs_of(target, NoDrafter) == busy  # for the runs that follow at once
     now = time.time()
@@ -399,10 +406,42 @@ def test_a_cache_that_cannot_be_written_does_no_harm(target, kept, tmp_path, mon
     # A folder where the file would be.
     monkeypatch.setenv("DRAFTWING_CACHE", str(kept.folder))
     costs_of(target, NoDrafter)
-    file = next(kept.folder.iterdir())
+    file = file_of(kept, target, NoDrafter())
     file.unlink()
     file.mkdir()
     assert costs_of(target, NoDrafter) == kept.measured[3]
+
+
+def test_a_target_is_measured_once_for_all_drafters(target, makers, kept, monkeypatch):
+    costs_of(target, NoDrafter)
+    costs_of(target, makers["lookup"])
+    assert kept.given == [None, kept.measured[0]]
+    costs_of(target, makers["lookup"], again=True)  # both parts of it
+    costs_of(target, makers["eagle3"])
+    assert kept.given[2:] == [None, kept.measured[2]]
+    busy = Costs(Curve(((1, 9.0),)), busy=profile.BUSY + 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(profile, "measure", lambda *_, known: busy)
+        costs_of(target, NoDrafter, again=True)
+    now = time.time()
+    monkeypatch.setattr(profile.time, "time", lambda: now + profile.MOMENT + 60)
+    costs_of(target, makers["causal-lm"])
+    assert kept.given[4] is None  # what a busy machine said of the target does not stay either
+
+
+def test_a_known_target_is_measured_at_few_sizes_and_at_the_pace_of_now(target, monkeypatch):
+    """A machine twice as slow as when its curves were measured: all of the target takes twice what is known of it."""
+    slow = Script(monkeypatch, target, lambda nodes, rows, slots: 2e-3, draft=lambda budget, rows: 2e-3 * budget.depth)
+    curve = Curve(((1, 1e-3), (4, 1e-3), (8, 5e-3), (16, 7e-3)))  # of no machine: its shape is kept
+    known = Costs(curve, per_row=3e-4, per_token_of=Curve(((1, 1e-6), (4, 2e-6))), context=60, busy=0.4)
+    costs = measure(target, slow.drafter, seconds=0.0, known=known)
+    assert {nodes for rows, nodes in slow.forwards if rows == 1} >= {1, 4, 16}
+    assert not {8, 32, 64} & {nodes for _, nodes in slow.forwards}
+    assert costs.verify.knots == knots((1, 4, 8, 16), lambda count: 2 * curve(count))  # the middle of 2, 2 and 2/7
+    assert costs.per_row == pytest.approx(6e-4)
+    assert costs.per_token_of(4) == pytest.approx(4e-6)
+    assert costs.chain(4) == pytest.approx(8e-3)  # as the clock says
+    assert (costs.context, costs.busy) == (known.context, 0.4)
 
 
 def test_what_runs_otherwise_is_measured_for_itself(target, makers, kept, folder_of, monkeypatch):
@@ -420,7 +459,7 @@ def test_what_runs_otherwise_is_measured_for_itself(target, makers, kept, folder
     assert number() == 8
     monkeypatch.undo()  # the folder too
     monkeypatch.setenv("DRAFTWING_CACHE", str(kept.folder))
-    monkeypatch.setattr(profile, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(profile, "measure", lambda *_, known: pytest.fail("measured again"))
     assert [number(), number(wide), number(named), number(other)] == [1, 2, 3, 4]
     assert number(maker=makers["causal-lm"]) == 7
 
@@ -453,7 +492,7 @@ def test_what_was_measured_on_a_busy_machine_is_dropped_where_steps_disagree(tar
     """A plain step was measured at a second, and takes a sixth of that: not for good."""
     planner = profile.planner_for(target, lambda: LookupDrafter(VOCAB), "match", loop_of(target))
     assert len(kept.measured) == 1
-    file = next(kept.folder.iterdir())
+    file, own = file_of(kept, target, LookupDrafter(VOCAB)), file_of(kept, target)
     held = json.loads(file.read_text())
     assert abs(held["measured"] - time.time()) < 60
 
@@ -464,7 +503,8 @@ def test_what_was_measured_on_a_busy_machine_is_dropped_where_steps_disagree(tar
             planner.clock.run = 0  # as if drafts came in between: in a long run few steps are looked at
             planner.observe(tree, accepted, 1, 0.0, seconds)
 
-    file.write_text(json.dumps({**held, "measured": held["measured"] - 2 * profile.YOUNG}))
+    for each in (file, own):
+        each.write_text(json.dumps({**held, "measured": held["measured"] - 2 * profile.YOUNG}))
     steps(1.5, 200)
     steps(0.7, 200)
     steps(0.17, 10)
@@ -472,16 +512,17 @@ def test_what_was_measured_on_a_busy_machine_is_dropped_where_steps_disagree(tar
     assert file.exists()  # slower or faster now and then, or for a while, is no other machine
     steps(0.17, 60)
     assert not file.exists()
+    assert not own.exists()
     assert costs_of(target, lambda: LookupDrafter(VOCAB)) == kept.measured[1]
-    assert len(kept.measured) == 2
+    assert kept.given == [None, None]
 
 
 def test_what_was_measured_just_now_is_not_dropped(target, kept):
     costs_of(target, NoDrafter)
     drop_costs(target, NoDrafter())
-    assert files(kept.folder) == [".json"]
+    assert files(kept.folder) == [".json"] * 2
     drop_costs(target, LookupDrafter(VOCAB))  # nor is what was never measured
-    next(kept.folder.iterdir()).write_text("{")
+    file_of(kept, target, NoDrafter()).write_text("{")
     drop_costs(target, NoDrafter())
     assert len(kept.measured) == 1
 
@@ -503,7 +544,7 @@ def test_what_was_measured_just_now_is_not_dropped(target, kept):
 )
 def test_a_planner_suits_drafter_and_rule(name, rule, sighted, most, target, makers, kept, monkeypatch):
     costs = Costs(Curve(((1, 1.0),)), Curve(((1, 0.1),)), Curve(((1, 0.1),)), width=4)
-    monkeypatch.setattr(profile, "measure", lambda *_: costs)
+    monkeypatch.setattr(profile, "measure", lambda *_, known: costs)
     planner = profile.planner_for(target, makers[name], rule, loop_of(target))
     assert planner.clock.costs == costs
     assert (planner.sighted, planner.most, planner.shapes) == (sighted, most, ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -38,6 +38,10 @@ class Curve:
             if count <= right or right == knots[-1][0]:
                 return low + (high - low) * (count - left) / (right - left)
         return knots[-1][1]
+
+    def times(self, factor: float) -> Curve:
+        """Every second so many."""
+        return Curve(tuple((count, seconds * factor) for count, seconds in self.knots))
 
     @classmethod
     def line(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
@@ -116,6 +120,21 @@ class Costs:
     def token_seconds(self, nodes: int) -> float:
         """What each committed token of a row adds to the verification of so many nodes of that row."""
         return self.per_token_of(nodes) if self.per_token_of.knots else self.per_token
+
+    @property
+    def of_target(self) -> Costs:
+        """Without the drafter's."""
+        return replace(self, chain=Curve(()), tree=Curve(()), width=1, draft_per_row=0.0)
+
+    def at_pace(self, pace: float) -> Costs:
+        """The target's, on a machine that takes so many times as long."""
+        return replace(
+            self.of_target,
+            verify=self.verify.times(pace),
+            per_token=self.per_token * pace,
+            per_token_of=self.per_token_of.times(pace),
+            per_row=self.per_row * pace,
+        )
 
     def draft_seconds(self, depth: int, width: int = 1, rows: int = 1) -> float:
         """A drafter's time for trees of so many levels; 0 for depth 0."""

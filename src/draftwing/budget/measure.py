@@ -3,6 +3,10 @@
 A stand-in drafter proposes trees of every size for the target's part; the real one drafts at every depth for its own.
 All are measured in turn, so that a machine that slows down slows all alike, and medians are taken; of steps that waited
 for a processor only where there are no others. What was measured so does not stay for long.
+
+The target's part is measured once for all drafters: two curves of one target differ by what else ran at the time, and
+whoever compares drafters by them compares that. A further drafter is measured beside a few sizes of the target's,
+which say how fast the machine is now.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -44,7 +48,7 @@ TREE_DEPTHS, WIDTH = (1, 2, 4, 6), 4
 # Where a plain step takes longer than this, fewer sizes are measured.
 SLOW = 0.06
 FEW_NODES, FEW_DEPTHS = (1, 4, 6, 8, 12, 16, 32, 64), (1, 4)
-ROW_NODES = (1, 4, 16)
+ROW_NODES = ANCHORS = (1, 4, 16)
 CONTEXT, LONG = 64, 1024  # tokens of the rows that are measured
 ROUNDS, LEAST_ROUNDS = 12, 2  # the first warms everything up, and does not count
 YOUNG = 3600  # seconds for which costs are kept whatever steps take, or they might be measured at every start
@@ -136,36 +140,53 @@ class _Samples:
         later = [each[1:] for part in parts for each in part.values() if each]
         return statistics.fmean([not any(sample.is_clean for sample in each) for each in later])
 
-    def costs(self, context: int, stretched: int) -> Costs:
-        """What they say."""
+    def of_target(self, context: int, stretched: int) -> Costs:
+        """What they say of the target."""
         curve = Curve.fit(_later(self.verify))
         per_row = [(Curve.fit(_later(self.by_rows))(n) - curve(n * ROWS)) / (ROWS - 1) for n in self.by_rows]
         per_token = [(Curve.fit(_later(self.long))(n) - curve(n)) / max(stretched - context, 1) for n in self.long]
         token = max(0.0, _middle(per_token))
-        chains, more_rows = Curve.line(_later(self.chain)), 0.0
-        if self.rows_chain:
-            more_rows = Curve.fit(_later({1: self.rows_chain}))(1) / chains(max(self.chain)) - 1
         return Costs(
             verify=curve,
-            chain=chains,
-            tree=Curve.line(_later(self.tree)),
-            width=WIDTH if self.tree else 1,
             per_token=token,
             per_token_of=Curve.fit({n: [max(each, 0.0)] for n, each in zip(self.long, per_token, strict=True)}),
             per_row=max(0.0, _middle(per_row) - context * token),  # each row's own tokens are counted beside
-            draft_per_row=max(0.0, more_rows / (ROWS - 1)),
             context=context,
-            busy=self.busy,
+        )
+
+    def pace(self, known: Costs) -> float:
+        """What the target takes now, against what is known of it: the middle of what was measured."""
+        return _middle([seconds / known.verify_seconds(int(n)) for n, seconds in Curve.fit(_later(self.verify)).knots])
+
+    def with_draft(self, target: Costs) -> Costs:
+        """The target's costs, and what they say of the drafter."""
+        chains, more_rows = Curve.line(_later(self.chain)), 0.0
+        if self.rows_chain:
+            more_rows = Curve.fit(_later({1: self.rows_chain}))(1) / chains(max(self.chain)) - 1
+        return replace(
+            target,
+            chain=chains,
+            tree=Curve.line(_later(self.tree)),
+            width=WIDTH if self.tree else 1,
+            draft_per_row=max(0.0, more_rows / (ROWS - 1)),
+            busy=max(self.busy, target.busy),
         )
 
 
 def measure(
-    target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, seconds: float = 4.0, *, long: int = LONG
+    target: Target,
+    new_drafter: Callable[[], Drafter],
+    new_loop: NewLoop,
+    seconds: float = 4.0,
+    *,
+    long: int = LONG,
+    known: Costs | None = None,
 ) -> Costs:
     """The costs of a target with a drafter, in about so many seconds (two rounds at least, more on a busy machine).
 
     Args:
         long: tokens of the text that tells what each further token takes; half the context at most.
+        known: of the same target, whatever drafted: only what has changed of it is measured, its pace.
 
     Raises:
         ConfigError: the target has no room for a text of 2 tokens and a tree.
@@ -178,14 +199,16 @@ def measure(
     def bench(drafter: Drafter, rows: int) -> _Bench:
         return _Bench(target, drafter, new_loop, rows, context)
 
-    one, many, far = (bench(_Filler(drafter.features), rows) for rows in (1, ROWS, 1))
+    one = bench(_Filler(drafter.features), 1)
+    many, far = (None if known else bench(_Filler(drafter.features), rows) for rows in (ROWS, 1))
     drafting = (bench(drafter, 1), bench(new_drafter(), ROWS)) if drafter.traits.costs_forwards else None
     for each in drafting or ():
         each.stretch(min(drafter.traits.context, room))
-    stretched = far.stretch(min(long, room))
+    stretched = far.stretch(min(long, room)) if far else 0
     one.verify(1)
     is_slow = one.verify(1).seconds > SLOW
-    nodes = [count for count in (FEW_NODES if is_slow else NODES) if count <= min(room // 2, target.vocab_size)]
+    sizes, most = ANCHORS if known else FEW_NODES if is_slow else NODES, min(room // 2, target.vocab_size)
+    nodes = [count for count in sizes if count <= most]
     depths = [depth for depth in (FEW_DEPTHS if is_slow else DEPTHS) if depth < room // 2]
     tree_depths = [depth for depth in (FEW_DEPTHS if is_slow else TREE_DEPTHS) if depth < room // 2]
     found, began = _Samples(), time.perf_counter()
@@ -197,8 +220,9 @@ def measure(
         for count in nodes:
             found.verify[count].append(one.verify(count))
         for count in (n for n in ROW_NODES if n in nodes):
-            found.by_rows[count].append(many.verify(count))
-            if stretched:
+            if many:
+                found.by_rows[count].append(many.verify(count))
+            if far and stretched:
                 found.long[count].append(far.verify(count))
         if drafting is None:
             continue
@@ -206,9 +230,9 @@ def measure(
         for depth in depths:
             found.chain[depth].append(alone.draft(Budget(depth)))
         for depth in tree_depths if target.vocab_size > WIDTH else ():
-            found.tree[depth].append(alone.draft(Budget(depth, WIDTH, nodes[-1])))
+            found.tree[depth].append(alone.draft(Budget(depth, WIDTH, min(NODES[-1], most))))
         found.rows_chain.append(together.draft(Budget(depths[-1])))
-    return found.costs(context, stretched)
+    return found.with_draft(known.at_pace(found.pace(known)) if known else found.of_target(context, stretched))
 
 
 class _Bench:
@@ -303,21 +327,26 @@ def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str, n
 def costs_of(target: Target, new_drafter: Callable[[], Drafter], new_loop: NewLoop, *, again: bool = False) -> Costs:
     """Measured costs, from the cache where this machine has measured the same before; ``again`` measures anew."""
     drafter = new_drafter()
-    key, known = _key(target, drafter), None if again else known_costs(target, drafter)
+    known, own = (None, None) if again else (known_costs(target, drafter), known_costs(target))
     if known is not None:
         return known
-    costs = measure(target, new_drafter, new_loop)
+    costs = measure(target, new_drafter, new_loop, known=own)
     try:
         with private_folder() as folder:
-            kept = {"key": key, "measured": time.time(), "costs": costs.to_dict()}
-            folder.write(_file(key), json.dumps(kept).encode())
+            for key, kept in ((_key(target, drafter), costs), (_key(target), None if own else costs.of_target)):
+                if kept is not None:
+                    text = json.dumps({"key": key, "measured": time.time(), "costs": kept.to_dict()})
+                    folder.write(_file(key), text.encode())
     except OSError:
         pass  # a cache that cannot be written costs a few seconds the next time, and nothing else
     return costs
 
 
-def known_costs(target: Target, drafter: Drafter) -> Costs | None:
-    """What this machine has measured before; None where that is nothing that can be read, or was busy and is past."""
+def known_costs(target: Target, drafter: Drafter | None = None) -> Costs | None:
+    """What this machine has measured before, with a drafter, or of the target alone.
+
+    None where that is nothing that can be read, or was busy and is past.
+    """
     try:
         with private_folder() as folder:
             kept = json.loads(folder.read(_file(_key(target, drafter))))
@@ -328,21 +357,21 @@ def known_costs(target: Target, drafter: Drafter) -> Costs | None:
 
 
 def drop_costs(target: Target, drafter: Drafter) -> None:
-    """Forget what was measured, unless that was just now: the next planner measures anew."""
-    file = _file(_key(target, drafter))
-    try:
-        with private_folder() as folder:
-            if time.time() - float(json.loads(folder.read(file))["measured"]) > YOUNG:
-                folder.remove(file)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there, or nothing that anybody will read
+    """Forget what was measured, unless that was just now: the next planner measures anew, the target too."""
+    for file in (_file(_key(target, drafter)), _file(_key(target))):
+        try:
+            with private_folder() as folder:
+                if time.time() - float(json.loads(folder.read(file))["measured"]) > YOUNG:
+                    folder.remove(file)
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not there, or nothing that anybody will read
 
 
-def _key(target: Target, drafter: Drafter) -> dict[str, object]:
+def _key(target: Target, drafter: Drafter | None = None) -> dict[str, object]:
     """All that costs depend on."""
     kernel = get_kernel()
     return {
-        "version": 6,
+        "version": 7,
         "runtime": kernel.costs_like if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],
@@ -351,7 +380,7 @@ def _key(target: Target, drafter: Drafter) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "drafter": [drafter.name, drafter.traits.identity],
+        "drafter": None if drafter is None else [drafter.name, drafter.traits.identity],
     }
 
 
