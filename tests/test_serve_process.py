@@ -20,6 +20,8 @@ from serving import chat_folder, load, question
 LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
+PATIENT = 60.0  # seconds for an answer: httpx's 5 are too few on a machine with much other work
+
 # The command line, its engine standing still after a step for as long as the file named by HOLD is there.
 HELD = """
 import os, time
@@ -69,7 +71,7 @@ def served(folder):
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{port}"
-    until(lambda: httpx.get(f"{url}/health").status_code == 200)
+    until(lambda: httpx.get(f"{url}/health", timeout=PATIENT).status_code == 200)
     yield url, app.state.worker
     server.should_exit = True
     thread.join(20)
@@ -94,7 +96,7 @@ def pause(served, monkeypatch):
 @pytest.mark.usefixtures("pause")
 def test_who_goes_away_leaves_nothing_behind(served):
     url, worker = served
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENT) as answer:
         next(answer.iter_lines())
         assert worker.num_open == 1
         requests = list(worker._open.values())
@@ -115,13 +117,13 @@ def test_who_does_not_read_holds_nobody_up_and_others_are_told_to_wait(served, p
     lazy.sendall(head.encode() + b"\r\n\r\n" + body)
     until(lambda: worker.num_open == 1)
     short = {"prompt": "x", "max_tokens": 2, "temperature": 0}
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as waiting:  # one more may wait
-        refused = httpx.post(f"{url}/v1/completions", json=short)
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=PATIENT) as waiting:  # one more may wait
+        refused = httpx.post(f"{url}/v1/completions", json=short, timeout=PATIENT)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
         waiting.close()
     pause.seconds = 0
-    assert until(lambda: httpx.post(f"{url}/v1/completions", json=short, timeout=60).status_code == 200)
+    assert until(lambda: httpx.post(f"{url}/v1/completions", json=short, timeout=PATIENT).status_code == 200)
     lazy.close()
     until(lambda: worker.num_open == 0)
 
@@ -139,16 +141,16 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder, tmp_path):
     )
     url, keys = f"http://127.0.0.1:{port}", {"authorization": "Bearer secret"}
     try:
-        until(lambda: process.poll() is not None or httpx.get(f"{url}/health").status_code == 200)
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=60) as answer:
+        until(lambda: process.poll() is not None or httpx.get(f"{url}/health", timeout=PATIENT).status_code == 200)
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENT).status_code == 401
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=keys, timeout=PATIENT) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            found = until(lambda: (r := httpx.get(f"{url}/health")).status_code == 503 and r)
+            found = until(lambda: (r := httpx.get(f"{url}/health", timeout=PATIENT)).status_code == 503 and r)
             assert found.json()["status"] == "draining"
             chat = {"messages": question("x"), "max_tokens": 2}
-            assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers=keys).status_code == 503
+            assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers=keys, timeout=PATIENT).status_code == 503
             hold.unlink()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
