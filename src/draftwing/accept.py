@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError, shown
-from draftwing.noise import ACCEPT, hash_bits, uniform
+from draftwing.noise import ACCEPT, Walk, hash_bits, uniform
 from draftwing.sampling import SamplingBatch, on_host
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -86,6 +86,14 @@ def match_logits(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, start
     None where there is no kernel to do that.
     """
     return sampling.noise.walk(tree, logits, sampling.drawing_seeds, starts, sampling.filters)
+
+
+def match_walk(sampling: SamplingBatch, starts: Sequence[int]) -> Walk | None:
+    """The same for whoever runs the target (``Target.forward``); None where the logits must be seen first."""
+    handle = sampling.noise.handle
+    if handle is None or sampling.adjusts:
+        return None
+    return Walk(handle, sampling.drawing_seeds, starts, sampling.filters)
 
 
 def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
@@ -302,6 +310,11 @@ def _rowwise(pure: PureRule) -> AcceptRule:
     return rule
 
 
+def _no_walk(sampling: SamplingBatch, starts: Sequence[int]) -> Walk | None:
+    """Of rules that the kernel does not know."""
+    return None
+
+
 def _never(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
     """Of rules that weigh whole laws."""
     return None
@@ -314,6 +327,7 @@ class Rule:
     Attributes:
         apply: the rule over a batch.
         early: the same of scores to which temperatures and filters are yet to be applied, where it can; else None.
+        walk: what the target's forward needs to do the same by itself, where it can; else None.
         lossless: whether the law of the text is the target's.
         children: how a drafter must choose a node's children: ``keyed`` (any way; best with the target's own
             noise), ``top`` (the best of q), ``sampled`` (independent draws of q), ``distinct`` (draws of q without
@@ -327,13 +341,14 @@ class Rule:
     children: str = "keyed"
     chain_only: bool = False
     early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = _never
+    walk: Callable[[SamplingBatch, Sequence[int]], Walk | None] = _no_walk
 
 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("match", match, early=match_logits),
-        Rule("match-top", match, children="top", early=match_logits),
+        Rule("match", match, early=match_logits, walk=match_walk),
+        Rule("match-top", match, children="top", early=match_logits, walk=match_walk),
         Rule("speculative", _rowwise(partial(multi_round, replacement=True)), children="sampled", chain_only=True),
         Rule("multi-round", _rowwise(partial(multi_round, replacement=False)), children="distinct"),
         Rule("multi-round-replacement", _rowwise(partial(multi_round, replacement=True)), children="sampled"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["ACCEPT", "DRAFT", "TARGET", "Filters", "KeyedNoise", "gumbel", "hash_bits", "uniform"]
+__all__ = ["ACCEPT", "DRAFT", "TARGET", "Filters", "KeyedNoise", "Walk", "gumbel", "hash_bits", "uniform"]
 
 _GOLDEN, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _ALL = 2**64 - 1
@@ -80,6 +80,20 @@ def gumbel(bits: Tensor) -> Tensor:
 
 # Temperatures, top-k (0 for all tokens), top-p and min-p of the rows.
 Filters = tuple[Sequence[float], Sequence[int], Sequence[float], Sequence[float]]
+
+
+class Walk(NamedTuple):
+    """How the tokens after a batch of trees are drawn: what ``KeyedNoise.walk`` is given, for whoever runs the trees.
+
+    Attributes:
+        noise: a handle, see ``KeyedNoise``.
+        seeds, starts, filters: see ``KeyedNoise.walk``.
+    """
+
+    noise: int
+    seeds: Sequence[int]
+    starts: Sequence[int]
+    filters: Filters | None
 
 
 class KeyedNoise:

@@ -68,7 +68,8 @@ class DraftTree:
     @classmethod
     def root(cls, pending: Tensor) -> DraftTree:
         """Trees of one node: ordinary decoding. ``pending``: (B,)."""
-        return cls.chain(pending[:, None])
+        tokens = pending[:, None]
+        return cls(tokens, torch.full_like(tokens, -1), is_line=True, depth=0)
 
     @classmethod
     def from_lists(

@@ -110,14 +110,15 @@ struct World {
         const int64_t chain[ROWS * WAITING] = {1, 2, 3, 4, 5, 6}, above[ROWS * WAITING] = {-1, 0, 1, -1, 0, 1};
         int64_t walked[ROWS * (5 + 2 * WAITING)];
         for (NoiseStore* store : {&noise, other}) {
-            draftwing_walk(store, found.data(), ROWS, WAITING, chain, above, seeds, starts, nullptr, walked);
+            const Walk how{store, seeds, starts, nullptr, walked, 0, 0, 0, 0};
+            draftwing_walk(found.data(), ROWS, WAITING, chain, above, &how);
             found.insert(found.end(), walked, walked + ROWS * (5 + 2 * WAITING));
             std::vector<float> copied(3 * VOCAB);
             draftwing_noise_copy(store, seeds[0], starts[0], 3, copied.data());
             found.insert(found.end(), copied.begin(), copied.end());
         }
         const int64_t path[ROWS * 3] = {0, 2, -1, 0, 1, 2};
-        draftwing_commit(&waiting, 1, 1, DIM, path, 3);
+        draftwing_commit(&waiting, 1, 1, DIM, path, 3, 3);
         found.insert(found.end(), cache.begin(), cache.end());
         return found;
     }

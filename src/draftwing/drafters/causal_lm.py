@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.growing.asked import Asked
 from draftwing.errors import TokenizerError
+from draftwing.inference import inference
 from draftwing.model.target import NO_FEATURES, Context, Row, TargetOutput
 from draftwing.nets.calibration import Calibration
 from draftwing.run.forward import Net, Runtime
@@ -82,7 +82,7 @@ class CausalLMDrafter:
 
     # --- the rows --------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @inference
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Prefill the new row; one that this model's context cannot hold stays empty here, and is not drafted for."""
         row, fits = ctx.rows[-1], self._room(ctx.rows[-1]) > 0
@@ -95,7 +95,7 @@ class CausalLMDrafter:
         """See ``Resuming``."""
         return list(self._read)
 
-    @torch.inference_mode()
+    @inference
     def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
         """See ``Resuming``."""
         if self._room(row) > 0:
@@ -106,7 +106,7 @@ class CausalLMDrafter:
         tokens, start, prompt = row.tokens[row.resumed : stop], row.resumed, row.prompt_length
         self._runner.prefill(len(self._read), tokens, prompt_length=prompt, start=start)
 
-    @torch.inference_mode()
+    @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
         self._runner.cache.move_row(len(self._read) - 1, row)
@@ -119,7 +119,7 @@ class CausalLMDrafter:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow a tree in the shape of ``budget`` (see ``growth``), as deep as this model's context lets it."""
         rooms = [self._room(row) for row in ctx.rows]
@@ -139,7 +139,7 @@ class CausalLMDrafter:
         ]
         return self._drafted.tree
 
-    @torch.inference_mode()
+    @inference
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Commit the accepted path as far as it was run here: leaves never were."""
         drafted, self._drafted = self._drafted, None

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.growing.asked import Asked
 from draftwing.drafters.unread import Unread
 from draftwing.errors import ConfigError
+from draftwing.inference import inference
 from draftwing.model.linear import Linear, runs_as
 from draftwing.model.target import Context, FeatureSpec, Row, Target, TargetOutput
 from draftwing.nets.base import DraftNet
@@ -67,7 +67,7 @@ class EagleDrafter:
 
     # --- the rows --------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @inference
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Feed the prompt's entries but the last, which waits to be the first tree's root."""
         if features is None:
@@ -87,7 +87,7 @@ class EagleDrafter:
         """See ``Resuming``."""
         return list(self._fed)
 
-    @torch.inference_mode()
+    @inference
     def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
         """See ``Resuming``."""
         assert features is not None
@@ -98,7 +98,7 @@ class EagleDrafter:
         """Feed the entries of a prompt, (1, T, F), to a row, from the slot ``start`` on."""
         self._runner.prefill(row, ids, features, start=start)
 
-    @torch.inference_mode()
+    @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
         self._unread.remove(row, [each.length for each in ctx.rows])
@@ -109,7 +109,7 @@ class EagleDrafter:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow a tree in the shape that ``budget`` asks for (see ``growth``)."""
         wanted = [row.length > 0 for row in ctx.rows]  # a prompt of one token has no feature to start from

@@ -7,13 +7,13 @@ are copied: the draft's own land where the verification writes anew.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.growing.asked import Asked
 from draftwing.drafters.views import Slots
 from draftwing.errors import UnsupportedError
+from draftwing.inference import inference
 from draftwing.model.target import NO_FEATURES, Context, Target, TargetOutput
 from draftwing.nets.calibration import Calibration
 from draftwing.sampling import SamplingBatch
@@ -54,17 +54,17 @@ class SelfDrafter:
             context=slots.budget,
         )
 
-    @torch.inference_mode()
+    @inference
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """A choice for the new row."""
         self._slots.admit(self._target)
 
-    @torch.inference_mode()
+    @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's choice; the last row takes its place."""
         self._slots.remove(row)
 
-    @torch.inference_mode()
+    @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow a tree in the shape of ``budget`` (see ``growth``), as deep as every row's context lets it."""
         rooms = [self._target.max_length - row.length - 2 for row in ctx.rows]

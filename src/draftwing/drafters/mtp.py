@@ -21,6 +21,7 @@ from torch import Tensor
 from draftwing.drafters.base import Budget
 from draftwing.drafters.feature import EagleDrafter
 from draftwing.drafters.growing.asked import Asked
+from draftwing.inference import inference
 from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.nets.mtp import MtpNet
 from draftwing.run.forward import Entries, grow, on_device
@@ -64,7 +65,7 @@ class ChainDrafter(EagleDrafter):
             left.append(states[:, -1] if states.shape[1] else states.new_zeros(1, states.shape[2]))
         self._left, self._leaves = torch.cat([self._left, torch.stack(left, 1)]), None
 
-    @torch.inference_mode()
+    @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
         last = len(self._fed) - 1
@@ -82,7 +83,7 @@ class ChainDrafter(EagleDrafter):
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow a tree level by level, for rows whose root every module has an entry for."""
         wanted = [row.length >= len(self._runners) for row in ctx.rows]

@@ -22,6 +22,7 @@ from draftwing.drafters.growing.children import Children
 from draftwing.drafters.growing.worth import Rates, worth_keeping
 from draftwing.drafters.several.merge import Proposal, Union, together, unite
 from draftwing.drafters.suffix import SuffixAutomaton
+from draftwing.inference import inference
 from draftwing.model.lean import LeanTarget
 from draftwing.model.target import Context, Row
 from draftwing.run.forward import Entries
@@ -124,7 +125,7 @@ class StagedDrafter(CausalLMDrafter):
         self._texts[row] = self._texts[-1]
         self._texts.pop()
 
-    @torch.inference_mode()
+    @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """The model's own draft, in as few passes as guesses allow."""
         for place, (row, text) in enumerate(zip(ctx.rows, self._texts, strict=True)):

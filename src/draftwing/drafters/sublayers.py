@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.growing.asked import Asked
+from draftwing.inference import inference
 from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.subnet import Begun, SubNet, runner_over
 from draftwing.model.target import NO_FEATURES, Context, TargetOutput, own_context
@@ -56,7 +57,7 @@ class SubLayersDrafter:
     def remove(self, ctx: Context, row: int) -> None:
         """Nothing to drop."""
 
-    @torch.inference_mode()
+    @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow a tree in the shape of ``budget`` (see ``growth``) from the pending tokens."""
         if budget.depth == 0:

@@ -28,7 +28,9 @@ from draftwing.engine.request import Request
 from draftwing.engine.rows import cut_to, explain, logprobs_of, with_laws
 from draftwing.engine.wishes import Wanted, names_of
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
+from draftwing.inference import inference
 from draftwing.model.target import Context, Target, TargetOutput
+from draftwing.noise import Walk
 from draftwing.run.kernel.noise import noise_of
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import RowStep, Step, Timings
@@ -196,7 +198,7 @@ class Decoder:
         except Exception as error:
             self._leave_out(error)
 
-    @torch.inference_mode()
+    @inference
     def step(self) -> Step:
         """Advance every running request by at least one token; finished ones leave the batch.
 
@@ -216,15 +218,16 @@ class Decoder:
             tree, planner = self._propose(ctx, sampling)
             stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
             tree = tree if masks is None else masks.read(tree)
-            output = self.target.forward(ctx, tree)
+            starts = [state.length + 1 for state in ctx.rows]
+            walk = self._walk(tree, sampling, starts)
+            output = self.target.forward(ctx, tree) if walk is None else self.target.forward(ctx, tree, walk)
             tree = output.tree or tree
             stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
             whole, tree = tree, tree.offer
             adjusted = output.logits if masks is None else masks.apply(output.logits)
             if sampling.adjusts or adjusted.dtype not in _SCORES:
                 adjusted = sampling.adjusted(adjusted, whole, ctx.history() if sampling.penalises else None)
-            starts = [state.length + 1 for state in ctx.rows]
-            accepted, scores = self.rule.early(tree, adjusted, sampling, starts), adjusted
+            accepted, scores = output.accepted or self.rule.early(tree, adjusted, sampling, starts), adjusted
             if accepted is None:
                 scores = sampling.filtered(adjusted)
                 accepted = self.rule.apply(tree, scores, sampling, starts)
@@ -233,7 +236,8 @@ class Decoder:
             if marks:
                 as_on_device(clock, marks)
             self._changing = True
-            self.target.commit(ctx, tree, accepted)
+            if output.accepted is None:
+                self.target.commit(ctx, tree, accepted)
             self._observe(ctx, whole, accepted, output)
             clock.append(time.perf_counter())
             rows, num_tokens = [], 0
@@ -284,6 +288,11 @@ class Decoder:
         if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
             tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
         return tree, planner
+
+    def _walk(self, tree: DraftTree, sampling: SamplingBatch, starts: list[int]) -> Walk | None:
+        """How tokens are drawn, where the target's forward may do it: nothing else is made of its logits before."""
+        is_seen = self._masks is not None or tree.num_scored or not self.target.walks
+        return None if is_seen else self.rule.walk(sampling, starts)
 
     def _observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Tell the drafter what became of its tree."""

@@ -18,6 +18,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.engine.prefixes import Prefixes
 from draftwing.engine.request import Request
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError, shown
+from draftwing.inference import inference
 from draftwing.model.lean import LeanContext, LeanTarget
 from draftwing.model.paged import PAGE, SlotTable
 from draftwing.model.target import Context, Row, Target
@@ -126,7 +127,7 @@ class SlotDecoder(Decoder):
                 request.num_cached = reading.done
             return reading
 
-    @torch.inference_mode()
+    @inference
     def read_on(self, reading: Reading, most: int = PREFILL_CHUNK) -> bool:
         """Read up to ``most`` further tokens; whether that was all, and the row has joined the others.
 

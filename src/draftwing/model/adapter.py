@@ -26,6 +26,7 @@ from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, own_context
 from draftwing.model.weights import check_finite
+from draftwing.noise import Walk
 from draftwing.tree import PAD, Accepted, DraftTree
 
 __all__ = ["AdapterContext", "AdapterTarget"]
@@ -159,7 +160,7 @@ class AdapterTarget(Target):
         return taps
 
     @torch.inference_mode()
-    def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
+    def forward(self, ctx: Context, tree: DraftTree, walk: Walk | None = None) -> TargetOutput:
         """See ``Target.forward``. Rows are run one by one."""
         ctx = own_context(ctx, AdapterContext)
         logits, taps, features = [], [], ctx.features

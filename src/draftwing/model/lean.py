@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf.source import open_weights
+from draftwing.inference import inference
 from draftwing.model.attention import Attend
 from draftwing.model.cache import KVCache, View
 from draftwing.model.config import ModelConfig, read_config
@@ -31,6 +32,7 @@ from draftwing.model.linear import Linear, check_quantize, runs_as
 from draftwing.model.mtp import module_names, num_modules
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, own_context
+from draftwing.noise import Walk
 from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
 from draftwing.run.forward import PREFILL_CHUNK, Asked, Entries, NetShape, Runner, Runtime
@@ -197,6 +199,11 @@ class LeanTarget(Target):
         return self._runtime.name
 
     @property
+    def walks(self) -> bool:  # type: ignore[override]  # of an instance, as of a class
+        """See ``Target.forward``."""
+        return self._runtime.name == "kernel"
+
+    @property
     def runs(self) -> Runtime:
         """What makes its runners: what drafts for it is run alike."""
         return self._runtime
@@ -243,7 +250,7 @@ class LeanTarget(Target):
         ctx.runner = self._runtime.runner(self._tapped(features.taps), ctx)
         return ctx
 
-    @torch.inference_mode()
+    @inference
     def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
         """See ``Target.prefill``. In pieces, and each row by itself, so that its bits depend on nothing else."""
         ctx = own_context(ctx, LeanContext)
@@ -254,7 +261,7 @@ class LeanTarget(Target):
         ctx.rows.append(row)
         return features
 
-    @torch.inference_mode()
+    @inference
     def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
         """See ``Target.read``."""
         ctx = own_context(ctx, LeanContext)
@@ -264,21 +271,21 @@ class LeanTarget(Target):
             return torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
         return features
 
-    @torch.inference_mode()
-    def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
+    @inference
+    def forward(self, ctx: Context, tree: DraftTree, walk: Walk | None = None) -> TargetOutput:
         """See ``Target.forward``."""
         ctx = own_context(ctx, LeanContext)
         runner, begun, ctx.begun = ctx.runner, ctx.begun, None
         finished = None if begun is None or ctx.features.taps else begun(tree)
         if finished is not None:
             return TargetOutput(finished, None, tree)
-        logits, features = runner.forward(
-            Entries(tree, [row.length for row in ctx.rows], prompt_lengths=[row.prompt_length for row in ctx.rows])
-        )
+        prompts = [row.prompt_length for row in ctx.rows]
+        entries = Entries(tree, [row.length for row in ctx.rows], prompt_lengths=prompts, walk=walk)
+        logits, features = runner.forward(entries)
         assert logits is not None
         if runner.paths is not None and not tree.is_line:
             tree = replace(tree, paths=runner.paths)
-        return TargetOutput(logits, features, tree, is_kept=runner.keeps_outputs)
+        return TargetOutput(logits, features, tree, is_kept=runner.keeps_outputs, accepted=runner.walked)
 
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
@@ -296,14 +303,14 @@ class LeanTarget(Target):
         taps = [each for _, each in found if each is not None]
         return TargetOutput(logits, torch.cat(taps, 1) if taps else None)
 
-    @torch.inference_mode()
+    @inference
     def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
         """See ``Target.commit``. The nodes of a line lie in their final slots already."""
         ctx = own_context(ctx, LeanContext)
         if not tree.is_line:
             ctx.runner.commit(ctx.lengths, accepted.path)
 
-    @torch.inference_mode()
+    @inference
     def draft(self, ctx: Context, view: View, asked: Asked) -> Drafted:
         """See ``Target.draft``."""
         ctx = own_context(ctx, LeanContext)
@@ -311,14 +318,14 @@ class LeanTarget(Target):
         pending = [[token] for token in asked.roots]
         return ctx.runner.draft(Waiting(pending, lengths, lengths, view=view, prompt_lengths=prompts), asked)
 
-    @torch.inference_mode()
+    @inference
     def watch(self, ctx: Context, row: int, start: int) -> Tensor:
         """See ``Target.watch``."""
         ctx = own_context(ctx, LeanContext)
         state = ctx.rows[row]
         return ctx.runner.watch(row, state.tokens[start : state.length], start, state.prompt_length)
 
-    @torch.inference_mode()
+    @inference
     def remove(self, ctx: Context, row: int) -> None:
         """See ``Target.remove``."""
         ctx = own_context(ctx, LeanContext)

@@ -18,6 +18,7 @@ from draftwing.errors import ConfigError, PromptError, UnsupportedError
 from draftwing.model.cache import View
 from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
+from draftwing.noise import Walk
 from draftwing.penalties import History
 from draftwing.run.forward import Asked, on_device
 from draftwing.run.request import Drafted
@@ -49,12 +50,14 @@ class TargetOutput:
         features: (B, N, F), or None where no taps were asked for.
         tree: the trees with what the forward found out about them, None where that is nothing.
         is_kept: whether logits and features are still there after the next forward; else they need a copy.
+        accepted: what is kept of the trees, where the forward was told how to find out: it is committed then.
     """
 
     logits: Tensor
     features: Tensor | None = None
     tree: DraftTree | None = None
     is_kept: bool = True
+    accepted: Accepted | None = None
 
 
 @dataclass
@@ -144,6 +147,7 @@ class Target(ABC):
         supports_trees: False where a state cannot be rolled back; then only lone roots are allowed.
         supports_views: whether it can draft for itself through some of its rows' slots (``draft`` and ``watch``).
         supports_pages: whether its slots may lie in pages (``model.paged``), and a prompt be read in pieces (``read``).
+        walks: whether ``forward`` takes how tokens are drawn, and may find out at once what is kept.
     """
 
     name: str
@@ -158,6 +162,7 @@ class Target(ABC):
     supports_trees: bool = True
     supports_views: bool = False
     supports_pages: bool = False
+    walks: bool = False
 
     @property
     def quantized(self) -> str | None:
@@ -218,8 +223,14 @@ class Target(ABC):
         )
 
     @abstractmethod
-    def forward(self, ctx: Context, tree: DraftTree) -> TargetOutput:
-        """Score every node. Writes the nodes' slots, commits nothing."""
+    def forward(self, ctx: Context, tree: DraftTree, walk: Walk | None = None) -> TargetOutput:
+        """Score every node. Writes the nodes' slots, commits nothing.
+
+        Args:
+            walk: how the tokens after the trees are drawn; of targets that ``walks`` alone. They may then descend in
+                the trees at once, put what is kept into its slots, and say so (``TargetOutput.accepted``). That changes
+                nothing that was committed before.
+        """
 
     @abstractmethod
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:

@@ -19,9 +19,10 @@ from torch import Tensor
 from draftwing.model.cache import KVCache, View
 from draftwing.model.paged import new_cache
 from draftwing.model.rope import Rotary
+from draftwing.noise import Walk
 from draftwing.run.request import Drafted, DraftRequest, Waiting
 from draftwing.sampling import SamplingBatch
-from draftwing.tree import DraftTree
+from draftwing.tree import Accepted, DraftTree
 
 __all__ = [
     "PREFILL_CHUNK",
@@ -116,6 +117,7 @@ class Entries:
         states: (B, W, H), or None where tokens are all that is read.
         prompt_lengths: of the rows, for rotations that depend on them.
         view: the slots before the trees that are looked at; None for all.
+        walk: of whole trees of a target, how tokens are drawn: the runner may commit what is kept (``Runner.walked``).
         watched: (L, K, S) float32 of one row, to which is added how much each of the S slots before its tree is looked
             at. The entries' own slots are then read, and not written.
     """
@@ -129,6 +131,7 @@ class Entries:
     prompt_lengths: Sequence[int] | None = None
     view: View | None = None
     watched: Tensor | None = None
+    walk: Walk | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -234,11 +237,13 @@ class Runner(ABC):
         cache: its slots; those of another runner, where a net reads and writes these.
         keeps_outputs: whether what ``forward`` gives out is still there after the next one.
         paths: ``DraftTree.paths`` of the trees that ran last, where the forward had to find them out.
+        walked: what it has committed of these trees, where it was told how tokens are drawn.
     """
 
     cache: KVCache
     keeps_outputs = True
     paths: tuple[Tensor, Tensor] | None = None
+    walked: Accepted | None = None
 
     def __init__(self, net: Net, cache: KVCache | None = None) -> None:
         self.net = net
@@ -341,11 +346,7 @@ class Runner(ABC):
 
 
 class Runtime(Protocol):
-    """Makes runners of one kind.
-
-    Attributes:
-        name: ``torch``, or the CPU ``kernel``.
-    """
+    """Makes runners of one kind; ``name``: ``torch``, or the CPU ``kernel``."""
 
     name: str
 

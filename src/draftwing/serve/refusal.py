@@ -108,7 +108,9 @@ def _of_validation(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     first = errors[0]
     where = [str(part) for part in first.get("loc", ()) if part != "body"]
     # Of a field that may have several forms, the names of the forms are in between: not for users.
-    param = ".".join(part for part in where if not part.startswith(("list[", "function-", "constrained-", "literal[", "bool")))
+    param = ".".join(
+        part for part in where if not part.startswith(("list[", "function-", "constrained-", "literal[", "bool"))
+    )
     if first["type"] == "extra_forbidden":
         return Refusal(400, f"unknown field {shown(param)}: leave it out, or see /docs for what there is", param)
     if first["type"] == "json_invalid":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwing.model.cache import View
 
-__all__ = ["NUM_BUFFERS", "Adjust", "Batch", "Draft", "Op", "set_cache", "set_view"]
+__all__ = ["NUM_BUFFERS", "Adjust", "Batch", "Draft", "Filter", "Op", "Walk", "set_cache", "set_view"]
 
 NUM_BUFFERS = 16
 
@@ -77,6 +77,25 @@ class Draft(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached")),
         *((name, ctypes.c_int32) for name in ("levels", "is_chain", "deepest")),
         ("effort", ctypes.c_float),
+    ]
+
+
+class Filter(ctypes.Structure):
+    """What makes scores of a row's logits."""
+
+    _fields_ = [
+        ("temperature", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("top_p", "min_p")),
+    ]
+
+
+class Walk(ctypes.Structure):
+    """How the tokens after trees are drawn, and where it is written what is kept."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("noise", "seeds", "starts", "filters", "found")),
+        *((name, ctypes.c_int32) for name in ("logits", "layers", "kv_heads", "dim")),
     ]
 
 

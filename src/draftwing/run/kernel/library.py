@@ -26,7 +26,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.model.paged import SlotTable
 from draftwing.run.kernel.build import KernelProblem, with_library
-from draftwing.run.kernel.layout import Batch, Draft, Op, set_cache
+from draftwing.run.kernel.layout import Batch, Draft, Op, Walk, set_cache
 from draftwing.run.kernel.selftest import fault_of
 
 __all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem", "required_kernel"]
@@ -39,6 +39,8 @@ class Kernel:
         name: another one for other code.
         has_tiles: whether products of 8 bits run on the processor's tiles (AMX); ``DRAFTWING_KERNEL_AMX=off``: never.
         run: walks so many operations: ops, their number, a ``Batch``, threads (``draftwing_run``).
+        walk: descends in trees by their scores (``draftwing_walk``).
+        verify: both, and moves what is kept to its slots (``draftwing_verify``).
         draft: grows trees with a program (``draftwing_draft``); how many nodes they have.
     """
 
@@ -50,7 +52,7 @@ class Kernel:
         self.draft = library.draftwing_draft
         self.draft.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_int32]
         self._commit.argtypes = [
-            ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, ctypes.c_int32,
+            ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, *[ctypes.c_int32] * 2,
         ]  # fmt: skip
         self._commit.restype = None
         self.noise_new, self.noise_free = library.draftwing_noise_new, library.draftwing_noise_free
@@ -59,8 +61,11 @@ class Kernel:
         self.noise_copy, self.walk = library.draftwing_noise_copy, library.draftwing_walk
         self.noise_copy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
         self.noise_copy.restype = None
-        self.walk.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 6]
+        self.walk.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 3]
         self.walk.restype = None
+        self.verify = library.draftwing_verify
+        self.verify.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int32]
+        self.verify.restype = None
         self._pack = library.draftwing_pack
         self._pack.argtypes = [
             ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, *[ctypes.c_int64] * 2,
@@ -131,7 +136,7 @@ class Kernel:
             batch.row_stride, batch.pages, batch.page_stride = 0, table.address, table.stride
         lengths, path = lengths.contiguous(), path.contiguous()
         batch.lengths = lengths.data_ptr()
-        self._commit(ctypes.byref(batch), layers, heads, dim, path.data_ptr(), path.shape[1])
+        self._commit(ctypes.byref(batch), layers, heads, dim, path.data_ptr(), path.shape[1], path.shape[1])
 
 
 class _Found(NamedTuple):
@@ -195,8 +200,8 @@ def _open(path: str, name: str) -> Kernel:
         library = ctypes.CDLL(path)
         if not library.draftwing_runs_here():
             raise KernelProblem("DRAFTWING_KERNEL_ARCH names instructions that this processor lacks: unset it")
-        sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3))
-        if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft))):
+        sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3, 4))
+        if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft, Walk))):
             raise KernelProblem(f"the compiled CPU kernel lays its structures out otherwise: {sizes}")
         kernel = Kernel(library, name)
     except (OSError, AttributeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import DraftwingWarning
-from draftwing.noise import Filters, KeyedNoise
+from draftwing.noise import Filters, KeyedNoise, Walk
+from draftwing.run.kernel import layout
 from draftwing.run.kernel.library import Kernel, get_kernel, kernel_notice
 from draftwing.tree import Accepted, DraftTree, Emitted
 
-__all__ = ["NativeNoise", "noise_of"]
+__all__ = ["NativeNoise", "Walked", "noise_of"]
 
 _told: set[str] = set()
 
@@ -33,20 +35,36 @@ def noise_of(vocab_size: int, device: torch.device) -> KeyedNoise:
     return KeyedNoise(vocab_size, device) if kernel is None else NativeNoise(kernel, vocab_size)
 
 
-class _Filter(ctypes.Structure):
-    """``Filter`` of ``native/filters.h``."""
+class Walked:
+    """A walk as the kernel reads it, and what it wrote: of trees of so many rows and nodes.
 
-    _fields_ = (
-        ("temperature", ctypes.c_float),
-        ("top_k", ctypes.c_int32),
-        ("top_p", ctypes.c_float),
-        ("min_p", ctypes.c_float),
-    )
+    Attributes:
+        how: good for as long as this lives.
+    """
+
+    def __init__(self, walk: Walk, rows: int, nodes: int) -> None:
+        self._nodes, self._found = nodes, np.empty((rows, 5 + 2 * nodes), np.int64)
+        self._numbers = array("q", [*walk.seeds, *walk.starts])
+        at = self._numbers.buffer_info()[0]
+        self.how = layout.Walk(walk.noise, at, at + 8 * rows, None, self._found.ctypes.data)
+        if walk.filters is not None:
+            self._filters = _as_structures(walk.filters)
+            self.how.filters = ctypes.addressof(self._filters)
+
+    def read(self) -> Accepted:
+        """What is kept, once the kernel has been there."""
+        nodes, found, longest, on_host = self._nodes, self._found, 0, []
+        for numbers in found.tolist():
+            num, _, used, depth, finite = numbers[:5]
+            on_host.append(Emitted(numbers[5 + nodes : 6 + nodes + num], used - 1, depth, finite > 0))
+            longest = max(longest, num)
+        whole = torch.from_numpy(found)
+        return Accepted(whole[:, 5 : 6 + longest], whole[:, 0], whole[:, 1], on_host)
 
 
-def _as_structures(filters: Filters) -> ctypes.Array[_Filter]:
-    found = [_Filter(*row) for row in zip(*filters, strict=True)]
-    return (_Filter * len(found))(*found)
+def _as_structures(filters: Filters) -> ctypes.Array[layout.Filter]:
+    found = [layout.Filter(*row) for row in zip(*filters, strict=True)]
+    return (layout.Filter * len(found))(*found)
 
 
 class NativeNoise(KeyedNoise):
@@ -85,21 +103,16 @@ class NativeNoise(KeyedNoise):
     ) -> Accepted | None:
         """See ``KeyedNoise.walk``; of float32 scores."""
         rows, nodes, vocab = scores.shape
-        if scores.dtype != torch.float32 or vocab != self.vocab_size or not scores.is_contiguous():
+        if (
+            self.handle is None
+            or scores.dtype != torch.float32
+            or vocab != self.vocab_size
+            or not scores.is_contiguous()
+        ):
             return None
         tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
-        width, whole = 5 + 2 * nodes, ctypes.c_int64 * rows
-        found = (ctypes.c_int64 * (rows * width))()
+        walked = Walked(Walk(self.handle, seeds, starts, filters), rows, nodes)
         self._kernel.walk(
-            self.handle, scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(),
-            whole(*seeds), whole(*starts), filters if filters is None else _as_structures(filters), found,
-        )  # fmt: skip
-        numbers, longest, on_host = found[:], 0, []
-        for at in range(0, rows * width, width):
-            num, _, used, depth, finite = numbers[at : at + 5]
-            emitted = at + 5 + nodes
-            longest = max(longest, num)
-            on_host.append(Emitted(numbers[emitted : emitted + num + 1], used - 1, depth, finite > 0))
-        columns = np.frombuffer(memoryview(found), np.int64).reshape(rows, width)  # its views cost less than tensors'
-        path, num_kept, bonus = map(torch.from_numpy, (columns[:, 5 : 6 + longest], columns[:, 0], columns[:, 1]))
-        return Accepted(path, num_kept, bonus, on_host)
+            scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(), ctypes.byref(walked.how)
+        )
+        return walked.read()

@@ -24,6 +24,7 @@ from draftwing.run.forward import Asked, Entries, Net, Runner, pick
 from draftwing.run.kernel.built import Built
 from draftwing.run.kernel.layout import Adjust, Batch, Draft, Op, set_cache, set_view
 from draftwing.run.kernel.library import Kernel
+from draftwing.run.kernel.noise import Walked
 from draftwing.run.kernel.program import Program
 from draftwing.run.request import Adjustments, Drafted, DraftRequest, Waiting
 from draftwing.tree import DraftTree
@@ -56,13 +57,21 @@ class Workspace:
             at += 4 * width * self._capacity
 
     def run(
-        self, rows: int, nodes: int, given: Mapping[int, Tensor], *, first_op: int = 0, num_ops: int | None = None
+        self,
+        rows: int,
+        nodes: int,
+        given: Mapping[int, Tensor],
+        *,
+        first_op: int = 0,
+        num_ops: int | None = None,
+        walked: Walked | None = None,
     ) -> None:
         """Walk the program, or its operations from ``first_op`` to before ``num_ops``.
 
         Args:
             rows, nodes: R = rows * nodes. What else a run reads (tokens, slots) is set in ``batch``.
             given: float32 tensors of R rows by place, all that these operations use of the program's given values.
+            walked: descends in the trees afterwards, and commits what is kept.
         """
         if rows * nodes > self._capacity:
             self.reserve(rows * nodes)
@@ -71,9 +80,11 @@ class Workspace:
         for place, tensor in given.items():
             batch.buffers[place] = tensor.data_ptr()
         last, first = program.num_ops if num_ops is None else num_ops, first_op * ctypes.sizeof(Op)
-        program.kernel.run(
-            ctypes.byref(program.ops, first), last - first_op, ctypes.byref(batch), torch.get_num_threads()
-        )
+        kernel, ops, threads = program.kernel, ctypes.byref(program.ops, first), torch.get_num_threads()
+        if walked is None:
+            kernel.run(ops, last - first_op, ctypes.byref(batch), threads)
+        else:
+            kernel.verify(ops, last - first_op, ctypes.byref(batch), ctypes.byref(walked.how), threads)
 
 
 class KernelRunner(Runner):
@@ -116,7 +127,14 @@ class KernelRunner(Runner):
             count = rows * nodes
             given[built.logits] = self._new_logits(count) if shape.is_sparse else torch.empty(count, shape.vocab_size)
         num_ops = None if want_logits else built.num_hidden
-        self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops)
+        walked = None if entries.walk is None else Walked(entries.walk, rows, nodes)
+        if walked is not None:
+            how = walked.how
+            how.logits, how.layers, how.kv_heads, how.dim = (
+                built.logits, shape.num_layers, shape.num_kv_heads, shape.head_dim,
+            )  # fmt: skip
+        self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops, walked=walked)
+        self.walked = None if walked is None else walked.read()
         del kept
         logits = given[built.logits].view(rows, nodes, -1) if want_logits else None
         return (logits, out) if last is None or nodes == 1 else pick((logits, out), last)
@@ -202,9 +220,9 @@ class KernelRunner(Runner):
             torch.get_num_threads(),
         )  # fmt: skip
         kept.clear()
-        tokens, above, places, said, reached = (
-            torch.from_numpy(each[: rows * nodes].reshape(rows, nodes)) for each in (*numbers, *chances)
-        )
+        count = rows * nodes
+        tokens, above, places = torch.from_numpy(numbers)[:, :count].view(3, rows, nodes).unbind()
+        said, reached = torch.from_numpy(chances)[:, :count].view(2, rows, nodes).unbind()
         tree = DraftTree(
             tokens, above, reached, told=said, effort=draft.effort, is_line=bool(draft.is_chain), depth=draft.deepest
         )

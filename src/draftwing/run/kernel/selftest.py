@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from draftwing.run.kernel.formats import FORMATS, WeightFormat
-from draftwing.run.kernel.layout import Batch, Op
+from draftwing.run.kernel.layout import Batch, Op, Walk
 
 __all__ = ["fault_of"]
 
@@ -175,9 +175,8 @@ def _draws(library: ctypes.CDLL) -> bool:
     greedy = whole - 1
     found = np.zeros((rows, 7), np.int64)
     store = library.draftwing_noise_new(vocab, 2)
-    library.draftwing_walk(
-        store, scores.ctypes.data, rows, 1, whole.ctypes.data, greedy.ctypes.data, greedy.ctypes.data,
-        whole.ctypes.data, None, found.ctypes.data,
-    )  # fmt: skip
+    how = Walk(store, greedy.ctypes.data, whole.ctypes.data, None, found.ctypes.data)
+    tokens, parents = whole.ctypes.data, greedy.ctypes.data
+    library.draftwing_walk(scores.ctypes.data, rows, 1, tokens, parents, ctypes.byref(how))
     library.draftwing_noise_free(store)
     return bool(found[:, 1].tolist() == [5, 20, 39, 0] and found[:, 4].tolist() == [1, 0, 0, 0])

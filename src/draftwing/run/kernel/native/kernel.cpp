@@ -60,25 +60,25 @@ void draftwing_noise_copy(NoiseStore* store, int64_t seed, int64_t position, int
 // Descends in every row's tree along the tokens that the target itself draws: `accept.match`.
 //
 // scores (rows, nodes, vocab), or logits where `filters` (rows) say what makes scores of them; tokens and parents
-// (rows, nodes); seeds (rows), -1: greedy; starts (rows) the positions of the tokens after the roots. `found` (rows, 5 + 2 * nodes) holds how many drafted nodes are kept, the token after
-// them, the tree's used nodes and its depth, whether all scores drawn from allow it; then the path, the root first, and
-// the tokens that the row emits, -1 behind each.
-void draftwing_walk(NoiseStore* store, const float* scores, int32_t rows, int32_t nodes, const int64_t* tokens,
-                    const int64_t* parents, const int64_t* seeds, const int64_t* starts, const Filter* filters,
-                    int64_t* found) {
-    const auto turn = store->turn();
+// (rows, nodes). `found` (rows, 5 + 2 * nodes) holds how many drafted nodes are kept, the token after them, the tree's
+// used nodes and its depth, whether all scores drawn from allow it; then the path, the root first, and the tokens that
+// the row emits, -1 behind each.
+void draftwing_walk(const float* scores, int32_t rows, int32_t nodes, const int64_t* tokens, const int64_t* parents,
+                    const Walk* how) {
+    const auto turn = how->noise->turn();
     int32_t* own = walk_levels.get<int32_t>(3 * static_cast<size_t>(nodes));
     for (int32_t row = 0; row < rows; ++row) {
         const int64_t first = static_cast<int64_t>(row) * nodes;
-        const Drawing drawing{filters == nullptr ? Filter{0.0f, 0, 1.0f, 0.0f} : filters[row], seeds[row], starts[row]};
-        walk_row(*store, scores + first * store->vocab, nodes, tokens + first, parents + first, drawing, own,
-                 found + row * (5 + 2 * static_cast<int64_t>(nodes)));
+        const Filter filter = how->filters == nullptr ? Filter{0.0f, 0, 1.0f, 0.0f} : how->filters[row];
+        walk_row(*how->noise, scores + first * how->noise->vocab, nodes, tokens + first, parents + first,
+                 Drawing{filter, how->seeds[row], how->starts[row]}, own, how->found + row * found_width(nodes));
     }
 }
 
 // What Python must agree on.
 int32_t draftwing_sizes(int32_t which) {
-    return which == 0 ? sizeof(Op) : which == 1 ? sizeof(Batch) : which == 2 ? MAX_OPS : sizeof(Draft);
+    const int32_t sizes[] = {sizeof(Op), sizeof(Batch), MAX_OPS, sizeof(Draft), sizeof(Walk)};
+    return sizes[which];
 }
 
 // Memory that will hold weights: in large pages, where the system gives them, it is filled and read faster.
@@ -186,12 +186,14 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
     return write_trees(draft, trees, rows);
 }
 
-// Moves the kept nodes of every row down to where committed slots go on: (rows, width) nodes, the root first, -1 behind.
-void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width) {
+// Moves the kept nodes of every row down to where committed slots go on: `width` nodes of each, the root first, -1 behind,
+// a row's `stride` after the last one's.
+void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width,
+                      int32_t stride) {
     for (int row = 0; row < batch->rows; ++row) {
         const Slots at = slots_of(*batch, row);
-        for (int d = 1; d < width && path[row * width + d] >= 0; ++d) {
-            const int64_t from = batch->lengths[row] + path[row * width + d], to = batch->lengths[row] + d;
+        for (int d = 1; d < width && path[row * stride + d] >= 0; ++d) {
+            const int64_t from = batch->lengths[row] + path[row * stride + d], to = batch->lengths[row] + d;
             if (from == to) continue;
             for (int layer = 0; layer < layers; ++layer)
                 for (int head = 0; head < kv_heads; ++head) {
@@ -204,5 +206,13 @@ void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int3
                 }
         }
     }
+}
+
+// Runs a target over its trees, descends in them, and moves what is kept to where it belongs: a step but for its draft.
+void draftwing_verify(const Op* ops, int32_t num_ops, const Batch* batch, const Walk* how, int32_t num_threads) {
+    run_program(ops, num_ops, batch, num_threads);
+    const int32_t nodes = batch->nodes;
+    draftwing_walk(batch->buffers[how->logits], batch->rows, nodes, batch->tokens, batch->parents, how);
+    draftwing_commit(batch, how->layers, how->kv_heads, how->dim, how->found + 5, nodes, static_cast<int32_t>(found_width(nodes)));
 }
 }

@@ -195,6 +195,18 @@ struct Drawing {  // of a row
     int64_t seed, start;  // -1: greedy; the position of the token after the root
 };
 
+// How the tokens after a batch of trees are drawn, and where it is written what is kept.
+struct Walk {
+    NoiseStore* noise;
+    const int64_t* seeds;  // (rows) -1: greedy
+    const int64_t* starts;  // (rows) positions of the tokens after the roots
+    const Filter* filters;  // (rows) what makes scores of logits; null: they are scores
+    int64_t* found;  // (rows, 5 + 2 * nodes): see `draftwing_walk`
+    int32_t logits, layers, kv_heads, dim;  // of a target that is run: its buffer, and its slots
+};
+
+inline int64_t found_width(int32_t nodes) { return 5 + 2 * static_cast<int64_t>(nodes); }
+
 // Of one row what `found` says: see `draftwing_walk`.
 void walk_row(NoiseStore& store, const float* scores, int32_t nodes, const int64_t* tokens, const int64_t* parents,
               const Drawing& drawing, int32_t* own, int64_t* found) {
