@@ -516,6 +516,11 @@ def spoils_rows(wanted):
     return change
 
 
+def spoil_walk(how):
+    found = ctypes.cast(how, ctypes.POINTER(layout.Walk))[0].found
+    ctypes.cast(found, ctypes.POINTER(ctypes.c_int64))[11] = 1
+
+
 WIDENED = ("bfloat16", "float16", *BLOCKS)
 
 
@@ -534,7 +539,7 @@ WIDENED = ("bfloat16", "float16", *BLOCKS)
         ),
         ("Q4_K weights", {"rows": spoils_rows(FORMATS["Q4_K"].code)}),
         ("noise", {"noise_copy": lambda store, seed, position, count, out: numbers(out, 41).__setitem__(40, 0.0)}),
-        ("draws", {"walk": lambda *args: ctypes.cast(args[-1], ctypes.POINTER(ctypes.c_int64)).__setitem__(11, 1)}),
+        ("draws", {"walk": lambda *args: spoil_walk(args[-1])}),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )

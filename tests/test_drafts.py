@@ -354,7 +354,7 @@ def test_a_target_without_hidden_states_is_named(folder_of):
     """One of a user's own that leaves them out of its forwards."""
     target = LeanTarget.from_folder(folder_of("llama", **SHAPE))
     forward = target.forward
-    target.forward = lambda ctx, tree: replace(forward(ctx, tree), features=None)
+    target.forward = lambda ctx, tree, walk=None: replace(forward(ctx, tree, walk), features=None)
     decoder = Decoder(target, drafter_for("eagle3", target, folder_of), budget=Budget(3))
     decoder.admit([4, 9, 30], Sampling(max_tokens=4))
     with refused(ConfigError, "the target's forward gave none", "TargetOutput.features"):

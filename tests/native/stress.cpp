@@ -110,7 +110,7 @@ struct World {
         const int64_t chain[ROWS * WAITING] = {1, 2, 3, 4, 5, 6}, above[ROWS * WAITING] = {-1, 0, 1, -1, 0, 1};
         int64_t walked[ROWS * (5 + 2 * WAITING)];
         for (NoiseStore* store : {&noise, other}) {
-            const Walk how{store, seeds, starts, nullptr, walked, 0, 0, 0, 0};
+            const Walk how{store, seeds, starts, nullptr, walked, 0, -1, 0, 0, 0};
             draftwing_walk(found.data(), ROWS, WAITING, chain, above, &how);
             found.insert(found.end(), walked, walked + ROWS * (5 + 2 * WAITING));
             std::vector<float> copied(3 * VOCAB);

@@ -241,7 +241,7 @@ class Planner:
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
                 return replace(self._blind(looks=True), children=children)
             key, known = (rows, children, self._num_learnt, self._most_nodes), self._budget
-            if known is None or known[0] != key or not was_open or gate.steps % FRESH == 0:
+            if known is None or known[0] != key or not was_open or gate.steps % FRESH == 1:
                 budget = replace(self._largest(), rule=self.rule(rows)) if self.sighted else self._blind()
                 known = self._budget = key, replace(budget, children=children)
             return known[1]

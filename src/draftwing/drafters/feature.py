@@ -124,16 +124,17 @@ class EagleDrafter:
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until a tree is drafted again."""
-        if output.features is None:
+        fresh = output.features_on(tree, accepted.path)
+        if fresh is None:
             raise ConfigError(
                 f"{self.name} reads hidden states, and the target's forward gave none: let it return the features that "
                 f"its context asks for (TargetOutput.features)"
             )
-        fresh = _kept(output.features, accepted.path, as_view=tree.is_line and output.is_kept)
         if self._read is not None:
             self._unread.clear()
             self._fed, self._read = self._read, None
-        self._unread.add(fresh.to(self._dtype), [row.length for row in ctx.rows])
+        fresh = fresh if fresh.dtype == self._dtype else fresh.to(self._dtype)
+        self._unread.add(fresh, [row.length for row in ctx.rows])
 
     # --- what waits ------------------------------------------------------------------------------------------------
 
@@ -144,15 +145,3 @@ class EagleDrafter:
         self._read = [row.length for row in ctx.rows]
         roots = [max(length - 1, 0) for length in self._read]
         return Waiting(tokens, fed, roots, self._unread.joined(self._read))
-
-
-def _kept(features: Tensor, path: Tensor, *, as_view: bool) -> Tensor:
-    """The features (B, P, F) of the nodes on each row's ``path`` (B, P); past a row's own end anything.
-
-    ``as_view``: the nodes are the first ones.
-    """
-    if as_view:
-        return features if features.shape[1] == path.shape[1] else features[:, : path.shape[1]]
-    if len(path) == 1:
-        return features.index_select(1, path[0].clamp(min=0))
-    return features.gather(1, path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[2]))

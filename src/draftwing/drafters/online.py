@@ -80,13 +80,14 @@ class OnlineDrafter:
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Put down the features of what was kept, and what the target thought after the last of it."""
         self._drafter.observe(ctx, tree, accepted, output)
-        if output.features is None:
+        features = output.features_on(tree, accepted.path)
+        if features is None:
             raise ConfigError(f"{self.name} reads hidden states, and the target's forward gave none")
         paths, counts = accepted.path.tolist(), accepted.num.tolist()
         parents = tree.parents.tolist()
         for number, (row, trail) in enumerate(zip(ctx.rows, self._trails, strict=True)):
             path = paths[number][: counts[number] + 1]
-            trail.features.append(_own(output.features[number, path]))
+            trail.features.append(_own(features[number, : len(path)]))
             missed = path[-1] in parents[number]
             self._tally += Tally(len(path) - 1 + missed, len(path) - 1)
             place = row.length + len(path) - 1

@@ -49,10 +49,10 @@ class Unread:
     def joined(self, lengths: Sequence[int]) -> Tensor:
         """(B, W, F) of rows that have ``lengths`` now, W at least the most entries of a row."""
         if not any(self._sorted):
+            if len(self._steps) == 1:
+                return self._steps[0][0]
             counts = list(self._counts(lengths))
             pieces = [piece for piece, _ in self._steps]
-            if len(pieces) == 1:
-                return pieces[0][:, : max(1, *counts[0])]
             if all(min(each) == max(each) for each in counts):
                 return torch.cat([piece[:, : each[0]] for piece, each in zip(pieces, counts, strict=True)], 1)
         self._sort(lengths)

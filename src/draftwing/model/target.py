@@ -50,7 +50,8 @@ class TargetOutput:
         features: (B, N, F), or None where no taps were asked for.
         tree: the trees with what the forward found out about them, None where that is nothing.
         is_kept: whether logits and features are still there after the next forward; else they need a copy.
-        accepted: what is kept of the trees, where the forward was told how to find out: it is committed then.
+        accepted: what is kept of the trees, where the forward was told how to find out: it is committed then, and
+            ``features`` are those of the kept nodes, in their order.
     """
 
     logits: Tensor
@@ -58,6 +59,15 @@ class TargetOutput:
     tree: DraftTree | None = None
     is_kept: bool = True
     accepted: Accepted | None = None
+
+    def features_on(self, tree: DraftTree, path: Tensor) -> Tensor | None:
+        """(B, at least P, F) of the nodes on each row's ``path`` (B, P) through ``tree``; past a row's end anything."""
+        features = self.features
+        if features is None or self.accepted is not None or (tree.is_line and self.is_kept):
+            return features
+        if len(path) == 1:
+            return features.index_select(1, path[0].clamp(min=0))
+        return features.gather(1, path.clamp(min=0)[:, :, None].expand(-1, -1, features.shape[2]))
 
 
 @dataclass

@@ -95,7 +95,7 @@ class Walk(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("noise", "seeds", "starts", "filters", "found")),
-        *((name, ctypes.c_int32) for name in ("logits", "layers", "kv_heads", "dim")),
+        *((name, ctypes.c_int32) for name in ("logits", "out", "layers", "kv_heads", "dim")),
     ]
 
 

@@ -16,6 +16,7 @@ from draftwing.errors import DraftwingWarning
 from draftwing.noise import Filters, KeyedNoise, Walk
 from draftwing.run.kernel import layout
 from draftwing.run.kernel.library import Kernel, get_kernel, kernel_notice
+from draftwing.run.kernel.slab import Slab
 from draftwing.tree import Accepted, DraftTree, Emitted
 
 __all__ = ["NativeNoise", "Walked", "noise_of"]
@@ -42,11 +43,12 @@ class Walked:
         how: good for as long as this lives.
     """
 
-    def __init__(self, walk: Walk, rows: int, nodes: int) -> None:
-        self._nodes, self._found = nodes, np.empty((rows, 5 + 2 * nodes), np.int64)
+    def __init__(self, walk: Walk, rows: int, nodes: int, slab: Slab) -> None:
+        found, address = slab.take(rows * (5 + 2 * nodes))
+        self._nodes, self._found = nodes, found.reshape(rows, -1)
         self._numbers = array("q", [*walk.seeds, *walk.starts])
         at = self._numbers.buffer_info()[0]
-        self.how = layout.Walk(walk.noise, at, at + 8 * rows, None, self._found.ctypes.data)
+        self.how = layout.Walk(walk.noise, at, at + 8 * rows, None, address)
         if walk.filters is not None:
             self._filters = _as_structures(walk.filters)
             self.how.filters = ctypes.addressof(self._filters)
@@ -58,8 +60,8 @@ class Walked:
             num, _, used, depth, finite = numbers[:5]
             on_host.append(Emitted(numbers[5 + nodes : 6 + nodes + num], used - 1, depth, finite > 0))
             longest = max(longest, num)
-        whole = torch.from_numpy(found)
-        return Accepted(whole[:, 5 : 6 + longest], whole[:, 0], whole[:, 1], on_host)
+        path, num, bonus = map(torch.from_numpy, (found[:, 5 : 6 + longest], found[:, 0], found[:, 1]))
+        return Accepted(path, num, bonus, on_host)
 
 
 def _as_structures(filters: Filters) -> ctypes.Array[layout.Filter]:
@@ -111,7 +113,7 @@ class NativeNoise(KeyedNoise):
         ):
             return None
         tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
-        walked = Walked(Walk(self.handle, seeds, starts, filters), rows, nodes)
+        walked = Walked(Walk(self.handle, seeds, starts, filters), rows, nodes, Slab(np.int64))
         self._kernel.walk(
             scores.data_ptr(), rows, nodes, tokens.data_ptr(), parents.data_ptr(), ctypes.byref(walked.how)
         )

@@ -26,6 +26,7 @@ from draftwing.run.kernel.layout import Adjust, Batch, Draft, Op, set_cache, set
 from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.noise import Walked
 from draftwing.run.kernel.program import Program
+from draftwing.run.kernel.slab import Slab
 from draftwing.run.request import Adjustments, Drafted, DraftRequest, Waiting
 from draftwing.tree import DraftTree
 
@@ -102,13 +103,16 @@ class KernelRunner(Runner):
         # Of drafts, which nobody keeps; tokens that the net leaves out are never written: they hold -inf.
         self._logits = torch.empty(0, net.shape.vocab_size)
         self._states = torch.empty(2, 0, net.shape.state_width)
+        self._passes, self._at_states = 0, (0, 0)  # rows that there is room for, and where the states lie
         self._taps = torch.empty(0, net.shape.out_width)
+        self._numbers, self._chances = Slab(np.int64), Slab(np.float32)
 
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """See ``Runner.forward``."""
-        built, shape, tokens = self._built, self._shape, entries.tree.tokens[:, entries.first_node :]
+        built, shape, tokens = self._built, self._shape, entries.tree.tokens
+        tokens = tokens[:, entries.first_node :] if entries.first_node else tokens
         rows, nodes = tokens.shape
         kept = self._place(entries)
         tokens = (tokens if entries.ids is None else entries.ids).contiguous()
@@ -124,25 +128,23 @@ class KernelRunner(Runner):
         if built.out >= 0:
             out = given[built.out] = torch.empty(rows, nodes, shape.out_width)
         if want_logits:
-            count = rows * nodes
-            given[built.logits] = self._new_logits(count) if shape.is_sparse else torch.empty(count, shape.vocab_size)
+            given[built.logits] = self._new_logits(rows, nodes)
         num_ops = None if want_logits else built.num_hidden
-        walked = None if entries.walk is None else Walked(entries.walk, rows, nodes)
+        walked = None if entries.walk is None else Walked(entries.walk, rows, nodes, self._numbers)
         if walked is not None:
             how = walked.how
-            how.logits, how.layers, how.kv_heads, how.dim = (
-                built.logits, shape.num_layers, shape.num_kv_heads, shape.head_dim,
+            how.logits, how.out, how.layers, how.kv_heads, how.dim = (
+                built.logits, built.out, shape.num_layers, shape.num_kv_heads, shape.head_dim,
             )  # fmt: skip
         self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops, walked=walked)
         self.walked = None if walked is None else walked.read()
         del kept
-        logits = given[built.logits].view(rows, nodes, -1) if want_logits else None
+        logits = given[built.logits] if want_logits else None
         return (logits, out) if last is None or nodes == 1 else pick((logits, out), last)
 
-    def _new_logits(self, count: int) -> Tensor:
-        if not self._shape.is_sparse:
-            return torch.empty(count, self._shape.vocab_size)
-        return torch.full((count, self._shape.vocab_size), -torch.inf)
+    def _new_logits(self, *shape: int) -> Tensor:
+        shape = *shape, self._shape.vocab_size
+        return torch.full(shape, -torch.inf) if self._shape.is_sparse else torch.empty(shape)
 
     def _place(self, entries: Entries) -> tuple[object, ...]:
         """Say where the entries stand; what must be kept until they are run."""
@@ -203,9 +205,7 @@ class KernelRunner(Runner):
         rows, entries = len(waiting.tokens), max(map(len, waiting.tokens))
         batch, caught, kept = self._batches(waiting, request, entries)
         room = 1 + request.width + (request.depth - 1) * request.width * request.width  # of a row's nodes
-        numbers = np.empty((3, rows * room), dtype=np.int64)
-        chances = np.empty((2, rows * room), dtype=np.float32)
-        at, told = numbers.ctypes.data, chances.ctypes.data
+        (numbers, at), (chances, told) = self._numbers.take(3 * rows * room), self._chances.take(2 * rows * room)
         draft = self._drafting(request, kept)
         counts, roots = array("q", map(len, waiting.tokens)), array("q", request.roots)
         draft.room, draft.counts, draft.told, draft.reached = room, _at(counts), told, told + 4 * rows * room
@@ -220,9 +220,11 @@ class KernelRunner(Runner):
             torch.get_num_threads(),
         )  # fmt: skip
         kept.clear()
-        count = rows * nodes
-        tokens, above, places = torch.from_numpy(numbers)[:, :count].view(3, rows, nodes).unbind()
-        said, reached = torch.from_numpy(chances)[:, :count].view(2, rows, nodes).unbind()
+        tokens, above, places, said, reached = (
+            torch.from_numpy(found[start : start + rows * nodes].reshape(rows, nodes))
+            for found, count in ((numbers, 3), (chances, 2))
+            for start in range(0, count * rows * room, rows * room)
+        )
         tree = DraftTree(
             tokens, above, reached, told=said, effort=draft.effort, is_line=bool(draft.is_chain), depth=draft.deepest
         )
@@ -244,18 +246,19 @@ class KernelRunner(Runner):
             table.hold(0, waiting.roots, 1 + request.depth * request.width)
             batch.pages = table.address
         count = rows * max(entries, request.width)
-        if count > len(self._logits):
+        if count > self._passes:
             count = max(count, 16)
             self._space.reserve(count)
             self._logits, self._states = self._new_logits(count), torch.empty(2, count, self._shape.state_width)
             self._taps = torch.empty(count, self._shape.out_width)
+            self._passes, self._at_states = count, (self._states[0].data_ptr(), self._states[1].data_ptr())
         batch.rows, batch.cache = rows, self._slots
         batch.buffers[built.logits] = self._logits.data_ptr()
         features, roots, seen = waiting.features, array("q", waiting.roots), set_view(batch, waiting.view)
         batch.lengths = _at(roots)
         if features is not None:
-            features = features[:, :entries].contiguous()
-            batch.buffers[built.states], batch.buffers[built.out] = (each.data_ptr() for each in self._states)
+            features = (features if rows == 1 else features[:, :entries]).contiguous()  # of one row, entries come first
+            batch.buffers[built.states], batch.buffers[built.out] = self._at_states
         elif built.out >= 0:  # a target's taps, which a draft of its own does not look at
             batch.buffers[built.out] = self._taps.data_ptr()
         caught = Batch.from_buffer_copy(batch)

@@ -59,12 +59,8 @@ class Recorder:
     @torch.inference_mode()
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """See ``Drafter``. The kept path is what the target has read of the text."""
-        features = output.features
-        self._inner.observe(ctx, tree, accepted, replace(output, features=self._own(features)))
-        if features is not None and features.shape[1] > 1:
-            path = accepted.path.clamp(min=0)
-            features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
-        kept = self._recorded(features)
+        self._inner.observe(ctx, tree, accepted, replace(output, features=self._own(output.features)))
+        kept = self._recorded(output.features_on(tree, accepted.path))
         if kept.shape[1] == 1:
             for pieces, own in zip(self._rows, kept, strict=True):
                 pieces.append(own)

@@ -208,11 +208,23 @@ void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int3
     }
 }
 
+// Moves what the net gave out of the kept nodes of every row to its first places.
+void keep_outs(const Batch& batch, const Walk& how) {
+    const int64_t width = batch.widths[how.out], stride = found_width(batch.nodes);
+    for (int32_t row = 0; row < batch.rows; ++row) {
+        const int64_t* path = how.found + row * stride + 5;
+        float* outs = batch.buffers[how.out] + row * batch.nodes * width;
+        for (int32_t d = 1; d < batch.nodes && path[d] >= 0; ++d)
+            if (path[d] != d) std::memcpy(outs + d * width, outs + path[d] * width, width * sizeof(float));
+    }
+}
+
 // Runs a target over its trees, descends in them, and moves what is kept to where it belongs: a step but for its draft.
 void draftwing_verify(const Op* ops, int32_t num_ops, const Batch* batch, const Walk* how, int32_t num_threads) {
     run_program(ops, num_ops, batch, num_threads);
     const int32_t nodes = batch->nodes;
     draftwing_walk(batch->buffers[how->logits], batch->rows, nodes, batch->tokens, batch->parents, how);
     draftwing_commit(batch, how->layers, how->kv_heads, how->dim, how->found + 5, nodes, static_cast<int32_t>(found_width(nodes)));
+    if (how->out >= 0) keep_outs(*batch, *how);
 }
 }

@@ -202,7 +202,8 @@ struct Walk {
     const int64_t* starts;  // (rows) positions of the tokens after the roots
     const Filter* filters;  // (rows) what makes scores of logits; null: they are scores
     int64_t* found;  // (rows, 5 + 2 * nodes): see `draftwing_walk`
-    int32_t logits, layers, kv_heads, dim;  // of a target that is run: its buffer, and its slots
+    int32_t logits, out;  // of a target that is run: its buffers; out -1: none
+    int32_t layers, kv_heads, dim;  // and its slots
 };
 
 inline int64_t found_width(int32_t nodes) { return 5 + 2 * static_cast<int64_t>(nodes); }
