@@ -23,7 +23,7 @@ _LEAST = 8  # depth that drafts are not cut below
 def cut_to(budget: Budget, depth: int, *, is_rounded: bool) -> Budget:
     """A budget that drafts no deeper than ``depth``, what can still be emitted.
 
-    ``is_rounded``: or not much deeper, by powers of two; where drafts are recorded, each depth is a recording of its own.
+    ``is_rounded``: or not much deeper, by powers of two: where drafts are recorded, each depth has its own recording.
     """
     if is_rounded and depth > 0:
         depth = max(_LEAST, 1 << (depth - 1).bit_length())
