@@ -9,7 +9,7 @@ Shape suffixes: B rows, N nodes, D depth, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -308,17 +308,17 @@ class Accepted:
         num: (B,) kept draft nodes (the root not counted).
         bonus: (B,) the token after the last kept node: the next pending token.
         on_host: what each row emits, where a rule found it on the host: then nobody has to read it from the tensors.
-        own: the path as the drafter numbered these nodes, PAD from the first one that it did not propose, where it was
-            not the only one to propose; None: as in ``path``.
+        own: finds the path as the drafter numbered these nodes, PAD from the first one that it did not propose, where
+            it was not the only one to propose; None: as in ``path``.
     """
 
     path: Tensor
     num: Tensor
     bonus: Tensor
     on_host: list[Emitted] | None = None
-    own: Tensor | None = None
+    own: Callable[[], Tensor] | None = None
 
     @property
     def own_path(self) -> Tensor:
         """(B, D + 1) the kept nodes as their drafter numbered them: for whoever kept something for each node."""
-        return self.path if self.own is None else self.own
+        return self.path if self.own is None else self.own()

@@ -296,7 +296,7 @@ class NoDrafter:
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Lone roots."""
-        return DraftTree.root(ctx.pending())
+        return ctx.roots()
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Nothing to learn."""

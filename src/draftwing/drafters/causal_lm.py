@@ -126,7 +126,7 @@ class CausalLMDrafter:
         room = min((room for room in rooms if room > 0), default=0)
         self._drafted = None
         if min(room, budget.depth) <= 0:
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         wanted = [room > 0 for room in rooms]
         asked = Asked(ctx, wanted, sampling, budget, self._calibration, wants_places=True).within(room)
         # What the target accepted but this model has not read, the pending token included. A row without room reads

@@ -114,7 +114,7 @@ class EagleDrafter:
         """Grow a tree in the shape that ``budget`` asks for (see ``growth``)."""
         wanted = [row.length > 0 for row in ctx.rows]  # a prompt of one token has no feature to start from
         if budget.depth == 0 or not any(wanted):
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         asked = Asked(ctx, wanted, sampling, budget, self._calibration)
         return self._draft(self._waiting(ctx), asked).tree
 

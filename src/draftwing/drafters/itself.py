@@ -70,7 +70,7 @@ class SelfDrafter:
         rooms = [self._target.max_length - row.length - 2 for row in ctx.rows]
         room = min((room for room in rooms if room > 0), default=0)
         if min(room, budget.depth) <= 0:
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         asked = Asked(ctx, [room > 0 for room in rooms], sampling, budget, CALIBRATION).within(room)
         return self._target.draft(ctx, self._slots.view(self._target, ctx), asked).tree
 

@@ -105,7 +105,7 @@ class LookaheadDrafter:
         """Up to ``budget.width`` n-grams (with a rule: all guesses), and beside them the window."""
         self._sampling = None
         if budget.depth == 0:
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         drawn = budget.children in ("sampled", "distinct")
         num_paths = 1 if drawn else self._guesses if budget.rule is not None else min(budget.width, self._guesses)
         most = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)

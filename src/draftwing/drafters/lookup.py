@@ -55,7 +55,7 @@ class LookupDrafter:
         The longer a match, the likelier what followed it: ``told`` says how likely.
         """
         if budget.depth == 0:  # what is new is read when there is something to propose
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         drawn = budget.children in ("sampled", "distinct")
         law_of = self._vocab_size if drawn else None
         return as_tree(self.grown(ctx, budget), ctx.device, is_line=drawn or budget.width == 1, law_of=law_of)

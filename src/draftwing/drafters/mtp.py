@@ -88,7 +88,7 @@ class ChainDrafter(EagleDrafter):
         """Grow a tree level by level, for rows whose root every module has an entry for."""
         wanted = [row.length >= len(self._runners) for row in ctx.rows]
         if budget.depth == 0 or not any(wanted):
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         asked = Asked(ctx, wanted, sampling, budget, self._calibration)
         waiting = self._waiting(ctx)
         logits, self._leaves = self._catch_up(waiting)

@@ -188,7 +188,7 @@ def _best(
 ) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
     """The likeliest children of every entry (B, W, C), best first, and the chance of each."""
     starts = [row.length + 1 for row in ctx.rows]
-    scores = sampling.scores(logits, DraftTree.root(ctx.pending()), None)
+    scores = sampling.scores(logits, ctx.roots(), None)
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
     ranked = scores
     if budget.children == "keyed":

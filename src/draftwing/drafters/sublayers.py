@@ -61,7 +61,7 @@ class SubLayersDrafter:
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Grow a tree in the shape of ``budget`` (see ``growth``) from the pending tokens."""
         if budget.depth == 0:
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         own = own_context(ctx, LeanContext)
         own.begun = None
         runner, lengths = self._over(own), own.lengths

@@ -276,12 +276,12 @@ class Decoder:
         elif planner is not None:
             budget = planner.budget(ctx, self.rule.children)
         if budget.depth >= max(rooms):
-            budget = cut_to(budget, max(rooms) - 1, is_rounded=self._on_gpu)
+            budget = cut_to(budget, max(rooms) - 1, is_rounded=not self.target.walks)
         try:
             tree = self.drafter.propose(ctx, sampling, budget)
         except Exception as error:
             self._leave_out(error)
-            return DraftTree.root(ctx.pending()), planner
+            return ctx.roots(), planner
         if budget.rule is not None and not self.drafter.traits.grows_by_rule:
             tree = worth_keeping(tree, budget.rule)
         tree = tree if wanted is None else wanted.cut(ctx, tree)

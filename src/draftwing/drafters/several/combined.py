@@ -64,14 +64,14 @@ class CombinedDrafter(Parts):
             for part in self.parts:
                 if not part.traits.lists:
                     part.propose(ctx, sampling, budget)
-            return DraftTree.root(ctx.pending())
+            return ctx.roots()
         if budget.children in ("sampled", "distinct"):
             return self.first_that_is_sure(ctx, sampling, budget)
         step, effort = self._ask(ctx, sampling, budget)
         self._step, offers, rule = step, step.offers, budget.rule
         speaking = [place for place, offer in enumerate(offers) if offer.is_heard]
         if not speaking:
-            return replace(DraftTree.root(ctx.pending()), effort=effort)
+            return replace(ctx.roots(), effort=effort)
         self.made = [None if part.traits.lists else offer.rows for part, offer in zip(self.parts, offers, strict=True)]
         first = offers[speaking[0]]
         if len(speaking) == 1 and first.tree is not None:

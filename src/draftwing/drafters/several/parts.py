@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -96,7 +97,7 @@ class Parts:
         offer, is_own = tree.offer, all(made is None for made in self.made)
         kept = [] if is_own else kept_tokens(offer, accepted)
         for place, (part, made) in enumerate(zip(self.parts, self.made, strict=True)):
-            own = accepted if made is None else replace(accepted, own=own_path(made, kept, accepted.path))
+            own = accepted if made is None else replace(accepted, own=partial(own_path, made, kept, accepted.path))
             features = self._of(part, output.features)
             seen = output if features is output.features else replace(output, features=features)
             part.observe(ctx, tree if place == self.scorer else offer, own, seen)

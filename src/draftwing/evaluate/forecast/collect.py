@@ -38,7 +38,7 @@ class _Watched:
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Lone roots: each token is decoded by itself."""
         self.tree = self._drafter.propose(ctx, sampling, REFERENCE)
-        return DraftTree.root(ctx.pending())
+        return ctx.roots()
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """The drafter goes on from the true features."""

@@ -247,7 +247,7 @@ class KernelRunner(Runner):
             batch.pages = table.address
         count = rows * max(entries, request.width)
         if count > self._passes:
-            count = max(count, 16)
+            count = max(count, 2 * self._passes, 16)
             self._space.reserve(count)
             self._logits, self._states = self._new_logits(count), torch.empty(2, count, self._shape.state_width)
             self._taps = torch.empty(count, self._shape.out_width)
