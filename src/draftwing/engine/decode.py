@@ -276,7 +276,7 @@ class Decoder:
         elif planner is not None:
             budget = planner.budget(ctx, self.rule.children)
         if budget.depth >= max(rooms):
-            budget = cut_to(budget, max(rooms) - 1, is_rounded=not self.target.walks)
+            budget = cut_to(budget, max(rooms) - 1)
         try:
             tree = self.drafter.propose(ctx, sampling, budget)
         except Exception as error:

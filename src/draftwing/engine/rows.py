@@ -20,13 +20,12 @@ __all__ = ["cut_to", "explain", "logprobs_of", "with_laws"]
 _LEAST = 8  # depth that drafts are not cut below
 
 
-def cut_to(budget: Budget, depth: int, *, is_rounded: bool) -> Budget:
-    """A budget that drafts no deeper than ``depth``, what can still be emitted.
+def cut_to(budget: Budget, depth: int) -> Budget:
+    """A budget that drafts not much deeper than ``depth``, what can still be emitted.
 
-    ``is_rounded``: or not much deeper, by powers of two: where drafts are recorded, each depth has its own recording.
+    The depth is rounded up to a power of two: where drafts are recorded, each depth is a recording of its own.
     """
-    if is_rounded and depth > 0:
-        depth = max(_LEAST, 1 << (depth - 1).bit_length())
+    depth = max(_LEAST, 1 << (depth - 1).bit_length()) if depth > 0 else 0
     if budget.depth <= depth:
         return budget
     if budget.paths is None or depth == 0:
