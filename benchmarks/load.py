@@ -170,7 +170,8 @@ def peer_of(said: str, model: str) -> Asked:
 async def measure(jobs: Sequence[Job], compared: Sequence[Asked], level: dict[str, float]) -> Any:
     """All rounds of one level: by name a list of figures, and the texts of the first one."""
     rounds, found, texts = int(level["rounds"]), {each.name: [] for each in compared}, {}
-    limits = httpx.Limits(max_connections=None)
+    # A connection for each request: one that has waited for its turn may be closed by its server in this very moment.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         for turn in range(-1, rounds):  # the first one warms up
             for place in range(len(compared)):
