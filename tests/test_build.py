@@ -506,6 +506,14 @@ def spoils(wanted):
     return change
 
 
+def spoils_rounded(ops, num_ops, batch, threads):
+    """The last bit of a sum whose rows are rounded."""
+    if ops[0].rounds:
+        outcome = ctypes.cast(batch, ctypes.POINTER(layout.Batch))[0]
+        found = numbers(outcome.buffers[1], outcome.rows * outcome.widths[1])
+        found[-1] = np.nextafter(found[-1], np.float32(9))
+
+
 def spoils_rows(wanted):
     """The same of single rows."""
 
@@ -537,6 +545,7 @@ WIDENED = ("bfloat16", "float16", *BLOCKS)
             (f"{name} weights", {"run": spoils((2, 0, FORMATS[name].code))})
             for name in ("bfloat16", "float16", *BLOCKS)
         ),
+        ("bfloat16 products", {"run": spoils_rounded}),
         ("Q4_K weights", {"rows": spoils_rows(FORMATS["Q4_K"].code)}),
         ("noise", {"noise_copy": lambda store, seed, position, count, out: numbers(out, 41).__setitem__(40, 0.0)}),
         ("draws", {"walk": lambda *args: spoil_walk(args[-1])}),

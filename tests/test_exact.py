@@ -75,8 +75,14 @@ VOCAB = SMALL["vocab_size"]
 MAX_TOKENS = 24
 # The longest is longer than the window of mistral-window, the shortest leaves nothing to prefill.
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
-KERNEL = {"head_dim": 32, "sliding_window": 7}  # a mistral that the CPU kernel runs; -half: from weights in bfloat16
-CAN_RUN = {"kernel": get_kernel(), "kernel-half": get_kernel(), "kernel-int8": get_kernel() and can_int8()}
+KERNEL = {
+    "head_dim": 32,
+    "sliding_window": 7,
+}  # a mistral that the CPU kernel runs; -half: weights in bfloat16, -bfloat16: products too
+CAN_RUN = {
+    **dict.fromkeys(("kernel", "kernel-half", "kernel-bfloat16"), get_kernel()),
+    "kernel-int8": get_kernel() and can_int8(),
+}
 FUSED = [name for name, runs in CAN_RUN.items() if runs]
 TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2", *FUSED)
 SAMPLINGS = {
@@ -442,6 +448,8 @@ class Lab:
             ours, changes = "mistral-window", KERNEL
         self.dtype = torch.float32 if self.is_fused else torch.float64
         load = {"dtype": self.dtype, "quantize": "int8" if family == "kernel-int8" else None}
+        if family == "kernel-bfloat16":
+            load["dtype"] = torch.bfloat16
         stored = torch.bfloat16 if family == "kernel-half" else torch.float64
         own = tmp_path_factory.mktemp("half") if family == "kernel-half" else folder_of(ours, **changes)
         if family == "kernel-half":

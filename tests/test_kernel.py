@@ -406,7 +406,8 @@ def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
         ("mixtral", {"head_dim": 32}, torch.float32),
         ("llama", {}, torch.float32),  # heads of 8
         ("llama", {"head_dim": 32}, torch.float64),
-        ("llama", {"head_dim": 32}, torch.bfloat16),
+        ("llama", {"head_dim": 32}, torch.float16),
+        ("mixtral", {"head_dim": 32}, torch.bfloat16),
     ):
         assert LeanTarget.from_folder(folder_of(family, **changes), dtype).runtime == "torch"
     plain = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32, prepack=False)

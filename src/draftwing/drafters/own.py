@@ -132,7 +132,7 @@ def from_head(kind: NetKind, source: Source) -> NewDrafter:
 
     target = source.target
     own = target_id(target, source.tokenizer)
-    net = kind.read(source.folder, target.embedding, target.head, own, dtype=target.dtype)
+    net = kind.read(source.folder, target.embedding, target.head, own, dtype=target.embedding.dtype)
     net = net.prepack(target.quantized, fast=True)
     new_drafter = partial(kind.drafter, net, target, source.folder.name, head_id(source.folder))
     if source.options.get("online"):

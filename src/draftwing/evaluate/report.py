@@ -109,7 +109,8 @@ def _runtime(target: Target) -> str:
     """What runs the layers, and why not the CPU kernel where that could."""
     if target.runtime == "kernel":
         return "CPU kernel"
-    could = isinstance(target, LeanTarget) and target.device.type == "cpu" and target.dtype == torch.float32
+    could = isinstance(target, LeanTarget) and target.device.type == "cpu"
+    could = could and target.dtype in (torch.float32, torch.bfloat16)
     problem = kernel_problem() if could else ""
     return f"PyTorch ({problem})" if problem else "PyTorch"
 

@@ -30,6 +30,7 @@ class Reader:
     """Reads tensors by name, remembers which, and lays matrices out for what will run them, one at a time.
 
     Attributes:
+        dtype: of all that is no matrix.
         used: names that were read.
         layout: see ``Linear.lay_out``.
     """
@@ -64,7 +65,8 @@ class Reader:
         if layout.runs == "kernel":
             shapes = {f"{name}.weight": (out, num_in) for name, out in zip(names, outs, strict=True)}
             return self._packed(
-                shapes, lambda parts: Linear.of_stored(parts, bias_of_all, layout.quantize, gated=gated)
+                shapes,
+                lambda parts: Linear.of_stored(parts, bias_of_all, layout.quantize, gated=gated, rounds=layout.rounds),
             )
         weights = [self.tensor(f"{name}.weight", out, num_in) for name, out in zip(names, outs, strict=True)]
         stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -81,7 +83,7 @@ class Reader:
         """What ``pack`` makes of matrices as the file holds them, all of them finite."""
         self.used.update(shapes)
         held = [self.files.stored(name, shape) for name, shape in shapes.items()]
-        parts = [part.expanded() if self.layout.expand else part.narrowed() for part in held]
+        parts = [self._as_laid_out(part) for part in held]
         try:
             if self.layout.quantize is not None:  # levels are finite whatever they were made of
                 self._check(shapes, parts)
@@ -92,6 +94,11 @@ class Reader:
         finally:
             for part in held:
                 self.files.drop(part)
+
+    def _as_laid_out(self, part: Stored) -> Stored:
+        if self.layout.rounds:
+            return part.rounded()
+        return part.expanded() if self.layout.expand else part.narrowed()
 
     def _check(self, names: Iterable[str], parts: Sequence[Stored]) -> None:
         """Raise CheckpointError, naming the matrix, if one holds NaN or infinity."""

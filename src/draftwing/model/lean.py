@@ -119,14 +119,14 @@ class LeanTarget(Target):
 
     supports_views = supports_pages = True
 
-    def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model") -> None:
+    def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model", dtype: torch.dtype | None = None) -> None:
         config = net.config
         self.config, self.name, self._runtime = config, name, runtime
         self._nets = {net.taps: net}
         self._net = net
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_length = config.num_layers, config.context_length
-        self.dtype, self.device = net.dtype, net.device
+        self.dtype, self.device = dtype or net.dtype, net.device
         self.eos_ids = config.eos_ids
         num_experts = config.moe.num_experts_per_token if config.moe else 0
         active = [attention_bytes(layer) + mlp_bytes(layer, num_experts) for layer in net.layers]
@@ -148,6 +148,7 @@ class LeanTarget(Target):
         """Load a Hugging Face folder; ``quantize`` says how its matrices are quantised, all but the routers of experts.
 
         On a CPU weights stay in the bits that the file has, with float32 arithmetic; ``expand`` makes float32 of them.
+        In bfloat16 the CPU kernel rounds the rows and weights of its products; states, slots and logits are float32.
         ``fast`` quantises them too where the CPU kernel is faster so: for a model that drafts, whose law nobody keeps.
 
         Raises:
@@ -158,9 +159,11 @@ class LeanTarget(Target):
         check_quantize(quantize, dtype, device)
         said, where = read_config(folder), str(folder / "config.json")
         config = ModelConfig.from_hf(said, where)
-        needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=config.moe is None)
+        is_dense = config.moe is None
+        needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=is_dense, may_round=True)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
-        reader = Reader(open_weights(folder), dtype, device, replace(layout, expand=expand))
+        states = torch.float32 if layout.runs == "kernel" else dtype  # there bfloat16 is for products alone
+        reader = Reader(open_weights(folder), states, device, replace(layout, expand=expand))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is memory traffic and little else
             layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
         norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
@@ -174,8 +177,8 @@ class LeanTarget(Target):
                 f"{folder}: {len(unused)} weights have no place in a {config.model_type} model, first {unused[0]!r}: "
                 f"is config.json that of another model?"
             )
-        rotary = Rotary(config.rope, dtype, device)
-        return cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name)
+        rotary = Rotary(config.rope, states, device)
+        return cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name, dtype)
 
     @property
     def quantized(self) -> str | None:
@@ -268,7 +271,7 @@ class LeanTarget(Target):
         ids, prompt, width = row.tokens[start:stop], row.prompt_length, ctx.runner.net.shape.out_width
         features = ctx.runner.prefill(ctx.num_rows, ids, prompt_length=prompt, start=start)
         if features is None and width:
-            return torch.zeros(1, 0, width, dtype=self.dtype, device=self.device)
+            return torch.zeros(1, 0, width, dtype=self._net.dtype, device=self.device)
         return features
 
     @inference

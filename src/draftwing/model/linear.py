@@ -84,11 +84,13 @@ class Layout:
         runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked where that wins, ``plain`` as they are.
         quantize: how, one of ``QUANTIZATIONS``, or None.
         expand: float32 even where a file holds smaller numbers, to compare with those.
+        rounds: products are those of bfloat16, whose sums are float32: the CPU kernel's, where they are not quantised.
     """
 
     runs: str = "plain"
     quantize: str | None = None
     expand: bool = False
+    rounds: bool = False
 
     @property
     def as_exact(self) -> Layout:
@@ -118,9 +120,18 @@ class Linear(nn.Module):
 
     @classmethod
     def of_stored(
-        cls, parts: Sequence[Stored], bias: Tensor | None, quantize: str | None = None, *, gated: bool = False
+        cls,
+        parts: Sequence[Stored],
+        bias: Tensor | None,
+        quantize: str | None = None,
+        *,
+        gated: bool = False,
+        rounds: bool = False,
     ) -> Linear:
-        """Matrices of one input on top of each other, packed for the CPU kernel as a file holds them; see ``pack``."""
+        """Matrices of one input on top of each other, packed for the CPU kernel as a file holds them; see ``pack``.
+
+        ``rounds``: all of them are stored in bfloat16, and rows are rounded to it.
+        """
         found = cls(torch.empty(0, parts[0].num_in), bias)
         found.num_out = sum(part.num_out for part in parts)
         differ = len({part.format for part in parts}) > 1
@@ -135,7 +146,9 @@ class Linear(nn.Module):
         sizes = [sum(part.num_out for part in each) for each in some]
         biases = [None] * len(some) if bias is None else torch.split(bias, sizes)
         found._expanded = tuple(dict.fromkeys(part.was for part in parts if part.was))
-        found._fused = tuple(Packed.of_stored(each, own, gated=gated) for each, own in zip(some, biases, strict=True))
+        found._fused = tuple(
+            Packed.of_stored(each, own, gated=gated, rounds=rounds) for each, own in zip(some, biases, strict=True)
+        )
         return found
 
     @property
@@ -169,7 +182,7 @@ class Linear(nn.Module):
     def lay_out(self, layout: Layout, *, gated: bool = False) -> Linear:
         """Lay it out, once. ``gated``: see ``pack``."""
         if layout.runs == "kernel":
-            self.pack(layout.quantize, gated=gated)
+            self.pack(layout.quantize, gated=gated, rounds=layout.rounds)
         elif layout.quantize is not None:
             self.quantize(layout.quantize)
         elif layout.runs == "torch":
@@ -181,6 +194,8 @@ class Linear(nn.Module):
         """What computes it; a row's bits are its own but for ``plain`` products."""
         if self._fused:
             names = ", ".join(dict.fromkeys(self.formats))
+            if self._fused[0].rounds:
+                return f"CPU kernel, {names}"
             note = f" expanded from {', '.join(self._expanded)}" if self._expanded else ""
             return f"CPU kernel, {names}{note or ('' if names in _SAME else ' weights in float32 arithmetic')}"
         if self._int8 is not None:
@@ -206,17 +221,18 @@ class Linear(nn.Module):
         if self._packed is not None and not keep:
             self._drop()
 
-    def pack(self, quantize: str | None = None, *, gated: bool = False) -> None:
+    def pack(self, quantize: str | None = None, *, gated: bool = False, rounds: bool = False) -> None:
         """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``quantize`` says so.
 
         Numbers that are exact in 16 bits take no more.
 
         Args:
             gated: its first half are gates of its second. It then runs in programs alone, not by ``forward``.
+            rounds: to bfloat16, and rows as they come; where ``quantize`` is None.
         """
         if not self._fused:
             bias = None if self.bias is None else self.bias.detach()
-            self._fused = (Packed.of(self.weight.detach(), bias, quantize=quantize, gated=gated),)
+            self._fused = (Packed.of(self.weight.detach(), bias, quantize=quantize, gated=gated, rounds=rounds),)
             self._drop()
 
     def for_drafts(self, quantize: str | None) -> Linear | None:

@@ -55,6 +55,16 @@ class Stored:
                 return replace(self, format=str(dtype).removeprefix("torch."), data=half)
         return self
 
+    def rounded(self) -> Stored:
+        """The numbers of bfloat16 that are nearest to these."""
+        if self.format == "bfloat16":
+            return self
+        dtype = torch.bfloat16
+        if FORMATS[self.format].is_blocks:
+            parts = dequantized(self.data, self.format, self.num_in)
+            return Stored("bfloat16", self.num_in, joined(parts, self.num_out, self.num_in, dtype))
+        return Stored("bfloat16", self.num_in, self.data.to(dtype))
+
     def expanded(self) -> Stored:
         """The same numbers in float32."""
         return replace(self, format="float32", data=self.expand())

@@ -159,7 +159,8 @@ class Target(ABC):
         vocab_size: V of its logits.
         max_length: tokens a row may hold, prompt included.
         num_layers, hidden_size: for drafters that tap features.
-        dtype, device: of its logits and caches.
+        dtype: what is computed in. Logits, features and caches have it too, or are wider.
+        device: of its logits and caches.
         eos_ids: tokens that end a text.
         folder: where it was loaded from, if that is known.
         supports_trees: False where a state cannot be rolled back; then only lone roots are allowed.

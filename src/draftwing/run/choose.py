@@ -22,18 +22,26 @@ _DIM = 32  # the kernel mixes heads so many channels at a time
 
 @dataclass(frozen=True)
 class Needs:
-    """What the choice depends on. ``is_dense``: it has no experts."""
+    """What the choice depends on.
+
+    Attributes:
+        dtype: what is computed in.
+        is_dense: it has no experts.
+        may_round: where ``dtype`` is bfloat16, states may be float32 that products alone round.
+    """
 
     dtype: torch.dtype
     device: torch.device
     head_dim: int
     activation: str
     is_dense: bool = True
+    may_round: bool = False
 
     @property
     def suits_kernel(self) -> bool:
-        """Whether the CPU kernel runs such layers: float32, dense, heads of whole vectors."""
-        fits = self.dtype == torch.float32 and self.device.type == "cpu" and self.is_dense
+        """Whether the CPU kernel runs such layers: float32 or bfloat16, dense, heads of whole vectors."""
+        computes = self.dtype == torch.float32 or (self.may_round and self.dtype == torch.bfloat16)
+        fits = computes and self.device.type == "cpu" and self.is_dense
         return fits and self.activation in ACTIVATIONS and self.head_dim % _DIM == 0 and self.head_dim <= 1024
 
 
@@ -49,7 +57,9 @@ def runtime_for(
     """
     kernel = get_kernel() if prepack and needs.suits_kernel else None
     if kernel is not None:
-        return KernelRuntime(kernel), Layout("kernel", "int8" if fast and kernel.has_int8 else quantize)
+        quantize = "int8" if fast and kernel.has_int8 else quantize
+        rounds = quantize is None and needs.dtype == torch.bfloat16
+        return KernelRuntime(kernel), Layout("kernel", quantize, rounds=rounds)
     if needs.device.type == "cuda" and needs.is_dense:
         return GraphRuntime(CudaRecorder(needs.device)), Layout("torch" if prepack else "plain", quantize)
     return TorchRuntime(), Layout("torch" if prepack else "plain", quantize)

@@ -38,6 +38,7 @@ class Packed:
         scales, sums: of int8, by output: what a level is worth, and what the rows' offset of 128 adds.
         bias: by output, or None.
         gated: gates (the first half of the rows) and what they let through (the second) lie in alternate tiles.
+        rounds: its numbers are bfloat16, and the rows that it is multiplied with are rounded to it as they come.
     """
 
     num_in: int
@@ -48,12 +49,23 @@ class Packed:
     sums: Tensor | None
     bias: Tensor | None
     gated: bool
+    rounds: bool = False
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, *, quantize: str | None = None, gated: bool = False) -> Packed:
+    def of(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        quantize: str | None = None,
+        gated: bool = False,
+        rounds: bool = False,
+    ) -> Packed:
         """Pack ``weight`` (out, in): float32 numbers that are exact in 16 bits take 16."""
         if quantize is None:
-            return cls.of_stored([Stored("float32", weight.shape[1], weight.float()).narrowed()], bias, gated=gated)
+            stored = Stored("float32", weight.shape[1], weight.float())
+            narrow = stored.rounded() if rounds else stored.narrowed()
+            return cls.of_stored([narrow], bias, gated=gated, rounds=rounds)
         levels, scales = quantize_channels(weight)
         levels = F.pad(levels, (0, -weight.shape[1] % 4))
         parts = [half.contiguous().view(torch.uint8)[:, None] for half in levels.chunk(2 if gated else 1)]
@@ -65,8 +77,10 @@ class Packed:
         )  # fmt: skip
 
     @classmethod
-    def of_stored(cls, parts: Sequence[Stored], bias: Tensor | None, *, gated: bool = False) -> Packed:
-        """Pack matrices of one input and one format, on top of each other, as they are stored.
+    def of_stored(
+        cls, parts: Sequence[Stored], bias: Tensor | None, *, gated: bool = False, rounds: bool = False
+    ) -> Packed:
+        """Pack matrices of one input and one format, on top of each other, as they are stored; ``rounds``: in bfloat16.
 
         Raises:
             NotFiniteError: a number, or a block's scale, is NaN or infinite.
@@ -79,7 +93,8 @@ class Packed:
         elif not gated and any(part.num_out % TILE for part in parts[:-1]):
             parts = stack(parts)
         weight = _tiles([_bytes_of(part) for part in parts], kind, interleave=gated)
-        return cls(num_in, num_out // (2 if gated else 1), kind, weight, None, None, _by_output(bias, gated), gated)
+        num_out //= 2 if gated else 1
+        return cls(num_in, num_out, kind, weight, None, None, _by_output(bias, gated), gated, rounds)
 
     def rows(self, outputs: Tensor) -> Tensor:
         """(R, in) float32: the weights of some outputs, (R,) int64.

@@ -37,6 +37,7 @@ def fault_of(library: ctypes.CDLL) -> str:
         ("activations", _activations(library, x, weight)),
         ("8-bit products", _bytes(library, rng)),
         *((f"{kind.name} weights", _widens(library, rng, kind)) for kind in _WIDENED),
+        ("bfloat16 products", _rounds(library, rng, _ROWS, _IN) and _rounds(library, rng, 37, 5 * 32 + 6)),
         ("noise", _noise(library)),
         ("draws", _draws(library)),
     ):
@@ -123,9 +124,9 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
         if kind.name == "float16":
             tile = np.ascontiguousarray(wanted.T[:width].astype(np.float16))
             wanted = wanted.astype(np.float16).astype(np.float32)
-        else:  # two inputs in a word
-            wanted = (wanted.view(np.uint32) & 0xFFFF0000).view(np.float32)
-            tile = (wanted.view(np.uint32) >> 16).astype(np.uint16).reshape(_TILE, -1, 2).transpose(1, 0, 2).copy()
+        else:
+            wanted = _bfloat16(wanted)
+            tile = _pairs(wanted)
     outputs, wide = np.arange(_TILE), np.zeros((_TILE, width), np.float32)
     library.draftwing_rows(kind.code, tile.ctypes.data, width, outputs.ctypes.data, wide.ctypes.data, _TILE)
     if not kind.is_blocks and not np.array_equal(wide, wanted[:, :width]):
@@ -138,6 +139,31 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
         if not np.array_equal(found, plain[: len(rows)]):
             return False
     return True
+
+
+def _rounds(library: ctypes.CDLL, rng: np.random.Generator, rows: int, width: int) -> bool:
+    """Of rows that are rounded as they come, to the bit, in the order of ``native/rounded.h``."""
+    x = rng.standard_normal((rows, width), np.float32)
+    weight = np.pad(_bfloat16(rng.standard_normal((_TILE, width), np.float32)), ((0, 0), (0, width % 2)))
+    op = {"kind": _LINEAR, "num_out": _TILE, "format": 1, "rounds": 1, "weight": _pairs(weight)}
+    near, wanted = _bfloat16(x), np.zeros((rows, _TILE), np.float32)
+    for start in range(0, width, 32):
+        halves = np.zeros((2, rows, _TILE), np.float32)
+        for i in range(start, min(start + 32, width)):
+            halves[i % 2] += near[:, i, None] * weight[:, i]  # exact: a product of two such numbers has 16 bits
+        wanted += halves[0] + halves[1]
+    return np.array_equal(_run(library, x, _TILE, op), wanted)
+
+
+def _bfloat16(numbers: np.ndarray) -> np.ndarray:
+    """To the nearest, of two the even one, as float32."""
+    bits = numbers.view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).view(np.float32)
+
+
+def _pairs(weight: np.ndarray) -> np.ndarray:
+    """(64, in) numbers of bfloat16 as the kernel reads them, two inputs in a word: (in / 2, 64, 2) uint16."""
+    return (weight.view(np.uint32) >> 16).astype(np.uint16).reshape(_TILE, -1, 2).transpose(1, 0, 2).copy()
 
 
 def _noise(library: ctypes.CDLL) -> bool:

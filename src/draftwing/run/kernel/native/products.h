@@ -26,6 +26,7 @@ struct Op {
     int32_t num_heads, num_kv_heads, head_dim, layer;
     int32_t window;  // 0: none
     int32_t first;  // of NORM and COPY: where in the source's rows they begin to read
+    int32_t rounds;  // of LINEAR in BFLOAT16: rows are rounded to it too
     float eps, scale;
     const float* norm;  // (num_in): the source is normed on its way in
     const void* weight;  // packed
@@ -129,16 +130,18 @@ struct Rows {  // of a product, as its weight wants them
     float* scales;
 };
 
-inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.norm != nullptr; }
+inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.rounds || op.norm != nullptr; }
 
 // Where prepared rows lie: `memory` of `prepared_bytes`.
 inline size_t prepared_bytes(const Op& op, int count) {
+    if (op.rounds) return static_cast<size_t>(padded_rows(count)) * rounded_inputs(op.num_in) * sizeof(uint16_t);
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
     return op.format == INT8 ? scales + static_cast<size_t>(padded_rows(count)) * padded_inputs(op.num_in)
                              : static_cast<size_t>(count) * op.num_in * sizeof(float);
 }
 
 inline Rows prepared_at(const Op& op, int count, char* memory) {
+    if (op.rounds) return {memory, static_cast<size_t>(rounded_inputs(op.num_in)), nullptr};
     if (op.format != INT8) return {memory, static_cast<size_t>(op.num_in), nullptr};
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
     return {memory + scales, static_cast<size_t>(padded_inputs(op.num_in)), reinterpret_cast<float*>(memory)};
@@ -146,16 +149,21 @@ inline Rows prepared_at(const Op& op, int count, char* memory) {
 
 // Norms and rounds rows from `first` to before `last`.
 void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& rows) {
-    float* normed = op.format == INT8 && op.norm != nullptr ? normed_row.get<float>(op.num_in) : nullptr;
+    const bool is_narrow = op.format == INT8 || op.rounds;
+    float* normed = is_narrow && op.norm != nullptr ? normed_row.get<float>(op.num_in) : nullptr;
     for (int r = first; r < last; ++r) {
         const float* row = batch.buffers[op.source] + static_cast<size_t>(r) * batch.widths[op.source];
-        if (op.format != INT8) {
+        if (!is_narrow) {
             norm_row(row, op.norm, op.num_in, op.eps, static_cast<float*>(rows.data) + r * rows.stride);
             continue;
         }
         if (op.norm != nullptr) {
             norm_row(row, op.norm, op.num_in, op.eps, normed);
             row = normed;
+        }
+        if (op.rounds) {
+            round_row(row, op.num_in, static_cast<int>(rows.stride), static_cast<uint16_t*>(rows.data) + r * rows.stride);
+            continue;
         }
         uint8_t* out = static_cast<uint8_t*>(rows.data) + r * rows.stride;
         rows.scales[r] = quantise_row(row, op.num_in, static_cast<int>(rows.stride), out);
@@ -176,18 +184,18 @@ thread_local Scratch sums_of_rows;
 
 // One tile of a product: (count, 64) at `out`, the bias added. The next one will be wanted, but for the last.
 void product(const Op& op, const Rows& rows, int count, int tile, bool is_last, v16 (*out)[PARTS]) {
-    if (op.format != INT8) {
+    const size_t bytes = op.rounds ? tile_bytes<BFloat16>(op.num_in) : static_cast<size_t>(padded_inputs(op.num_in)) * TILE;
+    const char* w = static_cast<const char*>(op.weight) + tile * bytes;
+    Later later;
+    if (!is_last && count >= LATER_ROWS) later.at = w + bytes, later.end = w + 2 * bytes;
+    if (op.rounds) {
+        rounded_product(static_cast<const uint16_t*>(rows.data), rows.stride, w, op.num_in, count, later, out);
+    } else if (op.format != INT8) {
         float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
     } else {
-        const int padded = padded_inputs(op.num_in);
-        const int8_t* w = static_cast<const int8_t*>(op.weight) + static_cast<size_t>(tile) * padded * TILE;
         i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
-        Later later;
-        if (!is_last && count >= LATER_ROWS) {
-            later.at = reinterpret_cast<const char*>(w) + static_cast<size_t>(padded) * TILE;
-            later.end = later.at + static_cast<size_t>(padded) * TILE;
-        }
-        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, w, padded, count, later, sums);
+        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, reinterpret_cast<const int8_t*>(w),
+                  padded_inputs(op.num_in), count, later, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
             const i16 offset = *reinterpret_cast<const i16u*>(op.sums + at);

@@ -1,18 +1,19 @@
-// Sums of bytes by the processor's matrix tiles (AMX): 16 rows times 16 outputs times 64 inputs in one instruction.
+// Sums by the processor's matrix tiles (AMX): 16 rows times 16 outputs times 64 bytes of each in one instruction.
 //
-// The tiles read weights where `weights.h` reads them, four inputs of 64 outputs side by side, so that nothing is packed
-// twice. Sums of integers are exact in any order: it is the same number, whatever computes it.
+// The tiles read weights where `weights.h` reads them, four bytes of 64 outputs side by side, so that nothing is packed
+// twice. Sums of integers are exact in any order, those of bfloat16 are taken in the tiles' order everywhere
+// (`rounded.h`): it is the same number, whatever computes it.
 
 #pragma once
 
 #include <atomic>
 
+#include "rounded.h"
 #include "trial.h"
-#include "weights.h"
 
 namespace {
 
-constexpr int TILE_INPUTS = 64, TILE_ROWS = 16;
+constexpr int TILE_BYTES = 64, TILE_ROWS = 16;  // of a row at a time; rows at a time
 
 constexpr int LATER_ROWS = TILE_ROWS + 1;  // fewer leave memory no time
 
@@ -62,29 +63,36 @@ inline void release_tiles() {
 #define TILE_STORE(tile, to, stride) \
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(static_cast<size_t>(stride)) : "memory")
 #define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
-#define TILE_DOT(sum, rows, weights) asm volatile("tdpbusd %%tmm" #weights ", %%tmm" #rows ", %%tmm" #sum ::)
+#define TILE_DOT(sum, rows, weights)                                                         \
+    if constexpr (IS_ROUNDED)                                                                \
+        asm volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #rows ", %%tmm" #sum ::);          \
+    else                                                                                     \
+        asm volatile("tdpbusd %%tmm" #weights ", %%tmm" #rows ", %%tmm" #sum ::)
 
-// Adds the products of 64 * steps inputs to the sums of the rows that the tiles are shaped for. Meanwhile `ahead` is
-// fetched, 4 * lines lines for each step, and what is `later` from memory, 4 * later_lines.
-inline void tile_steps(const uint8_t* x, size_t stride, const int8_t* w, int steps, bool is_first, const char* ahead, int lines,
-                       Later& later, int later_lines, i16 (*sums)[PARTS]) {
-    char* out = reinterpret_cast<char*>(sums);
+constexpr int WEIGHT_BYTES = TILE_BYTES * TILE;  // that go with TILE_BYTES of a row
+constexpr int SUM_BYTES = 4 * TILE;  // of a row
+
+// Adds the products of `steps` times TILE_BYTES to the sums of the rows that the tiles are shaped for: of bytes, or of
+// bfloat16. Meanwhile `ahead` is fetched, 4 * lines lines for each step, and what is `later` from memory, 4 * later_lines.
+template <bool IS_ROUNDED>
+inline void tile_steps(const char* x, size_t stride, const char* w, int steps, bool is_first, const char* ahead, int lines,
+                       Later& later, int later_lines, char* out) {
     if (is_first) {
         TILE_ZERO(0);
         TILE_ZERO(1);
         TILE_ZERO(2);
         TILE_ZERO(3);
     } else {
-        TILE_LOAD(0, out, sizeof(*sums));
-        TILE_LOAD(1, out + 64, sizeof(*sums));
-        TILE_LOAD(2, out + 128, sizeof(*sums));
-        TILE_LOAD(3, out + 192, sizeof(*sums));
+        TILE_LOAD(0, out, SUM_BYTES);
+        TILE_LOAD(1, out + 64, SUM_BYTES);
+        TILE_LOAD(2, out + 128, SUM_BYTES);
+        TILE_LOAD(3, out + 192, SUM_BYTES);
     }
     const auto fetch_lines = [&]() __attribute__((always_inline)) {
         for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead);
         for (int line = 0; line < later_lines; ++line) later.fetch();
     };
-    for (int step = 0; step < steps; ++step, x += TILE_INPUTS, w += TILE_INPUTS * TILE) {
+    for (int step = 0; step < steps; ++step, x += TILE_BYTES, w += WEIGHT_BYTES) {
         TILE_LOAD(4, x, stride);
         TILE_LOAD(5, w, 4 * TILE);
         fetch_lines();
@@ -99,10 +107,10 @@ inline void tile_steps(const uint8_t* x, size_t stride, const int8_t* w, int ste
         fetch_lines();
         TILE_DOT(3, 4, 5);
     }
-    TILE_STORE(0, out, sizeof(*sums));
-    TILE_STORE(1, out + 64, sizeof(*sums));
-    TILE_STORE(2, out + 128, sizeof(*sums));
-    TILE_STORE(3, out + 192, sizeof(*sums));
+    TILE_STORE(0, out, SUM_BYTES);
+    TILE_STORE(1, out + 64, SUM_BYTES);
+    TILE_STORE(2, out + 128, SUM_BYTES);
+    TILE_STORE(3, out + 192, SUM_BYTES);
 }
 
 #undef TILE_LOAD
@@ -110,31 +118,56 @@ inline void tile_steps(const uint8_t* x, size_t stride, const int8_t* w, int ste
 #undef TILE_ZERO
 #undef TILE_DOT
 
-// As `tile_sums<Bytes>`, for one row too: its tiles are as fast, and fetch the same. Rows and sums have room for `padded_rows`; what stands there behind the last row says nothing.
-void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later& later, i16 (*sums)[PARTS]) {
-    if (num_in < TILE_INPUTS || !tiles_are_on.load(std::memory_order_relaxed))
-        return tile_sums<Bytes>(x, stride, w, num_in, count, sums);
+// The sums (count, 64) of the first `steps` times TILE_BYTES of rows, `stride` bytes apart, and a tile of weights: for one
+// row too, whose tiles are as fast. Rows and sums have room for `padded_rows`; what stands there behind the last row says
+// nothing. Of what is `later`, `after` lines are left to who called.
+template <bool IS_ROUNDED>
+void sums_by_tiles(const char* x, size_t stride, const char* w, int steps, int count, Later& later, int after, char* sums) {
     constexpr int CHUNK = 4;  // steps whose weights stay in the nearest cache for all passes
     const int passes = (count + TILE_ROWS - 1) / TILE_ROWS, each = (count + passes - 1) / passes;
-    const int steps = num_in / TILE_INPUTS, chunk = passes == 1 ? steps : CHUNK;
-    const int later_lines = (later.left() - 4 * count + 4 * steps * passes - 1) / (4 * steps * passes);
+    const int chunk = passes == 1 ? steps : CHUNK;
+    const int later_lines = (later.left() - after + 4 * steps * passes - 1) / (4 * steps * passes);
     shape_tiles(each);
     for (int from = 0; from < steps; from += chunk) {
         const int some = std::min(chunk, steps - from);
-        const int8_t* part = w + static_cast<size_t>(from) * TILE_INPUTS * TILE;
-        const char* next = reinterpret_cast<const char*>(part + static_cast<size_t>(passes == 1 ? 2 : some) * TILE_INPUTS * TILE);
+        const char* part = w + static_cast<size_t>(from) * WEIGHT_BYTES;
+        const char* next = part + static_cast<size_t>(passes == 1 ? 2 : some) * WEIGHT_BYTES;
         for (int pass = 0, left = 16; pass < passes; ++pass) {
             const int lines = (left + passes - pass - 1) / (passes - pass);
-            tile_steps(x + pass * each * stride + from * TILE_INPUTS, stride, part, some, from == 0, next, lines, later,
-                       later_lines, sums + pass * each);
+            const char* rows = x + pass * each * stride + static_cast<size_t>(from) * TILE_BYTES;
+            tile_steps<IS_ROUNDED>(rows, stride, part, some, from == 0, next, lines, later, later_lines,
+                                   sums + static_cast<size_t>(pass) * each * SUM_BYTES);
             next += static_cast<size_t>(some) * lines * 4 * 64;
             left -= lines;
         }
     }
-    const int done = steps * TILE_INPUTS;
+}
+
+// As `tile_sums<Bytes>`.
+void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later& later, i16 (*sums)[PARTS]) {
+    const int steps = num_in / TILE_BYTES, done = steps * TILE_BYTES;
+    if (steps == 0 || !tiles_are_on.load(std::memory_order_relaxed))
+        return tile_sums<Bytes>(x, stride, w, num_in, count, sums);
+    sums_by_tiles<false>(reinterpret_cast<const char*>(x), stride, reinterpret_cast<const char*>(w), steps, count, later,
+                         4 * count, reinterpret_cast<char*>(sums));
     for (int first = 0; done < num_in && first < count; first += MAX_ROWS)
         any_rows<Bytes, 0>(std::min(MAX_ROWS, count - first), x + first * stride + done, stride,
                            w + static_cast<size_t>(done) * TILE, num_in - done, nullptr, sums + first);
+}
+
+// Rows in bfloat16 times a tile: (count, 64).
+void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in, int count, Later& later, v16 (*sums)[PARTS]) {
+#if defined(__AMX_BF16__)
+    const int steps = num_in / ROUNDED_INPUTS, done = steps * ROUNDED_INPUTS;
+    if (steps > 0 && tiles_are_on.load(std::memory_order_relaxed)) {
+        sums_by_tiles<true>(reinterpret_cast<const char*>(x), stride * sizeof(uint16_t), w, steps, count, later, 0,
+                            reinterpret_cast<char*>(sums));
+        if (done < num_in) rounded_sums(x + done, stride, w + tile_bytes<BFloat16>(done), num_in - done, count, sums);
+        return;
+    }
+#endif
+    memset(sums, 0, sizeof(sums[0]) * count);
+    rounded_sums(x, stride, w, num_in, count, sums);
 }
 
 // How many rows and sums there must be room for.
@@ -147,18 +180,40 @@ inline int padded_rows(int count) {
 bool ask_for_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
 
 // A small product by tiles and without: whether they agree.
-bool tiles_are_right() {
-    constexpr int IN = 2 * TILE_INPUTS + 4, COUNT = 21, STRIDE = IN;
+bool byte_tiles_are_right() {
+    constexpr int IN = 2 * TILE_BYTES + 4, COUNT = 21, STRIDE = IN;
     static uint8_t x[(COUNT + TILE_ROWS) * STRIDE];
-    alignas(64) static int8_t w[(IN + 2 * TILE_INPUTS) * TILE];
+    alignas(64) static int8_t w[(IN + 2 * TILE_BYTES) * TILE];
     static i16 found[COUNT + TILE_ROWS][PARTS], wanted[COUNT][PARTS];
     for (int i = 0; i < COUNT * STRIDE; ++i) x[i] = static_cast<uint8_t>(i * 37 + i / 11);
     for (int i = 0; i < IN * TILE; ++i) w[i] = static_cast<int8_t>(i * 73 + i / 7);
     tile_sums<Bytes>(x, STRIDE, w, IN, COUNT, wanted);
     Later nothing;
     byte_sums(x, STRIDE, w, IN, COUNT, nothing, found);
-    release_tiles();
     return memcmp(found, wanted, sizeof(wanted)) == 0;
+}
+
+// The same in bfloat16, of numbers whose sums depend on their order, some of them too small to be normal.
+bool rounded_tiles_are_right() {
+    constexpr int IN = 3 * ROUNDED_INPUTS + 5, COUNT = 21, STRIDE = 4 * ROUNDED_INPUTS;
+    static uint16_t x[(COUNT + TILE_ROWS) * STRIDE];
+    alignas(64) static uint16_t w[(IN + 1) * TILE];
+    static v16 found[COUNT + TILE_ROWS][PARTS], wanted[COUNT][PARTS];
+    const auto number = [](int i) { return static_cast<uint16_t>((i * 40503u & 0x807f) | (100 + i * 7 % 50) << 7); };
+    for (int i = 0; i < COUNT * STRIDE; ++i) x[i] = i % STRIDE < IN ? i % 97 == 0 ? 0x0041 : number(i * 3 + i / 13) : 0;
+    for (int i = 0; i < (IN + 1) * TILE; ++i) w[i] = number(i * 5 + i / 17);
+    const char* weights = reinterpret_cast<const char*>(w);
+    memset(wanted, 0, sizeof(wanted));
+    rounded_sums(x, STRIDE, weights, IN, COUNT, wanted);
+    Later nothing;
+    rounded_product(x, STRIDE, weights, IN, COUNT, nothing, found);
+    return memcmp(found, wanted, sizeof(wanted)) == 0;
+}
+
+bool tiles_are_right() {
+    const bool found = byte_tiles_are_right() && rounded_tiles_are_right();
+    release_tiles();
+    return found;
 }
 
 // Turns tiles on, where they work, or off; whether they are on. What is computed is the same.
@@ -181,6 +236,11 @@ inline bool use_tiles(bool) { return false; }
 
 inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later&, i16 (*sums)[PARTS]) {
     tile_sums<Bytes>(x, stride, w, num_in, count, sums);
+}
+
+inline void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in, int count, Later&, v16 (*sums)[PARTS]) {
+    memset(sums, 0, sizeof(sums[0]) * count);
+    rounded_sums(x, stride, w, num_in, count, sums);
 }
 
 #endif

@@ -1,0 +1,117 @@
+// Products in bfloat16: rows are rounded to it as weights are, and sums are float32.
+//
+// Their order is that of the processor's matrix tiles (AMX, TDPBF16PS), whatever computes them: of each 32 inputs the
+// even ones and the odd ones are summed apart, from zero on, these two sums are added to each other, and then to those
+// of the inputs before. A product of two such numbers is exact in float32. So with tiles and without a row has the same
+// bits, alone and in any company.
+
+#pragma once
+
+#include "weights.h"
+
+namespace {
+
+constexpr int ROUNDED_INPUTS = 32;  // that are summed together
+
+inline int rounded_inputs(int num_in) { return (num_in + ROUNDED_INPUTS - 1) / ROUNDED_INPUTS * ROUNDED_INPUTS; }
+
+typedef uint16_t h16 __attribute__((vector_size(32)));
+typedef uint16_t h16u __attribute__((vector_size(32), aligned(2)));
+
+// Sixteen numbers to the nearest of bfloat16, of two the even one; NaN stays NaN.
+inline h16 round_lanes(v16 x) {
+    const w16 bits = (w16)x, up = bits + 0x7fffu + (bits >> 16 & 1u);
+    const w16 found = x == x ? up : bits | 0x400000u;
+    return __builtin_convertvector(found >> 16, h16);
+}
+
+// A row of `width` numbers, and zeros up to `padded`.
+void round_row(const float* x, int width, int padded, uint16_t* out) {
+    int i = 0;
+    for (; i + 16 <= width; i += 16) *reinterpret_cast<h16u*>(out + i) = round_lanes(load(x + i));
+    if (i < width) {
+        float rest[16] = {};
+        memcpy(rest, x + i, (width - i) * sizeof(float));
+        *reinterpret_cast<h16u*>(out + i) = round_lanes(load(rest));
+        i += 16;
+    }
+    memset(out + i, 0, (padded - i) * sizeof(uint16_t));
+}
+
+// Adds the products of 2 * pairs inputs, ROUNDED_INPUTS at most, to the sums of R rows, P parts of the tile at a time.
+template <int R, int P>
+inline void rounded_step(const uint16_t* x, size_t stride, const char* w, int pairs, v16 (*sum)[PARTS]) {
+    float wide[R][ROUNDED_INPUTS];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < ROUNDED_INPUTS; i += 16) {
+            const h16 part = *reinterpret_cast<const h16u*>(x + r * stride + i);
+            store(wide[r] + i, (v16)(__builtin_convertvector(part, w16) << 16));
+        }
+    for (int part = 0; part < PARTS; part += P) {
+        Sums even[R][P], odd[R][P];
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < P; ++c) set(even[r][c], v16{}), set(odd[r][c], v16{});
+        const char* from = w + 64 * part;
+        for (int k = 0; k < pairs; ++k, from += BFloat16::GROUP_BYTES) {
+            v16 low[P], high[P];
+            for (int c = 0; c < P; ++c) {
+                const w16 bits = BFloat16::bits(from, c);
+                low[c] = BFloat16::weight(bits, 0), high[c] = BFloat16::weight(bits, 1);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const v16 first = spread_from(wide[r] + 2 * k), second = spread_from(wide[r] + 2 * k + 1);
+#pragma GCC unroll 4
+                for (int c = 0; c < P; ++c) add_product(even[r][c], first, low[c]), add_product(odd[r][c], second, high[c]);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < P; ++c) {
+                v16 one, other;
+                get(even[r][c], one), get(odd[r][c], other);
+                sum[r][part + c] += one + other;
+            }
+    }
+}
+
+#if defined(__AVX512F__)
+template <int R> constexpr int rounded_parts() { return R <= 2 ? 4 : 2; }
+#else
+template <int R> constexpr int rounded_parts() { return R == 1 ? 2 : 1; }
+#endif
+
+template <int R = 1>
+inline void rounded_rows(int num, const uint16_t* x, size_t stride, const char* w, int pairs, v16 (*sum)[PARTS]) {
+    if (num == R) return rounded_step<R, rounded_parts<R>()>(x, stride, w, pairs, sum);
+    if constexpr (R < MAX_ROWS) rounded_rows<R + 1>(num, x, stride, w, pairs, sum);
+}
+
+// Not inlined: what it computes stays between the switches of `rounded_sums`.
+__attribute__((noinline)) void add_rounded(const uint16_t* x, size_t stride, const char* w, int num_in, int count,
+                                           v16 (*sums)[PARTS]) {
+    const int passes = (count + MAX_ROWS - 1) / MAX_ROWS;
+    for (int from = 0; from < num_in; from += ROUNDED_INPUTS, w += ROUNDED_INPUTS / 2 * BFloat16::GROUP_BYTES) {
+        const int pairs = (std::min(num_in - from, ROUNDED_INPUTS) + 1) / 2;
+        for (int line = 0; line < 4 * pairs; ++line) __builtin_prefetch(w + AHEAD + 64 * line);
+        for (int pass = 0; pass < passes; ++pass) {
+            const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
+            const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
+            rounded_rows(num, x + first * stride + from, stride, w, pairs, sums + first);
+        }
+    }
+}
+
+// Adds the products of rows, padded with zeros to ROUNDED_INPUTS, and a tile to sums (count, 64). Numbers too small to be
+// normal (below 2^-126) count as zero, as they do in tiles.
+void rounded_sums(const uint16_t* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
+#if defined(__SSE2__)
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    add_rounded(x, stride, w, num_in, count, sums);
+    _mm_setcsr(before);
+#else
+    add_rounded(x, stride, w, num_in, count, sums);
+#endif
+}
+
+}  // namespace
