@@ -62,6 +62,7 @@ TERMS = ("chain", "bushy tree", "draft level")
 
 Point = tuple[int, int, int]  # context, rows, nodes
 Result = dict[str, Any]
+Weights = dict[str, Any]  # dtype and quantize, as of `load_target`
 
 
 # --- the fit ---------------------------------------------------------------------------------------------------------
@@ -281,14 +282,14 @@ def plan_of(contexts: list[int], rows: list[int], nodes: list[int], fixed: Point
 
 
 def run(
-    target: Path, quantize: str | None, plan: dict[str, list[Point]], fixed: Point, rounds: int, scratch: Path
+    target: Path, weights: Weights, plan: dict[str, list[Point]], fixed: Point, rounds: int, scratch: Path
 ) -> Result:
     """Everything that is measured: panels, memory and settings."""
     room = max(context for points in plan.values() for context, _, _ in points) + MARGIN
-    model = load_target(target, quantize=quantize)
+    model = load_target(target, **weights)
     is_random = model.max_length < room
     if is_random:
-        model = load_target(lengthened(target, scratch / "target", room), quantize=quantize)
+        model = load_target(lengthened(target, scratch / "target", room), **weights)
     assert isinstance(model, LeanTarget)
     maker = load_drafter(random_head(model, scratch / "head"), model, None)
     ids = torch.randint(0, model.vocab_size, (room,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -305,7 +306,8 @@ def run(
         "target": short(str(target)),
         "random_weights": is_random,
         "max_length": model.max_length,
-        "weights": quantize,
+        "weights": weights["quantize"],
+        "dtype": weights["dtype"],
         "runtime": getattr(model, "runtime", "torch"),
         "head": "random EAGLE-3 of the target's shape",
         "rounds": rounds,
@@ -316,6 +318,7 @@ def run(
 def main(
     target: Annotated[Path, typer.Option(help="A folder of a lean family.")] = SHIPPED / "target",
     quantize: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     contexts: Annotated[str, typer.Option(help="Tokens, doubling.")] = "128,256,512,1024,2048,4096,8192",
     rows: Annotated[str, typer.Option(help="Of the batch, doubling.")] = "1,2,4,8,16",
     nodes: Annotated[str, typer.Option(help="Of each row's tree, doubling.")] = "1,2,4,8,16,32,64",
@@ -339,12 +342,14 @@ def main(
     fixed = context, num_rows, num_nodes
     axes = (doubling(contexts, "contexts"), doubling(rows, "rows"), doubling(nodes, "nodes"))
     with tempfile.TemporaryDirectory() as scratch:
-        result = run(target, quantize, plan_of(*axes, fixed), fixed, rounds, Path(scratch))
+        result = run(
+            target, {"quantize": quantize, "dtype": dtype}, plan_of(*axes, fixed), fixed, rounds, Path(scratch)
+        )
     console, settings = Console(), result["settings"]
     for name, found in result["panels"].items():
         console.print(table(name, found))
     console.print(memory_table(result["memory"]))
-    title = f"{settings['target']}{' (random weights)' if settings['random_weights'] else ''}, {quantize or 'float32'}"
+    title = f"{settings['target']}{' (random weights)' if settings['random_weights'] else ''}, {quantize or dtype}"
     console.print(f"[dim]{title}; draft levels of a {settings['head']}[/dim]")
     if png is not None:
         draw(result["panels"], title, png)
