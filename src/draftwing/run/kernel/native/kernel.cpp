@@ -4,6 +4,7 @@
 
 #include "drafts.h"
 #include "noise.h"
+#include "processor.h"
 #include "programs.h"
 
 extern "C" {
@@ -21,30 +22,7 @@ int32_t draftwing_has_int8() {
 int32_t draftwing_use_tiles(int32_t wanted) { return use_tiles(wanted != 0); }
 
 // Whether this processor has the instructions that this was compiled for: with -march=native it has.
-int32_t draftwing_runs_here() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#if defined(__AVX2__)
-    if (!__builtin_cpu_supports("avx2")) return 0;
-#endif
-#if defined(__F16C__)
-    if (!__builtin_cpu_supports("f16c")) return 0;
-#endif
-#if defined(__FMA__)
-    if (!__builtin_cpu_supports("fma")) return 0;
-#endif
-#if defined(__AVX512F__)
-    if (!__builtin_cpu_supports("avx512f")) return 0;
-#endif
-#if defined(__AVX512BW__)
-    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl")) return 0;
-#endif
-#if defined(__AVX512VNNI__)
-    if (!__builtin_cpu_supports("avx512vnni")) return 0;
-#endif
-#endif
-    return 1;
-}
+int32_t draftwing_runs_here() { return runs_here(); }
 
 NoiseStore* draftwing_noise_new(int64_t vocab, int64_t capacity) { return new NoiseStore(vocab, capacity); }
 
