@@ -18,7 +18,12 @@ constexpr int HIDDEN = 64, VOCAB = 192, DIM = 32, HEADS = 2, SLOTS = 64, ROWS = 
 constexpr int DEPTH = 4, WIDTH = 4, WAITING = 3, MOST_NODES = ROWS * WIDTH * 2;
 constexpr int ROOM = 1 + WIDTH + (DEPTH - 1) * WIDTH * WIDTH;
 constexpr double SECONDS = 2.0;
-#if defined(__SANITIZE_THREAD__)
+#if defined(__has_feature)
+#define HAS_FEATURE(name) __has_feature(name)
+#else
+#define HAS_FEATURE(name) 0
+#endif
+#if defined(__SANITIZE_THREAD__) || HAS_FEATURE(thread_sanitizer)  // GCC's word and clang's
 constexpr int CHILDS_THREADS = 1;  // a forked child must not start threads under this sanitizer
 #else
 constexpr int CHILDS_THREADS = 3;

@@ -1,7 +1,8 @@
 """Compiles the CPU kernel's C++ where it is first used, keeps the library, and proves it before it is run.
 
 It takes a compiler: ``$CXX`` with any flags, ``c++``, ``g++`` or ``clang++``, or the package ``ziglang`` from PyPI,
-which holds one. ``DRAFTWING_KERNEL_ARCH``, such as ``x86-64-v3`` (AVX2), replaces the ``native`` of ``-march=native``.
+which holds one. ``DRAFTWING_KERNEL_ARCH``, such as ``x86-64-v3`` (AVX2) or ``armv8.2-a+dotprod``, replaces the ``native``
+of ``-march=native``, which for ARM is ``-mcpu=native``: not all compilers know the other there.
 
 A library is named after what made it (sources, flags, processor, compiler) and after its own bytes, so that the name
 alone says whether it is the right one and whole. That is checked before it is loaded, and ``load`` tests it
@@ -11,6 +12,7 @@ afterwards; one that fails is compiled again, once. It lies in a folder that nob
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import importlib.util
@@ -57,7 +59,7 @@ class _Recipe:
 
     Attributes:
         compiler: the words of its command; None where none was found.
-        arch: what ``-march`` is to be.
+        arch: the flag that names the processor.
         code, made_by: short hashes: of the sources, flags and processor; of the compiler.
     """
 
@@ -75,9 +77,10 @@ class _Recipe:
         unsafe = [word for word in compiler or () if _UNSAFE.fullmatch(word)]
         if unsafe:
             raise KernelProblem(f"CXX holds {unsafe[0]}, which changes the kernel's numbers: take it out")
+        option = "-mcpu" if arch == "native" and platform.machine() in ("aarch64", "arm64") else "-march"
         sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
-        code = _hash(sources, *FLAGS, arch, _cpu())
-        return cls(compiler, arch, code, _hash(*_stamp(compiler)) if compiler else "")
+        code = _hash(sources, *FLAGS, f"{option}={arch}", _cpu())
+        return cls(compiler, f"{option}={arch}", code, _hash(*_stamp(compiler)) if compiler else "")
 
     @property
     def prefix(self) -> str:
@@ -168,7 +171,7 @@ def _compile(recipe: _Recipe, folder: Folder) -> bytes:
     with workshop as place:
         made = Path(place) / "kernel.so"
         sources = str(SOURCES / "kernel.cpp")
-        _run([*recipe.compiler, *FLAGS, f"-march={recipe.arch}", "-o", str(made), sources], place)
+        _run([*recipe.compiler, *FLAGS, recipe.arch, "-o", str(made), sources], place)
         if not made.exists() or not made.stat().st_size:
             raise KernelProblem(f"{recipe.compiler[0]} compiled nothing: set CXX to a C++ compiler")
         return made.read_bytes()
@@ -221,12 +224,23 @@ def _stamp(compiler: tuple[str, ...]) -> list[str]:
 
 
 def _cpu() -> str:
-    """What ``-march=native`` depends on."""
+    """What ``native`` depends on."""
+    if sys.platform == "darwin":
+        return f"{platform.machine()} {_sysctl('machdep.cpu.brand_string')}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
     return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _sysctl(name: str) -> str:
+    """What a system like macOS says of itself; empty where it has no such name."""
+    size, text = ctypes.c_size_t(256), ctypes.create_string_buffer(256)
+    ask = getattr(ctypes.CDLL(None), "sysctlbyname", None)
+    if ask is None or ask(name.encode(), text, ctypes.byref(size), None, ctypes.c_size_t(0)):
+        return ""
+    return text.value.decode(errors="replace")
 
 
 def _hash(*parts: str | bytes) -> str:

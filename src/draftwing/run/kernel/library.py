@@ -31,6 +31,8 @@ from draftwing.run.kernel.selftest import fault_of
 
 __all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem", "required_kernel"]
 
+_SYSTEMS = ("linux", "darwin")
+
 
 class Kernel:
     """The compiled library, with as many threads as PyTorch is told to take.
@@ -168,7 +170,7 @@ def kernel_notice() -> str:
 
     Nor is there where the kernel was turned off, or where it does not run on the system at all.
     """
-    if _is_off() or sys.platform != "linux":
+    if _is_off() or sys.platform not in _SYSTEMS:
         return ""
     found = _load()
     if found.kernel is None:
@@ -185,8 +187,8 @@ def _is_off() -> bool:
 
 @cache
 def _load() -> _Found:
-    if sys.platform != "linux":
-        return _Found(None, f"the CPU kernel runs on Linux, this is {platform.system()}", "")
+    if sys.platform not in _SYSTEMS:
+        return _Found(None, f"the CPU kernel runs on Linux and macOS, this is {platform.system()}", "")
     try:
         kernel, not_kept = with_library(_open)
     except KernelProblem as problem:

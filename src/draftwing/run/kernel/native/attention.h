@@ -26,8 +26,8 @@ inline void rotate(const float* x, const float* norm, float eps, const float* ro
     }
     for (int i = 0; i < half; ++i) {
         const float real = rotation[2 * i], imaginary = rotation[2 * i + 1];
-        out[i] = x[i] * real - x[half + i] * imaginary;
-        out[half + i] = x[i] * imaginary + x[half + i] * real;
+        out[i] = fused(x[i], real, -(x[half + i] * imaginary));
+        out[half + i] = fused(x[i], imaginary, x[half + i] * real);
     }
     for (int i = 2 * half; i < dim; ++i) out[i] = x[i];
 }
@@ -72,9 +72,9 @@ inline void mix_parts(const float* weights, size_t stride, const float* values, 
 
 template <int Q>
 inline void mix(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
+    constexpr int P = WIDE ? 4 : Q > 3 ? 1 : 2;  // so many sums stay in registers
     int d = 0;
-    if (WIDE)
-        for (; d + 64 <= dim; d += 64) mix_parts<Q, 4>(weights, stride, values + d, count, dim, out + d);
+    for (; d + 16 * P <= dim; d += 16 * P) mix_parts<Q, P>(weights, stride, values + d, count, dim, out + d);
     for (; d < dim; d += 32) mix_parts<Q, 2>(weights, stride, values + d, count, dim, out + d);
 }
 

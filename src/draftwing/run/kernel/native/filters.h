@@ -37,7 +37,7 @@ int top_of(const float* scores, int size, int count, int* ids, float* values) {
         v16 lanes = load(scores + start);
         for (int i = 16; i < BLOCK; i += 16) {
             const v16 part = load(scores + start + i);
-            lanes = part > lanes ? part : lanes;
+            lanes = select(part > lanes, part, lanes);
         }
         float top = -INFINITY;
         for (int lane = 0; lane < 16; ++lane) top = lanes[lane] > top ? lanes[lane] : top;

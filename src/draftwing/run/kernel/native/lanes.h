@@ -18,11 +18,6 @@
 
 namespace {
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef float v16u __attribute__((vector_size(64), aligned(4)));
-typedef int32_t i16 __attribute__((vector_size(64)));
-typedef int32_t i16u __attribute__((vector_size(64), aligned(4)));
-
 constexpr int TILE = 64;  // outputs computed together: 4 vectors
 constexpr int PARTS = TILE / 16;
 #if defined(__AVX512F__)
@@ -49,26 +44,165 @@ struct Scratch {
 };
 
 #if defined(__AVX512F__)
-inline v16 load(const float* from) { return *reinterpret_cast<const v16u*>(from); }
-inline void store(float* to, v16 value) { *reinterpret_cast<v16u*>(to) = value; }
+constexpr int REGISTER = 64;  // bytes of a register
+#elif defined(__AVX__)
+constexpr int REGISTER = 32;
 #else
-// In two halves: 64 bytes at once GCC moves through memory, 16 at a time.
-typedef float v8 __attribute__((vector_size(32)));
-typedef float v8u __attribute__((vector_size(32), aligned(4)));
-inline v16 load(const float* from) {
-    v16 found;
-    for (int h = 0; h < 2; ++h) {
-        const v8 half = *reinterpret_cast<const v8u*>(from + 8 * h);
-        memcpy(reinterpret_cast<char*>(&found) + 32 * h, &half, 32);
-    }
+constexpr int REGISTER = 16;
+#endif
+
+// --- sixteen numbers -------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__) || defined(__clang__)
+typedef float v16 __attribute__((vector_size(64)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint32_t w16 __attribute__((vector_size(64)));
+
+inline v16 spread(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline v16 select(i16 which, v16 a, v16 b) { return which ? a : b; }
+inline i16 select(i16 which, i16 a, i16 b) { return which ? a : b; }
+inline v16 numbers_of(i16 whole) { return __builtin_convertvector(whole, v16); }
+inline i16 whole_of(v16 numbers) { return __builtin_convertvector(numbers, i16); }
+inline w16 words_of(const uint16_t* from) {
+    typedef uint16_t shorts __attribute__((vector_size(32), aligned(2)));
+    return __builtin_convertvector(*reinterpret_cast<const shorts*>(from), w16);
+}
+
+template <typename T> inline T from_memory(const void* from) {
+    T found;
+    memcpy(&found, from, sizeof(T));
     return found;
 }
-inline void store(float* to, v16 value) {
-    *reinterpret_cast<v8u*>(to) = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7);
-    *reinterpret_cast<v8u*>(to + 8) = __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
+inline void store(float* to, v16 value) { memcpy(to, &value, sizeof(value)); }
+#else
+
+// GCC keeps a vector that is wider than a register in memory, so here it is several that are as wide.
+template <typename T> struct alignas(64) Sixteen {
+    typedef T Part __attribute__((vector_size(REGISTER)));
+    typedef T PartAnywhere __attribute__((vector_size(REGISTER), aligned(4)));
+    static constexpr int LANES = REGISTER / 4, COUNT = 16 / LANES;
+    Part part[COUNT];
+
+    Sixteen() = default;
+    // The same bits.
+    template <typename U> explicit Sixteen(const Sixteen<U>& other) {
+        for (int p = 0; p < COUNT; ++p) part[p] = (Part)other.part[p];
+    }
+    T operator[](int lane) const { return part[lane / LANES][lane % LANES]; }
+    T& operator[](int lane) { return reinterpret_cast<T*>(part)[lane]; }
+
+#define DRAFTWING_BINARY(op)                                                              \
+    friend inline Sixteen operator op(const Sixteen& a, const Sixteen& b) {               \
+        Sixteen found;                                                                    \
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b.part[p];           \
+        return found;                                                                     \
+    }                                                                                     \
+    friend inline Sixteen operator op(const Sixteen& a, T b) {                            \
+        Sixteen found;                                                                    \
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b;                   \
+        return found;                                                                     \
+    }                                                                                     \
+    friend inline Sixteen operator op(T a, const Sixteen& b) {                            \
+        Sixteen found;                                                                    \
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a op b.part[p];                   \
+        return found;                                                                     \
+    }                                                                                     \
+    template <typename U> inline Sixteen& operator op##=(const U& b) { return *this = *this op b; }
+    DRAFTWING_BINARY(+)
+    DRAFTWING_BINARY(-)
+    DRAFTWING_BINARY(*)
+    DRAFTWING_BINARY(/)
+    DRAFTWING_BINARY(&)
+    DRAFTWING_BINARY(|)
+#undef DRAFTWING_BINARY
+
+#define DRAFTWING_COMPARE(op)                                                                             \
+    friend inline Sixteen<int32_t> operator op(const Sixteen& a, const Sixteen& b) {                      \
+        Sixteen<int32_t> found;                                                                           \
+        for (int p = 0; p < COUNT; ++p) found.part[p] = (typename Sixteen<int32_t>::Part)(a.part[p] op b.part[p]); \
+        return found;                                                                                     \
+    }
+    DRAFTWING_COMPARE(<)
+    DRAFTWING_COMPARE(>)
+    DRAFTWING_COMPARE(!=)
+#undef DRAFTWING_COMPARE
+
+    friend inline Sixteen operator<<(const Sixteen& a, int bits) {
+        Sixteen found;
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] << bits;
+        return found;
+    }
+    friend inline Sixteen operator>>(const Sixteen& a, int bits) {
+        Sixteen found;
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] >> bits;
+        return found;
+    }
+    friend inline Sixteen operator-(const Sixteen& a) {
+        Sixteen found;
+        for (int p = 0; p < COUNT; ++p) found.part[p] = -a.part[p];
+        return found;
+    }
+};
+
+typedef Sixteen<float> v16;
+typedef Sixteen<int32_t> i16;
+typedef Sixteen<uint32_t> w16;
+
+template <typename T> inline T from_memory(const void* from) {
+    T found;
+    for (int p = 0; p < T::COUNT; ++p)
+        found.part[p] = reinterpret_cast<const typename T::PartAnywhere*>(from)[p];
+    return found;
+}
+inline void store(float* to, const v16& value) {
+    for (int p = 0; p < v16::COUNT; ++p) reinterpret_cast<v16::PartAnywhere*>(to)[p] = value.part[p];
+}
+inline v16 spread(float x) {
+    v16 found;
+    for (int p = 0; p < v16::COUNT; ++p) found.part[p] = x - v16::Part{};  // that is x, -0 too
+    return found;
+}
+template <typename T> inline Sixteen<T> select(const i16& which, const Sixteen<T>& a, const Sixteen<T>& b) {
+    Sixteen<T> found;
+    for (int p = 0; p < v16::COUNT; ++p) found.part[p] = which.part[p] ? a.part[p] : b.part[p];
+    return found;
+}
+inline v16 numbers_of(const i16& whole) {
+    v16 found;
+    for (int p = 0; p < v16::COUNT; ++p) found.part[p] = __builtin_convertvector(whole.part[p], v16::Part);
+    return found;
+}
+inline i16 whole_of(const v16& numbers) {
+    i16 found;
+    for (int p = 0; p < v16::COUNT; ++p) found.part[p] = __builtin_convertvector(numbers.part[p], i16::Part);
+    return found;
+}
+inline w16 words_of(const uint16_t* from) {
+    typedef uint16_t Shorts __attribute__((vector_size(REGISTER / 2), aligned(2)));
+    w16 found;
+    for (int p = 0; p < w16::COUNT; ++p)
+        found.part[p] = __builtin_convertvector(reinterpret_cast<const Shorts*>(from)[p], w16::Part);
+    return found;
 }
 #endif
-inline v16 spread(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+inline v16 load(const float* from) { return from_memory<v16>(from); }
+
+inline i16 counted() {
+    constexpr int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return from_memory<i16>(numbers);
+}
+
+// The low byte of each number.
+inline void store_bytes(uint8_t* to, const i16& value) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)value));
+#else
+    int32_t numbers[16];
+    memcpy(numbers, &value, 64);
+    for (int i = 0; i < 16; ++i) to[i] = static_cast<uint8_t>(numbers[i]);
+#endif
+}
 
 // The number at an address, sixteen times. Zen 4 loads a word into all lanes at no cost, but takes a vector unit's time for
 // the same instruction on a float.
@@ -82,25 +216,14 @@ inline v16 spread_from(const float* from) {
 #endif
 }
 
-// Sixteen sums that stay in registers: without AVX-512 only as two halves.
-#if defined(__AVX512F__)
-typedef v16 Sums;
+// a * b + c, rounded once where the processor does that: said where a compiler might as well have fused another product.
+inline float fused(float a, float b, float c) {
+#if defined(__FP_FAST_FMAF) || defined(__FMA__)
+    return __builtin_fmaf(a, b, c);
 #else
-struct Sums {
-    v8 half[2];
-};
-inline void set(Sums& sums, const v16& from) { memcpy(&sums, &from, 64); }
-inline void get(const Sums& sums, v16& to) { memcpy(&to, &sums, 64); }
-inline void add_product(Sums& sums, const v16& x, const v16& weight) {
-    v8 xs[2], weights[2];
-    memcpy(xs, &x, 64);
-    memcpy(weights, &weight, 64);
-    for (int h = 0; h < 2; ++h) sums.half[h] += xs[h] * weights[h];
-}
+    return a * b + c;
 #endif
-inline void set(v16& sums, const v16& from) { sums = from; }
-inline void get(const v16& sums, v16& to) { to = sums; }
-inline void add_product(v16& sums, const v16& x, const v16& weight) { sums += x * weight; }
+}
 
 inline float sum_of(v16 lanes) {
     float half[8], sum[4];
@@ -114,14 +237,14 @@ inline v16 larger(v16 a, v16 b) {
 #if defined(__AVX512F__)
     return (v16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return a > b ? a : b;
+    return select(a > b, a, b);
 #endif
 }
 inline v16 smaller(v16 a, v16 b) {
 #if defined(__AVX512F__)
     return (v16)_mm512_min_ps((__m512)a, (__m512)b);
 #else
-    return a < b ? a : b;
+    return select(a < b, a, b);
 #endif
 }
 
@@ -143,10 +266,10 @@ inline v16 exp_of(v16 x) {
 #if defined(__AVX512F__)  // the same product, in one instruction
     p = (v16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    const i16 power = (__builtin_convertvector(n, i16) + 127) << 23;
+    const i16 power = (whole_of(n) + 127) << 23;
     p *= (v16)power;  // the bits, not the numbers
 #endif
-    return vanishes ? v16{} : p;
+    return select(vanishes, v16{}, p);
 }
 
 enum Epilogue : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, GELU_TANH = 4 };

@@ -13,9 +13,11 @@ namespace {
 
 // --- keyed noise -----------------------------------------------------------------------------------------------------
 
-typedef double d8 __attribute__((vector_size(64)));
-typedef uint64_t u8 __attribute__((vector_size(64)));
-typedef float f8 __attribute__((vector_size(32)));
+// As many doubles as a register holds.
+typedef double dn __attribute__((vector_size(REGISTER)));
+typedef uint64_t un __attribute__((vector_size(REGISTER)));
+typedef float fn __attribute__((vector_size(REGISTER / 2)));
+constexpr int DOUBLES = REGISTER / sizeof(double);
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull, MIX1 = 0xBF58476D1CE4E5B9ull, MIX2 = 0x94D049BB133111EBull;
 constexpr int SIDES = 4;  // vectors side by side: a logarithm is one long chain of products
@@ -28,15 +30,15 @@ template <typename T> inline T mixed(T x) {
 }
 
 // x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log m = 2 artanh((m - 1) / (m + 1)).
-inline void log_of(const d8* x, d8* out) {
-    d8 e[SIDES], s[SIDES], z[SIDES], p[SIDES];
+inline void log_of(const dn* x, dn* out) {
+    dn e[SIDES], s[SIDES], z[SIDES], p[SIDES];
     for (int i = 0; i < SIDES; ++i) {
-        const u8 bits = (u8)x[i] - 0x3fe6a09e667f3bcdull;
-        const d8 m = (d8)((bits & 0x000fffffffffffffull) + 0x3fe6a09e667f3bcdull);
-        e[i] = __builtin_convertvector((bits + (1023ull << 52)) >> 52, d8) - 1023.0;
+        const un bits = (un)x[i] - 0x3fe6a09e667f3bcdull;
+        const dn m = (dn)((bits & 0x000fffffffffffffull) + 0x3fe6a09e667f3bcdull);
+        e[i] = __builtin_convertvector((bits + (1023ull << 52)) >> 52, dn) - 1023.0;
         s[i] = (m - 1.0) / (m + 1.0);
         z[i] = s[i] * s[i];
-        p[i] = d8{} + 1.0 / 23;
+        p[i] = dn{} + 1.0 / 23;
     }
 #pragma GCC unroll 10
     for (int k = 21; k >= 3; k -= 2)
@@ -49,17 +51,18 @@ inline void log_of(const d8* x, d8* out) {
 
 // Standard Gumbel noise of ids 0, 1, ... under a key: -log(-log(u)) of hashed bits, in double, rounded in the end.
 void gumbel(uint64_t key, int64_t count, float* out) {
-    constexpr int STEP = 8 * SIDES;
-    u8 hash = key + u8{1, 2, 3, 4, 5, 6, 7, 8} * GOLDEN;
+    constexpr int STEP = DOUBLES * SIDES;
+    un hash;
+    for (int i = 0; i < DOUBLES; ++i) hash[i] = key + (i + 1) * GOLDEN;
     for (int64_t start = 0; start < count; start += STEP, hash += STEP * GOLDEN) {
-        d8 x[SIDES], y[SIDES];
-        f8 noise[SIDES];
+        dn x[SIDES], y[SIDES];
+        fn noise[SIDES];
         for (int i = 0; i < SIDES; ++i)
-            x[i] = (__builtin_convertvector(mixed(hash + i * 8 * GOLDEN) >> 12, d8) + 0.5) * 0x1p-52;
+            x[i] = (__builtin_convertvector(mixed(hash + i * DOUBLES * GOLDEN) >> 12, dn) + 0.5) * 0x1p-52;
         log_of(x, y);
         for (int i = 0; i < SIDES; ++i) y[i] = -y[i];
         log_of(y, x);
-        for (int i = 0; i < SIDES; ++i) noise[i] = __builtin_convertvector(-x[i], f8);
+        for (int i = 0; i < SIDES; ++i) noise[i] = __builtin_convertvector(-x[i], fn);
         if (start + STEP <= count) {
             memcpy(out + start, noise, sizeof(noise));
         } else {
@@ -151,13 +154,13 @@ class NoiseStore {
 // a choice that is not finite it is no law to draw from: `finite` is then unset.
 template <bool NOISY> int32_t drawn_from(const float* scores, const float* noise, int32_t count, bool* finite) {
     v16 best = spread(-INFINITY);
-    i16 place{}, which{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, odd{};
+    i16 place{}, which = counted(), odd{};
     int32_t i = 0;
     for (; i + 16 <= count; i += 16, which += 16) {
         const v16 score = NOISY ? load(scores + i) + load(noise + i) : load(scores + i);
         odd |= score != score;
-        place = score > best ? which : place;
-        best = score > best ? score : best;
+        place = select(score > best, which, place);
+        best = select(score > best, score, best);
     }
     float top = best[0];
     int32_t chosen = place[0], num_odd = odd[0];

@@ -96,7 +96,6 @@ void norm_row(const float* x, const float* weight, int width, float eps, float* 
 
 // To 8 bits, 128 for zero; what one level is worth comes back.
 float quantise_row(const float* x, int width, int padded, uint8_t* out) {
-    typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
     v16 mosts[4] = {}, checks[4] = {};  // NaN is never greater, and must stay visible
     int i = 0;
     const auto look = [&](int which) __attribute__((always_inline)) {
@@ -116,8 +115,7 @@ float quantise_row(const float* x, int width, int padded, uint8_t* out) {
     }
     const float levels = largest > 0.0f ? 127.0f / largest : 0.0f;
     for (i = 0; i + 16 <= width; i += 16) {
-        const i16 level = __builtin_convertvector(load(x + i) * levels + 128.5f, i16);
-        *reinterpret_cast<bytes*>(out + i) = __builtin_convertvector(level, bytes);
+        store_bytes(out + i, whole_of(load(x + i) * levels + 128.5f));
     }
     for (; i < width; ++i) out[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i] * levels + 128.5f));
     for (; i < padded; ++i) out[i] = 128;
@@ -198,10 +196,10 @@ void product(const Op& op, const Rows& rows, int count, int tile, bool is_last, 
                   padded_inputs(op.num_in), count, later, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
-            const i16 offset = *reinterpret_cast<const i16u*>(op.sums + at);
+            const i16 offset = from_memory<i16>(op.sums + at);
             const v16 scale = load(op.scales + at);
             for (int r = 0; r < count; ++r) {
-                const v16 found = __builtin_convertvector(sums[r][c] - offset, v16) * rows.scales[r] * scale;
+                const v16 found = numbers_of(sums[r][c] - offset) * rows.scales[r] * scale;
                 out[r][c] = found;
                 later.fetch();
             }

@@ -235,7 +235,11 @@ inline int padded_rows(int count) { return count; }
 inline bool use_tiles(bool) { return false; }
 
 inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later&, i16 (*sums)[PARTS]) {
+#if defined(__AVX512F__)
     tile_sums<Bytes>(x, stride, w, num_in, count, sums);
+#else
+    narrow_sums(x, stride, w, num_in, count, sums);
+#endif
 }
 
 inline void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in, int count, Later&, v16 (*sums)[PARTS]) {

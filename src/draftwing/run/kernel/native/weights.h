@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "lanes.h"
+#include "bytes.h"
 
 namespace {
 
@@ -19,10 +19,7 @@ enum Format : int32_t {  // see formats.py
 
 // --- numbers of fewer bits -------------------------------------------------------------------------------------------
 
-typedef uint32_t w16 __attribute__((vector_size(64)));
-typedef uint32_t w16u __attribute__((vector_size(64), aligned(4)));
-
-inline w16 words(const char* from) { return *reinterpret_cast<const w16u*>(from); }
+inline w16 words(const char* from) { return from_memory<w16>(from); }
 
 // 16 numbers in half precision; none of them is infinite.
 inline v16 halves(const char* from) {
@@ -35,10 +32,16 @@ inline v16 halves(const char* from) {
         memcpy(reinterpret_cast<char*>(&found) + 32 * h, &part, 32);
     }
     return found;
+#elif defined(__aarch64__)
+    v16 found;
+    for (int q = 0; q < 4; ++q) {
+        const float32x4_t part = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(reinterpret_cast<const uint8_t*>(from) + 8 * q)));
+        memcpy(reinterpret_cast<char*>(&found) + 16 * q, &part, 16);
+    }
+    return found;
 #else
-    typedef uint16_t short16 __attribute__((vector_size(32), aligned(2)));
-    const w16 bits = __builtin_convertvector(*reinterpret_cast<const short16*>(from), w16);
-    return (v16)(((w16)((v16)((bits & 0x7fff) << 13) * 0x1p112f)) | (bits & 0x8000) << 16);
+    const w16 bits = words_of(reinterpret_cast<const uint16_t*>(from));
+    return (v16)(((w16)((v16)((bits & 0x7fff) << 13) * 0x1p112f)) | ((bits & 0x8000) << 16));
 #endif
 }
 
@@ -48,11 +51,11 @@ inline v16 nibbles(w16 word, int shift) {
     const v16 table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};  // looked up by four bits, the others ignored
     return (v16)_mm512_permutexvar_ps((__m512i)(word >> shift), (__m512)table);
 #else
-    return __builtin_convertvector((i16)((word >> shift) & 15), v16);
+    return numbers_of((i16)((word >> shift) & 15));
 #endif
 }
 
-inline v16 signed_bytes(w16 word, int which) { return __builtin_convertvector((i16)(word << (24 - 8 * which)) >> 24, v16); }
+inline v16 signed_bytes(w16 word, int which) { return numbers_of((i16)(word << (24 - 8 * which)) >> 24); }
 
 // --- plain numbers ---------------------------------------------------------------------------------------------------
 // Of each format: GROUP inputs whose weights are read together, GROUP_BYTES of a tile for them, and `weight`, of input `i`
@@ -139,8 +142,8 @@ template <int W> struct Packed6 : Blocks<256, 32, W, 2> {
             factor = (both & 15) | (low & 0xc0) >> 2;
             offset = (both >> 4 & 15) | (high & 0xc0) >> 2;
         }
-        return {__builtin_convertvector((i16)factor, v16) * Base::half(block, 0, part),
-                __builtin_convertvector((i16)offset, v16) * -Base::half(block, 1, part)};
+        return {numbers_of((i16)factor) * Base::half(block, 0, part),
+                numbers_of((i16)offset) * -Base::half(block, 1, part)};
     }
 };
 
@@ -159,7 +162,7 @@ struct Q5_KBlocks : Packed6<43> {
         return {low & 0x0f0f0f0fu, (word(block, 3 + four, part) >> unit & 0x01010101u) << 4};
     }
     static inline v16 weight(const Bits& bits, int i, const Scale& own) {
-        return __builtin_convertvector((i16)((bits.low | bits.high) >> (8 * i) & 255), v16) * own.factor + own.offset;
+        return numbers_of((i16)((bits.low | bits.high) >> (8 * i) & 255)) * own.factor + own.offset;
     }
 };
 
@@ -176,27 +179,23 @@ struct Q6_KBlocks : Blocks<256, 16, 52, 1> {
         return (low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4;
     }
     static inline v16 weight(Bits bits, int i, const Scale& own) {
-        return __builtin_convertvector((i16)(bits >> (8 * i) & 255), v16) * own.factor + own.offset;
+        return numbers_of((i16)(bits >> (8 * i) & 255)) * own.factor + own.offset;
     }
 };
 
 // --- a tile times few rows -------------------------------------------------------------------------------------------
 
+#if defined(__AVX512F__)  // for narrower registers see bytes.h
+
 // Sums of four products of unsigned and signed bytes, added to 32 bits: exact in any order.
 inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
 #if defined(__AVX512VNNI__)
     return (i16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
-#elif defined(__AVXVNNI__)
-    const __m256i value = _mm256_set1_epi32(four);
-    __m256i halves[2];
-    memcpy(halves, &acc, 64);
-    for (int h = 0; h < 2; ++h) {
-        const __m256i part = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * h));
-        halves[h] = _mm256_dpbusd_avx_epi32(halves[h], value, part);
-    }
-    memcpy(&acc, halves, 64);
-    return acc;
-#else
+#elif defined(__AVX512BW__)  // widened to 16 bits, in which the sum of two products would not fit
+    const __m512i all = _mm512_loadu_si512(w), value = _mm512_set1_epi32(four), low = _mm512_set1_epi32(0x00ff00ff);
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8), odd = _mm512_srai_epi16(all, 8);
+    const __m512i sum = _mm512_add_epi32((__m512i)acc, _mm512_madd_epi16(even, _mm512_and_si512(value, low)));
+    return (i16)_mm512_add_epi32(sum, _mm512_madd_epi16(odd, _mm512_srli_epi16(value, 8)));
     const uint8_t* x = reinterpret_cast<const uint8_t*>(&four);
     for (int i = 0; i < 16; ++i)
         for (int j = 0; j < 4; ++j) acc[i] += static_cast<int32_t>(x[j]) * static_cast<int32_t>(w[4 * i + j]);
@@ -245,12 +244,10 @@ inline void any_rows(int num, const typename T::Row* x, size_t stride, const typ
     switch (num) {
         case 1: return tile_product<T, 1, LINES>(x, stride, w, count, ahead, sum);
         case 2: return tile_product<T, 2, LINES>(x, stride, w, count, ahead, sum);
-#if defined(__AVX512F__)
         case 3: return tile_product<T, 3, LINES>(x, stride, w, count, ahead, sum);
         case 4: return tile_product<T, 4, LINES>(x, stride, w, count, ahead, sum);
         case 5: return tile_product<T, 5, LINES>(x, stride, w, count, ahead, sum);
         case 6: return tile_product<T, 6, LINES>(x, stride, w, count, ahead, sum);
-#endif
     }
 }
 
@@ -289,6 +286,8 @@ void tile_sums(const typename T::Row* x, size_t stride, const typename T::Weight
         }
     }
 }
+
+#endif
 
 // --- a tile in another format than float32 ---------------------------------------------------------------------------
 
@@ -442,9 +441,9 @@ template <typename T, int R>
 void tall_rows(const float* x, size_t stride, const char* w, int count, const char* ahead, int lines, v16 (*sum)[PARTS]) {
     constexpr int WIDE = parts_of_rows<R>();
     for (int part = 0; part < PARTS; part += WIDE) {
-        std::conditional_t<std::is_same_v<T, Float32>, Sums, v16> acc[R][WIDE];
+        v16 acc[R][WIDE];
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < WIDE; ++c) set(acc[r][c], sum[r][part + c]);
+            for (int c = 0; c < WIDE; ++c) acc[r][c] = sum[r][part + c];
         const char* from = w;
         const auto group = [&](int k, int inputs) __attribute__((always_inline)) {
             typename T::Bits bits[WIDE];
@@ -457,7 +456,7 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
                 for (int r = 0; r < R; ++r) {
                     const v16 value = spread_from(x + r * stride + k + i);
 #pragma GCC unroll 4
-                    for (int c = 0; c < WIDE; ++c) add_product(acc[r][c], value, weight[c]);
+                    for (int c = 0; c < WIDE; ++c) acc[r][c] += value * weight[c];
                 }
             }
         };
@@ -468,7 +467,7 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
         }
         if (k < count) group(k, count - k);
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < WIDE; ++c) get(acc[r][c], sum[r][part + c]);
+            for (int c = 0; c < WIDE; ++c) sum[r][part + c] = acc[r][c];
     }
 }
 
@@ -493,7 +492,7 @@ inline void rows_of(const float* x, size_t stride, const char* w, int num_in, v1
 // on at the same time.
 template <typename T>
 void row_sums(const float* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
-    memset(sums, 0, sizeof(sums[0]) * count);
+    memset(static_cast<void*>(sums), 0, sizeof(sums[0]) * count);
 #if defined(__AVX512F__)
     constexpr bool AS_IS = !T::IS_BLOCKS;
     switch (count) {
