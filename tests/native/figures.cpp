@@ -100,6 +100,10 @@ void tell_products() {
         Op op{};
         op.format = kind.format, op.weight = weight.data, op.num_in = num_in;
         for (const int count : COUNTS) tell(std::string("product ") + kind.name + " " + std::to_string(count), linear(op, x, count, 100));
+        if (kind.format == BFLOAT16) {
+            op.rounds = 1;
+            for (const int count : COUNTS) tell("product rounded " + std::to_string(count), linear(op, x, count, 100));
+        }
         const int64_t outputs[] = {0, 5, 63, 64, 99};
         std::vector<float> rows(5 * num_in);
         draftwing_rows(kind.format, weight.data, num_in, outputs, rows.data(), 5);
@@ -184,7 +188,7 @@ void tell_attention() {
                     const int64_t path[ROWS * 4] = {0, 2, 5, -1, 0, 1, 2, 3};
                     const std::string name = std::to_string(dim) + " " + std::to_string(heads) + " " + std::to_string(window) + " " + std::to_string(how);
                     tell("attention " + name, out);
-                    draftwing_commit(&batch, 1, 2, dim, path, 4);
+                    draftwing_commit(&batch, 1, 2, dim, path, 4, 4);
                     tell("slots " + name, cache.data(), cache.size() * 4 / 8);
                 }
 }
@@ -203,7 +207,8 @@ void tell_noise() {
     const Filter filters[ROWS] = {{0, 0, 1, 0}, {0.7f, 0, 0.9f, 0}, {1.3f, 300, 0.8f, 0}, {1, 0, 1, 0.01f}, {0, 0, 1, 0}};
     for (int i = 0; i < ROWS * NODES; ++i) tokens[i] = word() % VOCAB, parents[i] = above[i % NODES];
     for (int turn = 0; turn < 4; ++turn) {  // what is drawn becomes a node, so that the walk goes on
-        draftwing_walk(store, scores.data(), ROWS, NODES, tokens, parents, seeds, starts, filters, found);
+        const Walk how{store, seeds, starts, filters, found, 0, -1, 0, 0, 0};
+        draftwing_walk(scores.data(), ROWS, NODES, tokens, parents, &how);
         tell("walk " + std::to_string(turn), found, sizeof(found));
         for (int row = 0; row < ROWS; ++row) {
             const int64_t* own = found + row * (5 + 2 * NODES);

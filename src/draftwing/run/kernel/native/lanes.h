@@ -204,6 +204,17 @@ inline void store_bytes(uint8_t* to, const i16& value) {
 #endif
 }
 
+// The low half of each number.
+inline void store_halves(uint16_t* to, const w16& value) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)value));
+#else
+    uint32_t numbers[16];
+    memcpy(numbers, &value, 64);
+    for (int i = 0; i < 16; ++i) to[i] = static_cast<uint16_t>(numbers[i]);
+#endif
+}
+
 // The number at an address, sixteen times. Zen 4 loads a word into all lanes at no cost, but takes a vector unit's time for
 // the same instruction on a float.
 inline v16 spread_from(const float* from) {

@@ -15,24 +15,20 @@ constexpr int ROUNDED_INPUTS = 32;  // that are summed together
 
 inline int rounded_inputs(int num_in) { return (num_in + ROUNDED_INPUTS - 1) / ROUNDED_INPUTS * ROUNDED_INPUTS; }
 
-typedef uint16_t h16 __attribute__((vector_size(32)));
-typedef uint16_t h16u __attribute__((vector_size(32), aligned(2)));
-
 // Sixteen numbers to the nearest of bfloat16, of two the even one; NaN stays NaN.
-inline h16 round_lanes(v16 x) {
-    const w16 bits = (w16)x, up = bits + 0x7fffu + (bits >> 16 & 1u);
-    const w16 found = x == x ? up : bits | 0x400000u;
-    return __builtin_convertvector(found >> 16, h16);
+inline void round_lanes(uint16_t* to, const v16& x) {
+    const w16 bits = (w16)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
+    store_halves(to, (w16)select(x != x, (i16)(bits | 0x400000u), (i16)up) >> 16);
 }
 
 // A row of `width` numbers, and zeros up to `padded`.
 void round_row(const float* x, int width, int padded, uint16_t* out) {
     int i = 0;
-    for (; i + 16 <= width; i += 16) *reinterpret_cast<h16u*>(out + i) = round_lanes(load(x + i));
+    for (; i + 16 <= width; i += 16) round_lanes(out + i, load(x + i));
     if (i < width) {
         float rest[16] = {};
         memcpy(rest, x + i, (width - i) * sizeof(float));
-        *reinterpret_cast<h16u*>(out + i) = round_lanes(load(rest));
+        round_lanes(out + i, load(rest));
         i += 16;
     }
     memset(out + i, 0, (padded - i) * sizeof(uint16_t));
@@ -43,14 +39,11 @@ template <int R, int P>
 inline void rounded_step(const uint16_t* x, size_t stride, const char* w, int pairs, v16 (*sum)[PARTS]) {
     float wide[R][ROUNDED_INPUTS];
     for (int r = 0; r < R; ++r)
-        for (int i = 0; i < ROUNDED_INPUTS; i += 16) {
-            const h16 part = *reinterpret_cast<const h16u*>(x + r * stride + i);
-            store(wide[r] + i, (v16)(__builtin_convertvector(part, w16) << 16));
-        }
+        for (int i = 0; i < ROUNDED_INPUTS; i += 16) store(wide[r] + i, (v16)(words_of(x + r * stride + i) << 16));
     for (int part = 0; part < PARTS; part += P) {
-        Sums even[R][P], odd[R][P];
+        v16 even[R][P], odd[R][P];
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < P; ++c) set(even[r][c], v16{}), set(odd[r][c], v16{});
+            for (int c = 0; c < P; ++c) even[r][c] = v16{}, odd[r][c] = v16{};
         const char* from = w + 64 * part;
         for (int k = 0; k < pairs; ++k, from += BFloat16::GROUP_BYTES) {
             v16 low[P], high[P];
@@ -62,15 +55,11 @@ inline void rounded_step(const uint16_t* x, size_t stride, const char* w, int pa
             for (int r = 0; r < R; ++r) {
                 const v16 first = spread_from(wide[r] + 2 * k), second = spread_from(wide[r] + 2 * k + 1);
 #pragma GCC unroll 4
-                for (int c = 0; c < P; ++c) add_product(even[r][c], first, low[c]), add_product(odd[r][c], second, high[c]);
+                for (int c = 0; c < P; ++c) even[r][c] += first * low[c], odd[r][c] += second * high[c];
             }
         }
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < P; ++c) {
-                v16 one, other;
-                get(even[r][c], one), get(odd[r][c], other);
-                sum[r][part + c] += one + other;
-            }
+            for (int c = 0; c < P; ++c) sum[r][part + c] += even[r][c] + odd[r][c];
     }
 }
 
@@ -109,6 +98,12 @@ void rounded_sums(const uint16_t* x, size_t stride, const char* w, int num_in, i
     _mm_setcsr(before | 0x8040);
     add_rounded(x, stride, w, num_in, count, sums);
     _mm_setcsr(before);
+#elif defined(__aarch64__)
+    uint64_t before;
+    asm volatile("mrs %0, fpcr" : "=r"(before));
+    asm volatile("msr fpcr, %0" ::"r"(before | 1ull << 24));
+    add_rounded(x, stride, w, num_in, count, sums);
+    asm volatile("msr fpcr, %0" ::"r"(before));
 #else
     add_rounded(x, stride, w, num_in, count, sums);
 #endif
