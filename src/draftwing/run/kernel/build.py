@@ -1,8 +1,8 @@
 """Compiles the CPU kernel's C++ where it is first used, keeps the library, and proves it before it is run.
 
 It takes a compiler: ``$CXX`` with any flags, ``c++``, ``g++`` or ``clang++``, or the package ``ziglang`` from PyPI,
-which holds one. ``DRAFTWING_KERNEL_ARCH``, such as ``x86-64-v3`` (AVX2) or ``armv8.2-a+dotprod``, replaces the ``native``
-of ``-march=native``, which for ARM is ``-mcpu=native``: not all compilers know the other there.
+which holds one. ``DRAFTWING_KERNEL_ARCH``, such as ``x86-64-v3`` (AVX2) or ``armv8.2-a+dotprod``, replaces the
+``native`` of ``-march=native``, which for ARM is ``-mcpu=native``: not all compilers know the other there.
 
 A library is named after what made it (sources, flags, processor, compiler) and after its own bytes, so that the name
 alone says whether it is the right one and whole. That is checked before it is loaded, and ``load`` tests it
