@@ -130,7 +130,8 @@ def test_a_target_that_is_long_enough_is_itself(folder_of, tmp_path, monkeypatch
 
     monkeypatch.setattr(script, "Bench", Seen)
     plan = script.plan_of([8, 16], [1, 2], [1, 2], (8, 1, 2))
-    found = script.run(folder_of("llama"), None, plan, (8, 1, 2), 1, tmp_path)
+    weights = {"quantize": None, "dtype": "float32"}
+    found = script.run(folder_of("llama"), weights, plan, (8, 1, 2), 1, tmp_path)
     assert not found["settings"]["random_weights"]
     assert found["settings"]["max_length"] == load_target(folder_of("llama"), device="cpu").max_length == 256
     assert lengths == [(1, 8), (1, 16), (1, 8), (2, 8), (1, 8)]
