@@ -15,6 +15,7 @@ TEMPLATE = (
     "{% if mood is defined %}[{{ mood }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
+PATIENT = 60.0  # seconds for an answer: httpx's 5 are too few on a machine with much other work
 TEXTS = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
 
 
@@ -42,7 +43,7 @@ async def running(app):
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield http
         worker = app.state.worker
-        for _ in range(500):
+        for _ in range(int(PATIENT * 100)):
             if not worker.num_open:
                 break
             await asyncio.sleep(0.01)

@@ -493,15 +493,17 @@ def test_streams_run_beside_each_other_in_one_event_loop(lm):
 def test_a_stream_is_cancelled_between_two_steps(lm):
     heard = []
 
-    async def listen():
+    async def listen(enough):
         async for step in lm.astream(TEXTS[0], max_tokens=200, ignore_eos=True):
             heard.append(step)
+            if len(heard) == 3:
+                enough.set()
             await asyncio.sleep(0)
 
     async def stop_it():
-        task = asyncio.create_task(listen())
-        while len(heard) < 3:
-            await asyncio.sleep(0.001)
+        enough = asyncio.Event()
+        task = asyncio.create_task(listen(enough))
+        await enough.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -18,6 +18,7 @@ import uvicorn
 import draftwing as dw
 from conftest import add_tokenizer
 from draftwing.serve.app import Settings, make_app
+from serving import PATIENT
 
 PAGE = Path(dw.__file__).parent / "serve" / "page"
 AXE = Path(__file__).parent / "vendor" / "axe.min.js.gz"
@@ -130,7 +131,7 @@ def serious(page):
 def test_every_file_forbids_what_is_elsewhere(toy):
     names = ["", *(str(each.relative_to(PAGE)) for each in PAGE.rglob("*") if each.is_file())]
     for name in names:
-        found = httpx.get(f"{toy[0]}/{name}")
+        found = httpx.get(f"{toy[0]}/{name}", timeout=PATIENT)
         policy = found.headers["content-security-policy"]
         assert found.status_code == 200
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy  # noqa: PT018
@@ -150,7 +151,7 @@ def test_what_is_vendored_is_small_and_has_its_licences():
 
 def test_the_state_names_what_may_be_chosen(toy):
     address, lm = toy
-    state = httpx.get(f"{address}/inspector/state").json()
+    state = httpx.get(f"{address}/inspector/state", timeout=PATIENT).json()
     assert [draft["name"] for draft in state["drafts"]] == ["eagle3", "none"]
     assert tuple(state["drafts"][0]["taps"]) == lm.new_drafter().features.taps
     assert state["num_layers"] == lm.target.num_layers
@@ -169,23 +170,25 @@ def unmeasured(monkeypatch):
 
 
 def test_costs_that_nobody_measured_are_told_as_such(toy, unmeasured):
-    assert "not measured" in httpx.get(f"{toy[0]}/inspector/costs").json()["why"]
+    assert "not measured" in httpx.get(f"{toy[0]}/inspector/costs", timeout=PATIENT).json()["why"]
 
 
 def test_costs_are_told_where_they_were_measured(toy, chat):
-    found = httpx.get(f"{chat}/inspector/costs?draft=lookup", headers={"Authorization": f"Bearer {KEY}"}).json()
+    found = httpx.get(
+        f"{chat}/inspector/costs?draft=lookup", headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENT
+    ).json()
     assert found["verify"][0][0] == 1
     assert all(seconds > 0 for _, seconds in found["verify"])
-    wrong = httpx.get(f"{toy[0]}/inspector/costs?draft=medusa")
+    wrong = httpx.get(f"{toy[0]}/inspector/costs?draft=medusa", timeout=PATIENT)
     assert wrong.status_code == 400
     assert "choose eagle3" in wrong.json()["error"]["message"]
 
 
 def test_keys_guard_the_inspector(chat):
-    assert httpx.get(f"{chat}/").status_code == 200
+    assert httpx.get(f"{chat}/", timeout=PATIENT).status_code == 200
     for path in ("state", "costs"):
-        assert httpx.get(f"{chat}/inspector/{path}").status_code == 401
-    assert httpx.post(f"{chat}/inspector/lesson", json={}).status_code == 401
+        assert httpx.get(f"{chat}/inspector/{path}", timeout=PATIENT).status_code == 401
+    assert httpx.post(f"{chat}/inspector/lesson", json={}, timeout=PATIENT).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ def test_keys_guard_the_inspector(chat):
 )
 def test_lessons_that_cannot_be_are_refused(toy, change, says):
     body = {"prompt": PROMPT, "token_ids": [], "draft": "eagle3", **change}
-    found = httpx.post(f"{toy[0]}/inspector/lesson", json=body)
+    found = httpx.post(f"{toy[0]}/inspector/lesson", json=body, timeout=PATIENT)
     assert found.status_code == 400
     assert says in found.json()["error"]["message"]
 
@@ -212,10 +215,11 @@ def test_a_lesson_stands_where_its_text_stands(toy):
     address, lm = toy
     ids = lm.generate(PROMPT, max_tokens=4)[0].token_ids
     body = {"prompt": PROMPT, "token_ids": ids, "draft": "eagle3", "temperature": 0.5, "seed": 1}
-    told = httpx.post(f"{address}/inspector/lesson", json=body, timeout=60).json()
+    told = httpx.post(f"{address}/inspector/lesson", json=body, timeout=PATIENT).json()
     assert told["temperature"] == 0.5
     assert told["chain"]["root"]["id"] == ids[-1]
-    assert "choose one" in httpx.post(f"{address}/inspector/lesson", json={**body, "draft": "none"}).json()["why"]
+    plainly = httpx.post(f"{address}/inspector/lesson", json={**body, "draft": "none"}, timeout=PATIENT).json()
+    assert "choose one" in plainly["why"]
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------

@@ -15,12 +15,9 @@ import pytest
 import uvicorn
 
 from draftwing.serve.app import Settings, make_app
-from serving import chat_folder, load, question
+from serving import PATIENT, chat_folder, load, question
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
-
-
-PATIENT = 60.0  # seconds for an answer: httpx's 5 are too few on a machine with much other work
 
 # The command line, its engine standing still after a step for as long as the file named by HOLD is there.
 HELD = """
@@ -103,7 +100,7 @@ def test_who_goes_away_leaves_nothing_behind(served):
     until(lambda: worker.num_open == 0)
     assert requests[0].request.finish_reason == "cancelled"
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=0.2)
+        httpx.post(f"{url}/v1/completions", json={**LONG, "stream": False}, timeout=httpx.Timeout(PATIENT, read=0.2))
     until(lambda: worker.num_open == 0)
     worker.engine.check()
 
@@ -154,7 +151,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(folder, tmp_path):
             hold.unlink()
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert process.wait(30) == 0
+        assert process.wait(PATIENT) == 0
     finally:
         process.kill()
         output = process.communicate()[0]
