@@ -228,14 +228,17 @@ def long_ones(count, max_tokens=90, seed=3):
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_youngest_gives_way_where_optimism_was_wrong(target):
+def test_the_youngest_gives_way_where_optimism_was_wrong(target, monkeypatch):
     work = long_ones(4)
     own = plain_engine(target, 10, optimism=1.0)
     made = [own.submit(*each) for each in work]
-    gone = []
+    gone, tried, step = [], [], own._decoder.step
+    monkeypatch.setattr(own._decoder, "step", lambda: tried.append(1) or step())
     while own.num_running or own.num_waiting:
         before = set(own._decoder.running)
+        tried.clear()
         own.step()
+        assert len(tried) == 1  # who gives way does so before a step finds too few slots
         own.check()
         gone += [each.id for each in before if each not in own._decoder.running and each.finish_reason is None]
     assert gone

@@ -2,20 +2,27 @@
 
 import asyncio
 import json
+import threading
+from types import SimpleNamespace
 
 import openai
 import pytest
+import torch
 
 import draftwing as dw
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.request import Request
+from draftwing.engine.worker import Ticket
 from draftwing.model.paged import PAGE
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
+from draftwing.serve.app import Settings, make_app
+from draftwing.serve.metrics import Metrics
 from draftwing.serve.speculation import figures
 from draftwing.stats import RowStep
-from serving import TEXTS, app_of, ask, chat_folder, load, question, send
+from serving import PATIENT, TEXTS, app_of, ask, chat_folder, load, question, send
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +55,7 @@ def test_a_chat_is_the_librarys_own_text(lm, temperature):
     assert choice.message.content == expected.text
     assert (choice.message.role, answer.object) == ("assistant", "chat.completion")
     assert choice.finish_reason == expected.finish_reason
+    assert choice.logprobs is None
     assert answer.usage.prompt_tokens == len(expected.prompt_ids)
     num_written = len(expected.token_ids)
     assert answer.usage.completion_tokens == num_written
@@ -256,6 +264,25 @@ def test_where_nothing_is_said_the_models_own_settings_hold(folder_of, tmp_path_
     assert chat.choices[0].message.content == whole.text
 
 
+def test_the_servers_own_limit_holds_where_a_chat_says_none(lm):
+    async def work(client):
+        make, given = client.chat.completions.create, {"model": "tiny", "messages": question("x"), "temperature": 0}
+        options = {"extra_body": {"ignore_eos": True}}
+        return await make(**given, **options), await make(**given, **options, max_tokens=7)
+
+    assert [answer.usage.completion_tokens for answer in ask(app_of(lm, max_tokens=5), work)] == [5, 7]
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_vllms_words_for_all_tokens(lm, top_k):
+    async def work(client):
+        return await client.completions.create(
+            model="tiny", prompt=TEXTS[0], max_tokens=8, seed=2, extra_body={"top_k": top_k}
+        )
+
+    assert ask(app_of(lm), work).choices[0].text == own(lm, TEXTS[0], temperature=1, seed=2, max_tokens=8).text
+
+
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
@@ -290,15 +317,22 @@ def test_a_stream_of_completions_ends_with_done(lm):
     body = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 9, "temperature": 0, "stream": True}
 
     async def work(http):
-        return await http.post("/v1/completions", json=body)
+        return [
+            await http.post("/v1/completions", json={**body, **options})
+            for options in ({}, *({"stream_options": {"include_usage": each}} for each in (False, True)))
+        ]
 
-    answer = send(app_of(lm), work)
+    answer, without, with_usage = send(app_of(lm), work)
     assert answer.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == own(lm, TEXTS[0], max_tokens=9).text
-    assert "usage" not in chunks[-1]
+    assert not any("usage" in chunk for chunk in chunks)
+    assert '"usage"' not in without.text
+    chunks = [json.loads(event.removeprefix("data: ")) for event in with_usage.text.split("\n\n")[:-2]]
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
@@ -330,7 +364,22 @@ def test_logprobs_of_completions(lm):
     expected = own(lm, TEXTS[0], max_tokens=8, logprobs=2)
     assert found.token_logprobs == pytest.approx([each.logprob for each in expected.logprobs])
     assert all(name in top for name, top in zip(found.tokens, found.top_logprobs, strict=True))
-    assert found.text_offset == [sum(map(len, found.tokens[:place])) for place in range(len(found.tokens))]
+    offsets = [sum(map(len, found.tokens[:place])) for place in range(len(found.tokens))]
+    assert found.text_offset == offsets
+
+    async def streams(client):
+        given = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 8, "stream": True}
+        greedy = [chunk async for chunk in await client.completions.create(**given, temperature=0, logprobs=2)]
+        return greedy, [chunk async for chunk in await client.completions.create(**given, seed=3, logprobs=1)]
+
+    greedy, sampled = (
+        [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+        for chunks in ask(app_of(lm), streams)
+    )
+    assert [offset for each in greedy for offset in each.text_offset] == offsets
+    pairs = [pair for each in sampled for pair in zip(each.tokens, each.top_logprobs, strict=True)]
+    assert all(name in top for name, top in pairs)
+    assert any(len(top) == 2 for _, top in pairs)  # a token that is not the likeliest stands beside that
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -364,6 +413,7 @@ def test_logprobs_of_completions(lm):
         ({"speculation": {"tree": "chain:99999"}}, 400, "speculation", "a budget needs depth"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "needs one"),
         ({"grammar": "start: ("}, 400, "grammar", "cannot be followed"),
+        ({"grammar": 'start: "a"', "response_format": {"type": "json_object"}}, 400, "grammar", "give one of them"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template_kwargs", "no variable"),
         ({"chat_template_kwargs": {"padding": "x"}}, 400, "chat_template_kwargs", "no variable"),
         ({"tool_choice": "required"}, 400, "tool_choice", "not in tools"),
@@ -402,6 +452,79 @@ def test_the_client_raises_its_own_errors(lm):
     assert [each.id for each in models] == [model.id] == ["tiny"]
 
 
+def test_a_model_answers_to_all_of_its_names(lm):
+    async def work(client):
+        make = client.completions.create
+        found = [await make(model=name, prompt="x", max_tokens=2) for name in ("tiny", "small")]
+        return [each.id async for each in client.models.list()], [each.model for each in found]
+
+    names, answered = ask(make_app(lm, Settings(names=("tiny", "small"))), work)
+    assert names == answered == ["tiny", "small"]
+
+
+def test_too_many_texts_are_refused_at_once_and_leave_none_behind(lm, monkeypatch):
+    """While the engine stands still: the second text of a request finds no place, and takes the first one with it."""
+    app = app_of(lm, max_batch=1, max_waiting=0)
+    engine, go_on, made = app.state.worker.engine, threading.Event(), []
+    steps, submit = engine.steps, engine.submit
+
+    def held():
+        assert go_on.wait(PATIENT)
+        return steps()
+
+    def noted(*args, **options):
+        made.append(submit(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(engine, "steps", held)
+    monkeypatch.setattr(engine, "submit", noted)
+
+    async def work(http):
+        busy = await http.post("/v1/completions", json={"prompt": "x", "n": 2, "max_tokens": 9, "ignore_eos": True})
+        go_on.set()
+        return busy
+
+    busy = send(app, work)
+    assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
+    assert (busy.json()["error"]["type"], busy.json()["error"]["code"]) == ("rate_limit_error", "too_many_requests")
+    assert [request.finish_reason for request in made] == ["cancelled"]
+
+
+def test_a_server_that_shuts_down_says_so(lm):
+    app = app_of(lm)
+
+    async def work(http):
+        before = await http.get("/health")
+        app.state.worker.drain()
+        return before, await http.get("/health"), await http.post("/v1/completions", json={"prompt": "x"})
+
+    before, after, refused = send(app, work)
+    assert (before.status_code, before.json()["status"]) == (200, "ok")
+    assert (after.status_code, after.json()["status"]) == (503, "draining")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+def test_a_text_that_fails_is_an_error_and_the_others_are_not(folder):
+    lm = load(folder, dtype="float64")
+    with torch.no_grad():
+        lm.target.embedding.table[7] = torch.nan
+    bad = {"prompt": [5, 7, 5], "max_tokens": 4, "logit_bias": {"7": -100}}
+
+    async def work(http):
+        good = {**bad, "prompt": [5, 6, 5], "temperature": 0}
+        return await asyncio.gather(
+            *(http.post("/v1/completions", json=each) for each in (bad, good, {**bad, "stream": True}))
+        )
+
+    failed, fine, stream = send(app_of(lm), work)
+    assert failed.status_code == 500
+    assert "hold NaN" in failed.json()["error"]["message"]
+    assert fine.json()["usage"]["completion_tokens"] > 0
+    error, done, rest = stream.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert (done, rest) == ("data: [DONE]", "")
+
+
 def test_bodies_that_are_none(lm):
     deep = '{"model": "tiny", "messages": [{"role": "user", "content": "x", "more": ' + "[" * 500 + "]" * 500 + "}]}"
     wide = json.dumps({"prompt": "x", **{f"f{n}": 1 for n in range(5000)}})
@@ -434,6 +557,17 @@ def test_bodies_that_are_none(lm):
             "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
         )
 
+    def fits(http):
+        body = json.dumps({"prompt": "x", "max_tokens": 1}).encode().ljust(65_536)
+
+        async def pieces():
+            yield body[:40_000]
+            yield body[40_000:]
+
+        kind = {"content-type": "application/json"}
+        return asyncio.gather(*(http.post("/v1/completions", content=each, headers=kind) for each in (body, pieces())))
+
+    assert [answer.status_code for answer in send(app_of(lm, max_body=65_536), fits)] == [200, 200]
     answers = send(app_of(lm, max_body=65_536), work)
     assert [answer.status_code for answer in answers] == [status for _, status in bodies]
     assert all(answer.json()["error"]["message"] for answer in answers)
@@ -445,7 +579,10 @@ def test_keys_and_hosts(lm):
 
     async def work(http):
         found = []
-        for key in ("Bearer secret", "bearer other", "Bearer wrong", "secret", "", "Bearer sécret".encode()):
+        for key in (
+            *("Bearer secret", "bearer other", "Bearer wrong", "Basic secret", "secret", ""),
+            "Bearer sécret".encode(),
+        ):
             found.append((await http.get("/v1/models", headers={"authorization": key})).status_code)
         open_to_all = [(await http.get(path)).status_code for path in ("/health", "/metrics", "/openapi.json")]
         hosts = ["localhost:80", "[::1]:80", "[::1]", "evil.example", "localhost.evil.example:80", ""]
@@ -453,7 +590,7 @@ def test_keys_and_hosts(lm):
         return found, open_to_all, asked, await http.post("/v1/completions", json={"prompt": "x"})
 
     keys, open_to_all, hosts, refused = send(app_of(lm, **settings), work)
-    assert keys == [200, 200, 401, 401, 401, 401]
+    assert keys == [200, 200, 401, 401, 401, 401, 401]
     assert open_to_all == [200] * 3
     assert hosts == [200, 200, 200, 403, 403, 403]
     assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
@@ -480,6 +617,31 @@ def test_figures_count_the_steps_that_drafted():
     }
     plainly = figures(rows[:1])["speculative_decoding"]
     assert (plainly["mean_acceptance_length"], plainly["acceptance_histogram"]) == (1, [])
+
+
+def test_times_are_counted_by_text_and_by_token():
+    """Of a text that comes at 100.0 s: its first token 0.5 s later, three together 0.3 s after that, its end at 1 s."""
+    metrics, request = Metrics("tiny"), Request(4, [5, 6, 7], Sampling())
+    ticket = Ticket(request, lambda: None)
+    ticket.submitted_at = 100.0
+    for now, tokens in ((100.5, (1,)), (100.8, (2, 3, 4))):
+        row = RowStep(4, tokens, 0, 0, 0)
+        metrics.step(SimpleNamespace(rows=[row]), {4: ticket}, now)
+    request.finish_reason = "length"
+    metrics.end(ticket, 101.0)
+    assert not metrics._last  # nothing is kept of a text that has ended
+
+    def value(name, **labels):
+        return metrics.registry.get_sample_value(f"draftwing_{name}", {"model_name": "tiny", **labels})
+
+    first, between, whole = (
+        f"{name}_seconds" for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+    )
+    assert [value(f"{name}_count") for name in (first, between, whole)] == [1, 3, 1]
+    assert [value(f"{name}_sum") for name in (first, between, whole)] == pytest.approx([0.5, 0.3, 1.0])
+    assert [value(f"{first}_bucket", le=bound) for bound in ("0.2", "0.5", "1.0", "+Inf")] == [0, 1, 1, 1]
+    assert [value(f"{between}_bucket", le=bound) for bound in ("0.075", "0.15", "+Inf")] == [0, 3, 3]
+    assert [value(f"{whole}_bucket", le=bound) for bound in ("0.5", "1.0")] == [0, 1]  # a bound is in its bucket
 
 
 def test_prometheus_reads_both_names(lm):
