@@ -268,6 +268,37 @@ def test_without_optimism_nobody_gives_way(target):
     assert [each.token_ids for each in made] == texts_alone(target, work)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_comes_in_finds_all_of_its_pages(missing, target):
+    """Without optimism: two need so many pages each, and one page less keeps the second one out."""
+    work = long_ones(2)
+    sizes = plain_engine(target, 30, optimism=0.0)
+    needs = sizes._expected(sizes.submit(*work[0]), sizes._tree())
+    own = plain_engine(target, 2 * needs - missing, optimism=0.0)
+    made, most = [own.submit(*each) for each in work], 0
+    for _ in range(12):
+        most = max(most, len(own.step().rows))
+    assert most == 2 - missing
+    own.run()
+    assert own.stats.num_preempted == 0
+    assert [each.token_ids for each in made] == texts_alone(target, work)
+
+
+def test_a_prompt_that_gives_way_while_it_is_read_comes_back(target):
+    own = plain_engine(target, 16)
+    first = own.submit([5, 6], Sampling(max_tokens=30, ignore_eos=True))
+    own.step()
+    other = own.submit([7] * 200, Sampling(max_tokens=4, ignore_eos=True))
+    own.step()
+    assert own._reading.request is other
+    assert own._give_way()
+    assert (own.num_running, own.num_waiting, own.stats.num_preempted) == (1, 1, 1)
+    own.run()
+    own.check()
+    for request in (first, other):
+        assert request.token_ids == text_of(target, request.prompt_ids, request.sampling)
+
+
 def test_a_step_that_runs_out_of_slots_is_done_again(target, monkeypatch):
     """Where a drafter took more than anybody expected."""
     work = long_ones(3, max_tokens=60)

@@ -204,7 +204,8 @@ def test_prompts_of_every_form_and_n_texts_of_each(lm):
 
 
 def test_settings_reach_the_sampling(lm):
-    stop = own(lm, TEXTS[1], max_tokens=24).text[6:8]
+    plain = own(lm, TEXTS[1], max_tokens=24)
+    stop, end = plain.text[6:8], plain.token_ids[3]
     given = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3, "stop_token_ids": [40, 41]}
     biased = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"70": 4.0, "71": -3}, "top_p": 0.9}
 
@@ -212,9 +213,11 @@ def test_settings_reach_the_sampling(lm):
         make = client.completions.create
         common = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 24, "seed": 2}
         first = await make(**common, temperature=0.7, **biased, extra_body=given)
-        return first, await make(**common, temperature=0, stop=stop)
+        stopped = await make(**common, temperature=0, stop=stop)
+        return first, stopped, await make(**common, temperature=0, extra_body={"stop_token_ids": [end]})
 
-    first, stopped = ask(app_of(lm), work)
+    first, stopped, ended = ask(app_of(lm), work)
+    assert ended.usage.completion_tokens == plain.token_ids.index(end) + 1
     bias = {int(token): value for token, value in biased.pop("logit_bias").items()}
     given["stop_tokens"] = given.pop("stop_token_ids")
     expected = own(lm, TEXTS[1], max_tokens=24, seed=2, temperature=0.7, logit_bias=bias, **given, **biased)
@@ -314,7 +317,7 @@ def test_a_stream_says_the_role_the_text_the_end_and_the_usage(lm):
 
 
 def test_a_stream_of_completions_ends_with_done(lm):
-    body = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 9, "temperature": 0, "stream": True}
+    body = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 9, "temperature": 0, "stream": True, "ignore_eos": True}
 
     async def work(http):
         return [
@@ -327,7 +330,11 @@ def test_a_stream_of_completions_ends_with_done(lm):
     *events, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == own(lm, TEXTS[0], max_tokens=9).text
+    assert (
+        "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        == own(lm, TEXTS[0], max_tokens=9, ignore_eos=True).text
+    )
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert not any("usage" in chunk for chunk in chunks)
     assert '"usage"' not in without.text
     chunks = [json.loads(event.removeprefix("data: ")) for event in with_usage.text.split("\n\n")[:-2]]
