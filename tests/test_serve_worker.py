@@ -132,6 +132,10 @@ def test_stopping_cancels_and_ends_the_thread(lm, worker_of):
     assert ticket.is_done
     assert ticket.request.finish_reason in ("cancelled", "length")
     assert worker.state == "stopped"
+    worker = worker_of()  # not started: nothing ends by itself
+    ticket = worker.submit(lm.encode(TEXTS[0]), LONG, silent)
+    assert worker.stop()
+    assert ticket.request.finish_reason == "cancelled"
 
 
 def test_a_broken_engine_ends_everybody_with_the_reason(lm, worker_of, monkeypatch):
