@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler here"),
 ]
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-FLAGS = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
+FLAGS = [*(flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")), "-Werror=return-type"]
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 LIBRARY = ("GELU",)  # by the C library's erf: its last bit is its own
 
@@ -58,7 +58,7 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.skipif(not IS_X86, reason="names of x86 processors")
-@pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v3 -mavxvnni", "skylake-avx512"])
+@pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v3 -mavxvnni", "x86-64-v3 -mavx512f", "skylake-avx512"])
 def test_older_x86_processors_have_the_same_bits(arch, here, tmp_path):
     compiler, flags = build._find_compiler(), Path("/proc/cpuinfo").read_text()
     assert compiler is not None

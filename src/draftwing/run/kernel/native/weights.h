@@ -196,6 +196,7 @@ inline i16 dot4(i16 acc, int32_t four, const int8_t* w) {
     const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8), odd = _mm512_srai_epi16(all, 8);
     const __m512i sum = _mm512_add_epi32((__m512i)acc, _mm512_madd_epi16(even, _mm512_and_si512(value, low)));
     return (i16)_mm512_add_epi32(sum, _mm512_madd_epi16(odd, _mm512_srli_epi16(value, 8)));
+#else
     const uint8_t* x = reinterpret_cast<const uint8_t*>(&four);
     for (int i = 0; i < 16; ++i)
         for (int j = 0; j < 4; ++j) acc[i] += static_cast<int32_t>(x[j]) * static_cast<int32_t>(w[4 * i + j]);
