@@ -81,7 +81,8 @@ def opened(browser):
     contexts, wrong, asked = [], [], set()
 
     def get(address, *, expects=(), **options):
-        context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce", **options)
+        options = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}
+        context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(30_000)
@@ -307,8 +308,8 @@ def write_lesson(page):
 
 
 def test_a_phone(toy, opened):
-    page = opened(toy[0], is_mobile=True, has_touch=True)
-    page.set_viewport_size({"width": 390, "height": 844})
+    # Narrow from the start: what is drawn on a wide screen has its settings open, and a click would close them.
+    page = opened(toy[0], is_mobile=True, has_touch=True, viewport={"width": 390, "height": 844})
     page.get_by_text("Settings").click()
     write(page, tokens=12)
     for view in ("Write", "Compare", "Lesson"):

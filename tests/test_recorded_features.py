@@ -18,6 +18,7 @@ from draftwing.errors import ConfigError, DataError
 from draftwing.heads.identity import target_id
 from draftwing.lm import LM
 from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.eagle_initial import initialise
@@ -191,6 +192,7 @@ def test_a_document_counts_from_where_the_target_goes_on(lm, target, tmp_path):
     check_states(target, row.ids, FeatureCache(tmp_path / "features").states(0))
 
 
+@pytest.mark.skipif(not can_int8(), reason="this CPU multiplies no 8-bit integers exactly")
 def test_an_int8_target_is_remembered(folder, target, tasks, tmp_path):
     small = load_target(folder, dtype="float32", device="cpu", name="tiny", quantize="int8")
     if small.runtime != "kernel":
