@@ -13,6 +13,7 @@ from conftest import build
 from draftwing.accept import _along, _walk, match, match_logits
 from draftwing.drafters.base import Budget
 from draftwing.drafters.feature import EagleDrafter
+from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
@@ -413,6 +414,30 @@ def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
     plain = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32, prepack=False)
     assert plain.runtime == "torch"
     assert plain.head.weight.numel() > 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("own", [{"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"logit_bias": {7: 4.0}}])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_forward_draws_nothing_where_a_row_changes_its_logits(own, others, folder_of, monkeypatch):
+    target = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32)
+    assert target.walks
+
+    def texts(own):
+        loop = Decoder(target, lambda: LookupDrafter(61, 1), budget=Budget(3))
+        rows = [loop.admit([3, 4, 5, 3, 4], Sampling(max_tokens=20, ignore_eos=True)) for _ in range(others)]
+        rows.append(loop.admit([8, 9, 8, 9, 8], Sampling(max_tokens=20, ignore_eos=True, **own)))
+        found = {row: [] for row in rows}
+        while loop.num_running:
+            for row in loop.step().rows:
+                found[row.request_id] += row.token_ids
+        return [*found.values()]
+
+    plain, found = texts({}), texts(own)
+    monkeypatch.setattr(LeanTarget, "walks", False)
+    assert found == texts(own)
+    assert found[-1] != plain[-1]
+    assert found[:-1] == plain[:-1]
 
 
 @needs_kernel

@@ -7,9 +7,9 @@ from conftest import LEAN, build, float64_norms, refused
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanTarget
-from draftwing.model.target import Context, FeatureSpec
+from draftwing.model.target import Context, FeatureSpec, TargetOutput
 from draftwing.sampling import Sampling
-from draftwing.tree import Accepted, DraftTree
+from draftwing.tree import PAD, Accepted, DraftTree
 
 TREE = ([5, 9, 11, 9, 3, 7, 8], [-1, 0, 0, 1, 1, 2, 5])
 PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 5, 6]]
@@ -132,3 +132,25 @@ def test_a_context_of_another_target_is_refused(folder_of):
     ):
         with refused(ConfigError, "another kind of target", "new_context()"):
             call()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_features_are_those_of_the_kept_path(num_rows):
+    """In its order, from trees; where they will not be there after the next forward, as a copy."""
+    lines = DraftTree.chain(torch.tensor([[5, 6, 7, 8]] * num_rows))
+    bushes = DraftTree.from_lists([[5, 6, 7, 8]] * num_rows, [[-1, 0, 0, 2]] * num_rows)
+    logits, features = torch.zeros(num_rows, 4, 9), torch.arange(num_rows * 8.0).view(num_rows, 4, 2)
+    for tree, path, is_kept in (
+        *((lines, [0, 1, 2], each) for each in (True, False)),
+        *((bushes, [0, 2, 3], each) for each in (True, False)),
+    ):
+        paths = torch.tensor([path, [0, path[1], PAD]][:num_rows])
+        output = TargetOutput(logits, features.clone(), is_kept=is_kept)
+        found = output.features_on(tree, paths)
+        if not is_kept:
+            output.features.zero_()  # the next forward
+        for row, count in enumerate((3, 2)[:num_rows]):
+            assert torch.equal(found[row, :count], features[row, paths[row, :count]])
+    walked = TargetOutput(logits, features[:, :3], accepted=Accepted(paths, torch.tensor([2]), torch.tensor([1])))
+    assert walked.features_on(bushes, paths) is walked.features  # the forward has put them in order itself
+    assert TargetOutput(logits).features_on(bushes, paths) is None
