@@ -13,12 +13,14 @@ import draftwing as dw
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
 from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine.queue import EngineStats
 from draftwing.engine.request import Request
 from draftwing.engine.worker import Ticket
 from draftwing.model.paged import PAGE
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from draftwing.serve.app import Settings, make_app
+from draftwing.serve.guard import Guard
 from draftwing.serve.metrics import Metrics
 from draftwing.serve.speculation import figures
 from draftwing.stats import RowStep
@@ -66,9 +68,9 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
     wishes = [
         {"draft": "none"},
         {"tree": "chain:2"},
-        {"tree": "dynamic:6,3,2"},
+        {"tree": "dynamic:6,3,2", "detailed": True},
         {"draft": "lookup"},
-        {"tree": "dynamic:9,4,3", "max_nodes": 2},
+        {"tree": "dynamic:9,4,3", "max_nodes": 2, "detailed": True},
         {"max_nodes": 0},
         {"tree": "auto", "detailed": True},
         {"tree": "auto", "max_nodes": 1, "detailed": True},
@@ -97,6 +99,7 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
     assert found[0]["num_spec_steps"] == found[5]["num_draft_tokens"] == 0 < found[1]["num_spec_steps"]
     assert len(found[6]["per_step_drafted"]) == found[6]["num_spec_steps"]
     assert set(found[7]["per_step_drafted"]) == {1} != set(found[6]["per_step_drafted"])
+    assert max(found[4]["per_step_drafted"]) <= 2 < max(found[2]["per_step_drafted"])
 
 
 def test_the_automatic_budget_keeps_to_a_limit(folder, monkeypatch):
@@ -440,6 +443,30 @@ def test_what_is_wrong_is_named(lm, change, status, param, words):
     assert set(error) == {"message", "type", "param", "code"}
 
 
+def test_the_most_that_a_request_may_ask_for(lm):
+    """A text more than 128: of prompts, of n, of both; a prompt that leaves no room, and one that leaves a token's."""
+    room = lm.target.max_length
+
+    async def work(http):
+        bodies = [{"prompt": ["x"] * 129}, {"prompt": ["x"] * 65, "n": 2}, {"prompt": [5] * room}]
+        bodies.append({"prompt": [5] * (room - 1), "ignore_eos": True})
+        return [await http.post("/v1/completions", json={"max_tokens": 2, **body}) for body in bodies]
+
+    *refused, last = send(app_of(lm), work)
+    assert [answer.status_code for answer in refused] == [400] * 3
+    errors = [answer.json()["error"] for answer in refused]
+    assert [error["param"] for error in errors] == ["prompt", "n", "prompt"]
+    assert ["found 129" in errors[0]["message"], "found 130" in errors[1]["message"]] == [True, True]
+    assert errors[2]["code"] == "context_length_exceeded"
+    assert last.json()["usage"] == {
+        "prompt_tokens": room - 1,
+        "completion_tokens": 1,
+        "total_tokens": room,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert last.json()["choices"][0]["finish_reason"] == "length"
+
+
 def test_the_client_raises_its_own_errors(lm):
     async def work(client):
         for kind, change in (
@@ -581,6 +608,33 @@ def test_bodies_that_are_none(lm):
     assert [answer.status_code for answer in send(app_of(lm, max_body=65_536), in_pieces)] == [413, 400]
 
 
+def test_a_body_that_does_not_come_is_not_waited_for():
+    """Nor does it reach the app; one that comes in time does."""
+    reached, sent = [], []
+
+    async def app(scope, receive, send):
+        reached.append((await receive())["body"])
+
+    async def never():
+        await asyncio.Event().wait()
+
+    async def at_once():
+        return {"type": "http.request", "body": b"x"}
+
+    async def send(message):
+        sent.append(message)
+
+    async def work(receive, patience):
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await Guard(app, max_body=9, patience=patience)(scope, receive, send)
+
+    asyncio.run(work(never, 0.01))
+    assert (reached, sent[0]["status"]) == ([], 408)
+    assert json.loads(sent[1]["body"])["error"]["type"] == "invalid_request_error"
+    asyncio.run(work(at_once, PATIENT))
+    assert (reached, len(sent)) == ([b"x"], 2)
+
+
 def test_keys_and_hosts(lm):
     settings = {"api_keys": ("secret", "other"), "hosts": ("localhost", "test", "::1")}
 
@@ -649,6 +703,22 @@ def test_times_are_counted_by_text_and_by_token():
     assert [value(f"{first}_bucket", le=bound) for bound in ("0.2", "0.5", "1.0", "+Inf")] == [0, 1, 1, 1]
     assert [value(f"{between}_bucket", le=bound) for bound in ("0.075", "0.15", "+Inf")] == [0, 3, 3]
     assert [value(f"{whole}_bucket", le=bound) for bound in ("0.5", "1.0")] == [0, 1]  # a bound is in its bucket
+
+
+def test_how_busy_the_engine_is_under_both_names():
+    metrics = Metrics("tiny")
+    metrics.watch(SimpleNamespace(engine=SimpleNamespace(stats=EngineStats(1, 2, 3, 40, 5, 80, 20, 6))))
+    for own_name, theirs, value in (
+        ("requests_running", "num_requests_running", 1),
+        ("requests_waiting", "num_requests_waiting", 2),
+        ("preemptions_total", "num_preemptions_total", 3),
+        ("prefix_queries_total", "prefix_cache_queries_total", 40),
+        ("prefix_hits_total", "prefix_cache_hits_total", 5),
+        ("kv_slots_used_share", "kv_cache_usage_perc", 0.25),
+    ):
+        for name in (f"draftwing_{own_name}", f"vllm:{theirs}"):
+            assert metrics.registry.get_sample_value(name, {"model_name": "tiny"}) == value, name
+    assert metrics.registry.get_sample_value("draftwing_drafter_faults_total", {"model_name": "tiny"}) == 6
 
 
 def test_prometheus_reads_both_names(lm):

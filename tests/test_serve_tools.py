@@ -11,7 +11,8 @@ from pydantic import BaseModel
 
 from draftwing.serve.asked import asked_of_chat
 from draftwing.serve.calls import ToolReader
-from draftwing.serve.tools import calling_messages
+from draftwing.serve.fields import ChatBody
+from draftwing.serve.tools import calling_messages, forced_schema
 from draftwing.text.grammar import Grammar
 from serving import TEXTS, app_of, ask, chat_folder, load, question, running
 
@@ -194,6 +195,37 @@ def test_a_call_can_be_forced(lm, choice, stream):
     found = json.loads(call.function.arguments)
     assert found["city"] in ("Rome", "Oslo")
     assert isinstance(found["warm"], bool)
+
+
+def test_of_several_tools_any_may_have_to_be_called():
+    """Or the one that is named; none is told of where none may be called."""
+    tools = [tool["function"] for tool in TOOLS]
+
+    def names(choice):
+        body = ChatBody.model_validate({"messages": question("x"), "tools": TOOLS, "tool_choice": choice})
+        schema = forced_schema(body, TOOLS)
+        kinds = (schema or {"anyOf": []}).get("anyOf", [schema])
+        return [each["properties"]["name"]["const"] for each in kinds]
+
+    assert names("required") == [each["name"] for each in tools]
+    for each in tools:
+        assert names({"type": "function", "function": {"name": each["name"]}}) == [each["name"]]
+    assert names("auto") == names("none") == []
+
+
+def test_no_choice_of_tools_tells_the_model_of_none(lm):
+    async def work(client):
+        given = {"model": "tiny", "messages": question("x"), "max_tokens": 1}
+        options = (
+            {},
+            {"tools": TOOLS, "tool_choice": "none"},
+            {"tools": TOOLS, "tool_choice": "auto"},
+            {"tools": TOOLS},
+        )
+        return [(await client.chat.completions.create(**given, **each)).usage.prompt_tokens for each in options]
+
+    without, none, auto, unsaid = ask(app_of(lm), work)
+    assert without == none < auto == unsaid
 
 
 SAID = 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Rome", "warm": true}}</tool_call>'
