@@ -72,7 +72,7 @@ class CombinedDrafter(Parts):
         speaking = [place for place, offer in enumerate(offers) if offer.is_heard]
         if not speaking:
             return replace(ctx.roots(), effort=effort)
-        self.made = [None if part.traits.lists else offer.rows for part, offer in zip(self.parts, offers, strict=True)]
+        self.made = [None if part.traits.lists else offer for part, offer in zip(self.parts, offers, strict=True)]
         first = offers[speaking[0]]
         if len(speaking) == 1 and first.tree is not None:
             tree = first.tree

@@ -13,7 +13,7 @@ from typing import cast
 from torch import Tensor
 
 from draftwing.drafters.base import Budget, Drafter, Listing, Resuming, Traits
-from draftwing.drafters.several.merge import Proposal, by_row, kept_tokens, own_path, proposals
+from draftwing.drafters.several.merge import Offer, Proposal, by_row, kept_tokens, own_path, proposals
 from draftwing.errors import DraftwingError
 from draftwing.model.target import Context, FeatureSpec, Row, TargetOutput
 from draftwing.sampling import SamplingBatch
@@ -54,7 +54,7 @@ class Parts:
         self._resuming = [part for part in self.parts if part.traits.resumes]
         # Of the parts whose trees were not taken as they were, what they proposed in this step, row by row; None too of
         # those that do not hear of it (``Listing``).
-        self.made: list[Sequence[Proposal] | None] = [None] * len(self.parts)
+        self.made: list[Offer | None] = [None] * len(self.parts)
         # The part that wants further nodes scored (``DraftTree.num_scored``), and these.
         self.scorer: int | None = None
         self.scored: tuple[Tensor, Tensor, int] | None = None
@@ -94,10 +94,13 @@ class Parts:
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Each learns what became of the whole tree, and which of its own nodes were kept."""
-        offer, is_own = tree.offer, all(made is None for made in self.made)
-        kept = [] if is_own else kept_tokens(offer, accepted)
+        offer = tree.offer
+
+        def own_of(made: Offer) -> Tensor:
+            return own_path(made.rows, kept_tokens(offer, accepted), accepted.path)
+
         for place, (part, made) in enumerate(zip(self.parts, self.made, strict=True)):
-            own = accepted if made is None else replace(accepted, own=partial(own_path, made, kept, accepted.path))
+            own = accepted if made is None else replace(accepted, own=partial(own_of, made))
             features = self._of(part, output.features)
             seen = output if features is output.features else replace(output, features=features)
             part.observe(ctx, tree if place == self.scorer else offer, own, seen)
@@ -155,7 +158,7 @@ class Parts:
                     chosen[row] = place
         for place, tree in enumerate(trees):
             if any(other != place for other in chosen):
-                self.made[place] = proposals(tree)
+                self.made[place] = Offer(tree)
         return replace(by_row(trees, chosen), effort=effort)
 
 
