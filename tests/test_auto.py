@@ -16,7 +16,7 @@ from draftwing.accept import RULES, get_rule
 from draftwing.budget import acceptance as accepting
 from draftwing.budget import planner as auto
 from draftwing.budget.acceptance import Acceptance, Ranks
-from draftwing.budget.clock import SETTLED, Clock, Line
+from draftwing.budget.clock import COMPARED, SETTLED, Clock, Line
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Gate, Planner
 from draftwing.drafters.base import Budget, Traits
@@ -176,9 +176,8 @@ def test_a_clock_comes_to_what_steps_take():
         wanted = 0.4 * factor  # what was measured counts as a few drafts for good
         assert abs(clock.draft(4, 1) - wanted) < 0.25 * abs(0.4 - wanted) + 0.03
     before = clock.slow
-    verify, draft = clock.observe(1, 5, 4, False, 100.0, 100.0)  # a hiccup is not held against what it drafted
-    assert verify <= 2 * COSTS.verify_seconds(5)
-    assert draft < 2.5
+    took, _ = clock.observe(1, 5, 4, False, 100.0, 100.0)  # a hiccup is not held against what it drafted
+    assert took < 2 * before * COSTS.verify_seconds(5) + 2.5
     assert clock.slow < 1.3 * before
 
 
@@ -560,18 +559,17 @@ def test_costs_are_stale_where_they_were_measured_alone():
         assert found == told
 
 
-def test_a_machine_that_changes_its_speed_neither_stops_nor_starts_the_drafts(no_plain_start):
-    world = World(Planner(COSTS, Budget(4)))
-    for slow in (1.0, 3.0, 0.5, 1.0):
-        share, speedup = world.run(200, 0.9, slow=slow)
-        assert share == 1.0
-        assert speedup > 0.95 * best_chain(COSTS, 0.9, 4)
-    world = World(Planner(COSTS, Budget(4)))
+@pytest.mark.parametrize("seed", range(6))
+def test_a_machine_that_changes_its_speed_neither_stops_nor_starts_the_drafts(seed):
+    """Plain steps are looked at now and then: a verification that grows slower by itself is not the machine's doing."""
+    world = World(Planner(COSTS, Budget(4)), seed=seed)
+    found = [world.run(200, 0.9, slow=slow) for slow in (1.0, 3.0, 0.5, 1.0)]
+    assert min(share for share, _ in found) > 0.9
+    assert np.mean([speedup for _, speedup in found]) > 0.95 * best_chain(COSTS, 0.9, 4)
+    world = World(Planner(COSTS, Budget(4)), seed=seed)
     world.run(300, 0.05)
     for slow in (3.0, 0.5, 2.0):
-        share, speedup = world.run(400, 0.05, slow=slow)
-        assert share < 0.05
-        assert speedup > 0.97
+        assert world.run(400, 0.05, slow=slow)[1] > 0.96
 
 
 @pytest.mark.parametrize(("plain", "drafts"), [(1.0, True), (0.4, False)])
@@ -624,7 +622,8 @@ def test_cold_first_drafts_decide_nothing(plan):
     assert np.mean(shares) > 0.8
 
 
-def test_what_plain_steps_take_beside_drafts_fades():
+def test_plain_steps_and_drafts_have_a_pace_each():
+    """A long run of one kind tells how fast the machine is, not that the other kind has come closer."""
     clock = Clock(COSTS)
     for _ in range(20):
         clock.observe(1, 5, 4, False, 0.4, 1.5 * COSTS.verify_seconds(5))
@@ -632,9 +631,21 @@ def test_what_plain_steps_take_beside_drafts_fades():
         clock.observe(1, 1, 0, False, 0.0, COSTS.verify_seconds(1))
     assert clock.alone < 0.75
     for _ in range(60):
-        clock.observe(1, 1, 0, False, 0.0, COSTS.verify_seconds(1))
-    assert clock.alone == pytest.approx(1.0, abs=0.01)
-    assert clock.slow == pytest.approx(1.0, abs=0.01)
+        clock.observe(1, 1, 0, False, 0.0, 2 * COSTS.verify_seconds(1))
+    assert clock.alone < 0.75
+    assert (clock.plain, clock.slow) == pytest.approx((2.0, 3.0), rel=0.1)
+    for _ in range(6):  # right after plain steps drafts tell how the two compare, and nothing of the machine,
+        clock.observe(1, 5, 4, False, 0.4, 2.4 * COSTS.verify_seconds(5))
+    assert (clock.plain, clock.slow) == pytest.approx((2.0, 2.4), rel=0.05)
+    for _ in range(COMPARED):
+        clock.observe(1, 5, 4, False, 0.4, 2.4 * COSTS.verify_seconds(5))
+    for _ in range(6):  # later on that it has slowed down
+        clock.observe(1, 5, 4, False, 0.4, 4.8 * COSTS.verify_seconds(5))
+    assert (clock.plain, clock.slow) == pytest.approx((4.0, 4.8), rel=0.05)
+    found = [clock.observe(1, 1, 0, False, 0.0, 3 * COSTS.verify_seconds(1))[1] for _ in range(4)]
+    assert found[0] == 1.0
+    assert np.prod(found) == pytest.approx(clock.plain / 4.0, rel=0.05)
+    assert clock.plain < 3.8
 
 
 def test_no_more_nodes_than_the_budget_has():

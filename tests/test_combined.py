@@ -394,8 +394,8 @@ def test_a_draft_without_a_pass_says_that_it_took_none():
     assert tree.effort == 0.0
     clock = Clock(Costs(Curve(((1, 0.01), (8, 0.02))), Curve(((1, 0.001), (8, 0.008)))))
     before = clock.draft(4, 1)
-    _, drafted = clock.observe(1, 4, 0.0, False, 1e-5, 0.014)
-    assert drafted == 1e-5
+    took, _ = clock.observe(1, 4, 0.0, False, 1e-5, 0.014)
+    assert took == pytest.approx((0.014 + 1e-5) / 0.01)
     assert clock.draft(4, 1) == before
 
 

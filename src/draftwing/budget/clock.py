@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+
 import numpy as np
 
 from draftwing.budget.costs import Costs
 
-__all__ = ["Clock", "Line", "Tilt"]
+__all__ = ["LOOKS", "Clock", "Line", "Tilt"]
 
 KEEP = 0.985  # share of what is remembered that a step leaves: the last 70 or so count
 TRUST = 4.0  # drafts that each end of a measured line counts as
@@ -14,10 +17,12 @@ SPREAD = 100.0  # squares of nodes that no slope at all counts as
 HICCUP = 2.0  # times what was expected: more of a step's time is not held against what it did
 JUMP = 4.0  # times what was expected: no step says that the machine's speed has changed by more
 SETTLED = 8  # plain steps of a run that tell how these compare with drafts; later ones tell of the machine's speed
+COMPARED = 16  # drafts after plain steps that tell the same
+LOOKS, LEAP = 4, 1.25  # steps in a row that say, by their median, that the machine's speed has changed by so much
 MOST = 256  # nodes that costs are looked up for
-DOUBTED = 0.1  # share by which what was learnt of plain steps fades while none are beside drafts
 YOUNG = 32  # drafts up to which the latest ones count more
 UNSETTLED = 2  # drafts at first that tell nothing: memory is laid out for them
+ALONE = 0.4, 1.25  # how much slower than drafts' verifications plain steps can be, each against what was measured
 STALE = 0.6, 1.7  # of what was measured: steps outside are of another machine than was measured,
 PERSISTENT = 48  # where so many in a row are
 
@@ -79,9 +84,12 @@ class Tilt:
 class Clock:
     """Seconds of the parts of a step.
 
+    Steps that verify drafts and runs of plain steps have a pace each, since what stays in the caches between them
+    differs. While only one kind is seen the other is taken to speed up and slow down with it, as the machine does.
+
     Attributes:
-        slow: how much slower than measured a verification is now.
-        alone: how much slower than that in a run of plain steps.
+        slow: how much slower than measured a draft's verification is now.
+        plain: the same of a run of plain steps.
         run: plain steps up to now.
         context: the mean number of tokens of the rows.
         num_drafts: steps with drafted nodes that were observed.
@@ -89,14 +97,23 @@ class Clock:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.slow = self.alone = 1.0
+        self.slow = self.plain = 1.0
         self.run = 0
         self.context = 0.0
         self.num_drafts = self._num_plain = self._num_stale = 0
+        self._num_since = COMPARED  # drafts since plain steps were seen
+        self._slow_then = 1.0  # ``slow`` after the latest draft
+        self._is_old = False  # whether these were many when the plain steps of now began
+        self._latest: deque[float] = deque(maxlen=LOOKS)  # how slow the latest steps of one kind were
         self._tilt = Tilt()
         self._lines = {False: Line.of(costs, 1), True: Line.of(costs, costs.width)}  # by: is wide
         self._curves: dict[int, np.ndarray] = {}
         self.share = _share(costs)
+
+    @property
+    def alone(self) -> float:
+        """How much slower than a draft's verification a run of plain steps is, each against what was measured."""
+        return self.plain / self.slow
 
     def observe(
         self, rows: int, nodes: int, levels: float, is_wide: bool, drafted_s: float, verified_s: float
@@ -104,34 +121,69 @@ class Clock:
         """What a step took.
 
         Returns:
-            Seconds of its verification, as if the machine were as fast as when it was measured, and of its draft.
-            What the clock says, since trees and sampling take more than was measured beforehand; but a hiccup of the
-            machine says nothing of drafts.
+            What it took, in plain steps: what the clock says, since trees and sampling take more than was measured
+            beforehand, but a hiccup of the machine says nothing of drafts. And what a plain step took of what it was
+            believed to take in the drafts before, where it was not seen for long; else 1.
         """
         line, share = self._lines[is_wide], 1 + (rows - 1) * self.costs.draft_per_row
+        usual = line(levels or 1.0) * share * self.slow / self._slow_then
         if levels:
             line.observe(levels, drafted_s / share)
         verify = self.verify(nodes, rows) / self.slow
         measured = verified_s / verify
         self._num_stale = 0 if STALE[0] < measured < STALE[1] else self._num_stale + 1
-        ratio = min(max(measured, self.slow / JUMP), self.slow * JUMP)
+        believed = self.plain if nodes == 1 else self.slow
+        ratio, found = min(max(measured, believed / JUMP), believed * JUMP), 1.0
         self.run = self.run + 1 if nodes == 1 else 0
-        if nodes > 1 and self.num_drafts < UNSETTLED:
-            self.num_drafts += 1
-        elif nodes > 1:
-            excess = (min(ratio, HICCUP * self.slow) - self.slow) * verify * self.slow
-            self._tilt.observe(nodes, excess / self.verify(1, rows))
-            self.num_drafts += 1
+        if nodes > 1:
+            self._draft_took(ratio, nodes, verify / self.verify(1, rows) * self.slow)
+            self._slow_then = self.slow
+        elif self.run == 1:  # not yet like those of plain decoding
+            self._is_old = self._num_since >= COMPARED
+            self._latest.clear()
+        else:
+            found = self._plain_took(ratio)
+        draft = min(drafted_s, HICCUP * usual) if levels or nodes > 1 else 0.0
+        # The first draft after plain steps, as that of all, tells little of the time that those to come take.
+        is_cold = nodes > 1 and (self._num_since == 1 or self.num_drafts <= UNSETTLED)
+        most = verify * (self.slow if is_cold else HICCUP * max(self.slow, self.plain))
+        return (min(verified_s, most) + (min(draft, usual) if is_cold else draft)) / self.plain_step(rows), found
+
+    def _draft_took(self, ratio: float, nodes: int, forwards: float) -> None:
+        """The verification of a draft, as measured beforehand so many forwards, took ``ratio`` times as long."""
+        if self._num_since == 0:
+            self._latest.clear()
+        self.num_drafts += 1
+        self._num_since += 1
+        self._latest.append(ratio)
+        excess = min(ratio, HICCUP * self.slow) - self.slow
+        if self.num_drafts > UNSETTLED:
+            self._tilt.observe(nodes, excess * forwards / self.slow)
+        if self._num_since <= COMPARED:  # what plain steps take is known: that is how the two compare
+            settled = self._num_since - UNSETTLED
+            self.slow += max(0.2, 1 / (1 + settled)) * excess if settled > 0 else 0.0
+            low, high = ALONE  # beyond these the machine has changed meanwhile
+            self.plain = min(max(self.plain, low * self.slow), high * self.slow)
+        elif self.num_drafts > UNSETTLED:
+            before, usual = self.slow, statistics.median(self._latest)
             latest = 0.2 if self.num_drafts < YOUNG else 0.05  # early drafts grow faster as memory warms up
             self.slow += max(latest, 1 / (self.num_drafts + 1 - UNSETTLED)) * (ratio - self.slow)
-        elif self.run > SETTLED:
-            self.alone += DOUBTED * (1 - self.alone)
-            self.slow += 0.3 * (ratio / self.alone - self.slow)
-        elif self.run > 1:  # the first plain step after drafts is not yet like those of plain decoding
+            if not 1 / LEAP < usual / before < LEAP and len(self._latest) == LOOKS:
+                self.slow = usual
+            self.plain *= self.slow / before
+
+    def _plain_took(self, ratio: float) -> float:
+        """A plain step that was not the first of its run; see ``observe`` for what is found."""
+        believed = self.plain
+        self._num_since = 0
+        if self.run <= SETTLED:
             self._num_plain += 1
-            self.alone += max(0.1, 1 / self._num_plain) * (ratio / self.slow - self.alone)
-        draft = min(drafted_s, HICCUP * line(levels or 1.0) * share) if levels or nodes > 1 else 0.0
-        return min(verified_s / self.slow, HICCUP * verify), draft
+            self.plain += max(0.2, 1 / self._num_plain) * (ratio - self.plain)
+            return self.plain / believed if self._is_old else 1.0
+        self._latest.append(ratio)
+        self.plain = statistics.median(self._latest)
+        self.slow *= self.plain / believed
+        return 1.0
 
     @property
     def is_stale(self) -> bool:
@@ -147,6 +199,10 @@ class Clock:
         beyond = (self.context * rows - self.costs.context) * self.costs.per_token  # what longer texts add
         return max(float(self._curve(rows)[min(nodes, MOST)]) + beyond, 1e-7) * self.slow
 
+    def plain_step(self, rows: int) -> float:
+        """Seconds of a step in a run of plain ones."""
+        return self.verify(1, rows) * self.alone
+
     def verify_tilted(self, nodes: int, rows: int) -> float:
         """The same with what nodes were seen to take more."""
         return self.verify(nodes, rows) + max(self._tilt.slope, 0.0) * self.verify(1, rows) * (nodes - 1)
@@ -161,11 +217,11 @@ class Clock:
 
     def draft(self, levels: float, rows: int, *, is_wide: bool = False) -> float:
         """A draft of so many levels."""
-        return self._lines[is_wide](levels) * self.costs.draft_share(rows)
+        return self._lines[is_wide](levels) * self.costs.draft_share(rows) * self.slow / self._slow_then
 
     def level(self, rows: int) -> float:
         """Another level of one node."""
-        return self._lines[False].slope * self.costs.draft_share(rows)
+        return self._lines[False].slope * self.costs.draft_share(rows) * self.slow / self._slow_then
 
     def _curve(self, rows: int) -> np.ndarray:
         """T_V by nodes, at the context of the costs."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from draftwing.accept import Rule
 from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.account import Account
-from draftwing.budget.clock import SETTLED, Clock
+from draftwing.budget.clock import LOOKS, SETTLED, Clock
 from draftwing.budget.costs import ROWS, Costs
 from draftwing.drafters.base import Budget, Traits
 from draftwing.model.target import Context, Row
@@ -46,11 +46,11 @@ HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which dr
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
 NEAR, RARER = 0.8, 3  # speedup from which drafts may pay in another text; doublings of PROBE where they never did
-EARLY, HOPELESS = 6, 0.8  # drafts from which on so low a speedup, with twice the doubt, is given up at once,
-LOST, LONGEST = 0.01, 640  # and the share of time that its probes may lose; so many plain steps apart at most
+EARLY, HOPELESS = 6, 0.8  # drafts from which on so low a speedup, with twice the doubt, is given up at once
+LOST, LONGEST = 0.01, 640  # share of time that probes of such may lose; plain steps between these at most
 CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
-CHECK, CLOSE = 24, 1.5  # the step from which plain steps are measured anew, ever rarer, where drafting gains less
+CHECK, CHECKS = 24, 0.005  # the step at which plain steps are measured anew, and the share of time that this may take
 RESTING = 32  # plain steps of a long run, of which one is looked at
 # When to learn.
 YOUNG, FRESH = 32, 8  # after the first so many steps, what was seen is learnt from every so many,
@@ -92,8 +92,9 @@ class Gate:
 
     @property
     def rests(self) -> bool:
-        """Whether a plain step tells nothing new: in a long run of them all but one in ``RESTING``."""
-        return self._clock.run >= SETTLED and self._clock.run % RESTING > 0
+        """Whether a plain step tells nothing new: in a long run all but one in ``RESTING``, and those before a draft."""
+        waits = self._plain < self._patience - LOOKS
+        return waits and self._clock.run >= SETTLED and self._clock.run % RESTING > 0
 
     def decide(self) -> bool:
         """For the next step."""
@@ -114,15 +115,14 @@ class Gate:
             self._probes -= 1
             return True
         # With the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little.
-        speedup, seen = drafts.speedup(self._clock), drafts.weight
+        speedup, seen = drafts.speedup, drafts.weight
         if self._trusts:
             speedup, seen = (speedup + self._forecast()) / 2, drafts.steps
         if speedup * (1 + DOUBT / math.sqrt(seen * self.rows)) >= GAIN:
             self._plain, self._patience, self._misses = 0, PROBE, 0
             return True
         if hopeless:
-            apart = PROBES * drafts.lost(self._clock, self.rows) / LOST
-            self._patience = max(self._patience, min(round(apart), LONGEST))
+            self._patience = max(self._patience, min(round(PROBES * drafts.lost / LOST), LONGEST))
         self._plain += 1
         if self._plain < self._patience:
             return False
@@ -139,7 +139,7 @@ class Gate:
 
     def _is_hopeless(self) -> bool:
         drafts = self.drafts
-        return drafts.speedup(self._clock) * (1 + 2 * DOUBT / math.sqrt(drafts.weight * self.rows)) < HOPELESS
+        return drafts.speedup * (1 + 2 * DOUBT / math.sqrt(drafts.weight * self.rows)) < HOPELESS
 
     def begin_text(self) -> None:
         """Another text begins, which may be of another kind: believe what drafts bring in it, and try them soon.
@@ -148,7 +148,7 @@ class Gate:
         differ by less than that, and such drafts are dear.
         """
         self._misses += 1
-        if self.drafts.speedup(self._clock) > NEAR:
+        if self.drafts.speedup > NEAR:
             self._patience = min(self._patience, PROBE << min(max(self._misses - 1, 0), RARER))
         if self.drafts.weight > CARRIED and not self._trusts:
             self.drafts.fade(CARRIED / self.drafts.weight)
@@ -162,9 +162,8 @@ class Gate:
             return False
         if self._check == CHECK:
             self._clock.forget_plain()
-        self._check = 2 * self.steps
-        if self.all.speedup(self._clock) >= CLOSE:
-            return False
+        gained = max(1 - 1 / max(self.all.speedup, 1.0), 0.0)
+        self._check = self.steps + max(CHECK, round(PLAIN * gained / CHECKS))
         self._checking = PLAIN - 1
         return True
 
@@ -263,11 +262,13 @@ class Planner:
                 return  # as much is known from every other step, and steps may be short
             began = time.perf_counter()
             is_wide = not self.sighted and nodes > 1 and not tree.is_line
-            verify, draft = clock.observe(rows, nodes, levels, is_wide, drafted_s, verified_s)
-            plain = num_tokens * clock.verify(1, rows) / clock.slow / rows
-            gate.all.add(plain, verify, draft)
+            took, found = clock.observe(rows, nodes, levels, is_wide, drafted_s, verified_s)
+            for account in (gate.all, gate.drafts):
+                account.correct(found)
+            gate.all.add(num_tokens / rows, took)
             if levels or nodes > 1:
-                gate.drafts.add(plain, verify, draft + self._own)
+                took += self._own / clock.plain_step(rows)
+                gate.drafts.add(num_tokens / rows, took)
             if nodes > 1:
                 self._unlearnt.append((tree.parents, accepted.path, tree.told))
                 if gate.steps < YOUNG or gate.steps % FRESH == 0:  # several at once take less than each by itself
@@ -383,8 +384,8 @@ class Planner:
             path *= self.ranks.rate(depth)
             tau += path
             best = max(best, tau / self._takes(depth, depth, is_wide=False))
-        return best * self.clock.verify(1, self._rows) * self.clock.alone
+        return best * self.clock.plain_step(self._rows)
 
     def _token_seconds(self, rows: int) -> float:
         """What a token takes at present: no more than in plain decoding."""
-        return self.clock.verify(1, rows) * self.clock.alone / rows / max(self.gate.all.speedup(self.clock), 1.0)
+        return self.clock.plain_step(rows) / rows / max(self.gate.all.speedup, 1.0)
