@@ -92,7 +92,7 @@ class Gate:
 
     @property
     def rests(self) -> bool:
-        """Whether a plain step tells nothing new: in a long run all but one in ``RESTING``, and those before a draft."""
+        """Whether a plain step tells nothing new: in a long run all but one in ``RESTING``, and the last ones."""
         waits = self._plain < self._patience - LOOKS
         return waits and self._clock.run >= SETTLED and self._clock.run % RESTING > 0
 
