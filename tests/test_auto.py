@@ -539,7 +539,8 @@ def test_what_many_rows_take_decides_for_many_alone():
     world.dear = 0.8  # of the nodes of 16 rows, each by this share of a plain step more
     assert world.run(300, 0.8)[1] > 0.9 * best_for(CROWD, 0.8, 1)
     assert best_for(CROWD, 0.8, 8) > 1.3
-    world.run(200, 0.8, 8)
+    share, _ = world.run(200, 0.8, 8)
+    assert 3 <= 200 * share <= 8  # as soon as that is seen
     share, speedup = world.run(200, 0.8, 8)
     assert share < 0.15
     assert speedup > 0.97

@@ -48,7 +48,6 @@ from draftwing.heads.identity import target_id
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.subnet import Parts, SubNet
 from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
 from draftwing.nets.aligned import AlignedLoss
@@ -81,7 +80,7 @@ KERNEL = {
 }  # a mistral that the CPU kernel runs; -half: weights in bfloat16, -bfloat16: products too
 CAN_RUN = {
     **dict.fromkeys(("kernel", "kernel-half", "kernel-bfloat16"), get_kernel()),
-    "kernel-int8": get_kernel() and can_int8(),
+    "kernel-int8": get_kernel(),
 }
 FUSED = [name for name, runs in CAN_RUN.items() if runs]
 TARGETS = ("llama", "qwen3", "mistral-window", "mixtral", "gpt2", *FUSED)

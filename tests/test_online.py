@@ -19,14 +19,14 @@ from draftwing.errors import ConfigError
 from draftwing.heads.write import write_head
 from draftwing.model.layers import RMSNorm
 from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Layout, Linear
-from draftwing.model.linear import _has_exact_int8 as can_int8
+from draftwing.model.linear import Layout, Linear, _has_exact_int8
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.learner import Learner, Pace, Stretch, Tally
 from draftwing.run.kernel.library import get_kernel
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
+from processors import can_int8
 from test_unroll import SlowNet, random_net, random_text
 
 needs_kernel = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
@@ -41,9 +41,9 @@ LAYOUTS = {
     "plain": (Layout("plain"), torch.float32),
     "torch": (Layout("torch"), torch.float32),
     "bfloat16": (Layout("torch"), torch.bfloat16),
-    **({"torch-int8": (Layout("torch", "int8"), torch.float32)} if can_int8() else {}),
+    **({"torch-int8": (Layout("torch", "int8"), torch.float32)} if _has_exact_int8() else {}),
     **({"kernel": (Layout("kernel"), torch.float32)} if get_kernel() else {}),
-    **({"kernel-int8": (Layout("kernel", "int8"), torch.float32)} if get_kernel() and can_int8() else {}),
+    **({"kernel-int8": (Layout("kernel", "int8"), torch.float32)} if get_kernel() else {}),
 }
 
 

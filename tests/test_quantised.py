@@ -21,13 +21,13 @@ from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
+from draftwing.run.kernel.library import get_kernel
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from pairwise import cover, groups_of
+from processors import can_int8
 
-pytestmark = pytest.mark.skipif(
-    not linear_module._has_exact_int8(), reason="this CPU multiplies no 8-bit integers exactly"
-)
+pytestmark = pytest.mark.skipif(not can_int8(), reason="this CPU multiplies no 8-bit integers exactly")
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "t1": {"temperature": 1.0}}
@@ -148,3 +148,18 @@ def test_refusals(folder_of, tmp_path):
         load_target(llama, quantize="int8", engine="transformers")
     with refused(UnsupportedError, "quantize='int8'", "transformers", "leave quantize out"):
         load_target(folder_of("gpt2"), quantize="int8")
+
+
+def test_the_kernel_is_exact_where_pytorch_is_not(folder_of, monkeypatch):
+    """On processors whose own 8-bit products saturate (AVX2 alone) models are quantised where a kernel runs them."""
+    folder = folder_of("llama", head_dim=32)
+    before = LeanTarget.from_folder(folder, quantize="int8")
+    monkeypatch.setattr(linear_module, "_has_exact_int8", lambda: False)
+    if get_kernel() is not None:
+        after = LeanTarget.from_folder(folder, quantize="int8")
+        assert (after.runtime, after.quantized) == ("kernel", "int8")
+        texts = [decode(target, "t1", range(2))[0] for target in (before, after)]
+        assert texts[0] == texts[1]
+    monkeypatch.setenv("DRAFTWING_KERNEL", "off")
+    with refused(UnsupportedError, "quantize='int8'", "without the CPU kernel", "C++ compiler"):
+        LeanTarget.from_folder(folder, quantize="int8")

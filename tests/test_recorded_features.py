@@ -18,7 +18,6 @@ from draftwing.errors import ConfigError, DataError
 from draftwing.heads.identity import target_id
 from draftwing.lm import LM
 from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.eagle_initial import initialise
@@ -37,6 +36,7 @@ from draftwing.train.loss.batch import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
+from processors import can_int8
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"

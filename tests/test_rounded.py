@@ -11,13 +11,13 @@ from draftwing.errors import CheckpointError
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
-from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.stored import Stored
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.run.kernel.library import get_kernel
 from draftwing.tree import DraftTree
+from processors import can_int8
 
 kernel = get_kernel()
 pytestmark = pytest.mark.skipif(kernel is None, reason="no kernel here")

@@ -18,13 +18,13 @@ from draftwing.heads.layouts import head_files
 from draftwing.heads.write import write_head
 from draftwing.model.catalogue import CATALOGUE, Entry, Shipped
 from draftwing.model.config import ModelConfig
-from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig, TargetId
 from draftwing.nets.eagle_tensors import tensor_shapes
 from draftwing.shipped import SHIPPED, shipped_heads
 from draftwing.text.tokenizer import Tokenizer
 from gguf_files import write
+from processors import can_int8
 
 MB = 1e6
 # SmolLM2-135M: the shape for which heads are shipped.

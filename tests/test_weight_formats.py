@@ -16,7 +16,6 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.embedding import Embedding
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
-from draftwing.model.linear import _has_exact_int8 as can_int8
 from draftwing.model.stored import Stored, stack
 from draftwing.model.target import FeatureSpec
 from draftwing.run.kernel.formats import BLOCKS, FORMATS
@@ -24,6 +23,7 @@ from draftwing.run.kernel.library import get_kernel
 from draftwing.run.kernel.packed import Packed
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
+from processors import can_int8
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no compiler")
 

@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from draftwing.budget.costs import Costs
+from draftwing.budget.costs import ROWS, Costs
 
 __all__ = ["LOOKS", "Clock", "Line", "Tilt"]
 
@@ -144,8 +144,9 @@ class Clock:
         else:
             found = self._plain_took(ratio)
         draft = min(drafted_s, HICCUP * usual) if levels or nodes > 1 else 0.0
-        # The first draft after plain steps, as that of all, tells little of the time that those to come take.
-        is_cold = nodes > 1 and (self._num_since == 1 or self.num_drafts <= UNSETTLED)
+        # The first draft after plain steps, as that of all, tells little of the time that those to come take. What many
+        # rows take was not measured: there it tells more than what is believed.
+        is_cold = nodes > 1 and rows <= ROWS and (self._num_since == 1 or self.num_drafts <= UNSETTLED)
         most = verify * (self.slow if is_cold else HICCUP * max(self.slow, self.plain))
         return (min(verified_s, most) + (min(draft, usual) if is_cold else draft)) / self.plain_step(rows), found
 

@@ -47,6 +47,7 @@ PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
 NEAR, RARER = 0.8, 3  # speedup from which drafts may pay in another text; doublings of PROBE where they never did
 EARLY, HOPELESS = 6, 0.8  # drafts from which on so low a speedup, with twice the doubt, is given up at once
+MANY, SURE = 4, 3  # the same of a batch of so many rows, each of which tells something, from so many drafts on
 LOST, LONGEST = 0.01, 640  # share of time that probes of such may lose; plain steps between these at most
 CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
@@ -108,7 +109,8 @@ class Gate:
 
     def _is_worth_it(self) -> bool:
         drafts = self.drafts
-        hopeless = self._stays_dear and drafts.steps >= EARLY and self._is_hopeless()
+        early = EARLY if self.rows < MANY else SURE
+        hopeless = (self._stays_dear or self.rows >= MANY) and drafts.steps >= early and self._is_hopeless()
         if drafts.steps < max(FIRST // self.rows, LEAST) and not hopeless:
             return True
         if self._probes:

@@ -162,6 +162,7 @@ class LeanTarget(Target):
         is_dense = config.moe is None
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=is_dense, may_round=True)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
+        check_quantize(quantize, dtype, device, layout.runs)
         states = torch.float32 if layout.runs == "kernel" else dtype  # there bfloat16 is for products alone
         reader = Reader(open_weights(folder), states, device, replace(layout, expand=expand))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is memory traffic and little else

@@ -48,8 +48,11 @@ def can_prepack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError or UnsupportedError where matrices cannot be quantised so; None is always right."""
+def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.device, runs: str = "kernel") -> None:
+    """Raise ConfigError or UnsupportedError where matrices cannot be quantised so; None is always right.
+
+    ``runs``: see ``Layout``. The CPU kernel's sums of 8-bit products are exact on every processor.
+    """
     if quantize is None:
         return
     if quantize not in QUANTIZATIONS:
@@ -64,10 +67,11 @@ def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.devic
             f"quantize={quantize!r} goes with dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: "
             f"choose one of these, or leave quantize out"
         )
-    if not _has_exact_int8():
+    if runs != "kernel" and not _has_exact_int8():
         raise UnsupportedError(
-            f"quantize={quantize!r} needs a CPU that multiplies 8-bit integers exactly (AVX-512 VNNI, AMX, AVX-VNNI), "
-            f"and this one, or this build of PyTorch, does not: leave quantize out"
+            f"quantize={quantize!r} without the CPU kernel needs a CPU that multiplies 8-bit integers exactly (AVX-512 "
+            f"VNNI, AMX, AVX-VNNI), and this one, or this build of PyTorch, does not: install a C++ compiler, with "
+            f"which the kernel is built, or leave quantize out"
         )
 
 
@@ -259,7 +263,7 @@ class Linear(nn.Module):
             return
         if self._packed is not None:
             raise ConfigError("a prepacked matrix cannot be quantised: quantise it instead of prepacking it")
-        check_quantize(how, self.weight.dtype, self.weight.device)
+        check_quantize(how, self.weight.dtype, self.weight.device, "torch")
         if self.num_in > _MAX_INPUTS:
             raise UnsupportedError(
                 f"quantize={how!r} takes matrices of at most {_MAX_INPUTS} inputs, found {self.num_in}: leave "

@@ -216,6 +216,7 @@ void plan(Run& run, int which, int num_threads) {
 }
 
 void run_program(const Op* ops, int32_t num_ops, const Batch* batch, int32_t num_threads) {
+    if (batch->rows == 0 || batch->nodes == 0) return;  // nothing is read: no product can be shared out
     Pool& helpers = pool();
     std::lock_guard<std::mutex> turn(helpers.turn);
     Run& run = helpers.next();
