@@ -16,6 +16,7 @@ from draftwing.accept import RULES, get_rule
 from draftwing.budget import acceptance as accepting
 from draftwing.budget import planner as auto
 from draftwing.budget.acceptance import Acceptance, Ranks
+from draftwing.budget.account import Account
 from draftwing.budget.clock import COMPARED, SETTLED, Clock, Line
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Gate, Planner
@@ -647,6 +648,25 @@ def test_plain_steps_and_drafts_have_a_pace_each():
     assert found[0] == 1.0
     assert np.prod(found) == pytest.approx(clock.plain / 4.0, rel=0.05)
     assert clock.plain < 3.8
+
+
+def test_a_wrong_belief_of_plain_steps_is_corrected():
+    """Drafts that seemed to gain, since plain steps were believed to be slow, are judged by what these take."""
+    account = Account()
+    for _ in range(100):
+        account.add(2.0, 1.6)
+    assert account.speedup == pytest.approx(1.25)
+    account.correct(0.5)  # a plain step takes half of what was believed
+    assert account.speedup == pytest.approx(0.625)
+    assert account.lost == pytest.approx(1.2)
+    world = World(Planner(COSTS, Budget(4)))
+    world.run(100, 0.6)
+    assert world.depths[-1] > 0
+    world.plain_slow = 0.4  # from now on, which only a look tells
+    world.run(200, 0.6)
+    share, speedup = world.run(200, 0.6)
+    assert share < 0.1
+    assert speedup > 0.96
 
 
 def test_no_more_nodes_than_the_budget_has():

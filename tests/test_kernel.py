@@ -369,6 +369,17 @@ def test_threads_change_no_bit(folder_of):
 
 
 @needs_kernel
+def test_reading_nothing_does_nothing(folder_of):
+    """Products of no rows cannot be shared out among threads: dividing by them ended the process."""
+    target = LeanTarget.from_folder(folder_of("llama", head_dim=32))
+    ctx = target.new_context()
+    target.prefill(ctx, [3, 4, 5])
+    watched = ctx.runner.watch(0, [], 3)
+    assert watched.shape[-1] == 3
+    assert not watched.any()
+
+
+@needs_kernel
 def test_two_programs_at_the_same_time(folder_of):
     target = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32)
     other = LeanTarget.from_folder(folder_of("qwen3", head_dim=64), torch.float32)

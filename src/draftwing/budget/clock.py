@@ -179,7 +179,8 @@ class Clock:
         self._num_since = 0
         if self.run <= SETTLED:
             self._num_plain += 1
-            self.plain += max(0.2, 1 / self._num_plain) * (ratio - self.plain)
+            latest = 1 / self.run if self._is_old else 0.2
+            self.plain += max(latest, 1 / self._num_plain) * (ratio - self.plain)
             return self.plain / believed if self._is_old else 1.0
         self._latest.append(ratio)
         self.plain = statistics.median(self._latest)

@@ -51,7 +51,7 @@ MANY, SURE = 4, 3  # the same of a batch of so many rows, each of which tells so
 LOST, LONGEST = 0.01, 640  # share of time that probes of such may lose; plain steps between these at most
 CARRIED = 10.0  # drafts of other texts that count in one that begins
 FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
-CHECK, CHECKS = 24, 0.005  # the step at which plain steps are measured anew, and the share of time that this may take
+CHECK, CHECKS = 24, 0.005  # steps after which plain ones are measured anew at least, and the time that this may take
 RESTING = 32  # plain steps of a long run, of which one is looked at
 # When to learn.
 YOUNG, FRESH = 32, 8  # after the first so many steps, what was seen is learnt from every so many,
@@ -87,7 +87,7 @@ class Gate:
         self.steps, self.rows = 0, 1
         self.is_open = False
         self._plain, self._patience, self._probes = 0, PROBE, 0
-        self._check, self._checking = CHECK, 0
+        self._checked = self._checking = 0  # the step of the last check, and steps that are left of it
         self._reform = 0  # the step from which drafts may be judged anew
         self._misses = -1  # texts in a row in which drafts were not worth it
 
@@ -160,13 +160,12 @@ class Gate:
         if self._checking:
             self._checking -= 1
             return True
-        if not PLAIN or self.steps < self._check:
-            return False
-        if self._check == CHECK:
-            self._clock.forget_plain()
         gained = max(1 - 1 / max(self.all.speedup, 1.0), 0.0)
-        self._check = self.steps + max(CHECK, round(PLAIN * gained / CHECKS))
-        self._checking = PLAIN - 1
+        if not PLAIN or self.steps < self._checked + max(CHECK, round(PLAIN * gained / CHECKS)):
+            return False
+        if not self._checked:
+            self._clock.forget_plain()
+        self._checked, self._checking = self.steps, PLAIN - 1
         return True
 
 
