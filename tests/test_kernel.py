@@ -245,6 +245,27 @@ def test_filters_on_the_way_are_those_of_whole_scores(vocab, sharpness):
     assert masked > 0
 
 
+@needs_kernel
+@pytest.mark.parametrize("rank", [5, 255, 256, 257, 300])
+def test_the_last_of_the_likeliest_is_among_them(rank):
+    """The token that the noise likes best is drawn where it is the k-th, and masked where it comes after that."""
+    kernel, vocab = get_kernel(), 1000
+    assert kernel is not None
+    noise, own = KeyedNoise(vocab), NativeNoise(kernel, vocab, capacity=2)
+    for position in range(5):
+        best = int(noise.at(1, position).argmax())
+        logits = torch.full((vocab,), -0.002)
+        logits[[token for token in range(vocab) if token != best][: rank - 1]] = 0.0
+        logits[best] = -0.001
+        for top_k, is_drawn in ((rank, True), (rank - 1, False)):
+            sampling = SamplingBatch([Sampling(temperature=1.0, top_k=top_k, seed=1)], own)
+            found = match_logits(
+                DraftTree.chain(torch.zeros(1, 1, dtype=torch.int64)), logits[None, None], sampling, [position]
+            )
+            assert found is not None
+            assert (found.bonus.item() == best) == is_drawn
+
+
 def test_without_a_kernel_whole_scores_are_made():
     tree, logits = DraftTree.chain(torch.zeros(1, 1, dtype=torch.int64)), torch.randn(1, 1, 61)
     assert match_logits(tree, logits, SamplingBatch([Sampling()], KeyedNoise(61)), [5]) is None

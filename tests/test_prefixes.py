@@ -163,7 +163,7 @@ def test_what_a_request_has_read_itself_is_not_counted_as_cached(lab):
 
 
 def test_what_was_used_last_is_kept_longest(lab):
-    own = engine_of(lab(FAMILIES[-1]), "none", pages=9)
+    own = engine_of(lab(FAMILIES[-1]), "none", pages=6)
     prompts = [text(seed, PAGE + 6) for seed in range(8)]
     for prompt in prompts[:3]:
         decoded(own, prompt, max_tokens=3)
@@ -172,7 +172,7 @@ def test_what_was_used_last_is_kept_longest(lab):
         decoded(own, prompt, max_tokens=3)
         assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE
         assert own.stats.num_slots_used == 0
-    assert own._decoder.table.num_kept <= 9
+    assert own._decoder.table.num_kept <= 6
     own._decoder.prefixes._forget()
     assert len(own._decoder.prefixes._keys) == own._decoder.table.num_kept
     for prompt in (text(20, 200), text(21, 200), text(22, 200), text(23, 200)):

@@ -9,10 +9,11 @@ from conftest import add_tokenizer, refused
 from draftwing.api import load
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.staged import StagedDrafter
+from draftwing.drafters.staged import StagedDrafter, _Text
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanTarget
+from draftwing.model.target import Row
 from draftwing.sampling import Sampling
 
 VOCAB = 61
@@ -123,3 +124,10 @@ def test_the_option_that_chooses_it(folder_of, tmp_path):
     )
     with refused(ConfigError, "what drafts for the draft model, found 'eagle3'", "choose lookup or none"):
         load(folder, folder, dtype="float64", draft_options={"draft": "eagle3"})
+
+
+def test_slots_after_another_drafters_token_are_read_anew():
+    """What was drafted here holds as far as the row's tokens are those; others may have drafted the rest of them."""
+    text = _Text(start=2, run=[5, 6, 7])
+    for tokens, kept in (([1, 2, 5, 6, 7, 8], 5), ([1, 2, 5, 9, 7, 8], 3), ([1, 2, 9], 2), ([1, 2, 5, 6], 4)):
+        assert text.num_kept(Row(tokens, len(tokens) - 1, 2)) == kept
