@@ -28,7 +28,7 @@ class WeightFormat:
         inputs: of a block, whose numbers are stored together.
         num_bytes: of a block.
         exact: what the products are equal to.
-        needs: the processor that it is fast on.
+        fast_on: the processors on which it gains.
         dtype: of plain numbers; None for blocks and levels.
         halves: where in a block its 16-bit numbers begin.
         words: where in a block its 32-bit words begin and end.
@@ -39,7 +39,7 @@ class WeightFormat:
     inputs: int
     num_bytes: int
     exact: str
-    needs: str = "any x86-64 (AVX-512, AVX2)"
+    fast_on: str = "any x86-64 (AVX-512, AVX2)"
     dtype: torch.dtype | None = None
     halves: tuple[int, ...] = ()
     words: tuple[int, int] = (0, 0)
@@ -65,7 +65,7 @@ _ALL = (
     WeightFormat("float32", 0, 1, 4, "the checkpoint", dtype=torch.float32),
     WeightFormat("bfloat16", 1, 1, 2, "the checkpoint in float32", dtype=torch.bfloat16),
     WeightFormat("float16", 2, 1, 2, "the checkpoint in float32", dtype=torch.float16),
-    WeightFormat("int8", 3, 1, 1, "the same model in int8", needs="AVX-512 VNNI, AVX-VNNI"),
+    WeightFormat("int8", 3, 1, 1, "the same model in int8", "AMX, AVX-512 VNNI, AVX-VNNI; slower on AVX2 alone"),
     WeightFormat("Q8_0", 4, 32, 34, _EXPANSION, halves=(0,), words=(2, 34)),
     WeightFormat("Q4_0", 5, 32, 18, _EXPANSION, halves=(0,), words=(2, 18)),
     WeightFormat("Q4_1", 6, 32, 20, _EXPANSION, halves=(0, 2), words=(4, 20)),
