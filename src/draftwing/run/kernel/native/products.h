@@ -130,19 +130,26 @@ struct Rows {  // of a product, as its weight wants them
 
 inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.rounds || op.norm != nullptr; }
 
+// From one narrow row to the next: an odd number of lines, so that rows one below the other share no place in a cache.
+inline size_t row_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
+
+inline size_t narrow_bytes(const Op& op) {
+    return row_bytes(op.rounds ? rounded_inputs(op.num_in) * sizeof(uint16_t) : padded_inputs(op.num_in));
+}
+
 // Where prepared rows lie: `memory` of `prepared_bytes`.
 inline size_t prepared_bytes(const Op& op, int count) {
-    if (op.rounds) return static_cast<size_t>(padded_rows(count)) * rounded_inputs(op.num_in) * sizeof(uint16_t);
+    if (op.rounds) return padded_rows(count) * narrow_bytes(op);
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
-    return op.format == INT8 ? scales + static_cast<size_t>(padded_rows(count)) * padded_inputs(op.num_in)
+    return op.format == INT8 ? scales + padded_rows(count) * narrow_bytes(op)
                              : static_cast<size_t>(count) * op.num_in * sizeof(float);
 }
 
 inline Rows prepared_at(const Op& op, int count, char* memory) {
-    if (op.rounds) return {memory, static_cast<size_t>(rounded_inputs(op.num_in)), nullptr};
+    if (op.rounds) return {memory, narrow_bytes(op) / sizeof(uint16_t), nullptr};
     if (op.format != INT8) return {memory, static_cast<size_t>(op.num_in), nullptr};
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
-    return {memory + scales, static_cast<size_t>(padded_inputs(op.num_in)), reinterpret_cast<float*>(memory)};
+    return {memory + scales, narrow_bytes(op), reinterpret_cast<float*>(memory)};
 }
 
 // Norms and rounds rows from `first` to before `last`.
@@ -180,20 +187,22 @@ Rows rows_for(const Op& op, const Batch& batch, char* shared) {
 
 thread_local Scratch sums_of_rows;
 
-// One tile of a product: (count, 64) at `out`, the bias added. The next one will be wanted, but for the last.
-void product(const Op& op, const Rows& rows, int count, int tile, bool is_last, v16 (*out)[PARTS]) {
-    const size_t bytes = op.rounds ? tile_bytes<BFloat16>(op.num_in) : static_cast<size_t>(padded_inputs(op.num_in)) * TILE;
-    const char* w = static_cast<const char*>(op.weight) + tile * bytes;
-    Later later;
-    if (!is_last && count >= LATER_ROWS) later.at = w + bytes, later.end = w + 2 * bytes;
+// Of a tile of weights that go with narrow rows.
+inline size_t narrow_tile_bytes(const Op& op) {
+    return op.rounds ? tile_bytes<BFloat16>(op.num_in) : static_cast<size_t>(padded_inputs(op.num_in)) * TILE;
+}
+
+// One tile of a product: (count, 64) at `out`, the bias added.
+void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
+    const char* w = static_cast<const char*>(op.weight) + tile * narrow_tile_bytes(op);
     if (op.rounds) {
-        rounded_product(static_cast<const uint16_t*>(rows.data), rows.stride, w, op.num_in, count, later, out);
+        rounded_product(static_cast<const uint16_t*>(rows.data), rows.stride, w, op.num_in, count, out);
     } else if (op.format != INT8) {
         float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
     } else {
         i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
         byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, reinterpret_cast<const int8_t*>(w),
-                  padded_inputs(op.num_in), count, later, sums);
+                  padded_inputs(op.num_in), count, sums);
         for (int c = 0; c < PARTS; ++c) {
             const int at = tile * TILE + 16 * c;
             const i16 offset = from_memory<i16>(op.sums + at);
@@ -201,7 +210,6 @@ void product(const Op& op, const Rows& rows, int count, int tile, bool is_last, 
             for (int r = 0; r < count; ++r) {
                 const v16 found = numbers_of(sums[r][c] - offset) * rows.scales[r] * scale;
                 out[r][c] = found;
-                later.fetch();
             }
         }
     }
@@ -226,8 +234,8 @@ void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, 
     v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(static_cast<size_t>(2) * padded_rows(count) * TILE));
     v16(*up)[PARTS] = found + padded_rows(count);
     for (int tile = first_tile; tile < last_tile; ++tile) {
-        product(op, rows, count, gated ? 2 * tile : tile, !gated && tile + 1 == last_tile, found);
-        if (gated) product(op, rows, count, 2 * tile + 1, tile + 1 == last_tile, up);  // what the gates of the tile before let through
+        product(op, rows, count, gated ? 2 * tile : tile, found);
+        if (gated) product(op, rows, count, 2 * tile + 1, up);  // what the gates of the tile before let through
         for (int r = 0; r < count; ++r) {
             float* row = batch.buffers[op.target] + static_cast<size_t>(r) * width + op.column + tile * TILE;
             for (int c = 0; c < PARTS; ++c) {

@@ -15,21 +15,6 @@ namespace {
 
 constexpr int TILE_BYTES = 64, TILE_ROWS = 16;  // of a row at a time; rows at a time
 
-constexpr int LATER_ROWS = TILE_ROWS + 1;  // fewer leave memory no time
-
-// What is needed after the next chunk: fetched while many rows are computed, when memory would be idle.
-struct Later {
-    const char* at = nullptr;
-    const char* end = nullptr;
-
-    int left() const { return static_cast<int>((end - at) / 64); }
-    void fetch() {
-        if (at == end) return;
-        __builtin_prefetch(at, 0, 2);
-        at += 64;
-    }
-};
-
 #if defined(__AMX_INT8__) && defined(__linux__)
 
 std::atomic<bool> tiles_are_on{false};
@@ -73,10 +58,10 @@ constexpr int WEIGHT_BYTES = TILE_BYTES * TILE;  // that go with TILE_BYTES of a
 constexpr int SUM_BYTES = 4 * TILE;  // of a row
 
 // Adds the products of `steps` times TILE_BYTES to the sums of the rows that the tiles are shaped for: of bytes, or of
-// bfloat16. Meanwhile `ahead` is fetched, 4 * lines lines for each step, and what is `later` from memory, 4 * later_lines.
-template <bool IS_ROUNDED>
-inline void tile_steps(const char* x, size_t stride, const char* w, int steps, bool is_first, const char* ahead, int lines,
-                       Later& later, int later_lines, char* out) {
+// bfloat16. Meanwhile `ahead` is fetched, 4 * lines lines for each step: into the second cache where many rows come through
+// the few places in which the nearest one waits for lines.
+template <bool IS_ROUNDED, bool IS_NEAR>
+inline void tile_steps(const char* x, size_t stride, const char* w, int steps, bool is_first, const char* ahead, int lines, char* out) {
     if (is_first) {
         TILE_ZERO(0);
         TILE_ZERO(1);
@@ -89,8 +74,8 @@ inline void tile_steps(const char* x, size_t stride, const char* w, int steps, b
         TILE_LOAD(3, out + 192, SUM_BYTES);
     }
     const auto fetch_lines = [&]() __attribute__((always_inline)) {
-        for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead);
-        for (int line = 0; line < later_lines; ++line) later.fetch();
+#pragma GCC unroll 4
+        for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, IS_NEAR ? 3 : 2);
     };
     for (int step = 0; step < steps; ++step, x += TILE_BYTES, w += WEIGHT_BYTES) {
         TILE_LOAD(4, x, stride);
@@ -120,23 +105,22 @@ inline void tile_steps(const char* x, size_t stride, const char* w, int steps, b
 
 // The sums (count, 64) of the first `steps` times TILE_BYTES of rows, `stride` bytes apart, and a tile of weights: for one
 // row too, whose tiles are as fast. Rows and sums have room for `padded_rows`; what stands there behind the last row says
-// nothing. Of what is `later`, `after` lines are left to who called.
+// nothing.
 template <bool IS_ROUNDED>
-void sums_by_tiles(const char* x, size_t stride, const char* w, int steps, int count, Later& later, int after, char* sums) {
-    constexpr int CHUNK = 4;  // steps whose weights stay in the nearest cache for all passes
+void sums_by_tiles(const char* x, size_t stride, const char* w, int steps, int count, char* sums) {
     const int passes = (count + TILE_ROWS - 1) / TILE_ROWS, each = (count + passes - 1) / passes;
-    const int chunk = passes == 1 ? steps : CHUNK;
-    const int later_lines = (later.left() - after + 4 * steps * passes - 1) / (4 * steps * passes);
     shape_tiles(each);
+    if (passes == 1) return tile_steps<IS_ROUNDED, true>(x, stride, w, steps, true, w + 2 * WEIGHT_BYTES, 16, sums);
+    const int chunk = passes <= 5 ? 4 : 8;  // steps whose weights stay near for all passes; sums of very many rows do not
     for (int from = 0; from < steps; from += chunk) {
         const int some = std::min(chunk, steps - from);
         const char* part = w + static_cast<size_t>(from) * WEIGHT_BYTES;
-        const char* next = part + static_cast<size_t>(passes == 1 ? 2 : some) * WEIGHT_BYTES;
+        const char* next = part + static_cast<size_t>(some) * WEIGHT_BYTES;
         for (int pass = 0, left = 16; pass < passes; ++pass) {
             const int lines = (left + passes - pass - 1) / (passes - pass);
             const char* rows = x + pass * each * stride + static_cast<size_t>(from) * TILE_BYTES;
-            tile_steps<IS_ROUNDED>(rows, stride, part, some, from == 0, next, lines, later, later_lines,
-                                   sums + static_cast<size_t>(pass) * each * SUM_BYTES);
+            tile_steps<IS_ROUNDED, false>(rows, stride, part, some, from == 0, next, lines,
+                                          sums + static_cast<size_t>(pass) * each * SUM_BYTES);
             next += static_cast<size_t>(some) * lines * 4 * 64;
             left -= lines;
         }
@@ -144,23 +128,23 @@ void sums_by_tiles(const char* x, size_t stride, const char* w, int steps, int c
 }
 
 // As `tile_sums<Bytes>`.
-void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later& later, i16 (*sums)[PARTS]) {
+void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
     const int steps = num_in / TILE_BYTES, done = steps * TILE_BYTES;
     if (steps == 0 || !tiles_are_on.load(std::memory_order_relaxed))
         return tile_sums<Bytes>(x, stride, w, num_in, count, sums);
-    sums_by_tiles<false>(reinterpret_cast<const char*>(x), stride, reinterpret_cast<const char*>(w), steps, count, later,
-                         4 * count, reinterpret_cast<char*>(sums));
+    sums_by_tiles<false>(reinterpret_cast<const char*>(x), stride, reinterpret_cast<const char*>(w), steps, count,
+                         reinterpret_cast<char*>(sums));
     for (int first = 0; done < num_in && first < count; first += MAX_ROWS)
         any_rows<Bytes, 0>(std::min(MAX_ROWS, count - first), x + first * stride + done, stride,
                            w + static_cast<size_t>(done) * TILE, num_in - done, nullptr, sums + first);
 }
 
 // Rows in bfloat16 times a tile: (count, 64).
-void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in, int count, Later& later, v16 (*sums)[PARTS]) {
+void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
 #if defined(__AMX_BF16__)
     const int steps = num_in / ROUNDED_INPUTS, done = steps * ROUNDED_INPUTS;
     if (steps > 0 && tiles_are_on.load(std::memory_order_relaxed)) {
-        sums_by_tiles<true>(reinterpret_cast<const char*>(x), stride * sizeof(uint16_t), w, steps, count, later, 0,
+        sums_by_tiles<true>(reinterpret_cast<const char*>(x), stride * sizeof(uint16_t), w, steps, count,
                             reinterpret_cast<char*>(sums));
         if (done < num_in) rounded_sums(x + done, stride, w + tile_bytes<BFloat16>(done), num_in - done, count, sums);
         return;
@@ -188,8 +172,7 @@ bool byte_tiles_are_right() {
     for (int i = 0; i < COUNT * STRIDE; ++i) x[i] = static_cast<uint8_t>(i * 37 + i / 11);
     for (int i = 0; i < IN * TILE; ++i) w[i] = static_cast<int8_t>(i * 73 + i / 7);
     tile_sums<Bytes>(x, STRIDE, w, IN, COUNT, wanted);
-    Later nothing;
-    byte_sums(x, STRIDE, w, IN, COUNT, nothing, found);
+    byte_sums(x, STRIDE, w, IN, COUNT, found);
     return memcmp(found, wanted, sizeof(wanted)) == 0;
 }
 
@@ -205,8 +188,7 @@ bool rounded_tiles_are_right() {
     const char* weights = reinterpret_cast<const char*>(w);
     memset(wanted, 0, sizeof(wanted));
     rounded_sums(x, STRIDE, weights, IN, COUNT, wanted);
-    Later nothing;
-    rounded_product(x, STRIDE, weights, IN, COUNT, nothing, found);
+    rounded_product(x, STRIDE, weights, IN, COUNT, found);
     return memcmp(found, wanted, sizeof(wanted)) == 0;
 }
 
@@ -234,7 +216,7 @@ inline void release_tiles() {}
 inline int padded_rows(int count) { return count; }
 inline bool use_tiles(bool) { return false; }
 
-inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, Later&, i16 (*sums)[PARTS]) {
+inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
 #if defined(__AVX512F__)
     tile_sums<Bytes>(x, stride, w, num_in, count, sums);
 #else
@@ -242,7 +224,7 @@ inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_
 #endif
 }
 
-inline void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in, int count, Later&, v16 (*sums)[PARTS]) {
+inline void rounded_product(const uint16_t* x, size_t stride, const char* w, int num_in, int count, v16 (*sums)[PARTS]) {
     memset(sums, 0, sizeof(sums[0]) * count);
     rounded_sums(x, stride, w, num_in, count, sums);
 }
