@@ -31,6 +31,16 @@ EXACT = [name for name, kind in FORMATS.items() if kind.is_exact]
 ROWS = [*range(1, 9), 13, 33]
 
 
+@pytest.fixture(autouse=True)
+def vectors():
+    """Float32 rows are multiplied as they are: what matrix tiles make of them stands in test_split.py."""
+    kernel = get_kernel()
+    before = kernel.has_tiles
+    kernel.use_tiles(False)
+    yield
+    kernel.use_tiles(before)
+
+
 def stored(name, num_out, num_in, seed=0):
     """A random matrix: of blocks every bit is random, but that scales are small numbers."""
     kind, rng = FORMATS[name], np.random.default_rng(seed)

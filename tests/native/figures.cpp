@@ -101,8 +101,10 @@ void tell_products() {
         op.format = kind.format, op.weight = weight.data, op.num_in = num_in;
         for (const int count : COUNTS) tell(std::string("product ") + kind.name + " " + std::to_string(count), linear(op, x, count, 100));
         if (kind.format == BFLOAT16) {
-            op.rounds = 1;
-            for (const int count : COUNTS) tell("product rounded " + std::to_string(count), linear(op, x, count, 100));
+            for (const auto& [form, name] : {std::pair(ROUNDED, "rounded "), std::pair(SPLIT, "split ")}) {
+                op.row_form = form;
+                for (const int count : COUNTS) tell(std::string("product ") + name + std::to_string(count), linear(op, x, count, 100));
+            }
         }
         const int64_t outputs[] = {0, 5, 63, 64, 99};
         std::vector<float> rows(5 * num_in);

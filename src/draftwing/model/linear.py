@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.blocks import MIN_ROWS, BlockProduct
 from draftwing.model.stored import Stored, stack
+from draftwing.run.kernel.formats import RowForm
 from draftwing.run.kernel.library import required_kernel
 from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantize_channels
 from draftwing.run.kernel.program import Program, Traced
@@ -198,7 +199,7 @@ class Linear(nn.Module):
         """What computes it; a row's bits are its own but for ``plain`` products."""
         if self._fused:
             names = ", ".join(dict.fromkeys(self.formats))
-            if self._fused[0].rounds:
+            if self._fused[0].row_form == RowForm.ROUNDED:
                 return f"CPU kernel, {names}"
             note = f" expanded from {', '.join(self._expanded)}" if self._expanded else ""
             return f"CPU kernel, {names}{note or ('' if names in _SAME else ' weights in float32 arithmetic')}"

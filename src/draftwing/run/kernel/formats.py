@@ -12,10 +12,19 @@ outputs these lie side by side, word by word, otherwise as the file holds them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
-__all__ = ["BLOCKS", "FORMATS", "PLAIN", "WeightFormat", "format_of"]
+__all__ = ["BLOCKS", "FORMATS", "PLAIN", "RowForm", "WeightFormat", "format_of"]
+
+
+class RowForm(IntEnum):
+    """What becomes of float32 rows before they are multiplied with weights in bfloat16."""
+
+    AS_THEY_ARE = 0
+    ROUNDED = 1  # to bfloat16
+    SPLIT = 2  # each number into three of bfloat16 whose sum it is: float32 arithmetic on matrix tiles
 
 
 @dataclass(frozen=True)

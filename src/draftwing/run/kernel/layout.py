@@ -24,7 +24,7 @@ class Op(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "source", "target", "column", "num_in", "num_out", "epilogue")),
         *(
             (name, ctypes.c_int32)
-            for name in ("format", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first", "rounds")
+            for name in ("format", "num_heads", "num_kv_heads", "head_dim", "layer", "window", "first", "row_form")
         ),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         *((name, ctypes.c_void_p) for name in ("norm", "weight", "scales", "sums", "bias", "places")),

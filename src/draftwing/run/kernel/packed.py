@@ -11,13 +11,14 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.model.stored import Stored, stack
-from draftwing.run.kernel.formats import FORMATS, WeightFormat
+from draftwing.run.kernel.formats import FORMATS, RowForm, WeightFormat
 from draftwing.run.kernel.library import required_kernel
 
 __all__ = ["MAX_LEVEL", "TILE", "NotFiniteError", "Packed", "quantize_channels"]
 
 TILE = 64  # outputs that the kernel computes together
 MAX_LEVEL = 127  # of each sign
+MIN_SPLIT = 32  # inputs that tiles take at a time
 _CHUNK = 4096  # channels quantised at once: the float copies that this takes stay small
 
 
@@ -38,7 +39,7 @@ class Packed:
         scales, sums: of int8, by output: what a level is worth, and what the rows' offset of 128 adds.
         bias: by output, or None.
         gated: gates (the first half of the rows) and what they let through (the second) lie in alternate tiles.
-        rounds: its numbers are bfloat16, and the rows that it is multiplied with are rounded to it as they come.
+        row_form: of bfloat16, what becomes of the rows that it is multiplied with.
     """
 
     num_in: int
@@ -49,7 +50,7 @@ class Packed:
     sums: Tensor | None
     bias: Tensor | None
     gated: bool
-    rounds: bool = False
+    row_form: RowForm = RowForm.AS_THEY_ARE
 
     @classmethod
     def of(
@@ -80,7 +81,11 @@ class Packed:
     def of_stored(
         cls, parts: Sequence[Stored], bias: Tensor | None, *, gated: bool = False, rounds: bool = False
     ) -> Packed:
-        """Pack matrices of one input and one format, on top of each other, as they are stored; ``rounds``: in bfloat16.
+        """Pack matrices of one input and one format, on top of each other, as they are stored.
+
+        Args:
+            rounds: they are bfloat16, and rows are rounded to it. Else rows are float32, which matrix tiles multiply in
+                three parts, where the processor has any.
 
         Raises:
             NotFiniteError: a number, or a block's scale, is NaN or infinite.
@@ -94,7 +99,9 @@ class Packed:
             parts = stack(parts)
         weight = _tiles([_bytes_of(part) for part in parts], kind, interleave=gated)
         num_out //= 2 if gated else 1
-        return cls(num_in, num_out, kind, weight, None, None, _by_output(bias, gated), gated, rounds)
+        splits = kind.name == "bfloat16" and required_kernel().has_tiles and num_in >= MIN_SPLIT
+        form = RowForm.ROUNDED if rounds else RowForm.SPLIT if splits else RowForm.AS_THEY_ARE
+        return cls(num_in, num_out, kind, weight, None, None, _by_output(bias, gated), gated, form)
 
     def rows(self, outputs: Tensor) -> Tensor:
         """(R, in) float32: the weights of some outputs, (R,) int64.

@@ -257,7 +257,7 @@ class Traced:
             places = None if spread is None else spread[0][column : column + part.num_out]
             program.add(
                 out.buffer, source.buffer, kind=_LINEAR, num_in=part.num_in, num_out=part.num_out, epilogue=epilogue,
-                format=part.format.code, rounds=part.rounds, eps=eps, norm=norm, weight=part.weight,
+                format=part.format.code, row_form=part.row_form, eps=eps, norm=norm, weight=part.weight,
                 scales=part.scales, sums=part.sums,
                 bias=part.bias, places=places, column=0 if places is not None else column,
             )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from draftwing.run.kernel.formats import FORMATS, WeightFormat
+from draftwing.run.kernel.formats import FORMATS, RowForm, WeightFormat
 from draftwing.run.kernel.layout import Batch, Op, Walk
 
 __all__ = ["fault_of"]
@@ -37,7 +37,11 @@ def fault_of(library: ctypes.CDLL) -> str:
         ("activations", _activations(library, x, weight)),
         ("8-bit products", _bytes(library, rng)),
         *((f"{kind.name} weights", _widens(library, rng, kind)) for kind in _WIDENED),
-        ("bfloat16 products", _rounds(library, rng, _ROWS, _IN) and _rounds(library, rng, 37, 5 * 32 + 6)),
+        *(
+            (f"bfloat16 products, rows {form.name.lower()}", _narrow(library, rng, form, rows, width))
+            for form in (RowForm.ROUNDED, RowForm.SPLIT)
+            for rows, width in ((_ROWS, _IN), (37, 5 * 32 + 6))
+        ),
         ("noise", _noise(library)),
         ("draws", _draws(library)),
     ):
@@ -141,18 +145,30 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
     return True
 
 
-def _rounds(library: ctypes.CDLL, rng: np.random.Generator, rows: int, width: int) -> bool:
-    """Of rows that are rounded as they come, to the bit, in the order of ``native/rounded.h``."""
+def _narrow(library: ctypes.CDLL, rng: np.random.Generator, form: RowForm, rows: int, width: int) -> bool:
+    """Of rows that are rounded as they come, or split, to the bit, in the order of ``native/rounded.h``."""
     x = rng.standard_normal((rows, width), np.float32)
     weight = np.pad(_bfloat16(rng.standard_normal((_TILE, width), np.float32)), ((0, 0), (0, width % 2)))
-    op = {"kind": _LINEAR, "num_out": _TILE, "format": 1, "rounds": 1, "weight": _pairs(weight)}
-    near, wanted = _bfloat16(x), np.zeros((rows, _TILE), np.float32)
-    for start in range(0, width, 32):
-        halves = np.zeros((2, rows, _TILE), np.float32)
-        for i in range(start, min(start + 32, width)):
-            halves[i % 2] += near[:, i, None] * weight[:, i]  # exact: a product of two such numbers has 16 bits
-        wanted += halves[0] + halves[1]
+    op = {"kind": _LINEAR, "num_out": _TILE, "format": 1, "row_form": form, "weight": _pairs(weight)}
+    parts = [_bfloat16(x)] if form == RowForm.ROUNDED else _split(x)
+    sums = [np.zeros((rows, _TILE), np.float32) for _ in parts]
+    for part, total in zip(parts, sums, strict=True):
+        for start in range(0, width, 32):
+            halves = np.zeros((2, rows, _TILE), np.float32)
+            for i in range(start, min(start + 32, width)):
+                halves[i % 2] += part[:, i, None] * weight[:, i]  # exact: a product of two such numbers has 16 bits
+            total += halves[0] + halves[1]
+    wanted = sums[0] if len(sums) == 1 else sums[0] + (sums[1] + sums[2])
     return np.array_equal(_run(library, x, _TILE, op), wanted)
+
+
+def _split(numbers: np.ndarray) -> list[np.ndarray]:
+    """Three in bfloat16 whose sum they are: 8 bits of each number, and 8, and 8."""
+    parts = []
+    for _ in range(3):
+        parts.append((numbers.view(np.uint32) & 0xFFFF0000).view(np.float32))
+        numbers = numbers - parts[-1]
+    return parts
 
 
 def _bfloat16(numbers: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ constexpr int MAX_OPS = 1024;
 constexpr int NUM_BUFFERS = 16;
 
 enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4 };
+enum RowForm : int32_t { AS_THEY_ARE = 0, ROUNDED = 1, SPLIT = 2 };  // see formats.py
 
 }  // namespace
 
@@ -26,7 +27,7 @@ struct Op {
     int32_t num_heads, num_kv_heads, head_dim, layer;
     int32_t window;  // 0: none
     int32_t first;  // of NORM and COPY: where in the source's rows they begin to read
-    int32_t rounds;  // of LINEAR in BFLOAT16: rows are rounded to it too
+    int32_t row_form;  // of LINEAR in BFLOAT16: its rows are rounded to it too, or split into several of it
     float eps, scale;
     const float* norm;  // (num_in): the source is normed on its way in
     const void* weight;  // packed
@@ -128,33 +129,36 @@ struct Rows {  // of a product, as its weight wants them
     float* scales;
 };
 
-inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.rounds || op.norm != nullptr; }
+inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.row_form || op.norm != nullptr; }
+
+// How many rows are multiplied for `count`.
+inline int multiplied_rows(const Op& op, int count) { return op.row_form == SPLIT ? SPLIT_PARTS * count : count; }
 
 // From one narrow row to the next: an odd number of lines, so that rows one below the other share no place in a cache.
 inline size_t row_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
 inline size_t narrow_bytes(const Op& op) {
-    return row_bytes(op.rounds ? rounded_inputs(op.num_in) * sizeof(uint16_t) : padded_inputs(op.num_in));
+    return row_bytes(op.row_form ? rounded_inputs(op.num_in) * sizeof(uint16_t) : padded_inputs(op.num_in));
 }
 
 // Where prepared rows lie: `memory` of `prepared_bytes`.
 inline size_t prepared_bytes(const Op& op, int count) {
-    if (op.rounds) return padded_rows(count) * narrow_bytes(op);
+    if (op.row_form) return padded_rows(multiplied_rows(op, count)) * narrow_bytes(op);
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
     return op.format == INT8 ? scales + padded_rows(count) * narrow_bytes(op)
                              : static_cast<size_t>(count) * op.num_in * sizeof(float);
 }
 
 inline Rows prepared_at(const Op& op, int count, char* memory) {
-    if (op.rounds) return {memory, narrow_bytes(op) / sizeof(uint16_t), nullptr};
+    if (op.row_form) return {memory, narrow_bytes(op) / sizeof(uint16_t), nullptr};
     if (op.format != INT8) return {memory, static_cast<size_t>(op.num_in), nullptr};
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
     return {memory + scales, narrow_bytes(op), reinterpret_cast<float*>(memory)};
 }
 
-// Norms and rounds rows from `first` to before `last`.
+// Norms and narrows rows from `first` to before `last`.
 void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& rows) {
-    const bool is_narrow = op.format == INT8 || op.rounds;
+    const bool is_narrow = op.format == INT8 || op.row_form;
     float* normed = is_narrow && op.norm != nullptr ? normed_row.get<float>(op.num_in) : nullptr;
     for (int r = first; r < last; ++r) {
         const float* row = batch.buffers[op.source] + static_cast<size_t>(r) * batch.widths[op.source];
@@ -166,8 +170,10 @@ void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& 
             norm_row(row, op.norm, op.num_in, op.eps, normed);
             row = normed;
         }
-        if (op.rounds) {
-            round_row(row, op.num_in, static_cast<int>(rows.stride), static_cast<uint16_t*>(rows.data) + r * rows.stride);
+        if (op.row_form) {
+            uint16_t* out = static_cast<uint16_t*>(rows.data) + multiplied_rows(op, r) * rows.stride;
+            if (op.row_form == ROUNDED) round_row(row, op.num_in, static_cast<int>(rows.stride), out);
+            else split_row(row, op.num_in, static_cast<int>(rows.stride), rows.stride, out);
             continue;
         }
         uint8_t* out = static_cast<uint8_t*>(rows.data) + r * rows.stride;
@@ -189,14 +195,17 @@ thread_local Scratch sums_of_rows;
 
 // Of a tile of weights that go with narrow rows.
 inline size_t narrow_tile_bytes(const Op& op) {
-    return op.rounds ? tile_bytes<BFloat16>(op.num_in) : static_cast<size_t>(padded_inputs(op.num_in)) * TILE;
+    return op.row_form ? tile_bytes<BFloat16>(op.num_in) : static_cast<size_t>(padded_inputs(op.num_in)) * TILE;
 }
 
-// One tile of a product: (count, 64) at `out`, the bias added.
+// One tile of a product: (count, 64) at `out`, which has room for `multiplied_rows`, the bias added.
 void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
     const char* w = static_cast<const char*>(op.weight) + tile * narrow_tile_bytes(op);
-    if (op.rounds) {
-        rounded_product(static_cast<const uint16_t*>(rows.data), rows.stride, w, op.num_in, count, out);
+    if (op.row_form) {
+        const int multiplied = multiplied_rows(op, count);
+        rounded_product(static_cast<const uint16_t*>(rows.data), rows.stride, w, op.num_in, multiplied, out);
+        for (int r = 0; multiplied > count && r < count; ++r)
+            for (int c = 0; c < PARTS; ++c) out[r][c] = out[3 * r][c] + (out[3 * r + 1][c] + out[3 * r + 2][c]);
     } else if (op.format != INT8) {
         float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
     } else {
@@ -231,8 +240,9 @@ inline void put(float* to, v16 value, int room, bool add) {
 void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, int last_tile) {
     const int count = batch.rows * batch.nodes, width = batch.widths[op.target];
     const bool gated = op.epilogue >= SILU;
-    v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(static_cast<size_t>(2) * padded_rows(count) * TILE));
-    v16(*up)[PARTS] = found + padded_rows(count);
+    const size_t room = padded_rows(multiplied_rows(op, count));
+    v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(2 * room * TILE));
+    v16(*up)[PARTS] = found + room;
     for (int tile = first_tile; tile < last_tile; ++tile) {
         product(op, rows, count, gated ? 2 * tile : tile, found);
         if (gated) product(op, rows, count, 2 * tile + 1, up);  // what the gates of the tile before let through

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int ROUNDED_INPUTS = 32;  // that are summed together
+constexpr int SPLIT_PARTS = 3;  // of a row of float32
 
 inline int rounded_inputs(int num_in) { return (num_in + ROUNDED_INPUTS - 1) / ROUNDED_INPUTS * ROUNDED_INPUTS; }
 
@@ -32,6 +33,28 @@ void round_row(const float* x, int width, int padded, uint16_t* out) {
         i += 16;
     }
     memset(out + i, 0, (padded - i) * sizeof(uint16_t));
+}
+
+// A row of `width` numbers as three in bfloat16, `stride` numbers apart, whose sum it is: 8 of a float's 24 bits in each, the
+// first ones first. (What is below 2^-126 is lost: products take it for zero.) Zeros up to `padded`; NaN stays NaN.
+void split_row(const float* x, int width, int padded, size_t stride, uint16_t* out) {
+    const auto put_lanes = [&](int i, v16 rest) __attribute__((always_inline)) {
+        for (int part = 0; part < SPLIT_PARTS; ++part) {
+            const w16 bits = (w16)rest & 0xffff0000u;
+            store_halves(out + part * stride + i, bits >> 16);
+            rest -= (v16)bits;
+        }
+    };
+    int i = 0;
+    for (; i + 16 <= width; i += 16) put_lanes(i, load(x + i));
+    if (i < width) {
+        float rest[16] = {};
+        memcpy(rest, x + i, (width - i) * sizeof(float));
+        put_lanes(i, load(rest));
+        i += 16;
+    }
+    for (int part = 0; part < SPLIT_PARTS && i < padded; ++part)
+        memset(out + part * stride + i, 0, (padded - i) * sizeof(uint16_t));
 }
 
 // Adds the products of 2 * pairs inputs, ROUNDED_INPUTS at most, to the sums of R rows, P parts of the tile at a time.
