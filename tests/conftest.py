@@ -23,6 +23,7 @@ import torch
 import transformers
 
 from draftwing.errors import DraftwingError
+from draftwing.run.kernel.library import get_kernel
 
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
@@ -97,6 +98,18 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
             if "norm" in name or name.endswith("bias"):
                 weight.add_(0.1 * torch.randn_like(weight))
     return model
+
+
+@pytest.fixture
+def without_tiles() -> Iterator[None]:
+    """Float32 rows are multiplied as they are: what matrix tiles make of them stands in test_split.py."""
+    kernel = get_kernel()
+    before = kernel is not None and kernel.has_tiles
+    if kernel is not None:
+        kernel.use_tiles(False)
+    yield
+    if kernel is not None:
+        kernel.use_tiles(before)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from draftwing.run import storage
 from draftwing.run.kernel import build, layout, library
 from draftwing.run.kernel import noise as noise_module
 from draftwing.run.kernel.build import KernelProblem, with_library
-from draftwing.run.kernel.formats import BLOCKS, FORMATS
+from draftwing.run.kernel.formats import BLOCKS, FORMATS, RowForm
 from draftwing.run.kernel.library import get_kernel, kernel_notice, kernel_problem
 from draftwing.run.kernel.noise import NativeNoise, noise_of
 from draftwing.run.kernel.selftest import fault_of
@@ -507,12 +507,17 @@ def spoils(wanted):
     return change
 
 
-def spoils_rounded(ops, num_ops, batch, threads):
-    """The last bit of a sum whose rows are rounded."""
-    if ops[0].rounds:
+def spoils_narrow(form):
+    """The last bit of a sum whose rows are rounded, or split."""
+
+    def change(ops, num_ops, batch, threads):
+        if ops[0].row_form != form:
+            return
         outcome = ctypes.cast(batch, ctypes.POINTER(layout.Batch))[0]
         found = numbers(outcome.buffers[1], outcome.rows * outcome.widths[1])
         found[-1] = np.nextafter(found[-1], np.float32(9))
+
+    return change
 
 
 def spoils_rows(wanted):
@@ -546,7 +551,10 @@ WIDENED = ("bfloat16", "float16", *BLOCKS)
             (f"{name} weights", {"run": spoils((2, 0, FORMATS[name].code))})
             for name in ("bfloat16", "float16", *BLOCKS)
         ),
-        ("bfloat16 products", {"run": spoils_rounded}),
+        *(
+            (f"bfloat16 products, rows {form.name.lower()}", {"run": spoils_narrow(form)})
+            for form in (RowForm.ROUNDED, RowForm.SPLIT)
+        ),
         ("Q4_K weights", {"rows": spoils_rows(FORMATS["Q4_K"].code)}),
         ("noise", {"noise_copy": lambda store, seed, position, count, out: numbers(out, 41).__setitem__(40, 0.0)}),
         ("draws", {"walk": lambda *args: spoil_walk(args[-1])}),

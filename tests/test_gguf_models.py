@@ -56,7 +56,7 @@ def logits_of(target):
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "BF16", "F16", "F32", "mixed", "Q5_0"])
-def test_a_file_is_its_expansion(kind, file_of):
+def test_a_file_is_its_expansion(kind, file_of, without_tiles):
     folder = open_gguf(file_of(kind))
     own, wide = (LeanTarget.from_folder(folder, expand=expand) for expand in (False, True))
     assert own.runtime == "kernel"

@@ -95,7 +95,7 @@ def test_sums_are_taken_in_the_order_of_the_law(shape, split):
         assert torch.equal(product(weight, x[:rows], bias), wanted[:rows]), rows
 
 
-def test_it_is_as_right_as_rows_that_are_not_split(split):
+def test_it_is_nearer_than_rows_that_are_not_split(split):
     torch.manual_seed(3)
     x, weight = torch.randn(70, 2048), matrix(300, 2048)
     exact = x.double() @ weight.double().T
@@ -104,7 +104,7 @@ def test_it_is_as_right_as_rows_that_are_not_split(split):
     assert whole.packed[0].row_form == RowForm.AS_THEY_ARE
     kernel.has_tiles = True
     errors = [(found - exact).abs().mean() for found in (product(weight, x), whole(x))]
-    assert 0 < errors[0] < 2 * errors[1]
+    assert 0 < errors[0] < errors[1] / 2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

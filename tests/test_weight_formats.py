@@ -25,20 +25,13 @@ from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 from processors import can_int8
 
-pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no compiler")
+pytestmark = [
+    pytest.mark.skipif(get_kernel() is None, reason="no compiler"),
+    pytest.mark.usefixtures("without_tiles"),
+]
 
 EXACT = [name for name, kind in FORMATS.items() if kind.is_exact]
 ROWS = [*range(1, 9), 13, 33]
-
-
-@pytest.fixture(autouse=True)
-def vectors():
-    """Float32 rows are multiplied as they are: what matrix tiles make of them stands in test_split.py."""
-    kernel = get_kernel()
-    before = kernel.has_tiles
-    kernel.use_tiles(False)
-    yield
-    kernel.use_tiles(before)
 
 
 def stored(name, num_out, num_in, seed=0):

@@ -2,7 +2,8 @@
 
 Every format but int8 is exact: the CPU kernel widens its numbers to float32 in registers, then multiplies and sums as
 it does with float32 weights, so that a text is that of the float32 expansion to the bit, while a forward reads the
-format's own bytes. In int8 rows are rounded too: it is another model, close to the first.
+format's own bytes. On matrix tiles float32 rows and weights in bfloat16 are multiplied exactly as well, but summed in
+another order (``RowForm.SPLIT``). In int8 rows are rounded too: it is another model, close to the first.
 
 GGUF's blocks are described where they come from, in ggml's ``ggml-common.h``. Of each the kernel wants to know which
 bytes are 32-bit words (levels and packed scales) and which are 16-bit numbers (scales and offsets of a block): of 64
@@ -60,7 +61,7 @@ class WeightFormat:
 
     @property
     def is_exact(self) -> bool:
-        """Whether products are those of the float32 expansion, to the bit."""
+        """Whether no weight is rounded: products are those of the float32 expansion, to the bit but on matrix tiles."""
         return self.name != "int8"
 
     @property

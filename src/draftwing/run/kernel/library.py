@@ -39,7 +39,8 @@ class Kernel:
 
     Attributes:
         name: another one for other code.
-        has_tiles: whether products of 8 bits run on the processor's tiles (AMX); ``DRAFTWING_KERNEL_AMX=off``: never.
+        has_tiles: whether products of 8 and 16 bits run on the processor's tiles (AMX); never with
+            ``DRAFTWING_KERNEL_AMX=off``.
         run: walks so many operations: ops, their number, a ``Batch``, threads (``draftwing_run``).
         walk: descends in trees by their scores (``draftwing_walk``).
         verify: both, and moves what is kept to its slots (``draftwing_verify``).
@@ -88,7 +89,10 @@ class Kernel:
         return f"{self.name} AMX" if self.has_tiles else self.name
 
     def use_tiles(self, wanted: bool) -> bool:
-        """Compute 8-bit products by the processor's tiles (AMX), or without; whether it does. The bits are the same.
+        """Compute products of 8 and 16 bits by the processor's tiles (AMX), or without; whether it does.
+
+        Of weights that are packed already the bits are the same. What is packed while tiles are on takes float32 rows
+        in parts (``RowForm.SPLIT``).
 
         Tiles are not used where they do not work: the first call tries them in a child process.
         """
