@@ -17,8 +17,9 @@ from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.model.adapter import AdapterTarget
 from draftwing.model.config import ModelConfig, read_config
+from draftwing.model.int8 import has_exact_int8
 from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear, _has_exact_int8
+from draftwing.model.linear import Linear
 from draftwing.model.target import FeatureSpec
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
@@ -347,7 +348,7 @@ def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
     [
         None,
         pytest.param(
-            "int8", marks=pytest.mark.skipif(not _has_exact_int8(), reason="this CPU multiplies no 8-bit integers")
+            "int8", marks=pytest.mark.skipif(not has_exact_int8(), reason="this CPU multiplies no 8-bit integers")
         ),
     ],
 )

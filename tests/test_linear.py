@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from conftest import refused
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model import blocks
-from draftwing.model import linear as module
+from draftwing.model import int8 as int8_module
 from draftwing.model.blocks import BlockProduct
-from draftwing.model.linear import Linear, can_prepack, check_quantize
+from draftwing.model.int8 import check_quantize
+from draftwing.model.linear import Linear, can_prepack
 
 SHAPES = [(1792, 384), (384, 896), (96, 64), (61, 32)]
 
@@ -210,7 +211,7 @@ ODD = [
     (129, 1000),
     (515, 2049),
 ]  # threads share the work on the last
-int8 = pytest.mark.skipif(not module._has_exact_int8(), reason="this CPU multiplies no 8-bit integers exactly")
+int8 = pytest.mark.skipif(not int8_module.has_exact_int8(), reason="this CPU multiplies no 8-bit integers exactly")
 
 
 def quantised(num_out, num_in, dtype=torch.float32, bias=False):
@@ -312,7 +313,7 @@ def test_what_cannot_be_quantised_is_refused(monkeypatch):
         check_quantize("int8", torch.float32, torch.device("cuda"))
     with refused(UnsupportedError, "quantize='int8'", "found float64", "leave quantize out"):
         Linear(torch.ones(2, 2, dtype=torch.float64)).quantize("int8")
-    monkeypatch.setattr(module, "_has_exact_int8", lambda: True)
+    monkeypatch.setattr(int8_module, "has_exact_int8", lambda: True)
     with refused(UnsupportedError, "at most", "found 70000"):
         Linear(torch.ones(1, 70000)).quantize("int8")
     linear = Linear(torch.ones(2, 2))
@@ -320,6 +321,6 @@ def test_what_cannot_be_quantised_is_refused(monkeypatch):
     if linear.weight.numel() == 0:
         with refused(ConfigError, "prepacked", "instead of prepacking"):
             linear.quantize("int8")
-    monkeypatch.setattr(module, "_has_exact_int8", lambda: False)
+    monkeypatch.setattr(int8_module, "has_exact_int8", lambda: False)
     with refused(UnsupportedError, "quantize='int8'", "VNNI", "leave quantize out"):
         Linear(torch.ones(2, 2)).quantize("int8")

@@ -17,9 +17,10 @@ from draftwing.engine.decode import Decoder
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.heads.write import write_head
+from draftwing.model.int8 import has_exact_int8
 from draftwing.model.layers import RMSNorm
 from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Layout, Linear, _has_exact_int8
+from draftwing.model.linear import Layout, Linear
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.nets.learner import Learner, Pace, Stretch, Tally
@@ -41,7 +42,7 @@ LAYOUTS = {
     "plain": (Layout("plain"), torch.float32),
     "torch": (Layout("torch"), torch.float32),
     "bfloat16": (Layout("torch"), torch.bfloat16),
-    **({"torch-int8": (Layout("torch", "int8"), torch.float32)} if _has_exact_int8() else {}),
+    **({"torch-int8": (Layout("torch", "int8"), torch.float32)} if has_exact_int8() else {}),
     **({"kernel": (Layout("kernel"), torch.float32)} if get_kernel() else {}),
     **({"kernel-int8": (Layout("kernel", "int8"), torch.float32)} if get_kernel() else {}),
 }

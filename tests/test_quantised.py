@@ -15,10 +15,11 @@ from draftwing.drafters.lookup import LookupDrafter
 from draftwing.engine.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.heads.write import write_head
-from draftwing.model import linear as linear_module
+from draftwing.model import int8 as int8_module
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.lean import LeanTarget
 from draftwing.model.linear import Linear
+from draftwing.nets import base as base_module
 from draftwing.nets.eagle import EagleNet
 from draftwing.nets.eagle_config import EagleConfig
 from draftwing.run.kernel.library import get_kernel
@@ -28,6 +29,7 @@ from pairwise import cover, groups_of
 from processors import can_int8
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this CPU multiplies no 8-bit integers exactly")
+in_pytorch = pytest.mark.skipif(not int8_module.has_exact_int8(), reason="PyTorch multiplies no 8-bit integers exactly")
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "t1": {"temperature": 1.0}}
@@ -67,6 +69,7 @@ FACTORS = {"family": FAMILIES, "kind": tuple(SAMPLINGS), "dtype": (torch.float32
 CHOSEN = cover(FACTORS, groups_of(FACTORS, 2))
 
 
+@in_pytorch
 @pytest.mark.parametrize(
     tuple(FACTORS),
     [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.full) for case in product(*FACTORS.values())],
@@ -86,6 +89,7 @@ def test_text_is_plain_decodings(family, kind, dtype, folder_of):
             assert stats.num_accepted > 0
 
 
+@in_pytorch
 @torch.inference_mode()
 def test_what_is_quantised(folder_of):
     folder = folder_of("mixtral")
@@ -104,6 +108,7 @@ def test_what_is_quantised(folder_of):
     assert 0 < (logits[0] - logits[1]).norm() < 0.2 * logits[1].norm()
 
 
+@in_pytorch
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_bytes_read_are_those_of_the_small_weights(family, folder_of):
     hidden, wide, layers = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["num_hidden_layers"]
@@ -115,6 +120,7 @@ def test_the_bytes_read_are_those_of_the_small_weights(family, folder_of):
     assert LeanTarget.from_folder(folder_of(family), quantize="int8").num_weight_bytes == wanted
 
 
+@in_pytorch
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_head_is_quantised_like_its_target(version, folder_of, tmp_path):
     folder = folder_of("llama", vocab_size=300)
@@ -154,12 +160,17 @@ def test_the_kernel_is_exact_where_pytorch_is_not(folder_of, monkeypatch):
     """On processors whose own 8-bit products saturate (AVX2 alone) models are quantised where a kernel runs them."""
     folder = folder_of("llama", head_dim=32)
     before = LeanTarget.from_folder(folder, quantize="int8")
-    monkeypatch.setattr(linear_module, "_has_exact_int8", lambda: False)
+    for module in (int8_module, base_module):
+        monkeypatch.setattr(module, "has_exact_int8", lambda: False)
     if get_kernel() is not None:
         after = LeanTarget.from_folder(folder, quantize="int8")
         assert (after.runtime, after.quantized) == ("kernel", "int8")
         texts = [decode(target, "t1", range(2))[0] for target in (before, after)]
         assert texts[0] == texts[1]
+        monkeypatch.setattr(EagleNet, "is_traceable", False)  # a net that runs in PyTorch drafts in float32 there
+        net = eagle(folder, after, 3)
+        assert net.runs.name == "torch"
+        assert decode(after, "t1", range(2), EagleDrafter(net, after), Budget(4, 8, 24))[0] == texts[0]
     monkeypatch.setenv("DRAFTWING_KERNEL", "off")
     with refused(UnsupportedError, "quantize='int8'", "without the CPU kernel", "C++ compiler"):
         LeanTarget.from_folder(folder, quantize="int8")

@@ -27,8 +27,9 @@ from draftwing.model.cache import KVCache, View
 from draftwing.model.config import ModelConfig, read_config
 from draftwing.model.embedding import Embedding
 from draftwing.model.families import Reader, read_layer
+from draftwing.model.int8 import check_quantize
 from draftwing.model.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
-from draftwing.model.linear import Linear, check_quantize, runs_as
+from draftwing.model.linear import Linear, runs_as
 from draftwing.model.mtp import module_names, num_modules
 from draftwing.model.rope import Rotary
 from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Target, TargetOutput, own_context

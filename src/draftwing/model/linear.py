@@ -4,17 +4,12 @@ On a CPU ``F.linear`` is slow for 2 to 16 rows, and a row's last bits depend on 
 with prepacked weights has neither fault: on a 64 MB float32 matrix 8 rows cost 1.1 times one row (``F.linear``: 2.5
 times), and for two rows or more each row's bits are its own. Both are what verification lives on. In 16 bits the
 second is not so everywhere: there ``blocks`` runs only what was tried out.
-
-The int8 form reads a quarter of the bytes. One scale for each output channel of the weight, and one for each row,
-found as it comes: a row's numbers depend on itself alone. Between the scales there are sums of integers, which are
-exact in any order, so that a row's bits are its own here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,21 +18,19 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.model.blocks import MIN_ROWS, BlockProduct
+from draftwing.model.int8 import MAX_INPUTS, Int8Product, check_quantize
 from draftwing.model.stored import Stored, stack
 from draftwing.run.kernel.formats import RowForm
 from draftwing.run.kernel.library import required_kernel
-from draftwing.run.kernel.packed import MAX_LEVEL, Packed, quantize_channels
+from draftwing.run.kernel.packed import Packed
 from draftwing.run.kernel.program import Program, Traced
 from draftwing.run.kernel.runner import Workspace
 
-__all__ = ["MIN_ROWS", "QUANTIZATIONS", "Layout", "Linear", "can_prepack", "check_quantize", "runs_as"]
+__all__ = ["MIN_ROWS", "Layout", "Linear", "can_prepack", "runs_as"]
 
-_pack_int8, _product_int8 = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
 _product, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
-QUANTIZATIONS = ("int8",)
 _SAME = ("int8", "float32")  # formats in which the kernel also computes
-_MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -47,33 +40,6 @@ def can_prepack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
-
-
-def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.device, runs: str = "kernel") -> None:
-    """Raise ConfigError or UnsupportedError where matrices cannot be quantised so; None is always right.
-
-    ``runs``: see ``Layout``. The CPU kernel's sums of 8-bit products are exact on every processor.
-    """
-    if quantize is None:
-        return
-    if quantize not in QUANTIZATIONS:
-        raise ConfigError(f"quantize must be one of {', '.join(QUANTIZATIONS)} or None, found {quantize!r:.60}")
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"quantize={quantize!r} runs on a CPU alone, found device {str(device)!r}: choose device='cpu', or leave "
-            f"quantize out"
-        )
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedError(
-            f"quantize={quantize!r} goes with dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: "
-            f"choose one of these, or leave quantize out"
-        )
-    if runs != "kernel" and not _has_exact_int8():
-        raise UnsupportedError(
-            f"quantize={quantize!r} without the CPU kernel needs a CPU that multiplies 8-bit integers exactly (AVX-512 "
-            f"VNNI, AMX, AVX-VNNI), and this one, or this build of PyTorch, does not: install a C++ compiler, with "
-            f"which the kernel is built, or leave quantize out"
-        )
 
 
 def runs_as(matrices: Iterable[Linear]) -> str:
@@ -119,7 +85,7 @@ class Linear(nn.Module):
         self.dtype = weight.dtype
         self._packed: Tensor | None = None
         self._blocks: BlockProduct | None = None
-        self._int8: _Int8 | None = None
+        self._int8: Int8Product | None = None
         self._fused: tuple[Packed, ...] = ()
         self._expanded: tuple[str, ...] = ()  # formats of the file that the CPU kernel does not know
 
@@ -265,12 +231,12 @@ class Linear(nn.Module):
         if self._packed is not None:
             raise ConfigError("a prepacked matrix cannot be quantised: quantise it instead of prepacking it")
         check_quantize(how, self.weight.dtype, self.weight.device, "torch")
-        if self.num_in > _MAX_INPUTS:
+        if self.num_in > MAX_INPUTS:
             raise UnsupportedError(
-                f"quantize={how!r} takes matrices of at most {_MAX_INPUTS} inputs, found {self.num_in}: leave "
+                f"quantize={how!r} takes matrices of at most {MAX_INPUTS} inputs, found {self.num_in}: leave "
                 f"quantize out"
             )
-        self._int8 = _Int8(self.weight.detach())
+        self._int8 = Int8Product(self.weight.detach())
         self._drop()
 
     @torch.no_grad()
@@ -286,7 +252,7 @@ class Linear(nn.Module):
         for part in self._fused:
             part.refill(weight.float(), bias)
         if self._int8 is not None:
-            self._int8 = _Int8(weight.to(self.dtype))
+            self._int8 = Int8Product(weight.to(self.dtype))
         elif self._packed is not None:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self.dtype), None)
         if self.weight.numel():
@@ -350,50 +316,3 @@ class Linear(nn.Module):
         places = {program.place(given.buffer): x.float().contiguous(), program.place(result): out}
         Workspace(program).run(x.shape[0], 1, places)
         return out if residual is None else residual + out
-
-
-class _Int8:
-    """A matrix (out, in) in 8 bits for rows in 8 bits: both symmetric, a scale for each channel and each row.
-
-    oneDNN wants rows unsigned, 128 for zero; signed ones would run in its reference code, hundreds of times slower.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        num_out, num_in = weight.shape
-        quantised, scales = quantize_channels(weight)
-        self.packed: Tensor = _pack_int8(quantised, None)
-        self.scales = scales / MAX_LEVEL  # of a row whose largest number is 1
-        self._zeros = torch.zeros(num_out, dtype=torch.int32)
-        self._half = torch.full((1, num_in), 128.5)  # not one number: TensorIterator is slow with two broadcast inputs
-
-    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """(R, in) -> (R, out). Few and small kernels: on small matrices they cost as much as the product."""
-        wide = x if x.dtype == torch.float32 else x.float()
-        largest = wide.abs().amax(1, keepdim=True)
-        # To the next of the 255 levels: the conversion cuts off what half a level was added to. A row of zeros is
-        # 0 / 0, NaN here, and some level or other after it; its largest number, zero, makes it zero again below.
-        levels = torch.addcdiv(self._half, wide, largest, value=MAX_LEVEL).to(torch.uint8)
-        out = self.product(levels)
-        if residual is not None:
-            out = torch.addcmul(residual if bias is None else residual + bias, out, largest)
-        else:
-            out = out.mul_(largest) if bias is None else torch.addcmul(bias, out, largest)
-        return out if out.dtype == x.dtype else out.to(x.dtype)
-
-    def product(self, levels: Tensor) -> Tensor:
-        """(R, in) uint8 -> (R, out) float32."""
-        args: tuple[Any, ...] = (self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], "")
-        out: Tensor = _product_int8(levels, 1.0, 128, *args)
-        return out
-
-
-@cache
-def _has_exact_int8() -> bool:
-    """Whether this machine's 8-bit products are exact: older ones add pairs of them in 16 bits, which saturates."""
-    if not torch._C._has_mkldnn:
-        return False
-    try:
-        found = _Int8(torch.ones(32, 64)).product(torch.full((4, 64), 255, dtype=torch.uint8))
-    except RuntimeError:
-        return False
-    return torch.allclose(found, torch.tensor(64.0), rtol=1e-5)

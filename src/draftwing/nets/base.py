@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError
 from draftwing.model.attention import Attend
 from draftwing.model.embedding import Embedding
+from draftwing.model.int8 import has_exact_int8
 from draftwing.model.layers import GatedMLP
 from draftwing.model.linear import Layout, Linear
 from draftwing.model.rope import Rotary
@@ -245,6 +247,8 @@ class DraftNet(nn.Module, ABC):
                 runtime, layout = TorchRuntime(), Layout("torch", self._target_head[0].quantized)
             else:
                 self._target_head = [head]
+        if layout.runs != "kernel" and not has_exact_int8():
+            layout = replace(layout, quantize=None)  # AVX2 alone: a guess need not be in 8 bits because the target is
         gates = [mlp.gate_up for mlp in mlps]
         self.embedding.lay_out(layout)
         for module in self.modules():
