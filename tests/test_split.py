@@ -16,20 +16,20 @@ from draftwing.run.kernel.library import get_kernel
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 
-kernel = get_kernel()
-pytestmark = pytest.mark.skipif(kernel is None, reason="no kernel here")
+pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no kernel here")
 ROWS = (1, 2, 3, 5, 6, 7, 10, 11, 13, 16, 17, 22, 33, 64, 70)
 # Inputs: one step of 32, some more, and odd. Outputs: less than 64, and more.
 SHAPES = [(32, 10), (37, 65), (64, 70), (130, 200), (577, 130), (1030, 64)]
 
 
 @pytest.fixture(params=[True, False], ids=["tiles", "vectors"])
-def split(request, monkeypatch):
+def split(request):
     """Rows are split where weights are laid out, on tiles or by vectors."""
+    kernel = get_kernel()
     before = kernel.has_tiles
     if kernel.use_tiles(request.param) != request.param:
         pytest.skip("this processor has no tiles that work")
-    monkeypatch.setattr(kernel, "has_tiles", True)
+    kernel.has_tiles = True
     yield request.param
     kernel.use_tiles(before)
 
@@ -99,10 +99,10 @@ def test_it_is_nearer_than_rows_that_are_not_split(split):
     torch.manual_seed(3)
     x, weight = torch.randn(70, 2048), matrix(300, 2048)
     exact = x.double() @ weight.double().T
-    kernel.has_tiles = False
+    get_kernel().has_tiles = False
     whole = Linear.of_stored([Stored("bfloat16", 2048, weight)], None)
     assert whole.packed[0].row_form == RowForm.AS_THEY_ARE
-    kernel.has_tiles = True
+    get_kernel().has_tiles = True
     errors = [(found - exact).abs().mean() for found in (product(weight, x), whole(x))]
     assert 0 < errors[0] < errors[1] / 2
 
@@ -125,10 +125,10 @@ def test_with_and_without_tiles_the_bits_are_the_same(split):
     torch.manual_seed(0)
     for low, high in ((-20, 20), (-80, -40), (-140, 1)):
         scale = torch.exp2(torch.randint(low, high, (1, 707)).float())
-        assert kernel.use_tiles(True)
+        assert get_kernel().use_tiles(True)
         x, linear = torch.randn(67, 707) * scale, linear_of((torch.randn(130, 707) * scale.flip(1)).bfloat16())
         with_tiles = linear(x)
-        kernel.use_tiles(False)
+        get_kernel().use_tiles(False)
         assert torch.equal(linear(x), with_tiles)
         assert with_tiles.abs().amax() > 0
 
@@ -169,6 +169,7 @@ def test_only_bfloat16_on_tiles_is_multiplied_so(split):
 
 
 def test_without_tiles_rows_stay_as_they_are():
+    kernel = get_kernel()
     before = kernel.has_tiles
     kernel.use_tiles(False)
     try:
