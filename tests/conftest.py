@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever starte
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+# In the background of a script interrupts are ignored, and what is started from there ignores them too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
 
 
