@@ -55,6 +55,7 @@ CHECK, CHECKS = 24, 0.005  # steps after which plain ones are measured anew at l
 RESTING = 32  # plain steps of a long run, of which one is looked at
 # When to learn.
 YOUNG, FRESH = 32, 8  # after the first so many steps, what was seen is learnt from every so many,
+GROWN = 256  # and from half as often later on,
 KNOWN = 64  # and after so many drafts every other step is looked at
 LOOK = 64  # steps of blind shapes, of which one is larger: what is never drafted is never learnt
 # How much at most.
@@ -90,6 +91,11 @@ class Gate:
         self._checked = self._checking = 0  # the step of the last check, and steps that are left of it
         self._reform = 0  # the step from which drafts may be judged anew
         self._misses = -1  # texts in a row in which drafts were not worth it
+
+    @property
+    def fresh(self) -> int:
+        """Steps between two that what was seen is learnt from."""
+        return FRESH if self.steps < GROWN else 2 * FRESH
 
     @property
     def rests(self) -> bool:
@@ -241,7 +247,7 @@ class Planner:
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
                 return replace(self._blind(looks=True), children=children)
             key, known = (rows, children, self._num_learnt, self._most_nodes), self._budget
-            if known is None or known[0] != key or not was_open or gate.steps % FRESH == 1:
+            if known is None or known[0] != key or not was_open or gate.steps % gate.fresh == 1:
                 budget = replace(self._largest(), rule=self.rule(rows)) if self.sighted else self._blind()
                 known = self._budget = key, replace(budget, children=children)
             return known[1]
@@ -272,7 +278,7 @@ class Planner:
                 gate.drafts.add(num_tokens / rows, took)
             if nodes > 1:
                 self._unlearnt.append((tree.parents, accepted.path, tree.told))
-                if gate.steps < YOUNG or gate.steps % FRESH == 0:  # several at once take less than each by itself
+                if gate.steps < YOUNG or gate.steps % gate.fresh == 0:  # several at once take less than each by itself
                     self._learn()
             if self._on_stale is not None and clock.is_stale and rows <= ROWS:
                 self._on_stale()

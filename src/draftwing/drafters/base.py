@@ -56,6 +56,8 @@ class Traits:
         learns: whether it is a ``Learning`` one.
         resumes: whether it is a ``Resuming`` one.
         lists: whether it is a ``Listing`` one.
+        hands_on: whether its trees are those that its runner drafts, as they come, so that the call that drafts
+            them may verify them too (``Context.walk``).
         scores: whether it has nodes scored for its own use beside all that it proposes (``DraftTree.num_scored``).
         context: tokens of text with which a draft takes what it takes with any longer one; 0: it depends little.
         parts: names of the drafters that it consists of, where there are several: a request may choose among them.
@@ -75,6 +77,7 @@ class Traits:
     resumes: bool = False
     lists: bool = False
     scores: bool = False
+    hands_on: bool = False
 
 
 @dataclass(frozen=True)

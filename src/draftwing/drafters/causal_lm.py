@@ -75,7 +75,9 @@ class CausalLMDrafter:
         self.name = f"causal-lm ({model.name})"
         size = model.num_weight_bytes
         identity = f"{self.name}, {size}"
-        self.traits = Traits(grows_by_rule=True, identity=identity, num_bytes=size, runs_as=model.runs_as, resumes=True)
+        self.traits = Traits(
+            grows_by_rule=True, hands_on=True, resumes=True, identity=identity, num_bytes=size, runs_as=model.runs_as
+        )
         self._runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified

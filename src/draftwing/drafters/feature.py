@@ -54,6 +54,7 @@ class EagleDrafter:
         self.traits = Traits(
             reads_features=True,
             grows_by_rule=True,
+            hands_on=True,
             resumes=True,
             identity=f"{identity} {config} {net.dtype} {num_bytes}",
             num_bytes=num_bytes + (target.head.num_bytes if net.head is None else 0),

@@ -54,4 +54,6 @@ class KangarooDrafter(CausalLMDrafter):
             )
         super().__init__(_Model(adapter, own, name), own.vocab_size, config.calibration)
         self.name = adapter.kind + (f" ({name})" if name else "")
-        self.traits = replace(self.traits, identity=f"{identity} {config} {adapter.dtype} {self.traits.num_bytes}")
+        # The target goes on from what its first layers have left of a draft.
+        identity = f"{identity} {config} {adapter.dtype} {self.traits.num_bytes}"
+        self.traits = replace(self.traits, identity=identity, hands_on=False)

@@ -24,7 +24,8 @@ from draftwing.drafters.growing.asked import Asked
 from draftwing.inference import inference
 from draftwing.model.target import Context, Target, TargetOutput
 from draftwing.nets.mtp import MtpNet
-from draftwing.run.forward import Entries, grow, on_device
+from draftwing.run.forward import Entries, on_device
+from draftwing.run.growing import grow
 from draftwing.run.request import Waiting
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree

@@ -215,14 +215,16 @@ class Decoder:
                 raise ConfigError("there is nothing to decode: admit a prompt first")
             ctx, sampling = self.ctx, self._batch or self._new_batch()
             clock, masks, marks = [time.perf_counter()], self._masks, [mark(ctx.device)] if self._on_gpu else None
-            tree, planner = self._propose(ctx, sampling)
+            starts = [state.length + 1 for state in ctx.rows]
+            walk = self.rule.walk(sampling, starts) if masks is None and self.target.walks else None
+            tree, planner = self._propose(ctx, sampling, walk)
             stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
             tree = tree if masks is None else masks.read(tree)
-            starts = [state.length + 1 for state in ctx.rows]
-            walk = self._walk(tree, sampling, starts)
+            walk = None if tree.num_scored else walk
             output = self.target.forward(ctx, tree) if walk is None else self.target.forward(ctx, tree, walk)
             tree = output.tree or tree
             stamp(clock, marks, ctx.device) if marks else clock.append(time.perf_counter())
+            clock[1] -= output.ahead
             whole, tree = tree, tree.offer
             adjusted = output.logits if masks is None else masks.apply(output.logits)
             if sampling.adjusts or adjusted.dtype not in _SCORES:
@@ -264,7 +266,7 @@ class Decoder:
         self._batch = SamplingBatch(rows, self._noise, self.target.device)
         return self._batch
 
-    def _propose(self, ctx: Context, sampling: SamplingBatch) -> tuple[DraftTree, Planner | None]:
+    def _propose(self, ctx: Context, sampling: SamplingBatch, walk: Walk | None) -> tuple[DraftTree, Planner | None]:
         """A tree for every row, no deeper than can still be emitted, and who decided how much is drafted."""
         rooms = [
             min(state.prompt_length + end, self.target.max_length) - state.length - 1
@@ -276,7 +278,9 @@ class Decoder:
         elif planner is not None:
             budget = planner.budget(ctx, self.rule.children)
         if budget.depth >= max(rooms):
-            budget = cut_to(budget, max(rooms) - 1)
+            budget = cut_to(budget, max(rooms) - 1, recorded=self._on_gpu)
+        is_final = wanted is None and budget.depth < min(rooms) and self.drafter.traits.hands_on
+        ctx.walk = walk if is_final else None
         try:
             tree = self.drafter.propose(ctx, sampling, budget)
         except Exception as error:
@@ -288,11 +292,6 @@ class Decoder:
         if tree.tokens.shape[1] > min(rooms) and (tree.depth is None or tree.depth >= min(rooms)):
             tree = tree.prune(ctx.tensor([room - 1 for room in rooms]), min(tree.max_depth, max(rooms) - 1))
         return tree, planner
-
-    def _walk(self, tree: DraftTree, sampling: SamplingBatch, starts: list[int]) -> Walk | None:
-        """How tokens are drawn, where the target's forward may do it: nothing else is made of its logits before."""
-        is_seen = self._masks is not None or tree.num_scored or not self.target.walks
-        return None if is_seen else self.rule.walk(sampling, starts)
 
     def _observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Tell the drafter what became of its tree."""

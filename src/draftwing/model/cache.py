@@ -19,6 +19,7 @@ from draftwing.tree import PAD
 __all__ = ["KEY_BLOCK", "KVCache", "View", "round_up"]
 
 KEY_BLOCK = 64  # slots are made so many at a time
+SPARE = 256  # and so many more than are asked for: a text goes on, and to move slots takes as long as some steps
 
 
 def round_up(number: int, block: int) -> int:
@@ -69,7 +70,9 @@ class KVCache:
             return
         rows, slots = self.num_rows, self.num_slots
         new_rows = rows if num_rows <= rows else max(num_rows, 2 * rows)
-        new_slots = slots if num_slots <= slots else max(round_up(num_slots, KEY_BLOCK), min(2 * slots, slots + 4096))
+        new_slots = (
+            slots if num_slots <= slots else max(round_up(num_slots + SPARE, KEY_BLOCK), min(2 * slots, slots + 4096))
+        )
         layers, two, heads, dim = self._shape
         grown = self.data.new_zeros(layers, two, new_rows, heads, new_slots, dim)
         grown[:, :, :rows, :, :slots] = self.data

@@ -36,9 +36,10 @@ from draftwing.model.target import NO_FEATURES, Context, FeatureSpec, Row, Targe
 from draftwing.noise import Walk
 from draftwing.run.choose import Needs, record_with, runtime_for
 from draftwing.run.eager import score
-from draftwing.run.forward import PREFILL_CHUNK, Asked, Entries, NetShape, Runner, Runtime
+from draftwing.run.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime
+from draftwing.run.growing import Asked
 from draftwing.run.recording import Record
-from draftwing.run.request import Drafted, Waiting
+from draftwing.run.request import Ahead, Drafted, Waiting
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["LeanContext", "LeanTarget", "TappedNet", "attention_bytes", "mlp_bytes"]
@@ -113,6 +114,11 @@ class LeanContext(Context):
     def cache(self) -> KVCache:
         """Their slots."""
         return self.runner.cache
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """See ``Context``."""
+        return None if self.walk is None else Ahead(self.runner, [row.length for row in self.rows], self.walk)
 
 
 class LeanTarget(Target):
@@ -281,6 +287,9 @@ class LeanTarget(Target):
         """See ``Target.forward``."""
         ctx = own_context(ctx, LeanContext)
         runner, begun, ctx.begun = ctx.runner, ctx.begun, None
+        verified, runner.verified = runner.verified, None
+        if verified is not None and verified.tree is tree:
+            return TargetOutput(verified.logits, verified.out, tree, True, verified.accepted, verified.seconds)
         finished = None if begun is None or ctx.features.taps else begun(tree)
         if finished is not None:
             return TargetOutput(finished, None, tree)

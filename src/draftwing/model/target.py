@@ -21,8 +21,9 @@ from draftwing.model.embedding import Embedding
 from draftwing.model.linear import Linear
 from draftwing.noise import Walk
 from draftwing.penalties import History
-from draftwing.run.forward import Asked, on_device
-from draftwing.run.request import Drafted
+from draftwing.run.forward import on_device
+from draftwing.run.growing import Asked
+from draftwing.run.request import Ahead, Drafted
 from draftwing.tree import Accepted, DraftTree
 
 __all__ = ["NO_FEATURES", "Context", "FeatureSpec", "Row", "Target", "TargetOutput", "own_context"]
@@ -53,6 +54,7 @@ class TargetOutput:
         is_kept: whether logits and features are still there after the next forward; else they need a copy.
         accepted: what is kept of the trees, where the forward was told how to find out: it is committed then, and
             ``features`` are those of the kept nodes, in their order.
+        ahead: seconds of it that were spent before it was asked for: by the call that drafted the trees.
     """
 
     logits: Tensor
@@ -60,6 +62,7 @@ class TargetOutput:
     tree: DraftTree | None = None
     is_kept: bool = True
     accepted: Accepted | None = None
+    ahead: float = 0.0
 
     def features_on(self, tree: DraftTree, path: Tensor) -> Tensor | None:
         """(B, at least P, F) of the nodes on each row's ``path`` (B, P) through ``tree``; past a row's end anything."""
@@ -96,17 +99,24 @@ class Row:
 class Context:
     """The running rows, dense: row ``i`` of every tensor is ``rows[i]``. Targets add their caches to it.
 
-    ``features`` are the hidden states that its forwards give out.
+    ``features`` are the hidden states that its forwards give out. ``walk`` says how the tokens after the next trees are
+    drawn, where whoever drafts them may go on with their verification.
     """
 
     device: torch.device
     rows: list[Row] = field(default_factory=list)
     features: FeatureSpec = NO_FEATURES
+    walk: Walk | None = None
 
     @property
     def num_rows(self) -> int:
         """B."""
         return len(self.rows)
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What verifies trees in the call that drafts them; None where that cannot be, or is not asked for."""
+        return None
 
     @property
     def lengths(self) -> list[int]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from draftwing.model.cache import KVCache
 from draftwing.model.paged import makes_pages
 from draftwing.run.eager import EagerRunner, Inputs
-from draftwing.run.forward import Asked, Entries, Net, grow, on_device, pick
+from draftwing.run.forward import Entries, Net, on_device, pick
+from draftwing.run.growing import Asked, grow
 from draftwing.run.recording import Outputs, Pool, Record, Recording, Recordings
 from draftwing.run.request import Drafted, Waiting
 from draftwing.sampling import SamplingBatch

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
 from draftwing.model.cache import View
-from draftwing.tree import PAD, DraftTree
+from draftwing.noise import Walk
+from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = ["Adjustments", "DraftRequest", "Drafted", "GrowthRule", "Waiting"]
+__all__ = ["Adjustments", "Ahead", "DraftRequest", "Drafted", "GrowthRule", "Verified", "Waiting"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class GrowthRule:
     verify: np.ndarray
     worth: float
     share: float
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Where the arrays lie, in their order."""
+        knots, rates, gains = self.knots.ctypes.data, self.rates.ctypes.data, self.gains.ctypes.data
+        return knots, rates, gains, self.costs.ctypes.data, self.verify.ctypes.data
 
 
 @dataclass(frozen=True)
@@ -145,3 +153,36 @@ class Drafted:
         if self.places is None:
             return path
         return self.places.gather(1, path.clamp(min=0)).masked_fill(path == PAD, PAD)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What verifies trees in the same call that drafts them.
+
+    Attributes:
+        runner: the target's, for whoever knows its kind; it is told what came of it (``Runner.verified``).
+        lengths: slots of each row before its tree.
+        walk: how tokens are drawn.
+    """
+
+    runner: object
+    lengths: Sequence[int]
+    walk: Walk
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of trees that were verified in the call that drafted them.
+
+    Attributes:
+        tree: these trees.
+        logits, out: (B, N, V) and (B, N, F) or None: see ``Runner.forward``; ``out`` of the kept nodes, in their order.
+        accepted: what is kept, and lies in its slots.
+        seconds: that the verification took, of the call's.
+    """
+
+    tree: DraftTree
+    logits: Tensor
+    out: Tensor | None
+    accepted: Accepted
+    seconds: float

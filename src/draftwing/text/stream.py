@@ -69,6 +69,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop, self._min_ids = tuple(stop), min_ids
+        self._alone: dict[int, str] = {}  # what ids decode to by themselves
         self._held = ""  # decoded, but perhaps the beginning of a stop string
         self._stopped: str | None = None
         self._num_tokens = 0
@@ -126,7 +127,12 @@ class TextStream:
         return out
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        if len(ids) > 1:
+            return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        text = self._alone.get(ids[0])
+        if text is None:
+            text = self._alone[ids[0]] = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        return text
 
     def _start_window(self, prompt_ids: Sequence[int]) -> None:
         """Fill the window with the prompt's last ids, enough of them to decode to text that starts whole."""

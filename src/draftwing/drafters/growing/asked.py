@@ -14,8 +14,8 @@ from draftwing.drafters.base import Budget
 from draftwing.drafters.growing.growth import Growth
 from draftwing.model.target import Context
 from draftwing.nets.calibration import Calibration
-from draftwing.run.forward import Over
-from draftwing.run.request import Adjustments, DraftRequest
+from draftwing.run.growing import Over
+from draftwing.run.request import Adjustments, Ahead, DraftRequest
 from draftwing.sampling import SamplingBatch
 
 __all__ = ["Asked"]
@@ -33,7 +33,7 @@ class _Rows(Context):
 
 @dataclass(frozen=True)
 class Asked:
-    """A tree for every row: ``run.forward.Asked``.
+    """A tree for every row: ``run.growing.Asked``.
 
     Attributes:
         ctx: the running rows.
@@ -55,6 +55,11 @@ class Asked:
     def depth(self) -> int:
         """Levels at most."""
         return self.budget.depth
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """See ``run.growing.Asked``."""
+        return self.ctx.ahead
 
     @property
     def is_keyed(self) -> bool:
@@ -116,13 +121,13 @@ class Asked:
         )
 
     def growth(self) -> Growth:
-        """See ``run.forward.Asked``."""
+        """See ``run.growing.Asked``."""
         return Growth(
             self.ctx, self.wanted, self.sampling, self.budget, self.calibration, wants_places=self.wants_places
         )
 
     def over(self) -> Over:
-        """See ``run.forward.Asked``."""
+        """See ``run.growing.Asked``."""
         budget, calibration, wants_places = self.budget, self.calibration, self.wants_places
 
         def growth(pending: Tensor, wanted: Tensor, sampling: SamplingBatch) -> Growth:
@@ -132,7 +137,7 @@ class Asked:
         return growth
 
     def key(self) -> Hashable | None:
-        """See ``run.forward.Asked``.
+        """See ``run.growing.Asked``.
 
         Nothing is recorded where the host decides as it grows, nor where scores look at more than temperatures: top-p
         asks the device how far it has to sort, penalties read a history that grows, and q is kept for the classic

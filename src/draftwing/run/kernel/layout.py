@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwing.model.cache import View
 
-__all__ = ["NUM_BUFFERS", "Adjust", "Batch", "Draft", "Filter", "Op", "Walk", "set_cache", "set_view"]
+__all__ = ["NUM_BUFFERS", "Adjust", "Ahead", "Batch", "Draft", "Filter", "Op", "Walk", "set_cache", "set_view"]
 
 NUM_BUFFERS = 16
 
@@ -74,7 +74,7 @@ class Draft(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("counts", "wanted", "temperatures")),
         *((name, ctypes.c_void_p) for name in ("top_k", "top_p", "min_p", "adjusts", "noise", "seeds", "starts")),
         *((name, ctypes.c_void_p) for name in ("knots", "rates", "gains", "costs", "verify")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "places", "told", "reached", "ahead")),
         *((name, ctypes.c_int32) for name in ("levels", "is_chain", "deepest")),
         ("effort", ctypes.c_float),
     ]
@@ -96,6 +96,16 @@ class Walk(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("noise", "seeds", "starts", "filters", "found")),
         *((name, ctypes.c_int32) for name in ("logits", "out", "layers", "kv_heads", "dim")),
+    ]
+
+
+class Ahead(ctypes.Structure):
+    """What verifies trees as soon as they are drafted."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("ops", "batch", "how")),
+        ("seconds", ctypes.c_double),
+        ("num_ops", ctypes.c_int32),
     ]
 
 

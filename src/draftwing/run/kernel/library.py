@@ -26,7 +26,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.model.paged import SlotTable
 from draftwing.run.kernel.build import KernelProblem, with_library
-from draftwing.run.kernel.layout import Batch, Draft, Op, Walk, set_cache
+from draftwing.run.kernel.layout import Ahead, Batch, Draft, Op, Walk, set_cache
 from draftwing.run.kernel.selftest import fault_of
 
 __all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem", "required_kernel"]
@@ -44,7 +44,8 @@ class Kernel:
         run: walks so many operations: ops, their number, a ``Batch``, threads (``draftwing_run``).
         walk: descends in trees by their scores (``draftwing_walk``).
         verify: both, and moves what is kept to its slots (``draftwing_verify``).
-        draft: grows trees with a program (``draftwing_draft``); how many nodes they have.
+        draft: grows trees with a program, and verifies them where it is told how (``draftwing_draft``); how many nodes
+            they have.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
@@ -206,8 +207,8 @@ def _open(path: str, name: str) -> Kernel:
         library = ctypes.CDLL(path)
         if not library.draftwing_runs_here():
             raise KernelProblem("DRAFTWING_KERNEL_ARCH names instructions that this processor lacks: unset it")
-        sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3, 4))
-        if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft, Walk))):
+        sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3, 4, 5))
+        if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft, Walk, Ahead))):
             raise KernelProblem(f"the compiled CPU kernel lays its structures out otherwise: {sizes}")
         kernel = Kernel(library, name)
     except (OSError, AttributeError) as error:

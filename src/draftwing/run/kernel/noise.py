@@ -14,7 +14,9 @@ from torch import Tensor
 
 from draftwing.errors import DraftwingWarning
 from draftwing.noise import Filters, KeyedNoise, Walk
+from draftwing.run.forward import NetShape
 from draftwing.run.kernel import layout
+from draftwing.run.kernel.built import Built
 from draftwing.run.kernel.library import Kernel, get_kernel, kernel_notice
 from draftwing.run.kernel.slab import Slab
 from draftwing.tree import Accepted, DraftTree, Emitted
@@ -37,7 +39,7 @@ def noise_of(vocab_size: int, device: torch.device) -> KeyedNoise:
 
 
 class Walked:
-    """A walk as the kernel reads it, and what it wrote: of trees of so many rows and nodes.
+    """A walk as the kernel reads it, and what it wrote: of trees of so many rows and nodes, or fewer nodes.
 
     Attributes:
         how: good for as long as this lives.
@@ -45,7 +47,7 @@ class Walked:
 
     def __init__(self, walk: Walk, rows: int, nodes: int, slab: Slab) -> None:
         found, address = slab.take(rows * (5 + 2 * nodes))
-        self._nodes, self._found = nodes, found.reshape(rows, -1)
+        self._rows, self._nodes, self._found = rows, nodes, found
         self._numbers = array("q", [*walk.seeds, *walk.starts])
         at = self._numbers.buffer_info()[0]
         self.how = layout.Walk(walk.noise, at, at + 8 * rows, None, address)
@@ -53,9 +55,16 @@ class Walked:
             self._filters = _as_structures(walk.filters)
             self.how.filters = ctypes.addressof(self._filters)
 
-    def read(self) -> Accepted:
-        """What is kept, once the kernel has been there."""
-        nodes, found, longest, on_host = self._nodes, self._found, 0, []
+    def descends(self, built: Built, shape: NetShape) -> None:
+        """In the trees of such a target, as soon as it was run."""
+        how = self.how
+        how.logits, how.out = built.logits, built.out
+        how.layers, how.kv_heads, how.dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
+
+    def read(self, nodes: int | None = None) -> Accepted:
+        """What is kept, once the kernel has been there; ``nodes`` of the trees, where they came to be fewer."""
+        nodes, longest, on_host = nodes or self._nodes, 0, []
+        found = self._found[: self._rows * (5 + 2 * nodes)].reshape(self._rows, -1)
         for numbers in found.tolist():
             num, _, used, depth, finite = numbers[:5]
             on_host.append(Emitted(numbers[5 + nodes : 6 + nodes + num], used - 1, depth, finite > 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,16 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.model.cache import KVCache
-from draftwing.run.forward import Asked, Entries, Net, Runner, pick
+from draftwing.run.forward import Entries, Net, Runner, pick
+from draftwing.run.growing import Asked
 from draftwing.run.kernel.built import Built
 from draftwing.run.kernel.layout import Adjust, Batch, Draft, Op, set_cache, set_view
 from draftwing.run.kernel.library import Kernel
 from draftwing.run.kernel.noise import Walked
 from draftwing.run.kernel.program import Program
 from draftwing.run.kernel.slab import Slab
-from draftwing.run.request import Adjustments, Drafted, DraftRequest, Waiting
+from draftwing.run.kernel.standby import Standby, Standing
+from draftwing.run.request import Adjustments, Ahead, Drafted, DraftRequest, Waiting
 from draftwing.tree import DraftTree
 
 __all__ = ["KernelRunner", "KernelRuntime", "Workspace"]
@@ -106,6 +109,12 @@ class KernelRunner(Runner):
         self._passes, self._at_states = 0, (0, 0)  # rows that there is room for, and where the states lie
         self._taps = torch.empty(0, net.shape.out_width)
         self._numbers, self._chances = Slab(np.int64), Slab(np.float32)
+        self._asks = Draft(  # what is true of every draft
+            vocab_size=net.shape.vocab_size, num_catch_up=built.num_fuse, num_hidden=built.num_hidden,
+            logits=built.logits, read=built.read, states=built.states,
+            fed_back=-1 if built.states < 0 else built.out, kept_out=built.out if built.states < 0 else -1,
+        )  # fmt: skip
+        self._standing = Standing(self, built, self._space.batch, net.shape)
 
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
@@ -132,10 +141,7 @@ class KernelRunner(Runner):
         num_ops = None if want_logits else built.num_hidden
         walked = None if entries.walk is None else Walked(entries.walk, rows, nodes, self._numbers)
         if walked is not None:
-            how = walked.how
-            how.logits, how.out, how.layers, how.kv_heads, how.dim = (
-                built.logits, built.out, shape.num_layers, shape.num_kv_heads, shape.head_dim,
-            )  # fmt: skip
+            walked.descends(built, shape)
         self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops, walked=walked)
         self.walked = None if walked is None else walked.read()
         del kept
@@ -215,23 +221,46 @@ class KernelRunner(Runner):
             passes = 1 + (request.depth - 1) * request.width
             outs = torch.empty(max(passes, entries), rows, self._shape.out_width)
             batch.buffers[draft.kept_out] = caught.buffers[draft.kept_out] = outs.data_ptr()
+        standby = self._standby(asked.ahead, request, draft)
         nodes = program.kernel.draft(
             program.ops, program.num_ops, ctypes.byref(batch), ctypes.byref(caught), ctypes.byref(draft), _at(roots),
             torch.get_num_threads(),
         )  # fmt: skip
         kept.clear()
-        tokens, above, places, said, reached = (
-            torch.from_numpy(found[start : start + rows * nodes].reshape(rows, nodes))
+        (tokens, above, places), (said, reached) = (
+            torch.from_numpy(found.reshape(count, -1)[:, : rows * nodes].reshape(count, rows, nodes)).unbind()
             for found, count in ((numbers, 3), (chances, 2))
-            for start in range(0, count * rows * room, rows * room)
         )
         tree = DraftTree(
             tokens, above, reached, told=said, effort=draft.effort, is_line=bool(draft.is_chain), depth=draft.deepest
         )
+        if standby is not None:
+            standby.read(tree)
         if request.width > 1:
             return Drafted(tree, places, draft.levels - 1)
         states = None if outs is None or entries > 1 else outs[: draft.levels].transpose(0, 1)
         return Drafted(tree, None, draft.levels - 1, states)
+
+    def _standby(self, ahead: Ahead | None, request: DraftRequest, draft: Draft) -> Standby | None:
+        """The target, to go on with the verification of what is drafted; None where it cannot."""
+        target = None if ahead is None else ahead.runner
+        if ahead is None or not isinstance(target, KernelRunner) or target is self:
+            return None
+        standby = target.stand_by(ahead, 1 + min(request.most, draft.room - 1))
+        if standby is not None:
+            draft.ahead = standby.address
+        return standby
+
+    def stand_by(self, ahead: Ahead, nodes: int) -> Standby | None:
+        """To run trees of so many nodes at most as soon as they are drafted; None where more must be known of them."""
+        began, rows, upto = time.perf_counter(), len(ahead.lengths), max(ahead.lengths) + nodes
+        if rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
+            self.reserve(rows, upto)
+        if self.cache.table is not None or self._rotation is None or self._shape.is_sparse:
+            return None
+        self._space.reserve(rows * nodes)
+        self._space.batch.cache = self._slots
+        return self._standing.by(ahead, nodes, self._numbers, began)
 
     def _batches(self, waiting: Waiting, request: DraftRequest, entries: int) -> tuple[Batch, Batch, list[object]]:
         """The batch of a level of every row, that of what is waiting, and what they point to."""
@@ -277,25 +306,21 @@ class KernelRunner(Runner):
         """The request as the kernel reads it; what it points to goes into ``kept``."""
         wanted, seeds, starts = (array("q", each) for each in (request.wanted, request.seeds, request.starts))
         temperatures, top_p, min_p = (array("f", each) for each in (request.temperatures, request.top_p, request.min_p))
-        built, vocab, rule = self._built, self._shape.vocab_size, request.rule
+        vocab, rule = self._shape.vocab_size, request.rule
         top_k = array("i", [min(k, vocab) for k in request.top_k])
         kept += [wanted, seeds, starts, temperatures, top_k, top_p, min_p, rule]
-        draft = Draft(
-            depth=request.depth, width=request.width, most=request.most, vocab_size=vocab,
-            num_catch_up=built.num_fuse, num_hidden=built.num_hidden, logits=built.logits, read=built.read,
-            states=built.states, fed_back=-1 if built.states < 0 else built.out,
-            kept_out=built.out if built.states < 0 else -1,
-            sharpness=request.sharpness, kept=1 - request.miss, scale=request.scale,
-            wanted=_at(wanted), seeds=_at(seeds), starts=_at(starts), noise=request.noise,
-            temperatures=_at(temperatures), top_k=_at(top_k), top_p=_at(top_p), min_p=_at(min_p),
-        )  # fmt: skip
+        draft = Draft.from_buffer_copy(self._asks)
+        draft.depth, draft.width, draft.most = request.depth, request.width, request.most
+        draft.sharpness, draft.kept, draft.scale = request.sharpness, 1 - request.miss, request.scale
+        draft.wanted, draft.seeds, draft.starts, draft.noise = _at(wanted), _at(seeds), _at(starts), request.noise
+        draft.temperatures, draft.top_k = _at(temperatures), _at(top_k)
+        draft.top_p, draft.min_p = _at(top_p), _at(min_p)
         if request.adjustments is not None:
             draft.adjusts = _adjusting(request.adjustments, kept)
         if rule is not None:
             draft.num_tables, draft.num_knots = rule.knots.shape
-            draft.knots, draft.rates = rule.knots.ctypes.data, rule.rates.ctypes.data
-            draft.gains, draft.costs = rule.gains.ctypes.data, rule.costs.ctypes.data
-            draft.verify, draft.worth, draft.share = rule.verify.ctypes.data, rule.worth, rule.share
+            draft.knots, draft.rates, draft.gains, draft.costs, draft.verify = rule.addresses
+            draft.worth, draft.share = rule.worth, rule.share
         return draft
 
     def commit(self, lengths: Sequence[int], path: Tensor) -> None:

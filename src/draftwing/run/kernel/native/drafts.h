@@ -9,6 +9,15 @@
 
 namespace {
 
+// The verification of finished trees: by the target's program, without coming back in between.
+struct Ahead {
+    const Op* ops;
+    Batch* batch;  // with room for the most nodes; the trees' own numbers are written into it
+    const Walk* how;
+    double seconds;  // written: what it took
+    int32_t num_ops;
+};
+
 // A tree to draft for every row: of each expanded node the best children by their scores, logits / temperature + noise.
 struct Draft {
     int32_t depth, width, most;  // levels; nodes that are expanded of each, and children of each; nodes to keep: at most
@@ -39,6 +48,7 @@ struct Draft {
     int64_t* places;  // where a node stands among the expanded ones, whose slots follow the root's in that order
     float* told;  // chance given the parent, as the net says, and of the whole path, as such came true
     float* reached;
+    Ahead* ahead;  // null: the trees are handed out as they are
     int32_t levels, is_chain, deepest;  // written: levels that were drafted, and what the finished tree is
     float effort;  // levels, by the nodes expanded on them: 1 for the first of each, `share` for each other
 };

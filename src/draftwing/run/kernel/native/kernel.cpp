@@ -1,5 +1,7 @@
 // What Python calls: see library.py.
 
+#include <chrono>
+
 #include <sys/mman.h>
 
 #include "drafts.h"
@@ -55,7 +57,7 @@ void draftwing_walk(const float* scores, int32_t rows, int32_t nodes, const int6
 
 // What Python must agree on.
 int32_t draftwing_sizes(int32_t which) {
-    const int32_t sizes[] = {sizeof(Op), sizeof(Batch), MAX_OPS, sizeof(Draft), sizeof(Walk)};
+    const int32_t sizes[] = {sizeof(Op), sizeof(Batch), MAX_OPS, sizeof(Draft), sizeof(Walk), sizeof(Ahead)};
     return sizes[which];
 }
 
@@ -91,8 +93,62 @@ void draftwing_run(const Op* ops, int32_t num_ops, const Batch* batch, int32_t n
     run_program(ops, num_ops, batch, num_threads);
 }
 
+// Moves the kept nodes of every row down to where committed slots go on: `width` nodes of each, the root first, -1 behind,
+// a row's `stride` after the last one's.
+void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width,
+                      int32_t stride) {
+    for (int row = 0; row < batch->rows; ++row) {
+        const Slots at = slots_of(*batch, row);
+        for (int d = 1; d < width && path[row * stride + d] >= 0; ++d) {
+            const int64_t from = batch->lengths[row] + path[row * stride + d], to = batch->lengths[row] + d;
+            if (from == to) continue;
+            for (int layer = 0; layer < layers; ++layer)
+                for (int head = 0; head < kv_heads; ++head) {
+                    float* keys = batch->cache + layer * batch->layer_stride + row * batch->row_stride + head * batch->head_stride;
+                    float* values = keys + batch->value_stride;
+                    const float* key = keys + at(from / KEYS * KEYS) * dim + from % KEYS;
+                    float* moved = keys + at(to / KEYS * KEYS) * dim + to % KEYS;
+                    for (int i = 0; i < dim; ++i) moved[i * KEYS] = key[i * KEYS];
+                    memcpy(values + at(to) * dim, values + at(from) * dim, dim * sizeof(float));
+                }
+        }
+    }
+}
+
+// Moves what the net gave out of the kept nodes of every row to its first places.
+void keep_outs(const Batch& batch, const Walk& how) {
+    const int64_t width = batch.widths[how.out], stride = found_width(batch.nodes);
+    for (int32_t row = 0; row < batch.rows; ++row) {
+        const int64_t* path = how.found + row * stride + 5;
+        float* outs = batch.buffers[how.out] + row * batch.nodes * width;
+        for (int32_t d = 1; d < batch.nodes && path[d] >= 0; ++d)
+            if (path[d] != d) std::memcpy(outs + d * width, outs + path[d] * width, width * sizeof(float));
+    }
+}
+
+// Runs a target over its trees, descends in them, and moves what is kept to where it belongs: a step but for its draft.
+void draftwing_verify(const Op* ops, int32_t num_ops, const Batch* batch, const Walk* how, int32_t num_threads) {
+    run_program(ops, num_ops, batch, num_threads);
+    const int32_t nodes = batch->nodes;
+    draftwing_walk(batch->buffers[how->logits], batch->rows, nodes, batch->tokens, batch->parents, how);
+    draftwing_commit(batch, how->layers, how->kv_heads, how->dim, how->found + 5, nodes, static_cast<int32_t>(found_width(nodes)));
+    if (how->out >= 0) keep_outs(*batch, *how);
+}
+
+// The same with trees that were just drafted, of so many nodes.
+static void verify_drafted(const Draft& draft, int32_t nodes, int32_t num_threads) {
+    const auto start = std::chrono::steady_clock::now();
+    Ahead& ahead = *draft.ahead;
+    Batch& batch = *ahead.batch;
+    batch.nodes = batch.tree_nodes = nodes;
+    batch.first_node = 0;
+    batch.tokens = draft.tokens, batch.parents = draft.parents;
+    draftwing_verify(ahead.ops, ahead.num_ops, &batch, ahead.how, num_threads);
+    ahead.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 // Drafts a tree for every row: how many nodes it has. `steps` is the batch of a level, `waiting` that of the
-// catch-up, whose last entries are the `roots`.
+// catch-up, whose last entries are the `roots`. With `ahead` the trees are verified as well: a whole step.
 int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, const Batch* waiting, Draft* out, const int64_t* roots, int32_t num_threads) {
     Draft& draft = *out;
     Batch batch = *steps;
@@ -161,48 +217,9 @@ int32_t draftwing_draft(const Op* ops, int32_t num_ops, const Batch* steps, cons
         run_program(ops + draft.num_catch_up, num_ops - draft.num_catch_up, &batch, num_threads);
         logits = batch.buffers[draft.logits];
     }
-    return write_trees(draft, trees, rows);
+    const int32_t num_nodes = write_trees(draft, trees, rows);
+    if (draft.ahead != nullptr) verify_drafted(draft, num_nodes, num_threads);
+    return num_nodes;
 }
 
-// Moves the kept nodes of every row down to where committed slots go on: `width` nodes of each, the root first, -1 behind,
-// a row's `stride` after the last one's.
-void draftwing_commit(const Batch* batch, int32_t layers, int32_t kv_heads, int32_t dim, const int64_t* path, int32_t width,
-                      int32_t stride) {
-    for (int row = 0; row < batch->rows; ++row) {
-        const Slots at = slots_of(*batch, row);
-        for (int d = 1; d < width && path[row * stride + d] >= 0; ++d) {
-            const int64_t from = batch->lengths[row] + path[row * stride + d], to = batch->lengths[row] + d;
-            if (from == to) continue;
-            for (int layer = 0; layer < layers; ++layer)
-                for (int head = 0; head < kv_heads; ++head) {
-                    float* keys = batch->cache + layer * batch->layer_stride + row * batch->row_stride + head * batch->head_stride;
-                    float* values = keys + batch->value_stride;
-                    const float* key = keys + at(from / KEYS * KEYS) * dim + from % KEYS;
-                    float* moved = keys + at(to / KEYS * KEYS) * dim + to % KEYS;
-                    for (int i = 0; i < dim; ++i) moved[i * KEYS] = key[i * KEYS];
-                    memcpy(values + at(to) * dim, values + at(from) * dim, dim * sizeof(float));
-                }
-        }
-    }
-}
-
-// Moves what the net gave out of the kept nodes of every row to its first places.
-void keep_outs(const Batch& batch, const Walk& how) {
-    const int64_t width = batch.widths[how.out], stride = found_width(batch.nodes);
-    for (int32_t row = 0; row < batch.rows; ++row) {
-        const int64_t* path = how.found + row * stride + 5;
-        float* outs = batch.buffers[how.out] + row * batch.nodes * width;
-        for (int32_t d = 1; d < batch.nodes && path[d] >= 0; ++d)
-            if (path[d] != d) std::memcpy(outs + d * width, outs + path[d] * width, width * sizeof(float));
-    }
-}
-
-// Runs a target over its trees, descends in them, and moves what is kept to where it belongs: a step but for its draft.
-void draftwing_verify(const Op* ops, int32_t num_ops, const Batch* batch, const Walk* how, int32_t num_threads) {
-    run_program(ops, num_ops, batch, num_threads);
-    const int32_t nodes = batch->nodes;
-    draftwing_walk(batch->buffers[how->logits], batch->rows, nodes, batch->tokens, batch->parents, how);
-    draftwing_commit(batch, how->layers, how->kv_heads, how->dim, how->found + 5, nodes, static_cast<int32_t>(found_width(nodes)));
-    if (how->out >= 0) keep_outs(*batch, *how);
-}
 }

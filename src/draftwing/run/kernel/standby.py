@@ -1,0 +1,83 @@
+"""A target that stands by while its drafter drafts, and verifies the trees in the same call.
+
+Shape suffixes: B rows, N nodes, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from array import array
+
+import torch
+
+from draftwing.run.forward import NetShape, Runner
+from draftwing.run.kernel import layout
+from draftwing.run.kernel.built import Built
+from draftwing.run.kernel.noise import Walked
+from draftwing.run.kernel.slab import Slab
+from draftwing.run.request import Ahead, Verified
+from draftwing.tree import DraftTree
+
+__all__ = ["Standby", "Standing"]
+
+
+class Standing:
+    """What the kernel needs to know of a target whenever it stands by.
+
+    Args:
+        runner: of the target; it is told what came of its trees.
+        batch: of its own memory. It has room, and its slots are set, before anything stands by.
+    """
+
+    def __init__(self, runner: Runner, built: Built, batch: layout.Batch, shape: NetShape) -> None:
+        program = built.program
+        self.runner, self.built, self.batch, self.shape = weakref.proxy(runner), built, batch, shape
+        self.how = layout.Ahead(
+            ctypes.addressof(program.ops) + built.num_fuse * ctypes.sizeof(layout.Op),
+            ctypes.addressof(batch),
+            num_ops=program.num_ops - built.num_fuse,
+        )
+        self.address = ctypes.addressof(self.how)
+
+    def by(self, ahead: Ahead, nodes: int, slab: Slab, began: float) -> Standby:
+        """For trees of so many nodes at most."""
+        return Standby(self, ahead, nodes, slab, began)
+
+
+class Standby:
+    """A target that stands by for one call.
+
+    Args:
+        began: seconds of ``time.perf_counter`` since when this is prepared: that belongs to the verification too.
+
+    Attributes:
+        address: of the ``layout.Ahead``.
+    """
+
+    def __init__(self, standing: Standing, ahead: Ahead, nodes: int, slab: Slab, began: float) -> None:
+        built, batch, shape, rows = standing.built, standing.batch, standing.shape, len(ahead.lengths)
+        self._standing, self._rows, self.address = standing, rows, standing.address
+        self._walked = Walked(ahead.walk, rows, nodes, slab)
+        self._walked.descends(built, shape)
+        standing.how.how = ctypes.addressof(self._walked.how)
+        self._lengths = array("q", ahead.lengths)
+        self._logits = torch.empty(rows * nodes, shape.vocab_size)
+        self._out = torch.empty(rows * nodes, shape.out_width) if built.out >= 0 else None
+        batch.rows, batch.lengths, batch.view, batch.watch = rows, self._lengths.buffer_info()[0], None, None
+        batch.buffers[built.logits] = self._logits.data_ptr()
+        if self._out is not None:
+            batch.buffers[built.out] = self._out.data_ptr()
+        self._prepared = time.perf_counter() - began
+
+    def read(self, tree: DraftTree) -> None:
+        """Tell the runner what came of these trees."""
+        began = time.perf_counter()
+        nodes, rows, logits, out = tree.num_nodes, self._rows, self._logits, self._out
+        vocab, width = logits.shape[1], 0 if out is None else out.shape[1]
+        shaped = logits.as_strided((rows, nodes, vocab), (nodes * vocab, vocab, 1))
+        taps = None if out is None else out.as_strided((rows, nodes, width), (nodes * width, width, 1))
+        accepted, took = self._walked.read(nodes), self._standing.how.seconds + self._prepared
+        seconds = took + time.perf_counter() - began
+        self._standing.runner.verified = Verified(tree, shaped, taps, accepted, seconds)
