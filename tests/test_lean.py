@@ -154,3 +154,16 @@ def test_features_are_those_of_the_kept_path(num_rows):
     walked = TargetOutput(logits, features[:, :3], accepted=Accepted(paths, torch.tensor([2]), torch.tensor([1])))
     assert walked.features_on(bushes, paths) is walked.features  # the forward has put them in order itself
     assert TargetOutput(logits).features_on(bushes, paths) is None
+
+
+def test_a_text_may_go_on_for_a_while_before_its_slots_move(folder_of):
+    target = LeanTarget.from_folder(folder_of("llama"), torch.float32)
+    ctx = target.new_context()
+    target.prefill(ctx, list(range(3, 40)))
+    before = ctx.cache.data
+    for _ in range(200):
+        target.forward(ctx, ctx.roots())
+        row = ctx.rows[0]
+        row.tokens.append(5)
+        row.length += 1
+    assert ctx.cache.data is before

@@ -108,8 +108,15 @@ def test_it_is_the_same_step(name, budget, temperatures, target, drafters, monke
 def test_a_planner_may_decide(name, temperatures, target, drafters, monkeypatch):
     monkeypatch.setattr(planner_module, "PLAIN", 0)
     stood = calls(monkeypatch, KernelRunner, "stand_by")
-    steps, texts = run(target, drafters[name], None, temperatures, planner=Planner(COSTS, Budget(6, 4, 20)))
-    assert texts == run(target, None, None, temperatures)[1]
+    planner = Planner(COSTS, Budget(6, 4, 20))
+    steps, texts = run(target, drafters[name], None, temperatures, planner=planner, logprobs=2)
+    plain, plain_texts = run(target, None, None, temperatures, logprobs=2)
+    assert texts == plain_texts
+    for place in range(len(temperatures)):  # what is said of the tokens is read from the logits of their nodes
+        said = [
+            [row.logprobs for each in found for row in each.rows if row.request_id == place] for found in (steps, plain)
+        ]
+        assert [one for some in said[0] for one in some] == [one for some in said[1] for one in some]
     assert stood
     assert any(step.tree.num_nodes > 1 for step in steps)
 
