@@ -260,7 +260,7 @@ class KernelRunner(Runner):
             return None
         self._space.reserve(rows * nodes)
         self._space.batch.cache = self._slots
-        return self._standing.by(ahead, nodes, self._numbers, began)
+        return Standby(self._standing, ahead, nodes, self._numbers, began)
 
     def _batches(self, waiting: Waiting, request: DraftRequest, entries: int) -> tuple[Batch, Batch, list[object]]:
         """The batch of a level of every row, that of what is waiting, and what they point to."""

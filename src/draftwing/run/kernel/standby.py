@@ -41,13 +41,9 @@ class Standing:
         )
         self.address = ctypes.addressof(self.how)
 
-    def by(self, ahead: Ahead, nodes: int, slab: Slab, began: float) -> Standby:
-        """For trees of so many nodes at most."""
-        return Standby(self, ahead, nodes, slab, began)
-
 
 class Standby:
-    """A target that stands by for one call.
+    """A target that stands by for one call, in which trees of so many nodes at most are drafted.
 
     Args:
         began: seconds of ``time.perf_counter`` since when this is prepared: that belongs to the verification too.
