@@ -7,10 +7,12 @@ Shape suffixes: L layers, B rows, N nodes, K heads, S slots, D head dimension.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ __all__ = ["KEY_BLOCK", "KVCache", "View", "round_up"]
 
 KEY_BLOCK = 64  # slots are made so many at a time
 SPARE = 256  # and so many more than are asked for: a text goes on, and to move slots takes as long as some steps
+
+
+_ALIGNMENT = 64  # bytes, as PyTorch aligns its own memory
 
 
 def round_up(number: int, block: int) -> int:
@@ -53,6 +58,7 @@ class KVCache:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
         self.table: Any = None  # a ``paged.SlotTable``, where slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._written: set[int] = set()  # rows that have been somebody's
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +80,7 @@ class KVCache:
             slots if num_slots <= slots else max(round_up(num_slots + SPARE, KEY_BLOCK), min(2 * slots, slots + 4096))
         )
         layers, two, heads, dim = self._shape
-        grown = self.data.new_zeros(layers, two, new_rows, heads, new_slots, dim)
+        grown = _zeros((layers, two, new_rows, heads, new_slots, dim), self.data)
         grown[:, :, :rows, :, :slots] = self.data
         self.data = grown
 
@@ -88,7 +94,9 @@ class KVCache:
 
     def clear(self, row: int) -> None:
         """Zero a row's slots: a former request may have left NaN there, which no mask keeps out (0 * NaN is NaN)."""
-        self.data[:, :, row].zero_()
+        if row in self._written or self.data.device.type != "cpu":
+            self.data[:, :, row].zero_()
+        self._written.add(row)
 
     def move_row(self, source: int, target: int) -> None:
         """Copy one row over another: how a batch stays dense when a row leaves."""
@@ -107,3 +115,17 @@ class KVCache:
         into, at = self.place(rows, target)
         came, was = self.place(rows, source)
         self.data[:, :, into, :, at] = self.data[:, :, came, :, was]
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Of the dtype and on the device of ``like``.
+
+    What a system hands out is zero, and takes no time and no memory before it is touched. PyTorch would write it all,
+    by threads that a forked process does not have.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(like.dtype).view(shape)
