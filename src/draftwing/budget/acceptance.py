@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from draftwing.budget.costs import pooled
 
-__all__ = ["NUM_DEPTHS", "Acceptance", "Ranks"]
+__all__ = ["NUM_DEPTHS", "Acceptance", "Ranks", "judged"]
 
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
@@ -102,3 +103,30 @@ class Ranks:
             if len(path) < depth:
                 for rank in range(min(width, NUM_RANKS)):
                     heapq.heappush(waiting, (value * self.rate(len(path) + 1, rank), (*path, rank)))
+
+
+def judged(
+    steps: Sequence[tuple[Tensor, Tensor, Tensor | None]], ranks: Ranks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The nodes whose parents were accepted, as ``Acceptance.observe`` reads them, (K,) each. ``ranks`` observes them.
+
+    Args:
+        steps: parents (B, N), accepted path (B, D) and what was said of the nodes (B, N) or None, of each step.
+    """
+    said, at, right = [], [], []  # lists, since there are a handful
+    for parents_BN, path_BD, told_BN in steps:
+        told = None if told_BN is None else told_BN.tolist()
+        for row, (path, parents) in enumerate(zip(path_BD.tolist(), parents_BN.tolist(), strict=True)):
+            kept, depths, children = set(path), [0] * len(parents), [0] * len(parents)
+            for node in range(1, len(parents)):
+                above = parents[node]
+                if above < 0 or above not in kept:
+                    continue
+                depth = depths[node] = depths[above] + 1
+                ranks.observe(depth, children[above], node in kept)  # siblings stand in order
+                children[above] += 1
+                if told is not None:
+                    said.append(told[row][node])
+                    at.append(depth)
+                    right.append(node in kept)
+    return np.array(said), np.array(at, dtype=np.int64), np.array(right)

@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from draftwing.accept import Rule
-from draftwing.budget.acceptance import Acceptance, Ranks
+from draftwing.budget.acceptance import Acceptance, Ranks, judged
 from draftwing.budget.account import Account
 from draftwing.budget.clock import LOOKS, SETTLED, Clock
 from draftwing.budget.costs import ROWS, Costs
@@ -102,6 +102,13 @@ class Gate:
         """Whether a plain step tells nothing new: in a long run all but one in ``RESTING``, and the last ones."""
         waits = self._plain < self._patience - LOOKS
         return waits and self._clock.run >= SETTLED and self._clock.run % RESTING > 0
+
+    def sleeps(self) -> bool:
+        """Whether the next step is plain and tells nothing new. Of many such steps each should take next to nothing."""
+        if self.is_open or not self._plain or not self.rests:
+            return False
+        self.steps, self._plain = self.steps + 1, self._plain + 1
+        return True
 
     def decide(self) -> bool:
         """For the next step."""
@@ -204,7 +211,8 @@ class Planner:
         self._new_gate = partial(Gate, forecast=self._forecast, trusts_forecast=not sighted, stays_dear=stays_dear)
         self.gate = self._new_gate(self.clock)
         self._lock, self._on_stale = threading.Lock(), on_stale
-        self._rows, self._size, self._most_nodes = 1, (0, self._capped(None)), self._capped(None)
+        self._whole = most.nodes or most.depth
+        self._rows, self._size, self._most_nodes = 1, (0, self._whole), self._whole
         self._sizes: dict[tuple[int, int], tuple[Clock, Gate]] = {}  # what steps take, and whether drafts pay in them
         self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
         self._own = 0.0  # seconds that learning takes after a step, in the mean
@@ -234,7 +242,11 @@ class Planner:
     def budget(self, ctx: Context, children: str, most_nodes: int | None = None) -> Budget:
         """For the next step; ``most_nodes``: of each row's tree, from 1 on, where that is limited."""
         with self._lock:
-            rows, self._most_nodes = len(ctx.rows), self._capped(most_nodes)
+            rows, gate, nothing = len(ctx.rows), self.gate, self._nothing.get(children)
+            is_usual = rows == 1 and most_nodes is None and self._size == (0, self._whole)
+            if nothing and is_usual and ctx.rows[0] is self._texts[-1] and gate.sleeps():
+                return nothing
+            self._most_nodes = self._capped(most_nodes)
             self._turn_to(rows)
             gate, self.gate.rows = self.gate, rows
             was_open = gate.is_open
@@ -243,7 +255,7 @@ class Planner:
                 self._texts.append(ctx.rows[0])
                 gate.begin_text()
             if not gate.decide():
-                return self._nothing.setdefault(children, Budget(0, children=children))
+                return nothing or self._nothing.setdefault(children, Budget(0, children=children))
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
                 return replace(self._blind(looks=True), children=children)
             key, known = (rows, children, self._num_learnt, self._most_nodes), self._budget
@@ -287,8 +299,7 @@ class Planner:
 
     def _capped(self, most_nodes: int | None) -> int:
         """Nodes of a tree at most."""
-        most = self.most.nodes or self.most.depth
-        return most if most_nodes is None else min(most_nodes, most)
+        return self._whole if most_nodes is None else min(most_nodes, self._whole)
 
     def _turn_to(self, rows: int) -> None:
         """Go on with what was learnt of batches of such a size, of 2 ** (bits - 1) + 1 to 2 ** bits rows, and limit.
@@ -306,25 +317,10 @@ class Planner:
 
     def _learn(self) -> None:
         """Acceptance of the nodes whose parents were accepted, in the steps since it was learnt from last."""
-        said, at, right = [], [], []  # lists, since there are a handful
-        for parents_BN, path_BD, told_BN in self._unlearnt:
-            told = None if told_BN is None else told_BN.tolist()
-            for row, (path, parents) in enumerate(zip(path_BD.tolist(), parents_BN.tolist(), strict=True)):
-                kept, depths, children = set(path), [0] * len(parents), [0] * len(parents)
-                for node in range(1, len(parents)):
-                    above = parents[node]
-                    if above < 0 or above not in kept:
-                        continue
-                    depth = depths[node] = depths[above] + 1
-                    self.ranks.observe(depth, children[above], node in kept)  # siblings stand in order
-                    children[above] += 1
-                    if told is not None:
-                        said.append(told[row][node])
-                        at.append(depth)
-                        right.append(node in kept)
+        said = judged(self._unlearnt, self.ranks)
         self._unlearnt = []
         self._num_learnt += 1
-        self.acceptance.observe(np.array(said), np.array(at, dtype=np.int64), np.array(right))
+        self.acceptance.observe(*said)
 
     # --- what to draft ---------------------------------------------------------------------------------------------
 
