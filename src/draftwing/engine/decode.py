@@ -278,7 +278,7 @@ class Decoder:
         elif planner is not None:
             budget = planner.budget(ctx, self.rule.children)
         if budget.depth >= max(rooms):
-            budget = cut_to(budget, max(rooms) - 1, recorded=not self.target.walks)
+            budget = cut_to(budget, max(rooms) - 1)
         is_final = wanted is None and budget.depth < min(rooms) and self.drafter.traits.hands_on
         ctx.walk = walk if is_final else None
         try:

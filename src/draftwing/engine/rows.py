@@ -17,15 +17,15 @@ from draftwing.tree import PAD, DraftTree
 
 __all__ = ["cut_to", "explain", "logprobs_of", "with_laws"]
 
-_LEAST = 8  # depth that recorded drafts are not cut below
+_LEAST = 8  # depth that drafts are not cut below
 
 
-def cut_to(budget: Budget, depth: int, *, recorded: bool) -> Budget:
-    """A budget that drafts no deeper than ``depth``, what can still be emitted.
+def cut_to(budget: Budget, depth: int) -> Budget:
+    """A budget that drafts not much deeper than ``depth``, what can still be emitted.
 
-    Where drafts are recorded, each depth is a recording of its own: it is rounded up to a power of two.
+    The depth is rounded up to a power of two: where drafts are recorded, each depth is a recording of its own.
     """
-    depth = max(_LEAST, 1 << (depth - 1).bit_length()) if recorded and depth > 0 else max(depth, 0)
+    depth = max(_LEAST, 1 << (depth - 1).bit_length()) if depth > 0 else 0
     if budget.depth <= depth:
         return budget
     if budget.paths is None or depth == 0:
