@@ -602,6 +602,20 @@ def test_a_text_of_another_kind_is_tried_soon(plan, no_plain_start):
     assert world.run(600, 0.1)[1] > 0.9
 
 
+def test_a_text_that_begins_is_noticed_in_the_middle_of_plain_steps(no_plain_start, monkeypatch):
+    planner = PLANS["chain"](COSTS)
+    world, begun = World(planner), []
+    world.run(600, 0.1)
+    while not planner.gate.rests:
+        world.step()
+    monkeypatch.setattr(planner.gate, "begin_text", lambda: begun.append(planner.gate.steps))
+    world.step()
+    assert not begun
+    world.texts.clear()
+    world.step()
+    assert len(begun) == 1
+
+
 def test_loops_that_take_turns_are_no_new_texts(monkeypatch):
     planner, begun = PLANS["chain"](COSTS), []
     monkeypatch.setattr(planner.gate, "begin_text", lambda: begun.append(planner.gate.steps))

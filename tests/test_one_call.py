@@ -119,6 +119,18 @@ def test_a_planner_may_decide(name, temperatures, target, drafters, monkeypatch)
     assert any(step.tree.num_nodes > 1 for step in steps)
 
 
+@pytest.mark.parametrize("temperatures", [(0.0,), (1.0, 0.0, 1.0)], ids=str)
+def test_what_a_head_reads_next_is_that_of_the_nodes_that_were_kept(temperatures, target, drafters, monkeypatch):
+    """Of trees that have fewer nodes than they might: wrong features would change no text, but the next trees."""
+    rule = Planner(COSTS, Budget(6, 4, 20)).rule(len(temperatures))
+    budget = Budget(6, 4, 20, rule=rule)
+    steps, _ = run(target, drafters["eagle3"], budget, temperatures)
+    assert len({step.tree.num_nodes for step in steps}) > 2
+    monkeypatch.setattr(KernelRunner, "stand_by", lambda *_: None)
+    apart, _ = run(target, drafters["eagle3"], budget, temperatures)
+    assert [*map(told_of, steps)] == [*map(told_of, apart)]
+
+
 @pytest.mark.parametrize(
     "own",
     [{"min_tokens": 5}, {"repetition_penalty": 1.5}, {"logit_bias": {7: 3.0}}, {"speculation": Budget(2)}],
