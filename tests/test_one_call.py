@@ -230,9 +230,9 @@ def test_the_seconds_of_the_verification_are_its_own(target, drafters, monkeypat
 
     def took_long(self, tree):
         read(self, tree)
-        found = self._standing.runner.verified
+        found = self.runner.verified
         told.append(found.seconds)
-        self._standing.runner.verified = replace(found, seconds=found.seconds + 1000)
+        self.runner.verified = replace(found, seconds=found.seconds + 1000)
 
     monkeypatch.setattr(Standby, "read", took_long)
     steps, _ = run(target, drafters["itself"], Budget(4))

@@ -55,7 +55,7 @@ CHECK, CHECKS = 24, 0.005  # steps after which plain ones are measured anew at l
 RESTING = 32  # plain steps of a long run, of which one is looked at
 # When to learn.
 YOUNG, FRESH = 32, 8  # after the first so many steps, what was seen is learnt from every so many,
-GROWN = 256  # and from half as often later on,
+GROWN = 256  # half as often from this step on;
 KNOWN = 64  # and after so many drafts every other step is looked at
 LOOK = 64  # steps of blind shapes, of which one is larger: what is never drafted is never learnt
 # How much at most.

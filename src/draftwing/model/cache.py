@@ -22,8 +22,6 @@ __all__ = ["KEY_BLOCK", "KVCache", "View", "round_up"]
 
 KEY_BLOCK = 64  # slots are made so many at a time
 SPARE = 256  # and so many more than are asked for: a text goes on, and to move slots takes as long as some steps
-
-
 _ALIGNMENT = 64  # bytes, as PyTorch aligns its own memory
 
 

@@ -127,11 +127,11 @@ class TextStream:
         return out
 
     def _decode(self, ids: list[int]) -> str:
-        if len(ids) > 1:
-            return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
-        text = self._alone.get(ids[0])
+        text = self._alone.get(ids[0]) if len(ids) == 1 else None
         if text is None:
-            text = self._alone[ids[0]] = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+            text = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+            if len(ids) == 1:
+                self._alone[ids[0]] = text
         return text
 
     def _start_window(self, prompt_ids: Sequence[int]) -> None:

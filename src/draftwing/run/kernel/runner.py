@@ -114,7 +114,7 @@ class KernelRunner(Runner):
             logits=built.logits, read=built.read, states=built.states,
             fed_back=-1 if built.states < 0 else built.out, kept_out=built.out if built.states < 0 else -1,
         )  # fmt: skip
-        self._standing = Standing(self, built, self._space.batch, net.shape)
+        self._standing = Standing(built, self._space.batch, net.shape)
 
     def forward(
         self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
@@ -157,8 +157,7 @@ class KernelRunner(Runner):
         tree, batch, first_row = entries.tree, self._space.batch, entries.first_row
         rows, nodes = tree.tokens.shape
         upto = max(entries.lengths) + nodes
-        if first_row + rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
-            self.reserve(first_row + rows, upto)
+        self._make_room(first_row + rows, upto)
         table = self.cache.table
         if table is not None:
             table.hold(first_row, entries.lengths, nodes)
@@ -174,6 +173,11 @@ class KernelRunner(Runner):
         batch.first_node, batch.tree_nodes, batch.parents = entries.first_node, nodes, parents.data_ptr()
         batch.lengths = _at(lengths)
         return lengths, parents, rotation, set_view(batch, entries.view, entries.watched)
+
+    def _make_room(self, num_rows: int, num_slots: int) -> None:
+        """``reserve``, where there is less, or another runner has moved the slots."""
+        if num_rows > self._room[0] or num_slots > self._room[1] or self.cache.data is not self._data:
+            self.reserve(num_rows, num_slots)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """See ``Runner.reserve``. What depends on where the slots lie is set when they move."""
@@ -254,20 +258,19 @@ class KernelRunner(Runner):
     def stand_by(self, ahead: Ahead, nodes: int) -> Standby | None:
         """To run trees of so many nodes at most as soon as they are drafted; None where more must be known of them."""
         began, rows, upto = time.perf_counter(), len(ahead.lengths), max(ahead.lengths) + nodes
-        if rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
-            self.reserve(rows, upto)
+        self._make_room(rows, upto)
         if self.cache.table is not None or self._rotation is None or self._shape.is_sparse:
             return None
         self._space.reserve(rows * nodes)
         self._space.batch.cache = self._slots
-        return Standby(self._standing, ahead, nodes, self._numbers, began)
+        set_view(self._space.batch, None)
+        return Standby(self, self._standing, ahead, nodes, self._numbers, began)
 
     def _batches(self, waiting: Waiting, request: DraftRequest, entries: int) -> tuple[Batch, Batch, list[object]]:
         """The batch of a level of every row, that of what is waiting, and what they point to."""
         built, rows, batch = self._built, len(waiting.tokens), self._space.batch
         upto = max(max(waiting.roots) + 1 + request.depth * request.width, max(waiting.lengths) + entries)
-        if rows > self._room[0] or upto > self._room[1] or self.cache.data is not self._data:
-            self.reserve(rows, upto)
+        self._make_room(rows, upto)
         table = self.cache.table
         if table is not None:
             own = [fed + len(ids) for fed, ids in zip(waiting.lengths, waiting.tokens, strict=True)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-import weakref
 from array import array
 
 import torch
@@ -27,13 +26,12 @@ class Standing:
     """What the kernel needs to know of a target whenever it stands by.
 
     Args:
-        runner: of the target; it is told what came of its trees.
         batch: of its own memory. It has room, and its slots are set, before anything stands by.
     """
 
-    def __init__(self, runner: Runner, built: Built, batch: layout.Batch, shape: NetShape) -> None:
+    def __init__(self, built: Built, batch: layout.Batch, shape: NetShape) -> None:
         program = built.program
-        self.runner, self.built, self.batch, self.shape = weakref.proxy(runner), built, batch, shape
+        self.built, self.batch, self.shape = built, batch, shape
         self.how = layout.Ahead(
             ctypes.addressof(program.ops) + built.num_fuse * ctypes.sizeof(layout.Op),
             ctypes.addressof(batch),
@@ -46,22 +44,23 @@ class Standby:
     """A target that stands by for one call, in which trees of so many nodes at most are drafted.
 
     Args:
+        runner: of the target; it is told what came of its trees.
         began: seconds of ``time.perf_counter`` since when this is prepared: that belongs to the verification too.
 
     Attributes:
         address: of the ``layout.Ahead``.
     """
 
-    def __init__(self, standing: Standing, ahead: Ahead, nodes: int, slab: Slab, began: float) -> None:
+    def __init__(self, runner: Runner, standing: Standing, ahead: Ahead, nodes: int, slab: Slab, began: float) -> None:
         built, batch, shape, rows = standing.built, standing.batch, standing.shape, len(ahead.lengths)
-        self._standing, self._rows, self.address = standing, rows, standing.address
+        self.runner, self._standing, self._rows, self.address = runner, standing, rows, standing.address
         self._walked = Walked(ahead.walk, rows, nodes, slab)
         self._walked.descends(built, shape)
         standing.how.how = ctypes.addressof(self._walked.how)
         self._lengths = array("q", ahead.lengths)
         self._logits = torch.empty(rows * nodes, shape.vocab_size)
         self._out = torch.empty(rows * nodes, shape.out_width) if built.out >= 0 else None
-        batch.rows, batch.lengths, batch.view, batch.watch = rows, self._lengths.buffer_info()[0], None, None
+        batch.rows, batch.lengths = rows, self._lengths.buffer_info()[0]
         batch.buffers[built.logits] = self._logits.data_ptr()
         if self._out is not None:
             batch.buffers[built.out] = self._out.data_ptr()
@@ -76,4 +75,4 @@ class Standby:
         taps = None if out is None else out.as_strided((rows, nodes, width), (nodes * width, width, 1))
         accepted, took = self._walked.read(nodes), self._standing.how.seconds + self._prepared
         seconds = took + time.perf_counter() - began
-        self._standing.runner.verified = Verified(tree, shaped, taps, accepted, seconds)
+        self.runner.verified = Verified(tree, shaped, taps, accepted, seconds)
