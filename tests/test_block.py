@@ -150,7 +150,7 @@ def test_the_texts_own_tokens_as_truth(method, small, folder_of):
         scorer = (kind.loss or UnrolledLoss)(net, OBJECTIVES[objective], steps).eval()
         sums.append([each.loss.item() for each in scorer(found, told)])
     assert sums[0][0] > 0
-    torch.testing.assert_close(sums[0], sums[1])
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-6, atol=1e-6)  # sums in float32, of another order
 
 
 @pytest.mark.parametrize("method", METHODS)

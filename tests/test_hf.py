@@ -494,7 +494,7 @@ REFUSED = {
     "output_scores": {"return_dict_in_generate": True, "output_scores": True},
     "output_logits": {"return_dict_in_generate": True, "output_logits": True},
     "output_hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
-    "past_key_values": {"past_key_values": DynamicCache()},
+    "cache": {"past_key_values": DynamicCache()},  # since 5.24 transformers calls it so
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, len(PROMPTS[0]), SMALL["hidden_size"]).double()},
     "position_ids": {"position_ids": torch.arange(len(PROMPTS[0]))[None] + 1},
 }

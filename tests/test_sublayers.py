@@ -18,7 +18,7 @@ from draftwing.engine.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.heads.identity import target_id
 from draftwing.heads.layer_set import LayerSet
-from draftwing.model.adapter import AdapterTarget
+from draftwing.model.adapter import CACHES, AdapterTarget
 from draftwing.model.lean import LeanTarget
 from draftwing.model.subnet import Parts, SubNet, runner_over
 from draftwing.nets.eagle_config import TargetId
@@ -70,12 +70,14 @@ def test_parts_are_counted():
 def by_hand(model, parts, ids):
     """The logits of a text whose last token runs through ``parts`` alone, and sees the whole model's keys: slowly."""
     with torch.no_grad():
-        whole = model.model(ids[None, :-1], use_cache=True).past_key_values
+        output = model.model(ids[None, :-1], use_cache=True)
+        name = next(each for each in CACHES if getattr(output, each, None) is not None)
+        whole = {name: output[name]}
         x = model.model.embed_tokens(ids[None, -1:])
         cos_sin = model.model.rotary_emb(x, torch.tensor([[len(ids) - 1]]))
         for index, layer in enumerate(model.model.layers):
             if index in parts.attention:
-                x = x + layer.self_attn(layer.input_layernorm(x), cos_sin, None, past_key_values=whole)[0]
+                x = x + layer.self_attn(layer.input_layernorm(x), cos_sin, None, **whole)[0]
             if index in parts.mlp:
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
         return model.lm_head(model.model.norm(x))[0, 0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import UnsupportedError
+from draftwing.model.adapter import CACHES
 from draftwing.sampling import Sampling
 
 __all__ = ["SETTINGS", "SETTING_OF", "pad_id", "read_prompts", "read_sampling", "refuse"]
@@ -62,7 +63,7 @@ SETTING_OF = {
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Inputs that are looked at elsewhere, or that no text depends on.
 _INPUTS = {
-    *("attention_mask", "position_ids", "past_key_values", "cache_params"),
+    *("attention_mask", "position_ids", *CACHES),
     *("use_cache", "logits_to_keep", "num_logits_to_keep", "cache_position", "output_attentions"),
     "output_hidden_states",
 }
@@ -109,7 +110,7 @@ def _refuse_sharded(model: Any) -> None:
 
 
 def _refuse_inputs(inputs: Mapping[str, Any]) -> None:
-    for name in ("past_key_values", "cache_params"):
+    for name in CACHES:
         cache = inputs.get(name)
         filled = cache is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length() > 0
         if filled or getattr(cache, "_is_user_defined", False):  # an empty one of generate's own making means nothing

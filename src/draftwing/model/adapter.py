@@ -29,7 +29,10 @@ from draftwing.model.weights import check_finite
 from draftwing.noise import Walk
 from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = ["AdapterContext", "AdapterTarget"]
+__all__ = ["CACHES", "AdapterContext", "AdapterTarget"]
+
+# What transformers calls a cache: since 5.24, before that, and of state-space models before that.
+CACHES = ("cache", "past_key_values", "cache_params")
 
 _KINDS = ("full_attention", "sliding_attention")
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # cache layers that are keys and values and nothing else
@@ -288,7 +291,7 @@ class AdapterTarget(Target):
                 f"{self.name}: its own forward fails ({type(error).__name__}: {error}): try another dtype, or another "
                 f"version of transformers"
             ) from error
-        for name in ("past_key_values", "cache_params"):  # the latter is how state-space models call it
+        for name in CACHES:
             cache = getattr(output, name, None)
             if cache is not None:
                 return name, cache
