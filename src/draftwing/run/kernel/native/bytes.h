@@ -12,15 +12,17 @@
 #include <arm_neon.h>
 #endif
 
-#if !defined(__AVX512F__)
-
 namespace {
 
 // --- four inputs at a time -------------------------------------------------------------------------------------------
 // `Fours`: weights of four inputs, side by side, for as many outputs as a register has words. ROW_WORDS: what four inputs of a row
 // become. `add_fours` adds the products of unsigned and signed bytes to 32 bits.
 
-#if defined(__AVX2__) && !defined(__AVXVNNI__)
+#if defined(__AVX512F__)
+
+constexpr int ROW_WORDS = 1;  // see weights.h and tiles.h
+
+#elif defined(__AVX2__) && !defined(__AVXVNNI__)
 
 // Bytes are widened to 16 bits, even and odd ones by themselves: the sum of two products of unsigned and signed bytes does
 // not fit in 16 bits, as which the instruction for bytes would cut it off.
@@ -40,8 +42,15 @@ inline FourInputs inputs(const uint32_t* row) {
     return {_mm256_set1_epi32(static_cast<int32_t>(row[0])), _mm256_set1_epi32(static_cast<int32_t>(row[1]))};
 }
 inline Four add_fours(Four sum, const Fours& w, const FourInputs& x) {
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w.even, x.even));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(w.odd, x.odd));
+    __m256i even = _mm256_madd_epi16(w.even, x.even);
+    hold_register(even);
+    sum = _mm256_add_epi32(sum, even);
+    hold_register(sum);
+    __m256i odd = _mm256_madd_epi16(w.odd, x.odd);
+    hold_register(odd);
+    sum = _mm256_add_epi32(sum, odd);
+    hold_register(sum);
+    return sum;
 }
 
 #elif defined(__AVXVNNI__)
@@ -100,9 +109,7 @@ inline Four add_fours(Four sum, const Fours& w, FourInputs x) {
 
 #endif
 
-// --- a tile ----------------------------------------------------------------------------------------------------------
-
-// Four inputs of a row as `inputs` wants them.
+// A row's inputs, four by four as `inputs` wants them.
 inline void spread_fours(const uint8_t* x, int num_in, uint32_t* out) {
     for (int k = 0; k < num_in; k += 4, out += ROW_WORDS) {
         uint32_t word;
@@ -115,67 +122,72 @@ inline void spread_fours(const uint8_t* x, int num_in, uint32_t* out) {
     }
 }
 
+#if !defined(__AVX512F__)
+
+// --- a tile ----------------------------------------------------------------------------------------------------------
+
 // Adds the products of `count` inputs to the sums of R rows, for C registers of outputs at a time. Meanwhile `ahead` is
-// fetched, `lines` lines for each step.
+// fetched, `each` bytes a step.
 template <int R, int C>
-void byte_rows(const uint32_t* rows, size_t stride, const int8_t* w, int count, const char* ahead, int lines,
+void byte_rows(const uint32_t* rows, size_t stride, const int8_t* w, int count, const char* ahead, int each,
                i16 (*sum)[PARTS]) {
     for (int first = 0; first < 4 * TILE; first += C * static_cast<int>(sizeof(Four))) {
         Four acc[R][C];
-        for (int r = 0; r < R; ++r) memcpy(acc[r], reinterpret_cast<const char*>(sum[r]) + first, sizeof(acc[r]));
+        const auto at = [&](int r, int c) { return reinterpret_cast<char*>(sum[r]) + first + c * sizeof(Four); };
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c) memcpy(&acc[r][c], at(r, c), sizeof(Four));
         const int8_t* from = w + first;
         const uint32_t* x = rows;
-        for (int k = 0; k < count; k += 4, from += 4 * TILE, x += ROW_WORDS) {
-            for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead);
+        for (int k = 0; k < count; k += 4, from += 4 * TILE, x += ROW_WORDS, ahead += each) {
+            __builtin_prefetch(ahead);
             Fours weights[C];
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c) weights[c] = fours(from + c * static_cast<int>(sizeof(Four)));
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
                 const FourInputs own = inputs(x + r * stride);
-#pragma GCC unroll 16
+#pragma GCC unroll 4
                 for (int c = 0; c < C; ++c) acc[r][c] = add_fours(acc[r][c], weights[c], own);
             }
         }
-        for (int r = 0; r < R; ++r) memcpy(reinterpret_cast<char*>(sum[r]) + first, acc[r], sizeof(acc[r]));
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c) memcpy(at(r, c), &acc[r][c], sizeof(Four));
     }
 }
 
 // The same for 1 to MANY_BYTES rows.
 template <int R = 1>
-void some_bytes(int num, const uint32_t* rows, size_t stride, const int8_t* w, int count, const char* ahead, int lines,
+void some_bytes(int num, const uint32_t* rows, size_t stride, const int8_t* w, int count, const char* ahead, int each,
                 i16 (*sum)[PARTS]) {
-    if (num == R) return byte_rows<R, COLUMNS>(rows, stride, w, count, ahead, lines, sum);
-    if constexpr (R < MANY_BYTES) some_bytes<R + 1>(num, rows, stride, w, count, ahead, lines, sum);
+    if (num == R) return byte_rows<R, COLUMNS>(rows, stride, w, count, ahead, each, sum);
+    if constexpr (R < MANY_BYTES) some_bytes<R + 1>(num, rows, stride, w, count, ahead, each, sum);
 }
 
-thread_local Scratch spread_rows;
-
-// One tile of a matrix times all rows, `num_in` a multiple of four. Rows share a chunk of the tile that fits in the nearest
-// cache with the next one, which all of them fetch.
-void narrow_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
-    constexpr int CHUNK = 128;
+// One tile of a matrix times all rows, spread and `stride` words apart, `num_in` a multiple of four. Rows share a chunk of the
+// tile that fits in the nearest cache with the next one, which all of them fetch.
+void narrow_sums(const uint32_t* rows, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
+    constexpr int CHUNK = 256;
     memset(static_cast<void*>(sums), 0, sizeof(sums[0]) * count);
-    const size_t words = static_cast<size_t>(num_in) / 4 * ROW_WORDS;
-    uint32_t* rows = spread_rows.get<uint32_t>(words * count);
-    for (int r = 0; r < count; ++r) spread_fours(x + r * stride, num_in, rows + r * words);
     const int passes = (count + MANY_BYTES - 1) / MANY_BYTES;
     for (int from = 0; from < num_in; from += CHUNK) {
         const int inputs = std::min(num_in - from, CHUNK), steps = inputs / 4 * (4 * TILE / (COLUMNS * sizeof(Four)));
         const int8_t* part = w + static_cast<size_t>(from) * TILE;
         const char* next = reinterpret_cast<const char*>(part + static_cast<size_t>(inputs) * TILE);
-        int left = inputs;  // lines of the next chunk that are still to be fetched: one an input
+        const int each = (inputs * TILE + steps * passes - 1) / (steps * passes);
         for (int pass = 0; pass < passes; ++pass) {
             const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
             const int num = static_cast<int>(static_cast<int64_t>(count) * (pass + 1) / passes) - first;
-            const int lines = left > 0 ? 1 : 0;
-            some_bytes(num, rows + first * words + static_cast<size_t>(from) / 4 * ROW_WORDS, words, part, inputs, next, lines,
-                       sums + first);
-            next += static_cast<size_t>(steps) * lines * 64;
-            left -= steps * lines;
+            const uint32_t* own = rows + first * stride + static_cast<size_t>(from) / 4 * ROW_WORDS;
+            some_bytes(num, own, stride, part, inputs, next, each, sums + first);
+            next += static_cast<size_t>(steps) * each;
         }
     }
 }
 
-}  // namespace
-
 #endif
+
+}  // namespace

@@ -188,6 +188,23 @@ inline w16 words_of(const uint16_t* from) {
 
 inline v16 load(const float* from) { return from_memory<v16>(from); }
 
+// With 16 registers a compiler puts sums into memory to have more for other things, and reads a number anew for each use: what
+// is held is in a register at this point.
+template <typename T> inline void hold_register(T& value) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    asm("" : "+x"(value));
+#else
+    (void)value;
+#endif
+}
+inline void hold(v16& value) {
+#if defined(__AVX512F__) || defined(__clang__)
+    (void)value;
+#else
+    for (int p = 0; p < v16::COUNT; ++p) hold_register(value.part[p]);
+#endif
+}
+
 inline i16 counted() {
     constexpr int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return from_memory<i16>(numbers);

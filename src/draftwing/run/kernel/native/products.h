@@ -77,7 +77,7 @@ inline Slots slots_of(const Batch& batch, int row) {
 
 namespace {
 
-thread_local Scratch prepared_rows, normed_row;
+thread_local Scratch prepared_rows, normed_row, byte_row;
 
 // --- a matrix times rows ---------------------------------------------------------------------------------------------
 
@@ -134,26 +134,26 @@ inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.row_f
 // How many rows are multiplied for `count`.
 inline int multiplied_rows(const Op& op, int count) { return op.row_form == SPLIT ? SPLIT_PARTS * count : count; }
 
-// From one narrow row to the next: an odd number of lines, so that rows one below the other share no place in a cache.
+// From one row to the next: an odd number of lines, so that rows one below the other share no place in a cache.
 inline size_t row_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
-inline size_t narrow_bytes(const Op& op) {
-    return row_bytes(op.row_form ? rounded_inputs(op.num_in) * sizeof(uint16_t) : padded_inputs(op.num_in));
+// Of a row that was prepared.
+inline size_t prepared_row(const Op& op) {
+    if (op.row_form) return row_bytes(rounded_inputs(op.num_in) * sizeof(uint16_t));
+    return row_bytes(op.format == INT8 ? static_cast<size_t>(padded_inputs(op.num_in)) * ROW_WORDS : op.num_in * sizeof(float));
 }
 
 // Where prepared rows lie: `memory` of `prepared_bytes`.
 inline size_t prepared_bytes(const Op& op, int count) {
-    if (op.row_form) return padded_rows(multiplied_rows(op, count)) * narrow_bytes(op);
-    const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
-    return op.format == INT8 ? scales + padded_rows(count) * narrow_bytes(op)
-                             : static_cast<size_t>(count) * op.num_in * sizeof(float);
+    const size_t scales = op.format == INT8 ? (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64 : 0;
+    return scales + padded_rows(multiplied_rows(op, count)) * prepared_row(op);
 }
 
 inline Rows prepared_at(const Op& op, int count, char* memory) {
-    if (op.row_form) return {memory, narrow_bytes(op) / sizeof(uint16_t), nullptr};
-    if (op.format != INT8) return {memory, static_cast<size_t>(op.num_in), nullptr};
+    if (op.row_form) return {memory, prepared_row(op) / sizeof(uint16_t), nullptr};
+    if (op.format != INT8) return {memory, prepared_row(op) / sizeof(float), nullptr};
     const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
-    return {memory + scales, narrow_bytes(op), reinterpret_cast<float*>(memory)};
+    return {memory + scales, prepared_row(op), reinterpret_cast<float*>(memory)};
 }
 
 // Norms and narrows rows from `first` to before `last`.
@@ -177,7 +177,9 @@ void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& 
             continue;
         }
         uint8_t* out = static_cast<uint8_t*>(rows.data) + r * rows.stride;
-        rows.scales[r] = quantise_row(row, op.num_in, static_cast<int>(rows.stride), out);
+        uint8_t* bytes = ROW_WORDS == 1 ? out : byte_row.get<uint8_t>(rows.stride / ROW_WORDS);
+        rows.scales[r] = quantise_row(row, op.num_in, static_cast<int>(rows.stride) / ROW_WORDS, bytes);
+        if constexpr (ROW_WORDS > 1) spread_fours(bytes, padded_inputs(op.num_in), reinterpret_cast<uint32_t*>(out));
     }
 }
 

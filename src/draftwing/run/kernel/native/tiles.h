@@ -216,11 +216,12 @@ inline void release_tiles() {}
 inline int padded_rows(int count) { return count; }
 inline bool use_tiles(bool) { return false; }
 
+// Rows of bytes, spread where ROW_WORDS says so.
 inline void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
 #if defined(__AVX512F__)
     tile_sums<Bytes>(x, stride, w, num_in, count, sums);
 #else
-    narrow_sums(x, stride, w, num_in, count, sums);
+    narrow_sums(reinterpret_cast<const uint32_t*>(x), stride / 4, w, num_in, count, sums);
 #endif
 }
 

@@ -436,10 +436,39 @@ template <typename T> constexpr size_t tile_bytes(int num_in) {
     else return (static_cast<size_t>(num_in) + T::GROUP - 1) / T::GROUP * T::GROUP_BYTES;
 }
 
-// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched, `lines` lines (4 at most) for
-// each step.
+// What comes next, fetched step by step: so many lines each, or, where a step is short, so many bytes, that memory is never
+// waited for and never idle.
+struct Fetch {
+    const char* from;
+    int each;
+
+    // `left` bytes in so many steps.
+    static int evenly(int64_t left, int64_t steps) {
+#if defined(__AVX512F__)
+        steps *= 64;
+#endif
+        return static_cast<int>((left + steps - 1) / std::max<int64_t>(1, steps));
+    }
+    // That so many steps fetch.
+    static int64_t bytes(int each, int64_t steps) {
+#if defined(__AVX512F__)
+        steps *= 64;
+#endif
+        return steps * each;
+    }
+    inline void step() {
+#if defined(__AVX512F__)
+        for (int line = 0; line < each; ++line, from += 64) __builtin_prefetch(from);
+#else
+        __builtin_prefetch(from);
+        from += each;
+#endif
+    }
+};
+
+// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched.
 template <typename T, int R>
-void tall_rows(const float* x, size_t stride, const char* w, int count, const char* ahead, int lines, v16 (*sum)[PARTS]) {
+void tall_rows(const float* x, size_t stride, const char* w, int count, Fetch ahead, v16 (*sum)[PARTS]) {
     constexpr int WIDE = parts_of_rows<R>();
     for (int part = 0; part < PARTS; part += WIDE) {
         v16 acc[R][WIDE];
@@ -452,7 +481,7 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
 #pragma GCC unroll 2
             for (int i = 0; i < inputs; ++i) {
                 v16 weight[WIDE];
-                for (int c = 0; c < WIDE; ++c) weight[c] = T::weight(bits[c], i);
+                for (int c = 0; c < WIDE; ++c) weight[c] = T::weight(bits[c], i), hold(weight[c]);
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     const v16 value = spread_from(x + r * stride + k + i);
@@ -463,7 +492,7 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
         };
         int k = 0;
         for (; k + T::GROUP <= count; k += T::GROUP, from += T::GROUP_BYTES) {
-            for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead);
+            ahead.step();
             group(k, T::GROUP);
         }
         if (k < count) group(k, count - k);
@@ -474,10 +503,9 @@ void tall_rows(const float* x, size_t stride, const char* w, int count, const ch
 
 // The same for 1 to MANY rows.
 template <typename T, int R = 1>
-void some_rows(int num, const float* x, size_t stride, const char* w, int count, const char* ahead, int lines,
-               v16 (*sum)[PARTS]) {
-    if (num == R) return tall_rows<T, R>(x, stride, w, count, ahead, lines, sum);
-    if constexpr (R < MANY) some_rows<T, R + 1>(num, x, stride, w, count, ahead, lines, sum);
+void some_rows(int num, const float* x, size_t stride, const char* w, int count, Fetch ahead, v16 (*sum)[PARTS]) {
+    if (num == R) return tall_rows<T, R>(x, stride, w, count, ahead, sum);
+    if constexpr (R < MANY) some_rows<T, R + 1>(num, x, stride, w, count, ahead, sum);
 }
 
 thread_local Scratch widened_weights;
@@ -518,7 +546,7 @@ void row_sums(const float* x, size_t stride, const char* w, int num_in, int coun
         const int inputs = std::min(num_in - from, T::CHUNK);
         const char* part = w + tile_bytes<T>(from);
         const char* next = w + tile_bytes<T>(from + inputs);
-        int left = static_cast<int>(tile_bytes<T>(inputs) / 64);  // lines of the next chunk that are still to be fetched
+        const char* last = next + tile_bytes<T>(inputs);  // of what is fetched meanwhile
         if constexpr (!AS_IS) widen<T>(w, from, inputs, wide);
         for (int pass = 0; pass < passes; ++pass) {
             const int first = static_cast<int>(static_cast<int64_t>(count) * pass / passes);
@@ -526,11 +554,10 @@ void row_sums(const float* x, size_t stride, const char* w, int num_in, int coun
             const float* rows = x + first * stride + from;
             // As evenly as may be over all passes.
             const int steps = inputs / Kind::GROUP * (num <= MAX_ROWS ? PARTS / parts_of_rows<1>() : PARTS / parts_of_rows<MANY>());
-            const int lines = (left + steps * (passes - pass) - 1) / std::max(1, steps * (passes - pass));
-            if constexpr (AS_IS) some_rows<Kind>(num, rows, stride, part, inputs, next, lines, sums + first);
-            else some_rows<Kind>(num, rows, stride, reinterpret_cast<const char*>(wide), inputs, next, lines, sums + first);
-            next += static_cast<size_t>(steps) * lines * 64;
-            left = std::max(0, left - steps * lines);
+            const Fetch ahead{next, Fetch::evenly(std::max<int64_t>(last - next, 0), static_cast<int64_t>(steps) * (passes - pass))};
+            if constexpr (AS_IS) some_rows<Kind>(num, rows, stride, part, inputs, ahead, sums + first);
+            else some_rows<Kind>(num, rows, stride, reinterpret_cast<const char*>(wide), inputs, ahead, sums + first);
+            next += Fetch::bytes(ahead.each, steps);
         }
     }
 }
