@@ -14,12 +14,13 @@ import torch
 import test_exact
 from draftwing.accept import RULES, get_rule
 from draftwing.budget import acceptance as accepting
-from draftwing.budget import planner as auto
+from draftwing.budget import gate as gating
 from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.account import Account
 from draftwing.budget.clock import COMPARED, SETTLED, Clock, Line
 from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.planner import Gate, Planner
+from draftwing.budget.gate import Gate
+from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
@@ -42,7 +43,7 @@ TREE = Budget(14, 4, 63)
 @pytest.fixture
 def no_plain_start(monkeypatch):
     """Worlds begin with drafts; ``test_plain_steps_come_first`` has the start as it is."""
-    monkeypatch.setattr(auto, "PLAIN", 0)
+    monkeypatch.setattr(gating, "PLAIN", 0)
 
 
 # --- acceptance ------------------------------------------------------------------------------------------------------
@@ -358,6 +359,8 @@ class World:
         self.texts: dict[int, Context] = {}
         self.dear = 0.0  # of nodes of several rows: plain steps that each takes more than is believed
         self.cold = 0  # drafts at first that take longer than those after them
+        self.waking = 0.0  # plain steps that the first draft after plain ones takes more
+        self.warming = 0, 1.0  # plain steps at first, and how much longer they take
         self.tokens = self.seconds = 0.0
         self.most: int | None = None  # nodes of a tree
 
@@ -395,9 +398,13 @@ class World:
             plain = self.costs.verify_seconds(1, self.rows, 0)
             verified += self.dear * plain * (tree.num_nodes - 1) * self.slow
         if levels == 0:
-            verified *= self.plain_slow
+            left, factor = self.warming
+            verified *= self.plain_slow * (factor if left else 1.0)
+            self.warming = max(left - 1, 0), factor
         elif self.cold:
             self.cold, verified = self.cold - 1, 1.7 * verified
+        elif self.depths and not self.depths[-1]:
+            verified += self.waking * self.slow
         tokens = int(accepted.num.sum()) + self.rows
         self.planner.observe(tree, accepted, tokens, drafted, verified)
         self.depths.append(int(np.ceil(levels)))
@@ -445,13 +452,13 @@ PLANS = {
 def test_where_nothing_is_accepted_little_is_drafted(plan, no_plain_start):
     world = World(PLANS[plan](COSTS))
     world.run(600, 0.0)
-    assert all(depth > 0 for depth in world.depths[: auto.FIRST])
+    assert all(depth > 0 for depth in world.depths[: gating.FIRST])
     between = gaps(world.depths)
     assert between == sorted(between)  # ever rarer
-    assert between[0] < auto.PROBE
-    assert auto.PATIENCE - 2 <= between[-1] <= auto.PATIENCE
+    assert between[0] < gating.PROBE
+    assert gating.PATIENCE - 2 <= between[-1] <= gating.PATIENCE
     share, speedup = world.run(1000, 0.0)
-    assert 0 < share < 1.2 * auto.PROBES / auto.PATIENCE
+    assert 0 < share < 1.2 * gating.PROBES / gating.PATIENCE
     assert speedup > 0.97
 
 
@@ -580,8 +587,8 @@ def test_plain_steps_come_first(plain, drafts):
     world = World(Planner(COSTS, Budget(1)))
     world.plain_slow = plain
     world.run(60, 0.6)
-    assert world.depths[: auto.PLAIN] == [0] * auto.PLAIN
-    assert world.depths[auto.PLAIN] == 1
+    assert world.depths[: gating.PLAIN] == [0] * gating.PLAIN
+    assert world.depths[gating.PLAIN] == 1
     share, speedup = world.run(300, 0.6)
     assert (share > 0.75) == drafts
     assert speedup > 0.97
@@ -638,6 +645,35 @@ def test_cold_first_drafts_decide_nothing(plan):
     assert np.mean(shares) > 0.8
 
 
+@pytest.mark.parametrize("plan", ["chain", "tree"])
+def test_drafts_in_doubt_lose_little_whatever_each_takes(plan):
+    """They nearly pay, but for the first one after plain steps, which takes seven of these."""
+    for seed in range(3):
+        world = World(PLANS[plan](COSTS), 0.6, seed)
+        world.waking = 6.0
+        for _ in range(12):
+            world.texts.clear()
+            world.run(100, 0.1)
+        found = []
+        for _ in range(12):
+            world.texts.clear()
+            found.append(world.run(100, 0.1)[1])
+        assert np.mean(found) > 0.97
+        world.texts.clear()
+        world.run(gating.LONGEST, 0.95)
+        assert world.run(100, 0.95)[0] > 0.9  # and drafts that pay are still found
+
+
+def test_slow_first_plain_steps_are_found_out_soon():
+    """They make drafts look as if they gained a little; some twenty steps later plain ones are looked at again."""
+    world = World(Planner(COSTS, Budget(1)), 0.6)
+    world.warming = gating.PLAIN, 1.5
+    world.run(gating.PLAIN + 60, 0.05)
+    plain = world.depths[gating.PLAIN : gating.PLAIN + 40].count(0)
+    assert plain >= gating.PLAIN
+    assert world.planner.clock.alone == pytest.approx(1.0, abs=0.1)
+
+
 def test_plain_steps_and_drafts_have_a_pace_each():
     """A long run of one kind tells how fast the machine is, not that the other kind has come closer."""
     clock = Clock(COSTS)
@@ -689,8 +725,8 @@ def test_no_more_nodes_than_the_budget_has():
     world = World(Planner(Costs(Curve(((1, 1.0), (64, 1.0))), free, free, 4), Budget(6, 4, 20)))
     for _ in range(20):
         world.step()
-    assert set(world.nodes[auto.PLAIN :]) == {21}
-    assert set(world.depths[auto.PLAIN :]) > {6} or max(world.depths) >= 6
+    assert set(world.nodes[gating.PLAIN :]) == {21}
+    assert set(world.depths[gating.PLAIN :]) > {6} or max(world.depths) >= 6
 
 
 def test_many_threads_may_use_one_planner():

@@ -9,7 +9,7 @@ import numpy as np
 
 from draftwing.budget.costs import ROWS, Costs
 
-__all__ = ["LOOKS", "Clock", "Line", "Tilt"]
+__all__ = ["JUMP", "LOOKS", "SETTLED", "Clock", "Line", "Tilt"]
 
 KEEP = 0.985  # share of what is remembered that a step leaves: the last 70 or so count
 TRUST = 4.0  # drafts that each end of a measured line counts as
@@ -179,7 +179,7 @@ class Clock:
         self._num_since = 0
         if self.run <= SETTLED:
             self._num_plain += 1
-            latest = 1 / self.run if self._is_old else 0.2
+            latest = max(1 / self.run, 0.3) if self._is_old else 0.2  # faster and faster, as the caches fill
             self.plain += max(latest, 1 / self._num_plain) * (ratio - self.plain)
             return self.plain / believed if self._is_old else 1.0
         self._latest.append(ratio)

@@ -1,0 +1,180 @@
+"""Whether to draft in a step at all: where drafting does not pay, nothing is drafted but for a short probe.
+
+Drafts in doubt may lose a small share of the time, whatever each takes: what they have lost beyond it is waited for in
+plain steps (``DARE``). A few plain steps now and then say what plain decoding takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from draftwing.budget.account import Account
+from draftwing.budget.clock import LOOKS, SETTLED, Clock
+
+__all__ = ["Gate"]
+
+PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
+FIRST, LEAST = 16, 8  # drafts of one row that are tried before they are judged; of many rows at once, at least
+GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs nothing plainly
+DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: a row's tokens scatter as much as that
+HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
+PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
+NEAR, RARER = 0.8, 3  # speedup from which drafts may pay in another text; doublings of PROBE where they never did
+EARLY, HOPELESS = 6, 0.8  # drafts from which on so low a speedup, with twice the doubt, is given up at once
+MANY, SURE = 4, 3  # the same of a batch of so many rows, each of which tells something, from so many drafts on
+LOST, LONGEST = 0.01, 640  # share of time that probes of such may lose; plain steps between these at most
+CARRIED = 10.0  # drafts of other texts that count in one that begins
+FADE = 0.7  # of what drafts brought before a probe: texts change, and two drafts would not be heard beside many
+CHECK, CHECKS = 24, 0.005  # steps after which plain ones are measured anew at least, and the time that this may take,
+SMALL = 0.33  # twice as long where less is gained;
+FIRM, EARLY_CHECKS = 2, 0.015  # as the first steps of all told little, checks at first that come early, and their share
+DARE, CREDIT = 0.015, 8.0  # plain steps that drafts in doubt may lose, of each step; and of such, saved up at most
+RESTING = 32  # plain steps of a long run, of which one is looked at
+FRESH, GROWN = (
+    8,
+    256,
+)  # steps between two that what was seen is learnt from: as many, and twice as many from this step on
+
+
+class Gate:
+    """Whether to draft in a step at all.
+
+    Args:
+        clock: what steps take.
+        forecast: the speedup to be expected by all that was learnt.
+        trusts_forecast: whether drafts follow the forecast: what was drafted before is then of other shapes than what
+            would be now, and both count.
+        stays_dear: whether a draft takes as much however little it is worth (``Traits.scores``): then a few tell.
+
+    Attributes:
+        rows: of the next step.
+    """
+
+    def __init__(
+        self, clock: Clock, forecast: Callable[[], float], *, trusts_forecast: bool = False, stays_dear: bool = False
+    ) -> None:
+        self._clock, self._forecast, self._trusts, self._stays_dear = clock, forecast, trusts_forecast, stays_dear
+        self.drafts = Account()  # of steps that drafted,
+        self.all = Account()  # and of every step
+        self.steps, self.rows = 0, 1
+        self.is_open = False
+        self._plain, self._patience, self._probes = 0, PROBE, 0
+        self._checked = self._checking = self._num_checks = (
+            0  # the step of the last check, and steps that are left of it
+        )
+        self._debt = -CREDIT  # plain steps that drafts have lost beyond what they may
+        self._reform = 0  # the step from which drafts may be judged anew
+        self._misses = -1  # texts in a row in which drafts were not worth it
+
+    @property
+    def fresh(self) -> int:
+        """Steps between two that what was seen is learnt from."""
+        return FRESH if self.steps < GROWN else 2 * FRESH
+
+    @property
+    def rests(self) -> bool:
+        """Whether a plain step tells nothing new: in a long run all but one in ``RESTING``, and the last ones."""
+        waits = self._plain < self._patience - LOOKS
+        return waits and self._clock.run >= SETTLED and self._clock.run % RESTING > 0
+
+    def sleeps(self) -> bool:
+        """Whether the next step is plain and tells nothing new. Of many such steps each should take next to nothing."""
+        if self.is_open or not self._plain or not self.rests:
+            return False
+        self.steps, self._plain = self.steps + 1, self._plain + 1
+        self._pay(DARE)
+        return True
+
+    def lose(self, lost: float) -> None:
+        """A step that drafted took so many plain steps more than its tokens would have; gains are negative."""
+        if self.drafts.steps > max(FIRST // self.rows, LEAST):  # the first ones are to be tried in any case
+            self._pay(-lost)
+
+    def _pay(self, plain_steps: float) -> None:
+        self._debt = max(self._debt - plain_steps, -CREDIT)
+
+    @property
+    def _owes(self) -> int:
+        """Plain steps until drafts in doubt may be tried again."""
+        return min(math.ceil(max(self._debt, 0.0) / DARE), LONGEST)
+
+    def decide(self) -> bool:
+        """For the next step."""
+        self.steps += 1
+        self._pay(DARE)
+        waits = not self.is_open and 0 < self._plain < self._patience - 1  # nothing is learnt from plain steps
+        if self.steps > PLAIN and waits:
+            self._plain += 1
+        else:
+            self.is_open = self.steps > PLAIN and not self._must_check() and self._is_worth_it()
+        return self.is_open
+
+    def _is_worth_it(self) -> bool:
+        drafts = self.drafts
+        early = EARLY if self.rows < MANY else SURE
+        hopeless = (self._stays_dear or self.rows >= MANY) and drafts.steps >= early and self._is_hopeless()
+        if drafts.steps < max(FIRST // self.rows, LEAST) and not hopeless:
+            return True
+        if self._probes:
+            self._probes -= 1
+            return True
+        # With the benefit of the doubt (an upper confidence bound): a few unlucky steps prove little.
+        speedup, seen = drafts.speedup, drafts.weight
+        if self._trusts:
+            speedup, seen = (speedup + self._forecast()) / 2, drafts.steps
+        doubt = DOUBT / math.sqrt(seen * self.rows) if self._debt <= 0 else 0.0
+        if speedup * (1 + doubt) >= GAIN:
+            self._plain, self._patience, self._misses = 0, PROBE, 0
+            return True
+        if hopeless:
+            self._patience = max(self._patience, min(round(PROBES * drafts.lost / LOST), LONGEST))
+        self._plain += 1
+        if self._plain < self._patience:
+            return False
+        if self._owes:
+            self._patience = self._plain + self._owes
+            return False
+        self._plain, self._probes = 0, PROBES - 1
+        self._patience = max(self._patience, min(2 * self._patience, PATIENCE))
+        if not self._trusts:
+            drafts.fade(FADE)
+        if self.steps >= self._reform and self._forecast() > max(HOPE, 1.05 * speedup):
+            # What drafts brought was brought by others than would be drafted now: the first ones knew nothing yet of
+            # what comes true, and slow as first ones are. Ever rarer, should that prove wrong.
+            self._reform = self.steps + 2 * (self.steps + FIRST)
+            self.drafts = Account()
+        return True
+
+    def _is_hopeless(self) -> bool:
+        drafts = self.drafts
+        return drafts.speedup * (1 + 2 * DOUBT / math.sqrt(drafts.weight * self.rows)) < HOPELESS
+
+    def begin_text(self) -> None:
+        """Another text begins, which may be of another kind: believe what drafts bring in it, and try them soon.
+
+        Less soon where they did not pay in one text after another, and not where they were far from worth it: texts
+        differ by less than that, and such drafts are dear.
+        """
+        self._misses += 1
+        if self.drafts.speedup > NEAR:
+            self._patience = min(self._patience, PROBE << min(max(self._misses - 1, 0), RARER))
+        if self.drafts.weight > CARRIED and not self._trusts:
+            self.drafts.fade(CARRIED / self.drafts.weight)
+
+    def _must_check(self) -> bool:
+        """Whether to step plainly for once: what that takes decides, and the first steps of all told little of it."""
+        if self._checking:
+            self._checking -= 1
+            return True
+        gained = max(1 - 1 / max(self.all.speedup, 1.0), 0.0)
+        is_small = gained < SMALL
+        length = 2 * PLAIN if is_small else PLAIN
+        share = EARLY_CHECKS if is_small and self._num_checks < FIRM else CHECKS
+        rest = max(CHECK, round(length * gained / share)) if self._num_checks or not is_small else CHECK
+        if not PLAIN or self.steps < self._checked + rest:
+            return False
+        if not self._checked:
+            self._clock.forget_plain()
+        self._checked, self._checking, self._num_checks = self.steps, length - 1, self._num_checks + 1
+        return True
