@@ -672,6 +672,10 @@ def test_slow_first_plain_steps_are_found_out_soon():
     plain = world.depths[gating.PLAIN : gating.PLAIN + 40].count(0)
     assert plain >= gating.PLAIN
     assert world.planner.clock.alone == pytest.approx(1.0, abs=0.1)
+    world = World(Planner(COSTS, Budget(1)), 0.6)
+    world.warming = 3 * gating.PLAIN, 1.5  # the first look, twice as long, is misled as well, and the second is not far
+    world.run(200, 0.3)
+    assert world.planner.clock.alone == pytest.approx(1.0, abs=0.1)
 
 
 def test_plain_steps_and_drafts_have_a_pace_each():
