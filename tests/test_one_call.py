@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwing.budget import planner as planner_module
+from draftwing.budget import gate as gating
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget
 from draftwing.drafters.causal_lm import CausalLMDrafter
@@ -104,7 +104,7 @@ def test_it_is_the_same_step(name, budget, temperatures, target, drafters, monke
 @pytest.mark.parametrize("temperatures", [(0.0,), (1.0, 0.0, 1.0)], ids=str)
 @pytest.mark.parametrize("name", ["itself", "eagle3"])
 def test_a_planner_may_decide(name, temperatures, target, drafters, monkeypatch):
-    monkeypatch.setattr(planner_module, "PLAIN", 0)
+    monkeypatch.setattr(gating, "PLAIN", 0)
     stood = calls(monkeypatch, KernelRunner, "stand_by")
     planner = Planner(COSTS, Budget(6, 4, 20))
     steps, texts = run(target, drafters[name], None, temperatures, planner=planner, logprobs=2)
