@@ -31,10 +31,7 @@ SMALL = 0.33  # twice as long where less is gained;
 FIRM, EARLY_CHECKS = 2, 0.015  # as the first steps of all told little, checks at first that come early, and their share
 DARE, CREDIT = 0.015, 8.0  # plain steps that drafts in doubt may lose, of each step; and of such, saved up at most
 RESTING = 32  # plain steps of a long run, of which one is looked at
-FRESH, GROWN = (
-    8,
-    256,
-)  # steps between two that what was seen is learnt from: as many, and twice as many from this step on
+FRESH, GROWN = 8, 256  # steps between two that are learnt from; twice as many from this step on
 
 
 class Gate:
@@ -60,9 +57,8 @@ class Gate:
         self.steps, self.rows = 0, 1
         self.is_open = False
         self._plain, self._patience, self._probes = 0, PROBE, 0
-        self._checked = self._checking = self._num_checks = (
-            0  # the step of the last check, and steps that are left of it
-        )
+        self._checked = self._checking = 0  # the step of the last check, and steps that are left of it
+        self._num_checks = 0
         self._debt = -CREDIT  # plain steps that drafts have lost beyond what they may
         self._reform = 0  # the step from which drafts may be judged anew
         self._misses = -1  # texts in a row in which drafts were not worth it
@@ -88,8 +84,13 @@ class Gate:
 
     def lose(self, lost: float) -> None:
         """A step that drafted took so many plain steps more than its tokens would have; gains are negative."""
-        if self.drafts.steps > max(FIRST // self.rows, LEAST):  # the first ones are to be tried in any case
+        if self.drafts.steps > self._num_first:
             self._pay(-lost)
+
+    @property
+    def _num_first(self) -> int:
+        """Drafts that are tried in any case."""
+        return max(FIRST // self.rows, LEAST)
 
     def _pay(self, plain_steps: float) -> None:
         self._debt = max(self._debt - plain_steps, -CREDIT)
@@ -114,7 +115,7 @@ class Gate:
         drafts = self.drafts
         early = EARLY if self.rows < MANY else SURE
         hopeless = (self._stays_dear or self.rows >= MANY) and drafts.steps >= early and self._is_hopeless()
-        if drafts.steps < max(FIRST // self.rows, LEAST) and not hopeless:
+        if drafts.steps < self._num_first and not hopeless:
             return True
         if self._probes:
             self._probes -= 1
@@ -132,8 +133,8 @@ class Gate:
         self._plain += 1
         if self._plain < self._patience:
             return False
-        if self._owes:
-            self._patience = self._plain + self._owes
+        if owes := self._owes:
+            self._patience = self._plain + owes
             return False
         self._plain, self._probes = 0, PROBES - 1
         self._patience = max(self._patience, min(2 * self._patience, PATIENCE))

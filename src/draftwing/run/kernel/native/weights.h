@@ -439,30 +439,20 @@ template <typename T> constexpr size_t tile_bytes(int num_in) {
 // What comes next, fetched step by step: so many lines each, or, where a step is short, so many bytes, that memory is never
 // waited for and never idle.
 struct Fetch {
+#if defined(__AVX512F__)
+    static constexpr int UNIT = 64;  // bytes: whole lines
+#else
+    static constexpr int UNIT = 1;
+#endif
     const char* from;
-    int each;
+    int each;  // units a step
 
     // `left` bytes in so many steps.
     static int evenly(int64_t left, int64_t steps) {
-#if defined(__AVX512F__)
-        steps *= 64;
-#endif
-        return static_cast<int>((left + steps - 1) / std::max<int64_t>(1, steps));
-    }
-    // That so many steps fetch.
-    static int64_t bytes(int each, int64_t steps) {
-#if defined(__AVX512F__)
-        steps *= 64;
-#endif
-        return steps * each;
+        return static_cast<int>((left + UNIT * steps - 1) / std::max<int64_t>(1, UNIT * steps));
     }
     inline void step() {
-#if defined(__AVX512F__)
-        for (int line = 0; line < each; ++line, from += 64) __builtin_prefetch(from);
-#else
-        __builtin_prefetch(from);
-        from += each;
-#endif
+        for (int line = 0; line < (UNIT == 1 ? 1 : each); ++line, from += UNIT == 1 ? each : UNIT) __builtin_prefetch(from);
     }
 };
 
@@ -557,7 +547,7 @@ void row_sums(const float* x, size_t stride, const char* w, int num_in, int coun
             const Fetch ahead{next, Fetch::evenly(std::max<int64_t>(last - next, 0), static_cast<int64_t>(steps) * (passes - pass))};
             if constexpr (AS_IS) some_rows<Kind>(num, rows, stride, part, inputs, ahead, sums + first);
             else some_rows<Kind>(num, rows, stride, reinterpret_cast<const char*>(wide), inputs, ahead, sums + first);
-            next += Fetch::bytes(ahead.each, steps);
+            next += static_cast<int64_t>(steps) * ahead.each * Fetch::UNIT;
         }
     }
 }
