@@ -247,7 +247,7 @@ class LM:
             PromptError, SamplingError, ConfigError: refused at once, before any work is done.
             NumericsError: the target's logits are not finite.
         """
-        engine, ids = self.engine(), self._encode_references(references)
+        engine, ids = self.engine(max_batch=1), self._encode_references(references)
         sampling = sampling_from(sampling, options)
         held = self.constraint(grammar)
         request = engine.submit(self.encode(prompt), sampling, speculation=speculation, references=ids, constraint=held)
@@ -330,7 +330,8 @@ class LM:
             raise ConfigError(f"n must be at least 1, found {n!r}: give a whole number")
         wanted = as_list(prompts)
         each = one_each(sampling, len(wanted), options)
-        engine, given = self.engine(max_batch=max_batch), self._encode_references(references)
+        rows = 1 if len(wanted) * n == 1 and isinstance(max_batch, int) and max_batch > 1 else max_batch
+        engine, given = self.engine(max_batch=rows), self._encode_references(references)
         wishes: Any = {"speculation": speculation, "references": given, "constraint": self.constraint(grammar)}
         requests = [
             engine.submit(ids, nth_sampling(own, number), **wishes)

@@ -30,6 +30,8 @@ CHECK, CHECKS = 24, 0.005  # steps after which plain ones are measured anew at l
 SMALL = 0.33  # twice as long where less is gained;
 FIRM, EARLY_CHECKS = 2, 0.015  # as the first steps of all told little, checks at first that come early, and their share
 DARE, CREDIT = 0.015, 8.0  # plain steps that drafts in doubt may lose, of each step; and of such, saved up at most
+MISSED = 3  # texts in a row in which drafts were not worth it, from which on some are passed over as a whole: PATIENCE
+# plain steps of them between two probes, twice as many after each further miss, LONGEST at most
 RESTING = 32  # plain steps of a long run, of which one is looked at
 FRESH, GROWN = 8, 256  # steps between two that are learnt from; twice as many from this step on
 
@@ -61,7 +63,8 @@ class Gate:
         self._num_checks = 0
         self._debt = -CREDIT  # plain steps that drafts have lost beyond what they may
         self._reform = 0  # the step from which drafts may be judged anew
-        self._misses = -1  # texts in a row in which drafts were not worth it
+        self._misses = -1  # texts in a row in which drafts were not worth it,
+        self._hottest = 0.0  # and the highest temperature of these and the one that has begun
 
     @property
     def fresh(self) -> int:
@@ -78,9 +81,32 @@ class Gate:
         """Whether the next step is plain and tells nothing new. Of many such steps each should take next to nothing."""
         if self.is_open or not self._plain or not self.rests:
             return False
-        self.steps, self._plain = self.steps + 1, self._plain + 1
-        self._pay(DARE)
+        self._clock.run += 1
+        self._rest(1)
         return True
+
+    def passes_over(self, num_steps: int, temperature: float) -> bool:
+        """Whether a text of so many steps at most, which is about to begin, is decoded plainly as a whole.
+
+        Where drafts were not worth it in several texts in a row, none of them hotter: the cooler a text, the more of
+        its drafts come true.
+        """
+        known = max(self._misses, 0)
+        if known >= MISSED and temperature >= self._hottest and self.drafts.steps >= self._num_first:
+            most = min(PATIENCE << min(known - MISSED, RARER), LONGEST)
+            if not (self.is_open or self._probes) and self._plain + num_steps <= most:
+                return True
+        self._hottest = max(self._hottest, temperature) if known else temperature
+        return False
+
+    def passed_over(self, num_steps: int) -> None:
+        """Such a text took so many steps."""
+        self._rest(num_steps)
+
+    def _rest(self, num_steps: int) -> None:
+        """Plain steps that nothing is learnt from."""
+        self.steps, self._plain = self.steps + num_steps, self._plain + num_steps
+        self._pay(DARE * num_steps)
 
     def lose(self, lost: float) -> None:
         """A step that drafted took so many plain steps more than its tokens would have; gains are negative."""

@@ -60,6 +60,9 @@ class Planner:
         shapes: where not, budgets to choose among; none: any chain or tree up to ``most``.
         stays_dear: see ``Gate``.
         on_stale: called once, when steps persistently take something else than was measured.
+
+    Attributes:
+        listens: whether ``observe`` has anything to learn from the step that ``budget`` was asked for last.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Planner:
         self._new_gate = partial(Gate, forecast=self._forecast, trusts_forecast=not sighted, stays_dear=stays_dear)
         self.gate = self._new_gate(self.clock)
         self._lock, self._on_stale = threading.Lock(), on_stale
+        self.listens = True
         self._whole = most.nodes or most.depth
         self._rows, self._size, self._most_nodes = 1, (0, self._whole), self._whole
         self._sizes: dict[tuple[int, int], tuple[Clock, Gate]] = {}  # what steps take, and whether drafts pay in them
@@ -111,7 +115,9 @@ class Planner:
             rows, gate, nothing = len(ctx.rows), self.gate, self._nothing.get(children)
             is_usual = rows == 1 and most_nodes is None and self._size == (0, self._whole)
             if nothing and is_usual and ctx.rows[0] is self._texts[-1] and gate.sleeps():
+                self.listens = False
                 return nothing
+            self.listens = True
             self._most_nodes = self._capped(most_nodes)
             self._turn_to(rows)
             gate, self.gate.rows = self.gate, rows
@@ -130,11 +136,30 @@ class Planner:
                 known = self._budget = key, replace(budget, children=children)
             return known[1]
 
+    def passes_over(self, num_tokens: int, temperature: float) -> bool:
+        """Whether a text of at most so many tokens, about to be decoded alone, is decoded plainly as a whole.
+
+        Its drafter then need not read its prompt or its features, and nobody asks for a budget.
+        """
+        with self._lock:
+            self._most_nodes = self._whole
+            self._turn_to(1)
+            return self.gate.passes_over(num_tokens, temperature)
+
+    def passed_over(self, num_steps: int) -> None:
+        """Such a text took so many steps."""
+        with self._lock:
+            self._most_nodes = self._whole
+            self._turn_to(1)
+            self.gate.passed_over(num_steps)
+
     def observe(
         self, tree: DraftTree, accepted: Accepted, num_tokens: int, drafted_s: float, verified_s: float
     ) -> None:
         """What became of a step, and its seconds: of drafting, and of all that followed."""
         with self._lock:
+            if not self.listens:
+                return
             rows, nodes = tree.tokens.shape
             self._turn_to(rows)
             gate, clock = self.gate, self.clock

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import sub
 from typing import cast
 
@@ -21,12 +20,13 @@ from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
 from draftwing.drafters.base import Budget, Drafter, Learning, NoDrafter
 from draftwing.drafters.growing.worth import worth_keeping
+from draftwing.engine.aside import passes_over
 from draftwing.engine.faults import Faults
 from draftwing.engine.masks import Masks
 from draftwing.engine.reading import as_on_device, mark, read, stamp
 from draftwing.engine.request import Request
-from draftwing.engine.rows import cut_to, explain, logprobs_of, with_laws
-from draftwing.engine.wishes import Wanted, names_of
+from draftwing.engine.rows import cut_to, explain, logprobs_of, rooms_of, with_laws
+from draftwing.engine.wishes import Wanted, names_of, suited
 from draftwing.errors import ConfigError, DraftwingError, UnsupportedError
 from draftwing.inference import inference
 from draftwing.model.target import Context, Target, TargetOutput
@@ -64,6 +64,7 @@ class Decoder:
         faults: what drafters raised. A step goes on without a drafter that fails, the next one has a fresh one, and
             after several faults in a row there is none any more. (An only drafter that was given, not made by a
             function, cannot be replaced: what it raises goes on to the caller.)
+        is_lone: whether one request runs at a time at most: then whole texts may go without the drafter (``aside``).
 
     Raises:
         ConfigError: an unknown or lossy rule, or a budget that the rule cannot take.
@@ -104,6 +105,8 @@ class Decoder:
         self._next_id = 0
         self.undone: Step | None = None
         self.faults = Faults()
+        self.is_lone = False
+        self._aside: Drafter | None = None  # the drafter, while a text is decoded without it
         self._left_out = False  # whether the drafter is, until a fresh one takes its place
         self._changing = False  # rows of target and drafter may be out of step with each other
 
@@ -113,16 +116,8 @@ class Decoder:
         return len(self.running)
 
     def checked(self, budget: Budget) -> Budget:
-        """A budget as the rule needs it.
-
-        Raises:
-            ConfigError: one that the rule cannot take.
-        """
-        if self.rule.chain_only and not budget.is_chain:
-            raise ConfigError(
-                f"rule {self.rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'"
-            )
-        return replace(budget, children=self.rule.children)
+        """A budget as the rule needs it. Raises ConfigError for one that it cannot take."""
+        return suited(budget, self.rule)
 
     def check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Raise PromptError or SamplingError where such a request cannot be decoded."""
@@ -149,13 +144,15 @@ class Decoder:
         """Add a request that ``check`` has passed, with all that it has emitted already."""
         with self._turn:
             self.settle()
-            self._changing = True
+            self._changing, drafter = True, self.drafter
+            goes = self.is_lone and not self.running and passes_over(request, self._planner, drafter.traits)
+            aside = drafter if goes else None
             try:
-                self.drafter = self._add(self.ctx, self.drafter, request)
+                self.drafter = self._add(self.ctx, NoDrafter() if aside else drafter, request)
             except DraftwingError:  # refused, with the rows as they were
                 self._changing = False
                 raise
-            self._batch, self.running = None, (*self.running, request)
+            self._batch, self.running, self._aside = None, (*self.running, request), aside
             self._changing = False
 
     def retire(self, request_id: int) -> None:
@@ -267,16 +264,14 @@ class Decoder:
         return self._batch
 
     def _propose(self, ctx: Context, sampling: SamplingBatch, walk: Walk | None) -> tuple[DraftTree, Planner | None]:
-        """A tree for every row, no deeper than can still be emitted, and who decided how much is drafted."""
-        rooms = [
-            min(state.prompt_length + end, self.target.max_length) - state.length - 1
-            for state, end in zip(ctx.rows, self._ends, strict=True)
-        ]
-        planner, budget, wanted = self._planner, self.budget, self._wanted
+        """A tree for every row, no deeper than can still be emitted, and who is to learn what became of them."""
+        rooms = rooms_of(ctx.rows, self._ends, self.target.max_length)
+        planner, budget, wanted = self._planner if self._aside is None else None, self.budget, self._wanted
         if wanted is not None:
             planner, budget, rooms = wanted.plan(ctx, planner, budget, rooms)
         elif planner is not None:
             budget = planner.budget(ctx, self.rule.children)
+            planner = planner if planner.listens else None
         if budget.depth >= max(rooms):
             budget = cut_to(budget, max(rooms) - 1)
         is_final = wanted is None and budget.depth < min(rooms) and self.drafter.traits.hands_on
@@ -364,7 +359,7 @@ class Decoder:
     def _drop_ended(self) -> None:
         """Take the rows of requests that have ended out; each time the last row takes the place."""
         for row in range(len(self.running) - 1, -1, -1):
-            if self.running[row].finish_reason is not None:
+            if (ended := self.running[row]).finish_reason is not None:
                 try:
                     self.drafter.remove(self.ctx, row)
                 except Exception as error:
@@ -372,6 +367,9 @@ class Decoder:
                 self.target.remove(self.ctx, row)
                 moved = (*self.running[:row], self.running[-1], *self.running[row + 1 : -1])
                 self._batch, self.running = None, moved[: len(self.running) - 1]
+                if self._aside is not None and self._planner is not None:
+                    self._planner.passed_over(len(ended.token_ids))
+                    self.drafter, self._aside = self._aside, None
 
     def _start_over(self) -> None:
         """New rows of target and drafter for all that runs."""
@@ -390,7 +388,7 @@ class Decoder:
             drafter = self._add(ctx, drafter, request)
             request.restart_text()
         self._left_out &= drafter is not fresh
-        self.ctx, self.drafter, self.running, self._batch = ctx, drafter, running, None
+        self.ctx, self.drafter, self.running, self._batch, self._aside = ctx, drafter, running, None, None
         self._changing = False
 
 

@@ -48,6 +48,7 @@ class Engine:
         if max_batch is not None and (isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1):
             raise ConfigError(f"max_batch must be at least 1, found {max_batch!r}: give a whole number")
         self._decoder, self._max_batch, self._tokenizer = decoder, max_batch, tokenizer
+        decoder.is_lone = max_batch == 1
         self._waiting = Queue()
         self._timed: list[Request] = []  # with a deadline
         self._ids = itertools.count()

@@ -11,11 +11,12 @@ from torch import Tensor
 from draftwing.drafters.base import Budget
 from draftwing.engine.request import Request
 from draftwing.errors import NumericsError
+from draftwing.model.target import Row
 from draftwing.sampling import SamplingBatch, on_host
 from draftwing.stats import Law, Logprob, RowStep
 from draftwing.tree import PAD, DraftTree
 
-__all__ = ["cut_to", "explain", "logprobs_of", "with_laws"]
+__all__ = ["cut_to", "explain", "logprobs_of", "rooms_of", "with_laws"]
 
 _LEAST = 8  # depth that drafts are not cut below
 
@@ -31,6 +32,16 @@ def cut_to(budget: Budget, depth: int) -> Budget:
     if budget.paths is None or depth == 0:
         return replace(budget, depth=depth, paths=None)
     return replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth))
+
+
+def rooms_of(rows: Sequence[Row], ends: Sequence[int], max_length: int) -> list[int]:
+    """How many tokens each row may still emit, of ``ends`` in all.
+
+    Args:
+        max_length: tokens that a row may hold.
+    """
+    pairs = zip(rows, ends, strict=True)
+    return [min(row.prompt_length + end, max_length) - row.length - 1 for row, end in pairs]
 
 
 def logprobs_of(tokens: Sequence[int], logits_NV: Tensor, path: Tensor, num_top: int) -> tuple[Logprob, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from draftwing.accept import Rule
 from draftwing.budget.planner import Planner
 from draftwing.constraint import Constraint
 from draftwing.drafters.base import MAX_NODES, Budget, Drafter
@@ -13,7 +14,7 @@ from draftwing.model.target import Context
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 
-__all__ = ["AtMost", "Wanted", "check_constraint", "checked_drafts", "cut_to_nodes", "names_of", "widest"]
+__all__ = ["AtMost", "Wanted", "check_constraint", "checked_drafts", "cut_to_nodes", "names_of", "suited", "widest"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,13 @@ class AtMost:
     def __post_init__(self) -> None:
         if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or not 1 <= self.nodes <= MAX_NODES:
             raise ConfigError(f"a tree has 1 to {MAX_NODES:,} nodes at most, found {shown(self.nodes)}: choose one")
+
+
+def suited(budget: Budget, rule: Rule) -> Budget:
+    """A budget as a rule needs it. Raises ConfigError for one that it cannot take."""
+    if rule.chain_only and not budget.is_chain:
+        raise ConfigError(f"rule {rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'")
+    return replace(budget, children=rule.children)
 
 
 def cut_to_nodes(budget: Budget, most: int) -> Budget:
