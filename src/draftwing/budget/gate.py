@@ -181,8 +181,11 @@ class Gate:
         """Another text begins, which may be of another kind: believe what drafts bring in it, and try them soon.
 
         Less soon where they did not pay in one text after another, and not where they were far from worth it: texts
-        differ by less than that, and such drafts are dear.
+        differ by less than that, and such drafts are dear. What they lost in other texts is not held against them
+        where they paid lately.
         """
+        if self._misses < MISSED:
+            self._debt = min(self._debt, -CREDIT / 2 ** max(self._misses, 0))
         self._misses += 1
         if self.drafts.speedup > NEAR:
             self._patience = min(self._patience, PROBE << min(max(self._misses - 1, 0), RARER))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from draftwing.accept import Rule
 from draftwing.budget.acceptance import Acceptance, Ranks, judged
-from draftwing.budget.clock import JUMP, Clock
+from draftwing.budget.clock import HICCUP, Clock
 from draftwing.budget.costs import ROWS, Costs
 from draftwing.budget.gate import Gate
 from draftwing.drafters.base import Budget, Traits
@@ -179,8 +179,9 @@ class Planner:
             if levels or nodes > 1:
                 took += self._own / clock.plain_step(rows)
                 gate.drafts.add(num_tokens / rows, took)
-                # Cold drafts tell little of those to come, but what they take is gone; of many every other one is seen.
-                whole = min((drafted_s + verified_s) / clock.plain_step(rows), JUMP * took)
+                # Cold drafts tell little of those to come, but what they take is gone, unless it is the machine's doing;
+                # of many every other one is seen.
+                whole = min((drafted_s + verified_s) / clock.plain_step(rows), HICCUP * took)
                 gate.lose((whole - num_tokens / rows) * (2 if clock.num_drafts > KNOWN else 1))
             if nodes > 1:
                 self._unlearnt.append((tree.parents, accepted.path, tree.told))
