@@ -9,7 +9,7 @@ import numpy as np
 
 from draftwing.budget.costs import ROWS, Costs
 
-__all__ = ["HICCUP", "LOOKS", "SETTLED", "Clock", "Line", "Tilt"]
+__all__ = ["HICCUP", "JUMP", "LOOKS", "SETTLED", "Clock", "Line", "Tilt"]
 
 KEEP = 0.985  # share of what is remembered that a step leaves: the last 70 or so count
 TRUST = 4.0  # drafts that each end of a measured line counts as

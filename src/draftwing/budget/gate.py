@@ -30,8 +30,8 @@ CHECK, CHECKS = 24, 0.005  # steps after which plain ones are measured anew at l
 SMALL = 0.33  # twice as long where less is gained;
 FIRM, EARLY_CHECKS = 2, 0.015  # as the first steps of all told little, checks at first that come early, and their share
 DARE, CREDIT = 0.015, 8.0  # plain steps that drafts in doubt may lose, of each step; and of such, saved up at most
-MISSED = 3  # texts in a row in which drafts were not worth it, from which on some are passed over as a whole: PATIENCE
-# plain steps of them between two probes, twice as many after each further miss, LONGEST at most
+MISSED = 3  # texts in a row in which drafts lost time, from which on some are passed over as a whole: PATIENCE plain
+# steps of them between two probes, twice as many after each further one, LONGEST at most
 RESTING = 32  # plain steps of a long run, of which one is looked at
 FRESH, GROWN = 8, 256  # steps between two that are learnt from; twice as many from this step on
 
@@ -63,8 +63,9 @@ class Gate:
         self._num_checks = 0
         self._debt = -CREDIT  # plain steps that drafts have lost beyond what they may
         self._reform = 0  # the step from which drafts may be judged anew
-        self._misses = -1  # texts in a row in which drafts were not worth it,
-        self._hottest = 0.0  # and the highest temperature of these and the one that has begun
+        self._misses = -1  # texts in a row in which drafts were not worth it
+        self._lost = 0.0  # plain steps that drafts have lost in this text,
+        self._lossy, self._hottest = 0, 0.0  # texts in a row in which they lost any, and the hottest of these and this
 
     @property
     def fresh(self) -> int:
@@ -88,15 +89,15 @@ class Gate:
     def passes_over(self, num_steps: int, temperature: float) -> bool:
         """Whether a text of so many steps at most, which is about to begin, is decoded plainly as a whole.
 
-        Where drafts were not worth it in several texts in a row, none of them hotter: the cooler a text, the more of
-        its drafts come true.
+        Where drafts lost time in several texts in a row, none of them hotter: the cooler a text, the more of its drafts
+        come true.
         """
-        known = max(self._misses, 0)
-        if known >= MISSED and temperature >= self._hottest and self.drafts.steps >= self._num_first:
-            most = min(PATIENCE << min(known - MISSED, RARER), LONGEST)
+        lossy = 0 if self._lost < 0 else self._lossy + (self._lost > 0)
+        if lossy >= MISSED and temperature >= self._hottest and self.drafts.steps >= self._num_first:
+            most = min(PATIENCE << min(lossy - MISSED, RARER), LONGEST)
             if not (self.is_open or self._probes) and self._plain + num_steps <= most:
                 return True
-        self._hottest = max(self._hottest, temperature) if known else temperature
+        self._hottest = max(self._hottest, temperature) if lossy else temperature
         return False
 
     def passed_over(self, num_steps: int) -> None:
@@ -110,6 +111,7 @@ class Gate:
 
     def lose(self, lost: float) -> None:
         """A step that drafted took so many plain steps more than its tokens would have; gains are negative."""
+        self._lost += lost
         if self.drafts.steps > self._num_first:
             self._pay(-lost)
 
@@ -184,8 +186,11 @@ class Gate:
         differ by less than that, and such drafts are dear. What they lost in other texts is not held against them
         where they paid lately.
         """
-        if self._misses < MISSED:
-            self._debt = min(self._debt, -CREDIT / 2 ** max(self._misses, 0))
+        if self._lost:
+            self._lossy = 0 if self._lost < 0 else self._lossy + 1
+        if self._lossy < MISSED:
+            self._debt = min(self._debt, -CREDIT / 2**self._lossy)
+        self._lost = 0.0
         self._misses += 1
         if self.drafts.speedup > NEAR:
             self._patience = min(self._patience, PROBE << min(max(self._misses - 1, 0), RARER))

@@ -13,6 +13,7 @@ SpecDec++ (2405.19715), Sequoia (2402.12374) and BanditSpec (2505.15141) decide 
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from draftwing.accept import Rule
 from draftwing.budget.acceptance import Acceptance, Ranks, judged
-from draftwing.budget.clock import HICCUP, Clock
+from draftwing.budget.clock import HICCUP, JUMP, Clock
 from draftwing.budget.costs import ROWS, Costs
 from draftwing.budget.gate import Gate
 from draftwing.drafters.base import Budget, Traits
@@ -40,6 +41,7 @@ LOOPS = 8  # decode loops that may take turns without each of their steps lookin
 # When to learn.
 YOUNG = 32  # after the first so many steps what was seen is learnt from every `Gate.fresh` steps,
 KNOWN = 64  # and after so many drafts every other step is looked at
+FIRSTS = 5  # drafts after plain steps that tell what these take
 LOOK = 64  # steps of blind shapes, of which one is larger: what is never drafted is never learnt
 # How much at most.
 DEPTH, BRANCHES, NODES = 14, 4, 63
@@ -85,6 +87,7 @@ class Planner:
         self._rows, self._size, self._most_nodes = 1, (0, self._whole), self._whole
         self._sizes: dict[tuple[int, int], tuple[Clock, Gate]] = {}  # what steps take, and whether drafts pay in them
         self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
+        self._firsts: deque[float] = deque(maxlen=FIRSTS)  # plain steps that the latest drafts after plain steps took
         self._own = 0.0  # seconds that learning takes after a step, in the mean
         self._unlearnt: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parents and told (B, N), path (B, D)
         self._nothing: dict[str, Budget] = {}
@@ -171,7 +174,7 @@ class Planner:
                 clock.run = 0
                 return  # as much is known from every other step, and steps may be short
             began = time.perf_counter()
-            is_wide = not self.sighted and nodes > 1 and not tree.is_line
+            is_wide, was_plain = not self.sighted and nodes > 1 and not tree.is_line, clock.run > 0
             took, found = clock.observe(rows, nodes, levels, is_wide, drafted_s, verified_s)
             for account in (gate.all, gate.drafts):
                 account.correct(found)
@@ -179,10 +182,9 @@ class Planner:
             if levels or nodes > 1:
                 took += self._own / clock.plain_step(rows)
                 gate.drafts.add(num_tokens / rows, took)
-                # Cold drafts tell little of those to come, but what they take is gone, unless it is the machine's doing;
-                # of many every other one is seen.
-                whole = min((drafted_s + verified_s) / clock.plain_step(rows), HICCUP * took)
-                gate.lose((whole - num_tokens / rows) * (2 if clock.num_drafts > KNOWN else 1))
+                whole = min((drafted_s + verified_s) / clock.plain_step(rows), JUMP * took)
+                seen = 2 if clock.num_drafts > KNOWN else 1  # of many every other one
+                gate.lose((self._gone(whole, took, is_first=was_plain) - num_tokens / rows) * seen)
             if nodes > 1:
                 self._unlearnt.append((tree.parents, accepted.path, tree.told))
                 if gate.steps < YOUNG or gate.steps % gate.fresh == 0:  # several at once take less than each by itself
@@ -191,6 +193,17 @@ class Planner:
                 self._on_stale()
                 self._on_stale = None
             self._own += 0.05 * (min(time.perf_counter() - began, 1e-3) - self._own)
+
+    def _gone(self, whole: float, took: float, *, is_first: bool) -> float:
+        """Plain steps that a draft took, whatever it tells of those to come, without what is the machine's doing.
+
+        The first one after plain steps may take several times as long as others: that much is gone with each of them.
+        """
+        if not is_first:
+            return min(whole, HICCUP * took)
+        usual = statistics.median(self._firsts) if self._firsts else whole
+        self._firsts.append(whole)
+        return min(whole, HICCUP * usual)
 
     def _capped(self, most_nodes: int | None) -> int:
         """Nodes of a tree at most."""
