@@ -664,6 +664,71 @@ def test_drafts_in_doubt_lose_little_whatever_each_takes(plan):
         assert world.run(100, 0.95)[0] > 0.9  # and drafts that pay are still found
 
 
+def texts(world: World, count: int, rate: float, steps: int = 100, temperature: float = 1.0) -> str:
+    """What becomes of texts, one after another: ``.`` is passed over."""
+    found = ""
+    for _ in range(count):
+        if world.planner.passes_over(steps, temperature):
+            world.planner.passed_over(steps)
+            found += "."
+        else:
+            world.texts.clear()
+            share, _ = world.run(steps, rate)
+            found += "D" if share else "p"
+    return found
+
+
+def test_texts_are_passed_over_where_drafts_lost_time_in_several():
+    world = World(Planner(COSTS, Budget(4)), 0.6)
+    found = texts(world, 60, 0.05)
+    assert "." not in found[: gating.MISSED]
+    assert found[-40:].count(".") > 25
+    assert max(map(len, found.replace("p", "D").split("D"))) <= gating.LONGEST // 100
+    assert texts(world, 1, 0.05, gating.LONGEST + 1) != "."  # too long to be passed over without a look
+    assert "." in texts(world, 20, 0.05, temperature=1.5)
+    assert texts(world, 1, 0.05, temperature=0.9) != "."  # cooler than those that they lost in
+    assert "." not in texts(world, 30, 0.95)[-20:]  # drafts that pay again are found, and stay
+    world.rows = 4
+    world.run(50, 0.95, rows=4)
+    assert "." not in texts(world, 1, 0.95)  # another size of batch in between
+
+
+def test_the_coolest_text_says_most():
+    """What was lost in hot texts tells nothing of a cool one, the other way round it does."""
+    for first, then, passes in ((1.0, 0.0, False), (0.0, 1.0, True)):
+        world = World(Planner(COSTS, Budget(4)), 0.6)
+        while texts(world, 1, 0.05, temperature=first) != ".":
+            pass
+        assert (texts(world, 1, 0.05, temperature=then) == ".") == passes
+
+
+def test_a_text_where_drafts_paid_gives_the_next_ones_a_chance():
+    """Two of three texts gain: the third one's losses must not keep drafts out of them."""
+    world = World(Planner(COSTS, Budget(4)), 0.6)
+    texts(world, 3, 0.9)
+    shares = []
+    for place in range(30):
+        world.texts.clear()
+        share, _ = world.run(100, 0.05 if place % 3 == 2 else 0.9)
+        shares.append(share)
+    assert np.mean([share for place, share in enumerate(shares) if place % 3 != 2]) > 0.75
+
+
+def test_a_step_that_tells_nothing_is_not_told():
+    world = World(Planner(COSTS, Budget(4)), 0.6)
+    world.run(300, 0.05)
+    told = []
+    for _ in range(100):
+        world.step()
+        told.append(world.planner.listens)
+    assert 0 < sum(told) < 30
+    run = world.planner.clock.run
+    world.planner.listens = False
+    tree = DraftTree.root(torch.tensor([4]))
+    world.planner.observe(tree, taken(tree, [0]), 1, 0.0, 100.0)
+    assert world.planner.clock.run == run
+
+
 def test_slow_first_plain_steps_are_found_out_soon():
     """They make drafts look as if they gained a little; some twenty steps later plain ones are looked at again."""
     world = World(Planner(COSTS, Budget(1)), 0.6)

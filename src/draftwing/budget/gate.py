@@ -94,7 +94,7 @@ class Gate:
         """
         lossy = 0 if self._lost < 0 else self._lossy + (self._lost > 0)
         if lossy >= MISSED and temperature >= self._hottest and self.drafts.steps >= self._num_first:
-            most = min(PATIENCE << min(lossy - MISSED, RARER), LONGEST)
+            most = LONGEST if self._debt > 0 else min(PATIENCE << min(lossy - MISSED, RARER), LONGEST)
             if not (self.is_open or self._probes) and self._plain + num_steps <= most:
                 return True
         self._hottest = max(self._hottest, temperature) if lossy else temperature
@@ -192,7 +192,11 @@ class Gate:
             self._debt = min(self._debt, -CREDIT / 2**self._lossy)
         self._lost = 0.0
         self._misses += 1
-        if self.drafts.speedup > NEAR:
+        if self._lossy and self._plain and self._debt <= 0:
+            # Here or hardly at all in a short text: later on all that was not read would have to be read first.
+            self._patience = max(PATIENCE // 2, min(self._patience, self._plain + 1))
+            self._plain = max(self._plain, self._patience - 1)
+        elif self.drafts.speedup > NEAR:
             self._patience = min(self._patience, PROBE << min(max(self._misses - 1, 0), RARER))
         if self.drafts.weight > CARRIED and not self._trusts:
             self.drafts.fade(CARRIED / self.drafts.weight)

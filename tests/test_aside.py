@@ -1,0 +1,215 @@
+"""Texts that are passed over: decoded as if there were no drafter, and without it."""
+
+import sys
+
+import pytest
+import torch
+
+import draftwing as dw
+from conftest import SMALL, refused
+from draftwing.budget.planner import Planner
+from draftwing.drafters.causal_lm import CausalLMDrafter
+from draftwing.drafters.lookup import LookupDrafter
+from draftwing.engine import aside, decode, engine
+from draftwing.engine.engine import Engine
+from draftwing.engine.wishes import AtMost
+from draftwing.errors import ConfigError, PromptError
+from draftwing.model.lean import LeanTarget
+from draftwing.sampling import Sampling
+from test_auto import COSTS
+
+VOCAB = SMALL["vocab_size"]
+PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12], [4])
+OPTIONS = {"max_tokens": 9, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def target(folder_of):
+    return LeanTarget.from_folder(folder_of("llama"), torch.float64, name="tiny")
+
+
+class Passing(Planner):
+    """Passes every other text over, from the second one on."""
+
+    def __init__(self):
+        super().__init__(COSTS, dw.Budget(4))
+        self.asked, self.passed, self.budgets = [], [], 0
+
+    def passes_over(self, num_tokens, temperature):
+        self.asked.append((num_tokens, temperature))
+        return len(self.asked) % 2 == 0
+
+    def passed_over(self, num_steps):
+        self.passed.append(num_steps)
+
+    def budget(self, *args):
+        self.budgets += 1
+        return super().budget(*args)
+
+
+class Seen(CausalLMDrafter):
+    """A drafter that says which prompts it read."""
+
+    def __init__(self, target, prompts):
+        super().__init__(target, VOCAB)
+        self.prompts = prompts
+
+    def admit(self, ctx, features):
+        self.prompts.append(ctx.rows[-1].tokens[: ctx.rows[-1].prompt_length])
+        super().admit(ctx, features)
+
+
+def engine_of(target, prompts, max_batch=1):
+    planner = Passing()
+    return Engine(dw.Decoder(target, lambda: Seen(target, prompts), planner=planner), max_batch=max_batch), planner
+
+
+def texts_of(target, **wishes):
+    own = Engine(dw.Decoder(target), max_batch=1)
+    found = [own.submit(prompt, Sampling(seed=place, **OPTIONS), **wishes) for place, prompt in enumerate(PROMPTS)]
+    own.run()
+    return [each.token_ids for each in found]
+
+
+def test_a_text_that_is_passed_over_is_the_same_and_no_drafter_reads_it(target):
+    read = []
+    own, planner = engine_of(target, read)
+    found = [own.submit(prompt, Sampling(seed=place, **OPTIONS)) for place, prompt in enumerate(PROMPTS)]
+    drafted = []
+    for step in own.steps():
+        drafted.append((own._decoder.running, step.tree.num_nodes))
+        own.check()
+    assert [each.token_ids for each in found] == texts_of(target)
+    assert read == [PROMPTS[0], PROMPTS[2]]
+    assert planner.asked == [(9, 1.0)] * 4
+    assert planner.passed == [9, 9]
+    assert planner.budgets == sum(len(each.rows) for each in found[::2])  # none is asked for the others
+    assert [each.stats.num_forwards for each in found[1::2]] == [9, 9]
+    assert own._decoder.drafter.name.startswith("causal")
+
+
+def test_a_text_that_ends_from_outside_gives_the_drafter_back(target):
+    read = []
+    own, planner = engine_of(target, read)
+    first, second, third = (own.submit(prompt, Sampling(seed=1, **OPTIONS)) for prompt in PROMPTS[:3])
+    while first.finish_reason is None or len(second.token_ids) < 4:
+        own.step()
+    own.cancel(second)
+    own.run()
+    assert planner.passed == [4]
+    assert read == [PROMPTS[0], PROMPTS[2]]
+    assert (second.finish_reason, third.finish_reason) == ("cancelled", "length")
+
+
+def test_a_prompt_that_is_refused_leaves_the_drafter_in_place(target, monkeypatch):
+    read = []
+    own, planner = engine_of(target, read)
+    bad, good = (own.submit(PROMPTS[place], Sampling(seed=1, **OPTIONS)) for place in (1, 0))
+    planner.asked.append((0, 0.0))  # the first one is passed over
+    prefill = target.prefill
+
+    def refusing(ctx, ids):
+        if list(ids) == PROMPTS[1]:
+            raise PromptError("no: say something else")
+        return prefill(ctx, ids)
+
+    monkeypatch.setattr(target, "prefill", refusing)
+    own.run()
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    with refused(PromptError, "no"):
+        raise bad.error
+    assert (read, planner.passed) == ([PROMPTS[0]], [])
+
+
+@pytest.mark.parametrize("at", range(1, 60, 2))
+def test_an_interrupt_loses_nothing(at, target):
+    """In a text that is passed over, where it begins, and where it ends."""
+    own, _ = engine_of(target, [])
+    found = [own.submit(prompt, Sampling(seed=place, **OPTIONS)) for place, prompt in enumerate(PROMPTS)]
+    files, count = {module.__file__ for module in (aside, decode, engine)}, 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return trace
+
+    while any(each.finish_reason is None for each in found):
+        ends = found[0].finish_reason is not None and found[2].finish_reason is None
+        count, before = 0, sys.gettrace()
+        sys.settrace(trace if ends else before)
+        try:
+            own.step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if ends and count == at:  # then the next one goes through: some lines are met in every step
+            own.step()
+        own.check()
+    assert [each.token_ids for each in found] == texts_of(target)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "asked"),
+    [
+        ({}, 4),
+        ({"speculation": dw.Budget(2)}, 0),
+        ({"speculation": AtMost(2)}, 0),
+        ({"speculation": "none"}, 0),
+        ({"references": [[5, 6, 7]]}, 0),
+    ],
+)
+def test_what_speaks_for_drafts_is_heard(wishes, asked, target):
+    own, planner = engine_of(target, [])
+    found = [own.submit(prompt, Sampling(seed=place, **OPTIONS), **wishes) for place, prompt in enumerate(PROMPTS)]
+    own.run()
+    assert [each.token_ids for each in found] == texts_of(target)
+    assert len(planner.asked) == asked
+
+
+def test_rows_that_may_run_together_are_not_passed_over(target):
+    for most in (2, None):
+        own, planner = engine_of(target, [], max_batch=most)
+        own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
+        own.run()
+        assert not planner.asked
+
+
+def test_a_drafter_that_costs_next_to_nothing_or_remembers_is_always_there(target):
+    for drafter in (LookupDrafter(VOCAB, 1),):
+        planner = Passing()
+        own = Engine(dw.Decoder(target, drafter, planner=planner), max_batch=1)
+        own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
+        own.run()
+        assert not planner.asked
+    request = own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
+    costs = {"costs_forwards": True}
+    planner.asked.append((0, 0.0))
+    assert aside.passes_over(request, planner, dw.drafters.base.Traits(**costs))
+    assert not aside.passes_over(request, None, dw.drafters.base.Traits(**costs))
+    for trait in ({"learns": True}, {"forget": lambda: None}, {"costs_forwards": False}):
+        planner.asked.append((0, 0.0)) if len(planner.asked) % 2 == 0 else None
+        assert not aside.passes_over(request, planner, dw.drafters.base.Traits(**{**costs, **trait}))
+
+
+def test_lone_texts_of_an_lm_are(target, monkeypatch):
+    """By ``stream``, and by ``generate`` of one prompt; not several at once."""
+    seen = []
+    lm = dw.LM(target, None, lambda: CausalLMDrafter(target, VOCAB))
+    lm._planner = planner = Passing()
+    monkeypatch.setattr(decode, "passes_over", lambda request, *rest: seen.append(request) or False)
+    sampling = Sampling(max_tokens=3, seed=0)
+    list(lm.stream(PROMPTS[0], sampling))
+    lm.generate([PROMPTS[0]], sampling)
+    assert len(seen) == 2
+    lm.generate([PROMPTS[0]], sampling, n=2)
+    lm.generate(PROMPTS[:2], sampling)
+    assert len(seen) == 2
+    assert planner.budgets > 0
+    with refused(ConfigError, "max_batch must be at least 1"):
+        lm.generate([PROMPTS[0]], sampling, max_batch=0)
