@@ -213,3 +213,22 @@ def test_lone_texts_of_an_lm_are(target, monkeypatch):
     assert planner.budgets > 0
     with refused(ConfigError, "max_batch must be at least 1"):
         lm.generate([PROMPTS[0]], sampling, max_batch=0)
+
+
+def test_steps_that_tell_nothing_are_not_told(target, monkeypatch):
+    told = []
+
+    class Deaf(Passing):
+        def budget(self, *args):
+            found = super().budget(*args)
+            self.listens = self.budgets % 2 == 0
+            return found
+
+        def observe(self, *args):
+            told.append(self.budgets)
+
+    own = Engine(dw.Decoder(target, lambda: CausalLMDrafter(target, VOCAB), planner=Deaf()))
+    own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
+    own.run()
+    assert told
+    assert all(number % 2 == 0 for number in told)

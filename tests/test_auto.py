@@ -714,6 +714,36 @@ def test_a_text_where_drafts_paid_gives_the_next_ones_a_chance():
     assert np.mean([share for place, share in enumerate(shares) if place % 3 != 2]) > 0.75
 
 
+def test_drafts_are_tried_where_a_text_begins():
+    """Where they lost time lately: later on all that the drafter has not read yet would have to be read first."""
+    world = World(Planner(COSTS, Budget(4)), 0.6)
+    for _ in range(5):
+        texts(world, 1, 0.05)
+    starts = []
+    for _ in range(20):
+        if not world.planner.passes_over(100, 1.0):
+            world.texts.clear()
+            world.run(100, 0.05)
+            starts += [at for at, depth in enumerate(world.depths[-100:]) if depth]
+        else:
+            world.planner.passed_over(100)
+    assert starts
+    assert max(starts) < 2 * gating.PLAIN + gating.PROBES
+
+
+def test_a_hiccup_is_not_what_drafts_lost():
+    """A draft after plain steps takes as much as such drafts do; what one of them takes more is the machine's doing."""
+    planner = Planner(COSTS, Budget(4))
+    for _ in range(5):
+        assert planner._gone(2.0, 1.5, is_first=True) == 2.0
+    assert planner._gone(40.0, 1.5, is_first=True) == 4.0
+    assert planner._gone(2.0, 1.5, is_first=True) == 2.0
+    assert planner._gone(40.0, 1.5, is_first=False) == 3.0
+    for _ in range(5):
+        planner._gone(6.0, 1.5, is_first=True)
+    assert planner._gone(7.0, 1.5, is_first=True) == 7.0  # all of them do
+
+
 def test_a_step_that_tells_nothing_is_not_told():
     world = World(Planner(COSTS, Budget(4)), 0.6)
     world.run(300, 0.05)

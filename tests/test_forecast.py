@@ -133,12 +133,15 @@ def test_static_trees_go_by_ranks():
     assert len(set(found.tolist())) > 3
 
 
+TOKENS = 8  # a node of 911 in each of three trees takes its time
+
+
 @pytest.fixture(scope="module")
 def shipped():
     """The shipped head's statistics on three prompts, and what they were made of."""
     lm = dw.load(draft="eagle3")
     prompts = [lm.encode(prompt) for prompt in shipped_prompts(3)]
-    return lm, prompts, collect(lm.target, lm.new_drafter, head_id(SHIPPED / "eagle3"), prompts, num_tokens=20)
+    return lm, prompts, collect(lm.target, lm.new_drafter, head_id(SHIPPED / "eagle3"), prompts, num_tokens=TOKENS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -161,9 +164,9 @@ def test_decoding_keeps_what_the_record_says(shipped, name, temperature):
                 ended = name == "static" and row.num_accepted > kept[place] == texts.found[place]
                 beyond += ended
                 wrong += row.num_accepted != kept[place] and not ended
-        if all(row.position - len(prompts[row.request_id]) >= 20 for row in step.rows):
+        if all(row.position - len(prompts[row.request_id]) >= TOKENS for row in step.rows):
             break
-    assert seen > 8
+    assert seen > 5
     assert wrong == 0
     assert beyond <= 1
 
