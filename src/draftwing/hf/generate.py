@@ -148,7 +148,7 @@ class CustomGenerate:
         if stop_strings is not None:
             criteria.append(self._stop_criterion(stop_strings))
         kept = self._prepare(model)
-        engine = Engine(self._decoder(kept))
+        engine = Engine(self._decoder(kept), max_batch=1 if len(prompts) == 1 else None)
         ends = Ends(criteria, input_ids, min(kept.target.max_length - len(prompt) for prompt in prompts))
         if stream_to is not None:  # as generate does with a streamer
             stream_to.put(input_ids.cpu())
