@@ -1,7 +1,5 @@
 """Texts that are passed over: decoded as if there were no drafter, and without it."""
 
-import sys
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from draftwing.errors import ConfigError, PromptError
 from draftwing.model.lean import LeanTarget
 from draftwing.sampling import Sampling
 from test_auto import COSTS
+from test_engine import interrupt_at
 
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ([5, 6, 9, 5, 6], [8, *range(20, 35)], [11, 12], [4])
@@ -126,28 +125,10 @@ def test_an_interrupt_loses_nothing(at, target):
     """In a text that is passed over, where it begins, and where it ends."""
     own, _ = engine_of(target, [])
     found = [own.submit(prompt, Sampling(seed=place, **OPTIONS)) for place, prompt in enumerate(PROMPTS)]
-    files, count = {module.__file__ for module in (aside, decode, engine)}, 0
-
-    def trace(frame, event, arg):
-        nonlocal count
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line":
-            count += 1
-            if count == at:
-                raise KeyboardInterrupt
-        return trace
-
+    files = {module.__file__ for module in (aside, decode, engine)}
     while any(each.finish_reason is None for each in found):
         ends = found[0].finish_reason is not None and found[2].finish_reason is None
-        count, before = 0, sys.gettrace()
-        sys.settrace(trace if ends else before)
-        try:
-            own.step()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+        count = interrupt_at(at if ends else 0, own.step, files)
         if ends and count == at:  # then the next one goes through: some lines are met in every step
             own.step()
         own.check()

@@ -219,13 +219,13 @@ def test_settings_that_leave_no_number_are_named():
 LOOP = {module.__file__ for module in (decode, engine, request, rows)}
 
 
-def interrupt_at(number, call):
-    """Run ``call`` and raise KeyboardInterrupt before the ``number``-th line of the engine; lines that were run."""
+def interrupt_at(number, call, files=LOOP):
+    """Run ``call`` and raise KeyboardInterrupt before the ``number``-th line of ``files``; lines that were run."""
     count = 0
 
     def trace(frame, event, arg):
         nonlocal count
-        if frame.f_code.co_filename not in LOOP:
+        if frame.f_code.co_filename not in files:
             return None
         if event == "line":
             count += 1

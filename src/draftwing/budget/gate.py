@@ -83,7 +83,7 @@ class Gate:
         if self.is_open or not self._plain or not self.rests:
             return False
         self._clock.run += 1
-        self._rest(1)
+        self.rest(1)
         return True
 
     def passes_over(self, num_steps: int, temperature: float) -> bool:
@@ -92,7 +92,7 @@ class Gate:
         Where drafts lost time in several texts in a row, none of them hotter: the cooler a text, the more of its drafts
         come true.
         """
-        lossy = 0 if self._lost < 0 else self._lossy + (self._lost > 0)
+        lossy = self._lossy_by_now
         if lossy >= MISSED and temperature >= self._hottest and self.drafts.steps >= self._num_first:
             most = LONGEST if self._debt > 0 else min(PATIENCE << min(lossy - MISSED, RARER), LONGEST)
             if not (self.is_open or self._probes) and self._plain + num_steps <= most:
@@ -100,11 +100,12 @@ class Gate:
         self._hottest = max(self._hottest, temperature) if lossy else temperature
         return False
 
-    def passed_over(self, num_steps: int) -> None:
-        """Such a text took so many steps."""
-        self._rest(num_steps)
+    @property
+    def _lossy_by_now(self) -> int:
+        """Texts in a row in which drafts lost time, the latest one counted; one without drafts tells nothing."""
+        return 0 if self._lost < 0 else self._lossy + (self._lost > 0)
 
-    def _rest(self, num_steps: int) -> None:
+    def rest(self, num_steps: int) -> None:
         """Plain steps that nothing is learnt from."""
         self.steps, self._plain = self.steps + num_steps, self._plain + num_steps
         self._pay(DARE * num_steps)
@@ -186,8 +187,7 @@ class Gate:
         differ by less than that, and such drafts are dear. What they lost in other texts is not held against them
         where they paid lately.
         """
-        if self._lost:
-            self._lossy = 0 if self._lost < 0 else self._lossy + 1
+        self._lossy = self._lossy_by_now
         if self._lossy < MISSED:
             self._debt = min(self._debt, -CREDIT / 2**self._lossy)
         self._lost = 0.0

@@ -145,16 +145,18 @@ class Planner:
         Its drafter then need not read its prompt or its features, and nobody asks for a budget.
         """
         with self._lock:
-            self._most_nodes = self._whole
-            self._turn_to(1)
-            return self.gate.passes_over(num_tokens, temperature)
+            return self._gate_of_one().passes_over(num_tokens, temperature)
 
     def passed_over(self, num_steps: int) -> None:
         """Such a text took so many steps."""
         with self._lock:
-            self._most_nodes = self._whole
-            self._turn_to(1)
-            self.gate.passed_over(num_steps)
+            self._gate_of_one().rest(num_steps)
+
+    def _gate_of_one(self) -> Gate:
+        """That of a text that is decoded alone, with trees of any size."""
+        self._most_nodes = self._whole
+        self._turn_to(1)
+        return self.gate
 
     def observe(
         self, tree: DraftTree, accepted: Accepted, num_tokens: int, drafted_s: float, verified_s: float
