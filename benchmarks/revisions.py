@@ -1,11 +1,12 @@
 """Two revisions of Draftwing against each other on this machine: is anything slower than it was?
 
     git worktree add ../before v0.1.0
-    python benchmarks/revisions.py ../before . --out benchmarks/results/today.json
+    python benchmarks/revisions.py ../before . --json benchmarks/results/today.json
+    python benchmarks/revisions.py ../before . --target model.gguf --drafts none,eagle3 --prompts mt_bench.jsonl
 
 Each revision runs in processes of its own, in turn, since a machine's speed changes by the minute: the shipped pair by
-every drafter with the automatic budget, greedy and at T=1. Figures are tokens/s, medians over a process's turns, and
-of those the ratio of each pair of neighbours; texts must be the same.
+every drafter with the automatic budget, greedy and at T=1, or another target. Figures are tokens/s, medians over a
+process's turns, and of those the ratio of each pair of neighbours; texts must be the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,27 +28,56 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-DRAFTS = ("none", "eagle3", "eagle1", "causal-lm", "lookup")
+DRAFTS = "none,eagle3,eagle1,causal-lm,lookup"
 SEED = 3
 
 
-def measure(num_prompts: int, max_tokens: int, turns: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Plan:
+    """What each process measures."""
+
+    target: str  # empty: the shipped one
+    drafts: list[str]
+    prompts: str  # a file; empty: the shipped ones
+    num_prompts: int
+    max_tokens: int
+    turns: int
+
+
+def prompts_of(path: Path, count: int) -> list[Any]:
+    """The first lines of a JSONL file: a ``prompt``, or a user's first of some ``turns``, or a ``question``.
+
+    It is read here and not by Draftwing, since both revisions are to have the same.
+    """
+    found: list[Any] = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:count]:
+        record = json.loads(line)
+        if "turns" in record:
+            found.append([{"role": "user", "content": record["turns"][0]}])
+        elif "prompt" in record or "question" in record:
+            found.append(record.get("prompt") or record["question"])
+        else:
+            raise SystemExit(f"{path}: a line has no prompt, turns or question, but {', '.join(record)}")
+    return found
+
+
+def measure(plan: Plan) -> dict[str, Any]:
     """What one process finds: tokens/s and a hash of the texts, by drafter and temperature."""
     import draftwing as dw
 
     shipped = Path(dw.__file__).parent / "shipped" / "prompts.jsonl"
-    lines = shipped.read_text(encoding="utf-8").split("\n")[:num_prompts]
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    models = {draft: dw.load(draft=draft) for draft in DRAFTS}
+    prompts = prompts_of(Path(plan.prompts) if plan.prompts else shipped, plan.num_prompts)
+    target = (plan.target,) if plan.target else ()
+    models = {draft: dw.load(*target, draft=draft) for draft in plan.drafts}
     rates: dict[str, list[float]] = {}
     texts: dict[str, str] = {}
-    for turn in range(turns + 1):
+    for turn in range(plan.turns + 1):
         for temperature in (0.0, 1.0):
             for draft, lm in models.items():
                 began, tokens = time.perf_counter(), []
                 for prompt in prompts:
-                    options = {"temperature": temperature, "seed": SEED, "max_tokens": max_tokens, "ignore_eos": True}
-                    tokens += lm.generate([prompt], **options)[0].token_ids
+                    options = {"temperature": temperature, "seed": SEED, "max_tokens": plan.max_tokens}
+                    tokens += lm.generate([prompt], ignore_eos=True, **options)[0].token_ids
                 name = f"{draft}, T={temperature:g}"
                 texts[name] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
                 if turn:  # the first warms everything up
@@ -54,10 +85,10 @@ def measure(num_prompts: int, max_tokens: int, turns: int) -> dict[str, Any]:
     return {"rates": {name: statistics.median(found) for name, found in rates.items()}, "texts": texts}
 
 
-def run(tree: Path, cache: Path, arguments: list[str]) -> dict[str, Any]:
+def run(tree: Path, cache: Path, plan: Plan) -> dict[str, Any]:
     """``measure`` in a process that imports Draftwing from ``tree``, with costs of its own."""
     environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "DRAFTWING_CACHE": str(cache)}
-    command = [sys.executable, __file__, "--worker", *arguments]
+    command = [sys.executable, __file__, "--worker", json.dumps(asdict(plan))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise typer.BadParameter(f"{tree}: {done.stderr.strip()[-400:]}")
@@ -72,19 +103,22 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Turns of each process.")] = 5,
     num_prompts: Annotated[int, typer.Option(min=1)] = 6,
     max_tokens: Annotated[int, typer.Option(min=8)] = 128,
-    out: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
+    target: Annotated[str, typer.Option(help="Another than the shipped one: a folder, a GGUF file, a name.")] = "",
+    drafts: Annotated[str, typer.Option(help="Drafters, by commas.")] = DRAFTS,
+    prompts: Annotated[str, typer.Option(help="A JSONL file: prompt, turns or question.")] = "",
+    out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Compare two revisions."""
     from draftwing.evaluate.machine import describe_machine
 
-    arguments = [str(num_prompts), str(max_tokens), str(turns)]
+    plan = Plan(target, drafts.split(","), prompts, num_prompts, max_tokens, turns)
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as folder:
         caches = Path(folder, "before"), Path(folder, "after")
         for cache in caches:
             cache.mkdir(mode=0o700)
         for _ in track(range(rounds), "measuring", console=Console(stderr=True)):
-            one, other = (run(tree, cache, arguments) for tree, cache in zip((before, after), caches, strict=True))
+            one, other = (run(tree, cache, plan) for tree, cache in zip((before, after), caches, strict=True))
             found.append((one, other))
     names = list(found[0][0]["rates"])
     rows = {
@@ -102,7 +136,7 @@ def main(
         table.add_row(name, f"{row['before']:.1f}", f"{row['after']:.1f}", f"{row['ratio']:.3f}", same)
     Console().print(table)
     if out is not None:
-        settings = {"rounds": rounds, "turns": turns, "num_prompts": num_prompts, "max_tokens": max_tokens}
+        settings = {"rounds": rounds, **asdict(plan), "target": Path(target).name, "prompts": Path(prompts).name}
         commits = {name: _commit(tree) for name, tree in (("before", before), ("after", after))}
         result = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "commits": commits}
         out.write_text(json.dumps({**result, "settings": settings, "tokens_per_s": rows}, indent=1) + "\n")
@@ -115,6 +149,6 @@ def _commit(tree: Path) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(measure(*map(int, sys.argv[2:5]))))
+        print(json.dumps(measure(Plan(**json.loads(sys.argv[2])))))
     else:
         typer.run(main)

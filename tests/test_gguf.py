@@ -274,7 +274,8 @@ def test_a_file_that_was_cut_short_after_it_was_opened(source_of, tmp_path):
             weights.get("model.embed_tokens.weight")
 
 
-def test_many_make_one_folder(source_of, tmp_path):
+def test_many_make_one_folder(source_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTWING_CACHE", str(tmp_path / "cache"))  # what others are making is not seen there
     file, found = write(source_of(), tmp_path / "race.gguf"), []
     threads = [threading.Thread(target=lambda: found.append(open_gguf(file))) for _ in range(8)]
     for thread in threads:

@@ -34,7 +34,7 @@ class WeightFormat:
 
     Attributes:
         name: as checkpoints, GGUF files and ``quantize`` call it.
-        code: its number in ``native/weights.h``.
+        code: its number in ``native/formats.h``.
         inputs: of a block, whose numbers are stored together.
         num_bytes: of a block.
         exact: what the products are equal to.

@@ -16,6 +16,10 @@
 #include <immintrin.h>
 #endif
 
+// A compiler rounds a product and a sum once where both stand in one function. Where a file has many operators it leaves some out of
+// line, and what these compute has other bits: here it may not.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 constexpr int TILE = 64;  // outputs computed together: 4 vectors
@@ -58,22 +62,22 @@ typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));
 typedef uint32_t w16 __attribute__((vector_size(64)));
 
-inline v16 spread(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline v16 select(i16 which, v16 a, v16 b) { return which ? a : b; }
-inline i16 select(i16 which, i16 a, i16 b) { return which ? a : b; }
-inline v16 numbers_of(i16 whole) { return __builtin_convertvector(whole, v16); }
-inline i16 whole_of(v16 numbers) { return __builtin_convertvector(numbers, i16); }
-inline w16 words_of(const uint16_t* from) {
+ALWAYS_INLINE v16 spread(float x) { return v16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+ALWAYS_INLINE v16 select(i16 which, v16 a, v16 b) { return which ? a : b; }
+ALWAYS_INLINE i16 select(i16 which, i16 a, i16 b) { return which ? a : b; }
+ALWAYS_INLINE v16 numbers_of(i16 whole) { return __builtin_convertvector(whole, v16); }
+ALWAYS_INLINE i16 whole_of(v16 numbers) { return __builtin_convertvector(numbers, i16); }
+ALWAYS_INLINE w16 words_of(const uint16_t* from) {
     typedef uint16_t shorts __attribute__((vector_size(32), aligned(2)));
     return __builtin_convertvector(*reinterpret_cast<const shorts*>(from), w16);
 }
 
-template <typename T> inline T from_memory(const void* from) {
+template <typename T> ALWAYS_INLINE T from_memory(const void* from) {
     T found;
     memcpy(&found, from, sizeof(T));
     return found;
 }
-inline void store(float* to, v16 value) { memcpy(to, &value, sizeof(value)); }
+ALWAYS_INLINE void store(float* to, v16 value) { memcpy(to, &value, sizeof(value)); }
 #else
 
 // GCC keeps a vector that is wider than a register in memory, so here it is several that are as wide.
@@ -92,32 +96,33 @@ template <typename T> struct alignas(64) Sixteen {
     T& operator[](int lane) { return reinterpret_cast<T*>(part)[lane]; }
 
 #define DRAFTWING_BINARY(op)                                                              \
-    friend inline Sixteen operator op(const Sixteen& a, const Sixteen& b) {               \
+    friend ALWAYS_INLINE Sixteen operator op(const Sixteen& a, const Sixteen& b) {               \
         Sixteen found;                                                                    \
         for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b.part[p];           \
         return found;                                                                     \
     }                                                                                     \
-    friend inline Sixteen operator op(const Sixteen& a, T b) {                            \
+    friend ALWAYS_INLINE Sixteen operator op(const Sixteen& a, T b) {                            \
         Sixteen found;                                                                    \
         for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b;                   \
         return found;                                                                     \
     }                                                                                     \
-    friend inline Sixteen operator op(T a, const Sixteen& b) {                            \
+    friend ALWAYS_INLINE Sixteen operator op(T a, const Sixteen& b) {                            \
         Sixteen found;                                                                    \
         for (int p = 0; p < COUNT; ++p) found.part[p] = a op b.part[p];                   \
         return found;                                                                     \
     }                                                                                     \
-    template <typename U> inline Sixteen& operator op##=(const U& b) { return *this = *this op b; }
+    template <typename U> ALWAYS_INLINE Sixteen& operator op##=(const U& b) { return *this = *this op b; }
     DRAFTWING_BINARY(+)
     DRAFTWING_BINARY(-)
     DRAFTWING_BINARY(*)
     DRAFTWING_BINARY(/)
     DRAFTWING_BINARY(&)
     DRAFTWING_BINARY(|)
+    DRAFTWING_BINARY(^)
 #undef DRAFTWING_BINARY
 
 #define DRAFTWING_COMPARE(op)                                                                             \
-    friend inline Sixteen<int32_t> operator op(const Sixteen& a, const Sixteen& b) {                      \
+    friend ALWAYS_INLINE Sixteen<int32_t> operator op(const Sixteen& a, const Sixteen& b) {                      \
         Sixteen<int32_t> found;                                                                           \
         for (int p = 0; p < COUNT; ++p) found.part[p] = (typename Sixteen<int32_t>::Part)(a.part[p] op b.part[p]); \
         return found;                                                                                     \
@@ -127,17 +132,17 @@ template <typename T> struct alignas(64) Sixteen {
     DRAFTWING_COMPARE(!=)
 #undef DRAFTWING_COMPARE
 
-    friend inline Sixteen operator<<(const Sixteen& a, int bits) {
+    friend ALWAYS_INLINE Sixteen operator<<(const Sixteen& a, int bits) {
         Sixteen found;
         for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] << bits;
         return found;
     }
-    friend inline Sixteen operator>>(const Sixteen& a, int bits) {
+    friend ALWAYS_INLINE Sixteen operator>>(const Sixteen& a, int bits) {
         Sixteen found;
         for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] >> bits;
         return found;
     }
-    friend inline Sixteen operator-(const Sixteen& a) {
+    friend ALWAYS_INLINE Sixteen operator-(const Sixteen& a) {
         Sixteen found;
         for (int p = 0; p < COUNT; ++p) found.part[p] = -a.part[p];
         return found;
@@ -148,36 +153,36 @@ typedef Sixteen<float> v16;
 typedef Sixteen<int32_t> i16;
 typedef Sixteen<uint32_t> w16;
 
-template <typename T> inline T from_memory(const void* from) {
+template <typename T> ALWAYS_INLINE T from_memory(const void* from) {
     T found;
     for (int p = 0; p < T::COUNT; ++p)
         found.part[p] = reinterpret_cast<const typename T::PartAnywhere*>(from)[p];
     return found;
 }
-inline void store(float* to, const v16& value) {
+ALWAYS_INLINE void store(float* to, const v16& value) {
     for (int p = 0; p < v16::COUNT; ++p) reinterpret_cast<v16::PartAnywhere*>(to)[p] = value.part[p];
 }
-inline v16 spread(float x) {
+ALWAYS_INLINE v16 spread(float x) {
     v16 found;
     for (int p = 0; p < v16::COUNT; ++p) found.part[p] = x - v16::Part{};  // that is x, -0 too
     return found;
 }
-template <typename T> inline Sixteen<T> select(const i16& which, const Sixteen<T>& a, const Sixteen<T>& b) {
+template <typename T> ALWAYS_INLINE Sixteen<T> select(const i16& which, const Sixteen<T>& a, const Sixteen<T>& b) {
     Sixteen<T> found;
     for (int p = 0; p < v16::COUNT; ++p) found.part[p] = which.part[p] ? a.part[p] : b.part[p];
     return found;
 }
-inline v16 numbers_of(const i16& whole) {
+ALWAYS_INLINE v16 numbers_of(const i16& whole) {
     v16 found;
     for (int p = 0; p < v16::COUNT; ++p) found.part[p] = __builtin_convertvector(whole.part[p], v16::Part);
     return found;
 }
-inline i16 whole_of(const v16& numbers) {
+ALWAYS_INLINE i16 whole_of(const v16& numbers) {
     i16 found;
     for (int p = 0; p < v16::COUNT; ++p) found.part[p] = __builtin_convertvector(numbers.part[p], i16::Part);
     return found;
 }
-inline w16 words_of(const uint16_t* from) {
+ALWAYS_INLINE w16 words_of(const uint16_t* from) {
     typedef uint16_t Shorts __attribute__((vector_size(REGISTER / 2), aligned(2)));
     w16 found;
     for (int p = 0; p < w16::COUNT; ++p)
@@ -186,18 +191,18 @@ inline w16 words_of(const uint16_t* from) {
 }
 #endif
 
-inline v16 load(const float* from) { return from_memory<v16>(from); }
+ALWAYS_INLINE v16 load(const float* from) { return from_memory<v16>(from); }
 
 // With 16 registers a compiler puts sums into memory to have more for other things, and reads a number anew for each use: what
 // is held is in a register at this point.
-template <typename T> inline void hold_register(T& value) {
+template <typename T> ALWAYS_INLINE void hold_register(T& value) {
 #if defined(__AVX__) && !defined(__AVX512F__)
     asm("" : "+x"(value));
 #else
     (void)value;
 #endif
 }
-inline void hold(v16& value) {
+ALWAYS_INLINE void hold(v16& value) {
 #if defined(__AVX512F__) || defined(__clang__)
     (void)value;
 #else
@@ -205,13 +210,13 @@ inline void hold(v16& value) {
 #endif
 }
 
-inline i16 counted() {
+ALWAYS_INLINE i16 counted() {
     constexpr int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return from_memory<i16>(numbers);
 }
 
 // The low byte of each number.
-inline void store_bytes(uint8_t* to, const i16& value) {
+ALWAYS_INLINE void store_bytes(uint8_t* to, const i16& value) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)value));
 #else
@@ -222,7 +227,7 @@ inline void store_bytes(uint8_t* to, const i16& value) {
 }
 
 // The low half of each number.
-inline void store_halves(uint16_t* to, const w16& value) {
+ALWAYS_INLINE void store_halves(uint16_t* to, const w16& value) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)value));
 #else
@@ -234,7 +239,7 @@ inline void store_halves(uint16_t* to, const w16& value) {
 
 // The number at an address, sixteen times. Zen 4 loads a word into all lanes at no cost, but takes a vector unit's time for
 // the same instruction on a float.
-inline v16 spread_from(const float* from) {
+ALWAYS_INLINE v16 spread_from(const float* from) {
 #if defined(__AVX512F__)
     int32_t bits;
     memcpy(&bits, from, 4);
@@ -245,7 +250,7 @@ inline v16 spread_from(const float* from) {
 }
 
 // a * b + c, rounded once where the processor does that: said where a compiler might as well have fused another product.
-inline float fused(float a, float b, float c) {
+ALWAYS_INLINE float fused(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__)
     return __builtin_fmaf(a, b, c);
 #else
@@ -253,7 +258,7 @@ inline float fused(float a, float b, float c) {
 #endif
 }
 
-inline float sum_of(v16 lanes) {
+ALWAYS_INLINE float sum_of(v16 lanes) {
     float half[8], sum[4];
     for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
     for (int i = 0; i < 4; ++i) sum[i] = half[i] + half[i + 4];
@@ -261,14 +266,14 @@ inline float sum_of(v16 lanes) {
 }
 
 // The larger and the smaller of two, the second where one is NaN.
-inline v16 larger(v16 a, v16 b) {
+ALWAYS_INLINE v16 larger(v16 a, v16 b) {
 #if defined(__AVX512F__)
     return (v16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return select(a > b, a, b);
 #endif
 }
-inline v16 smaller(v16 a, v16 b) {
+ALWAYS_INLINE v16 smaller(v16 a, v16 b) {
 #if defined(__AVX512F__)
     return (v16)_mm512_min_ps((__m512)a, (__m512)b);
 #else
