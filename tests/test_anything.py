@@ -121,7 +121,7 @@ def test_a_field_of_sampling(name, value):
         dw.Sampling(**{name: value}).check_vocabulary(300)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.fixed_dictionaries({}, optional=USUAL), st.sampled_from([[5], [5, 6, 5, 6]]))
 def test_whatever_plain_decoding_takes_drafting_takes(lms, options, prompt):
     """And the text is the same; whatever is refused is refused by all of them alike."""
@@ -256,7 +256,7 @@ def test_a_file_of_prompts(tmp_path, content, name):
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from(["draft", "dtype", "device", "engine", "rule", "budget", "lossless", "revision"]),
@@ -313,7 +313,7 @@ def command(*args, stdin=b""):
         assert lines[0].startswith("error: ")
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(sorted(OPTIONS)).flatmap(lambda n: st.tuples(st.just(n), OPTIONS[n])), max_size=2))
 def test_options_of_the_command_line(folder, options):
     words = [f"{name}={value}" if name.startswith("--") else f"{name}{value}" for name, value in options]
@@ -326,7 +326,7 @@ def test_words_of_the_command_line(folder, words):
     command("-t", str(folder), "-d", "none", "-n", "1", *words)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(CONTENTS, st.sampled_from(["stdin", "a.txt", "a.jsonl", "a.json"]))
 def test_prompts_of_the_command_line(folder, tmp_path, content, source):
     stdin, more = (content, []) if source == "stdin" else (b"", ["--prompts", str(tmp_path / source)])
@@ -335,7 +335,7 @@ def test_prompts_of_the_command_line(folder, tmp_path, content, source):
     command("-t", str(folder), "-d", "none", "-n", "1", *more, stdin=stdin)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     VALUES.map(lambda value: json.dumps(value, default=str, skipkeys=True)[:5000])
     | st.sampled_from(DEEP)

@@ -481,9 +481,8 @@ def test_drafting_comes_back_when_it_pays_again(plan, no_plain_start):
     [
         (0.95, 0.95),
         (0.2, 0.9),
-        (0.5, 0.5),
         (0.05, 0.95),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in [(0.9, 0.3), (0.5, 0.95), (0.8, 0.6)]),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [(0.5, 0.5), (0.9, 0.3), (0.5, 0.95), (0.8, 0.6)]),
     ],
 )
 @pytest.mark.parametrize("plan", ["chain", "tree", "blind-chain", "blind-tree"])

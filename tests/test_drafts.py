@@ -271,7 +271,9 @@ def test_a_rule_is_followed_node_by_node(seed, name, kind, target, folder_of):
     assert found.effort >= 1
 
 
-@pytest.mark.parametrize("budget", [Budget(6, 3, 12), Budget(5), Budget(4, 5, 30)], ids=str)
+@pytest.mark.parametrize(
+    "budget", [Budget(6, 3, 12), Budget(5), pytest.param(Budget(4, 5, 30), marks=pytest.mark.full)], ids=str
+)
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-few-tokens", "lm"])
 def test_in_torch_and_in_the_kernel_a_rule_grows_the_same_trees(name, kind, budget, target, folder_of):

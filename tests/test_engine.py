@@ -259,7 +259,7 @@ def requests_in(lm, drafter, target):
 
 @pytest.mark.parametrize("drafter", ["none", "lookup", "itself"])
 def test_an_interrupt_anywhere_loses_nothing_and_says_nothing_twice(drafter, lm):
-    """Every step is interrupted a line later than the one before, until each line has been one's last many times."""
+    """Every step is interrupted a line later than the one before, until each line has been one's last twice."""
     target = lm.target
     make = {
         "none": NoDrafter,
@@ -280,7 +280,7 @@ def test_an_interrupt_anywhere_loses_nothing_and_says_nothing_twice(drafter, lm)
     wanted = told(submitted)
     assert {each.finish_reason for each in submitted} == {"stop", "length"}
     attempts, interrupted = 0, 0
-    while attempts < 3 * lines:
+    while attempts < 2 * lines:
         own, submitted = requests_in(lm, make, target)
         while any(each.finish_reason is None for each in submitted):
             number = attempts % lines + 1

@@ -207,7 +207,9 @@ TEXTS = ("eagle1-unshifted", "eagle3-chain", "eagle3-few-tokens", "lm-tree", "vi
 
 
 @pytest.mark.parametrize("drafter", TEXTS)
-@pytest.mark.parametrize("kind", ["greedy", "t1", "penalties"])
+@pytest.mark.parametrize(
+    "kind", ["t1", *(pytest.param(name, marks=pytest.mark.full) for name in ("greedy", "penalties"))]
+)
 def test_text_is_plain_decodings(kind, drafter, lab):
     """Greedy, keyed, filtered and penalised; in ragged batches whose rows join and leave."""
     here, case, record = lab("llama"), DRAFTERS[drafter], Recorder()
@@ -255,7 +257,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    "rows", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.full) for name in ROWS]
+)
 @pytest.mark.parametrize(("budget", "rule"), [*((each, "match") for each in BUDGETS), ("dynamic", "match-top")])
 def test_trees_are_growths(budget, rows, rule, lab):
     """The tree of every step, of rows of which one has nothing to draft from at first: token by token."""

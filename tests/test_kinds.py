@@ -155,8 +155,15 @@ def test_kernel_and_torch_agree_in_logits_and_states(name, folder):
 
 
 @needs_kernel
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("budget", [Budget(4), Budget(3, 3, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("budget", "temperature"),
+    [
+        (Budget(4), 1.0),
+        (Budget(3, 3, 9), 0.0),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [(Budget(4), 0.0), (Budget(3, 3, 9), 1.0)]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", NETS)
 def test_kernel_and_torch_draft_the_same_trees(name, budget, temperature, folder):
     """Rows of several lengths, one of them alone for a step: every tree, and the text that comes of them."""

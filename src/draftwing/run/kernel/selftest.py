@@ -138,7 +138,7 @@ def _widens(library: ctypes.CDLL, rng: np.random.Generator, kind: WeightFormat) 
     x = rng.standard_normal((_ROWS, width), np.float32)
     op = {"kind": _LINEAR, "num_out": _TILE}
     plain = _run(library, x, _TILE, {**op, "format": 0, "weight": _tiles(wide)})
-    for rows in (x, x[:1], x[:5]):
+    for rows in (x, x[:1], x[:2], x[:5]):
         found = _run(library, np.ascontiguousarray(rows), _TILE, {**op, "format": kind.code, "weight": tile})
         if not np.array_equal(found, plain[: len(rows)]):
             return False

@@ -47,7 +47,7 @@ template <int OFFSET> ALWAYS_INLINE v16 nibbles(w16 word, int shift) {
     const v16 table = v16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - static_cast<float>(OFFSET);
     return (v16)_mm512_permutexvar_ps((__m512i)(word >> shift), (__m512)table);  // looked up by four bits, the others ignored
 #else
-    if (OFFSET == 8) return numbers_of((i16)((word ^ 0x88888888u) << (28 - shift)) >> 28);
+    if constexpr (OFFSET == 8) return numbers_of((i16)((word ^ 0x88888888u) << (28 - shift)) >> 28);
     return numbers_of((i16)((word >> shift) & 15));
 #endif
 }
