@@ -166,7 +166,7 @@ def test_decoding_keeps_what_the_record_says(shipped, name, temperature):
                 wrong += row.num_accepted != kept[place] and not ended
         if all(row.position - len(prompts[row.request_id]) >= TOKENS for row in step.rows):
             break
-    assert seen > 5
+    assert seen >= 5
     assert wrong == 0
     assert beyond <= 1
 
