@@ -38,44 +38,23 @@ class Plan:
 
     target: str  # empty: the shipped one
     drafts: list[str]
-    prompts: str  # a file; empty: the shipped ones
-    num_prompts: int
+    prompts: list[Any]
     max_tokens: int
     turns: int
-
-
-def prompts_of(path: Path, count: int) -> list[Any]:
-    """The first lines of a JSONL file: a ``prompt``, or a user's first of some ``turns``, or a ``question``.
-
-    It is read here and not by Draftwing, since both revisions are to have the same.
-    """
-    found: list[Any] = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:count]:
-        record = json.loads(line)
-        if "turns" in record:
-            found.append([{"role": "user", "content": record["turns"][0]}])
-        elif "prompt" in record or "question" in record:
-            found.append(record.get("prompt") or record["question"])
-        else:
-            raise SystemExit(f"{path}: a line has no prompt, turns or question, but {', '.join(record)}")
-    return found
 
 
 def measure(plan: Plan) -> dict[str, Any]:
     """What one process finds: tokens/s and a hash of the texts, by drafter and temperature."""
     import draftwing as dw
 
-    shipped = Path(dw.__file__).parent / "shipped" / "prompts.jsonl"
-    prompts = prompts_of(Path(plan.prompts) if plan.prompts else shipped, plan.num_prompts)
-    target = (plan.target,) if plan.target else ()
-    models = {draft: dw.load(*target, draft=draft) for draft in plan.drafts}
+    models = {draft: dw.load(plan.target or None, draft=draft) for draft in plan.drafts}
     rates: dict[str, list[float]] = {}
     texts: dict[str, str] = {}
     for turn in range(plan.turns + 1):
         for temperature in (0.0, 1.0):
             for draft, lm in models.items():
                 began, tokens = time.perf_counter(), []
-                for prompt in prompts:
+                for prompt in plan.prompts:
                     options = {"temperature": temperature, "seed": SEED, "max_tokens": plan.max_tokens}
                     tokens += lm.generate([prompt], ignore_eos=True, **options)[0].token_ids
                 name = f"{draft}, T={temperature:g}"
@@ -88,8 +67,8 @@ def measure(plan: Plan) -> dict[str, Any]:
 def run(tree: Path, cache: Path, plan: Plan) -> dict[str, Any]:
     """``measure`` in a process that imports Draftwing from ``tree``, with costs of its own."""
     environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "DRAFTWING_CACHE": str(cache)}
-    command = [sys.executable, __file__, "--worker", json.dumps(asdict(plan))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command, sent = [sys.executable, __file__, "--worker"], json.dumps(asdict(plan))
+    done = subprocess.run(command, input=sent, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise typer.BadParameter(f"{tree}: {done.stderr.strip()[-400:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().split("\n")[-1])
@@ -105,13 +84,16 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=8)] = 128,
     target: Annotated[str, typer.Option(help="Another than the shipped one: a folder, a GGUF file, a name.")] = "",
     drafts: Annotated[str, typer.Option(help="Drafters, by commas.")] = DRAFTS,
-    prompts: Annotated[str, typer.Option(help="A JSONL file: prompt, turns or question.")] = "",
+    prompts: Annotated[Path | None, typer.Option(help="A file of them, as `draftwing` takes it.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Compare two revisions."""
+    # Here, since a worker imports another revision; prompts are read once, that both have the same.
     from draftwing.evaluate.machine import describe_machine
+    from draftwing.text.prompts import read_prompts, shipped_prompts
 
-    plan = Plan(target, drafts.split(","), prompts, num_prompts, max_tokens, turns)
+    asked = read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts)
+    plan = Plan(target, drafts.split(","), list(asked), max_tokens, turns)
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as folder:
         caches = Path(folder, "before"), Path(folder, "after")
@@ -136,7 +118,8 @@ def main(
         table.add_row(name, f"{row['before']:.1f}", f"{row['after']:.1f}", f"{row['ratio']:.3f}", same)
     Console().print(table)
     if out is not None:
-        settings = {"rounds": rounds, **asdict(plan), "target": Path(target).name, "prompts": Path(prompts).name}
+        named = {"target": Path(target).name, "prompts": prompts.name if prompts else ""}
+        settings = {"rounds": rounds, **asdict(plan), **named, "num_prompts": len(plan.prompts)}
         commits = {name: _commit(tree) for name, tree in (("before", before), ("after", after))}
         result = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "commits": commits}
         out.write_text(json.dumps({**result, "settings": settings, "tokens_per_s": rows}, indent=1) + "\n")
@@ -149,6 +132,6 @@ def _commit(tree: Path) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(measure(Plan(**json.loads(sys.argv[2])))))
+        print(json.dumps(measure(Plan(**json.load(sys.stdin)))))
     else:
         typer.run(main)

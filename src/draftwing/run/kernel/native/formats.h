@@ -109,10 +109,15 @@ struct Q8_0Blocks : Blocks<32, 32, 8, 1> {
 };
 
 // Levels of four bits: the first half of a block in the low bits, the second in the high ones.
-struct Q4_0Blocks : Blocks<32, 32, 4, 1> {
+template <int H> struct Halved : Blocks<32, 32, 4, H> {
+    static ALWAYS_INLINE w16 bits(const char* block, int, int four, int part) {
+        return Halved::word(block, four & 3, part) >> (four & 4);
+    }
+};
+
+struct Q4_0Blocks : Halved<1> {
     typedef w16 Bits;
     static ALWAYS_INLINE Scale scale(const char* block, int, int part) { return {half(block, 0, part), v16{}}; }
-    static ALWAYS_INLINE Bits bits(const char* block, int, int four, int part) { return word(block, four & 3, part) >> (four & 4); }
     static ALWAYS_INLINE v16 weight(Bits bits, int i, const Scale& own) { return nibbles<8>(bits, 8 * i) * own.factor; }
 };
 
@@ -121,9 +126,8 @@ struct Nibbles {
     static ALWAYS_INLINE v16 weight(Bits bits, int i, const Scale& own) { return nibbles<0>(bits, 8 * i) * own.factor + own.offset; }
 };
 
-struct Q4_1Blocks : Blocks<32, 32, 4, 2>, Nibbles {
+struct Q4_1Blocks : Halved<2>, Nibbles {
     static ALWAYS_INLINE Scale scale(const char* block, int, int part) { return {half(block, 0, part), half(block, 1, part)}; }
-    static ALWAYS_INLINE Bits bits(const char* block, int, int four, int part) { return word(block, four & 3, part) >> (four & 4); }
 };
 
 // Q4_K and Q5_K: a scale and an offset of 6 bits each for every 32 inputs, packed in three words, times one factor each.

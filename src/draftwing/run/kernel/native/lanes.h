@@ -16,8 +16,8 @@
 #include <immintrin.h>
 #endif
 
-// A compiler rounds a product and a sum once where both stand in one function. Where a file has many operators it leaves some out of
-// line, and what these compute has other bits: here it may not.
+// A compiler rounds a product and a sum once where both stand in one function. Where a file has many operators it leaves some out
+// of line, and what these compute has other bits: here it may not.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -95,22 +95,22 @@ template <typename T> struct alignas(64) Sixteen {
     T operator[](int lane) const { return part[lane / LANES][lane % LANES]; }
     T& operator[](int lane) { return reinterpret_cast<T*>(part)[lane]; }
 
-#define DRAFTWING_BINARY(op)                                                              \
-    friend ALWAYS_INLINE Sixteen operator op(const Sixteen& a, const Sixteen& b) {               \
-        Sixteen found;                                                                    \
-        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b.part[p];           \
-        return found;                                                                     \
-    }                                                                                     \
-    friend ALWAYS_INLINE Sixteen operator op(const Sixteen& a, T b) {                            \
-        Sixteen found;                                                                    \
-        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b;                   \
-        return found;                                                                     \
-    }                                                                                     \
-    friend ALWAYS_INLINE Sixteen operator op(T a, const Sixteen& b) {                            \
-        Sixteen found;                                                                    \
-        for (int p = 0; p < COUNT; ++p) found.part[p] = a op b.part[p];                   \
-        return found;                                                                     \
-    }                                                                                     \
+#define DRAFTWING_BINARY(op)                                                       \
+    friend ALWAYS_INLINE Sixteen operator op(const Sixteen& a, const Sixteen& b) { \
+        Sixteen found;                                                             \
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b.part[p];    \
+        return found;                                                              \
+    }                                                                              \
+    friend ALWAYS_INLINE Sixteen operator op(const Sixteen& a, T b) {              \
+        Sixteen found;                                                             \
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a.part[p] op b;            \
+        return found;                                                              \
+    }                                                                              \
+    friend ALWAYS_INLINE Sixteen operator op(T a, const Sixteen& b) {              \
+        Sixteen found;                                                             \
+        for (int p = 0; p < COUNT; ++p) found.part[p] = a op b.part[p];            \
+        return found;                                                              \
+    }                                                                              \
     template <typename U> ALWAYS_INLINE Sixteen& operator op##=(const U& b) { return *this = *this op b; }
     DRAFTWING_BINARY(+)
     DRAFTWING_BINARY(-)
@@ -121,11 +121,11 @@ template <typename T> struct alignas(64) Sixteen {
     DRAFTWING_BINARY(^)
 #undef DRAFTWING_BINARY
 
-#define DRAFTWING_COMPARE(op)                                                                             \
-    friend ALWAYS_INLINE Sixteen<int32_t> operator op(const Sixteen& a, const Sixteen& b) {                      \
-        Sixteen<int32_t> found;                                                                           \
+#define DRAFTWING_COMPARE(op)                                                                                      \
+    friend ALWAYS_INLINE Sixteen<int32_t> operator op(const Sixteen& a, const Sixteen& b) {                        \
+        Sixteen<int32_t> found;                                                                                    \
         for (int p = 0; p < COUNT; ++p) found.part[p] = (typename Sixteen<int32_t>::Part)(a.part[p] op b.part[p]); \
-        return found;                                                                                     \
+        return found;                                                                                              \
     }
     DRAFTWING_COMPARE(<)
     DRAFTWING_COMPARE(>)
