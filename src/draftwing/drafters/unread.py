@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.alone import joined
+
 __all__ = ["Unread"]
 
 
@@ -54,9 +56,9 @@ class Unread:
             counts = list(self._counts(lengths))
             pieces = [piece for piece, _ in self._steps]
             if all(min(each) == max(each) for each in counts):
-                return torch.cat([piece[:, : each[0]] for piece, each in zip(pieces, counts, strict=True)], 1)
+                return joined([piece[:, : each[0]] for piece, each in zip(pieces, counts, strict=True)], 1)
         self._sort(lengths)
-        padded: Tensor = torch.nn.utils.rnn.pad_sequence([torch.cat(each) for each in self._sorted], batch_first=True)
+        padded: Tensor = torch.nn.utils.rnn.pad_sequence([joined(each, 0) for each in self._sorted], batch_first=True)
         return padded if padded.shape[1] else F.pad(padded, (0, 0, 0, 1))
 
     def _sort(self, lengths: Sequence[int]) -> None:
@@ -66,7 +68,7 @@ class Unread:
         counts = list(self._counts(lengths))
         for row, own in enumerate(self._sorted):
             pieces = zip(self._steps, counts, strict=True)
-            own.append(torch.cat([piece[row, : each[row]] for (piece, _), each in pieces]))
+            own.append(joined([piece[row, : each[row]] for (piece, _), each in pieces], 0))
         self._steps = []
 
     def _counts(self, lengths: Sequence[int]) -> Iterator[list[int]]:

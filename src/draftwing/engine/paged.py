@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
+from draftwing.alone import joined
 from draftwing.drafters.base import Budget, Drafter, Resuming
 from draftwing.engine.decode import Decoder
 from draftwing.engine.prefixes import Prefixes
@@ -170,7 +170,7 @@ class SlotDecoder(Decoder):
             elif features is not None:
                 reading.features.append(features)
         elif reading.features:
-            features = torch.cat([*reading.features, cast(Tensor, features)], 1)
+            features = joined([*reading.features, cast(Tensor, features)], 1)
         reading.done = stop
         return features
 

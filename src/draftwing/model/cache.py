@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.alone import clear, put
 from draftwing.tree import PAD
 
 __all__ = ["KEY_BLOCK", "KVCache", "View", "round_up"]
@@ -79,7 +80,7 @@ class KVCache:
         )
         layers, two, heads, dim = self._shape
         grown = _zeros((layers, two, new_rows, heads, new_slots, dim), self.data)
-        grown[:, :, :rows, :, :slots] = self.data
+        put(grown[:, :, :rows, :, :slots], self.data)
         self.data = grown
 
     def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
@@ -93,13 +94,13 @@ class KVCache:
     def clear(self, row: int) -> None:
         """Zero a row's slots: a former request may have left NaN there, which no mask keeps out (0 * NaN is NaN)."""
         if row in self._written or self.data.device.type != "cpu":
-            self.data[:, :, row].zero_()
+            clear(self.data[:, :, row])
         self._written.add(row)
 
     def move_row(self, source: int, target: int) -> None:
         """Copy one row over another: how a batch stays dense when a row leaves."""
         if source != target:
-            self.data[:, :, target] = self.data[:, :, source]
+            put(self.data[:, :, target], self.data[:, :, source])
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:
         """Gather the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,)."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.alone import clear
 from draftwing.errors import ConfigError, SlotsError
 from draftwing.model.cache import KEY_BLOCK, KVCache
 
@@ -176,7 +177,7 @@ class SlotTable:
             self.forgotten.append(page)
         self.uses[page] = 1
         for cache in self.caches:
-            cache.data[..., page * PAGE : (page + 1) * PAGE, :].zero_()
+            clear(cache.data[..., page * PAGE : (page + 1) * PAGE, :])
         return page
 
     def attach(self, row: int, pages: list[int]) -> None:

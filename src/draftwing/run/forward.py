@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftwing.alone import joined
 from draftwing.model.cache import KVCache, View
 from draftwing.model.paged import new_cache
 from draftwing.model.rope import Rotary
@@ -238,7 +239,7 @@ class Runner(ABC):
             entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
             piece = self.forward(entries, want_logits=False)[1]
             pieces += [] if piece is None else [piece]
-        return torch.cat(pieces, 1) if pieces else None
+        return joined(pieces, 1) if pieces else None
 
     def watch(self, row: int, ids: Sequence[int], start: int, prompt_length: int | None = None) -> Tensor:
         """How much the last tokens of a text look at each slot before them: (L, K, ``start``) float32.

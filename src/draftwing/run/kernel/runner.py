@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwing.alone import filled
 from draftwing.errors import ConfigError
 from draftwing.model.cache import KVCache
 from draftwing.run.forward import Entries, Net, Runner, pick
@@ -150,7 +151,7 @@ class KernelRunner(Runner):
 
     def _new_logits(self, *shape: int) -> Tensor:
         shape = *shape, self._shape.vocab_size
-        return torch.full(shape, -torch.inf) if self._shape.is_sparse else torch.empty(shape)
+        return filled(shape, -torch.inf) if self._shape.is_sparse else torch.empty(shape)
 
     def _place(self, entries: Entries) -> tuple[object, ...]:
         """Say where the entries stand; what must be kept until they are run."""
