@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,14 +14,15 @@ from draftwing.budget.costs import ROWS, Costs
 __all__ = ["HICCUP", "JUMP", "LOOKS", "SETTLED", "Clock", "Line", "Tilt"]
 
 KEEP = 0.985  # share of what is remembered that a step leaves: the last 70 or so count
-TRUST = 4.0  # drafts that each end of a measured line counts as
-SPREAD = 100.0  # squares of nodes that no slope at all counts as
+TRUST = 2.0  # drafts that each end of a measured line counts as
+SPREAD = 30.0  # squares of nodes that no slope at all counts as
 HICCUP = 2.0  # times what was expected: more of a step's time is not held against what it did
 JUMP = 4.0  # times what was expected: no step says that the machine's speed has changed by more
 SETTLED = 8  # plain steps of a run that tell how these compare with drafts; later ones tell of the machine's speed
 COMPARED = 16  # drafts after plain steps that tell the same
 LOOKS, LEAP = 4, 1.25  # steps in a row that say, by their median, that the machine's speed has changed by so much
 MOST = 256  # nodes that costs are looked up for
+EVEN, LEVELS = 8, 16  # levels that are as many even ones; levels that are known each by itself
 YOUNG = 32  # drafts up to which the latest ones count more
 UNSETTLED = 2  # drafts at first that tell nothing: memory is laid out for them
 ALONE = 0.4, 1.25  # how much slower than drafts' verifications plain steps can be, each against what was measured
@@ -28,23 +31,27 @@ PERSISTENT = 48  # where so many in a row are
 
 
 class Line:
-    """Seconds of drafting by levels (least squares)."""
+    """Seconds of drafting by levels (least squares).
 
-    def __init__(self, start: float, slope: float) -> None:
-        self._prior = start, slope
+    ``counts``: of 0, 1, 2 ... levels, as how many even ones they count: as measured, the first ones take longer.
+    """
+
+    def __init__(self, start: float, slope: float, counts: Sequence[float] = (0.0, 1.0)) -> None:
+        self._prior, self._counts = (start, slope), counts
         self._sums = [0.0] * 5  # of 1, levels, seconds, levels ** 2, levels * seconds
         self.start, self.slope = start, slope
 
     @classmethod
     def of(cls, costs: Costs, width: int) -> Line:
         """As measured."""
-        low, high = costs.draft_seconds(1, width), costs.draft_seconds(8, width)
-        slope = max((high - low) / 7, 1e-7)
-        return cls(max(low - slope, 0.0), slope)
+        low, high = costs.draft_seconds(1, width), costs.draft_seconds(EVEN, width)
+        slope = max((high - low) / (EVEN - 1), 1e-7)
+        counts = [1 + (costs.draft_seconds(level, width) - low) / slope for level in range(1, LEVELS + 1)]
+        return cls(max(low - slope, 0.0), slope, [0.0, *counts] if high > low else (0.0, 1.0))
 
     def observe(self, levels: float, seconds: float) -> None:
         """One draft; a single slow one says little."""
-        seconds = min(seconds, 3 * self(levels))
+        seconds, levels = min(seconds, 3 * self(levels)), self._even(levels)
         fresh = (1.0, levels, seconds, levels * levels, levels * seconds)
         self._sums = [KEEP * old + new for old, new in zip(self._sums, fresh, strict=True)]
         count, x, y, xx, xy = self._sums
@@ -60,7 +67,16 @@ class Line:
 
     def __call__(self, levels: float) -> float:
         """Seconds."""
-        return self.start + self.slope * levels if levels else 0.0
+        return self.start + self.slope * self._even(levels) if levels else 0.0
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of the second level, the third ... so many."""
+        even = [self._even(level) for level in range(1, count + 2)]
+        return [self.slope * (after - before) for before, after in pairwise(even)]
+
+    def _even(self, levels: float) -> float:
+        counts, below = self._counts, min(int(levels), len(self._counts) - 2)
+        return counts[below] + (levels - below) * (counts[below + 1] - counts[below])
 
 
 class Tilt:
@@ -71,14 +87,18 @@ class Tilt:
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, nodes, excess, nodes ** 2, nodes * excess
-        self.slope = 0.0
+        self.slope = self._mean = 0.0
 
     def observe(self, nodes: int, excess: float) -> None:
         """One step: by how many plain steps its verification took longer than expected."""
         fresh = (1.0, float(nodes), excess, float(nodes * nodes), nodes * excess)
         self._sums = [KEEP * old + new for old, new in zip(self._sums, fresh, strict=True)]
         count, x, y, xx, xy = self._sums
-        self.slope = (xy - x * y / count) / (xx - x * x / count + SPREAD)
+        self.slope, self._mean = (xy - x * y / count) / (xx - x * x / count + SPREAD), x / count
+
+    def __call__(self, nodes: int) -> float:
+        """Plain steps that so many nodes take beyond what is expected of all, which holds for their mean."""
+        return self.slope * (nodes - self._mean)
 
 
 class Clock:
@@ -206,8 +226,8 @@ class Clock:
         return self.verify(1, rows) * self.alone
 
     def verify_tilted(self, nodes: int, rows: int) -> float:
-        """The same with what nodes were seen to take more."""
-        return self.verify(nodes, rows) + max(self._tilt.slope, 0.0) * self.verify(1, rows) * (nodes - 1)
+        """The same with what many nodes were seen to take more."""
+        return self.verify(nodes, rows) + max(self._tilt(nodes), 0.0) * self.verify(1, rows)
 
     def verify_upto(self, count: int, rows: int) -> np.ndarray:
         """The same for 0 to ``count - 1`` nodes, but for what all have in common."""
@@ -221,9 +241,10 @@ class Clock:
         """A draft of so many levels."""
         return self._lines[is_wide](levels) * self.costs.draft_share(rows) * self.slow / self._slow_then
 
-    def level(self, rows: int) -> float:
-        """Another level of one node."""
-        return self._lines[False].slope * self.costs.draft_share(rows) * self.slow / self._slow_then
+    def levels(self, count: int, rows: int) -> np.ndarray:
+        """Of one node each: the second one, the third ... so many."""
+        scale = self.costs.draft_share(rows) * self.slow / self._slow_then
+        return scale * np.array(self._lines[False].steps(count))
 
     def _curve(self, rows: int) -> np.ndarray:
         """T_V by nodes, at the context of the costs."""

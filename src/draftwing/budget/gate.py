@@ -59,7 +59,9 @@ class Gate:
         self.steps, self.rows = 0, 1
         self.is_open = False
         self._plain, self._patience, self._probes = 0, PROBE, 0
-        self._checked = self._checking = 0  # the step of the last check, and steps that are left of it
+        self._checked = self._checking = 0  # the step of the last check, and steps that are left of it;
+        self._due = 0  # the step of the next one, by what is known
+        self._has_news = False  # whether drafts were judged since it was last decided whether they are worth it
         self._num_checks = 0
         self._debt = -CREDIT  # plain steps that drafts have lost beyond what they may
         self._reform = 0  # the step from which drafts may be judged anew
@@ -112,7 +114,7 @@ class Gate:
 
     def lose(self, lost: float) -> None:
         """A step that drafted took so many plain steps more than its tokens would have; gains are negative."""
-        self._lost += lost
+        self._lost, self._has_news = self._lost + lost, True
         if self.drafts.steps > self._num_first:
             self._pay(-lost)
 
@@ -133,6 +135,9 @@ class Gate:
         """For the next step."""
         self.steps += 1
         self._pay(DARE)
+        if self.is_open and not self._has_news and self.steps < self._due and not self._probes:
+            return True
+        self._has_news = False
         waits = not self.is_open and 0 < self._plain < self._patience - 1  # nothing is learnt from plain steps
         if self.steps > PLAIN and waits:
             self._plain += 1
@@ -211,7 +216,8 @@ class Gate:
         length = 2 * PLAIN if is_small else PLAIN
         share = EARLY_CHECKS if is_small and self._num_checks < FIRM else CHECKS
         rest = max(CHECK, round(length * gained / share)) if self._num_checks or not is_small else CHECK
-        if not PLAIN or self.steps < self._checked + rest:
+        self._due = self._checked + rest
+        if not PLAIN or self.steps < self._due:
             return False
         if not self._checked:
             self._clock.forget_plain()

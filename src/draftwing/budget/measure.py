@@ -18,7 +18,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -50,7 +50,8 @@ SLOW = 0.06
 FEW_NODES, FEW_DEPTHS = (1, 4, 6, 8, 12, 16, 32, 64), (1, 4)
 ROW_NODES = ANCHORS = (1, 4, 16)
 CONTEXT, LONG = 64, 1024  # tokens of the rows that are measured
-ROUNDS, LEAST_ROUNDS = 12, 2  # the first warms everything up, and does not count
+ROUNDS, LEAST_ROUNDS = 24, 2  # the first warms everything up, and does not count
+OFTEN = 16  # nodes up to which, and depths of chains, are measured in every round: most steps are such; others in half
 YOUNG = 3600  # seconds for which costs are kept whatever steps take, or they might be measured at every start
 BUSY, MOMENT = 0.1, 600  # more of the sizes than this share measured on a busy machine: costs for so many seconds
 LONGER = 2  # times as long to measure there
@@ -131,12 +132,12 @@ class _Samples:
     long: _ByCount = field(default_factory=_new)
     chain: _ByCount = field(default_factory=_new)
     tree: _ByCount = field(default_factory=_new)
-    rows_chain: list[_Sample] = field(default_factory=list)
+    rows_chain: _ByCount = field(default_factory=_new)
 
     @property
     def busy(self) -> float:
         """The share of counts of which every sample but the first one was disturbed."""
-        parts = (self.verify, self.by_rows, self.long, self.chain, self.tree, {1: self.rows_chain})
+        parts = (self.verify, self.by_rows, self.long, self.chain, self.tree, self.rows_chain)
         later = [each[1:] for part in parts for each in part.values() if each]
         return statistics.fmean([not any(sample.is_clean for sample in each) for each in later])
 
@@ -160,9 +161,9 @@ class _Samples:
 
     def with_draft(self, target: Costs) -> Costs:
         """The target's costs, and what they say of the drafter."""
-        chains, more_rows = Curve.line(_later(self.chain)), 0.0
+        chains, more_rows = Curve.bent(_later(self.chain)), 0.0
         if self.rows_chain:
-            more_rows = Curve.fit(_later({1: self.rows_chain}))(1) / chains(max(self.chain)) - 1
+            more_rows = Curve.fit(_later(self.rows_chain))(1) / chains(max(self.chain)) - 1
         return replace(
             target,
             chain=chains,
@@ -201,38 +202,57 @@ def measure(
 
     one = bench(_Filler(drafter.features), 1)
     many, far = (None if known else bench(_Filler(drafter.features), rows) for rows in (ROWS, 1))
-    drafting = (bench(drafter, 1), bench(new_drafter(), ROWS)) if drafter.traits.costs_forwards else None
-    for each in drafting or ():
-        each.stretch(min(drafter.traits.context, room))
     stretched = far.stretch(min(long, room)) if far else 0
     one.verify(1)
     is_slow = one.verify(1).seconds > SLOW
     sizes, most = ANCHORS if known else FEW_NODES if is_slow else NODES, min(room // 2, target.vocab_size)
     nodes = [count for count in sizes if count <= most]
-    depths = [depth for depth in (FEW_DEPTHS if is_slow else DEPTHS) if depth < room // 2]
-    tree_depths = [depth for depth in (FEW_DEPTHS if is_slow else TREE_DEPTHS) if depth < room // 2]
-    found, began = _Samples(), time.perf_counter()
+    some = [count for count in ROW_NODES if count in nodes]
+    found = _Samples()
+    often = [_Series(found.verify, [count for count in nodes if count <= OFTEN], one.verify)]
+    seldom = [_Series(found.verify, [count for count in nodes if count > OFTEN], one.verify)]
+    seldom += [_Series(found.by_rows, some, many.verify)] if many else []
+    seldom += [_Series(found.long, some, far.verify)] if far and stretched else []
+    if drafter.traits.costs_forwards:
+        alone, together = bench(drafter, 1), bench(new_drafter(), ROWS)
+        for each in (alone, together):
+            each.stretch(min(drafter.traits.context, room))
+        depths = [depth for depth in (FEW_DEPTHS if is_slow else DEPTHS) if depth < room // 2]
+        often.append(_Series(found.chain, depths, lambda depth: alone.draft(Budget(depth))))
+        if target.vocab_size > WIDTH:
+            deep = [depth for depth in (FEW_DEPTHS if is_slow else TREE_DEPTHS) if depth < room // 2]
+            largest = min(NODES[-1], most)
+            seldom.append(_Series(found.tree, deep, lambda depth: alone.draft(Budget(depth, WIDTH, largest))))
+        seldom.append(_Series(found.rows_chain, depths[-1:], lambda depth: together.draft(Budget(depth))))
+    _measure(found, often, seldom, seconds)
+    return found.with_draft(known.at_pace(found.pace(known)) if known else found.of_target(context, stretched))
+
+
+def _measure(found: _Samples, often: Sequence[_Series], seldom: Sequence[_Series], seconds: float) -> None:
+    """Round after round, for about so many seconds: some series in each, the others in half of them."""
+    began = time.perf_counter()
     for turn in range(LONGER * ROUNDS):
         share = (time.perf_counter() - began) / seconds if seconds else math.inf
         enough = 1 if turn < LEAST_ROUNDS or found.busy <= BUSY else LONGER
         if turn >= LEAST_ROUNDS and (turn >= enough * ROUNDS or share > enough):
             break
-        for count in nodes:
-            found.verify[count].append(one.verify(count))
-        for count in (n for n in ROW_NODES if n in nodes):
-            if many:
-                found.by_rows[count].append(many.verify(count))
-            if far and stretched:
-                found.long[count].append(far.verify(count))
-        if drafting is None:
-            continue
-        alone, together = drafting
-        for depth in depths:
-            found.chain[depth].append(alone.draft(Budget(depth)))
-        for depth in tree_depths if target.vocab_size > WIDTH else ():
-            found.tree[depth].append(alone.draft(Budget(depth, WIDTH, min(NODES[-1], most))))
-        found.rows_chain.append(together.draft(Budget(depths[-1])))
-    return found.with_draft(known.at_pace(found.pace(known)) if known else found.of_target(context, stretched))
+        for series in (*often, *(seldom if turn < LEAST_ROUNDS or turn % 2 else ())):
+            series.take()
+
+
+class _Series(NamedTuple):
+    """What is timed by one loop, one count after the other."""
+
+    into: _ByCount
+    counts: Sequence[int]
+    timed: Callable[[int], _Sample]
+
+    def take(self) -> None:
+        """Of each count one more. The first is run twice: it brings back what others drove from the caches."""
+        for count in self.counts[:1]:
+            self.timed(count)
+        for count in self.counts:
+            self.into[count].append(self.timed(count))
 
 
 class _Bench:
@@ -371,7 +391,7 @@ def _key(target: Target, drafter: Drafter | None = None) -> dict[str, object]:
     """All that costs depend on."""
     kernel = get_kernel()
     return {
-        "version": 7,
+        "version": 8,
         "runtime": kernel.costs_like if kernel is not None and target.runtime == "kernel" else target.runtime,
         "target": target.name,
         "shape": [target.num_layers, target.hidden_size, target.vocab_size, target.num_weight_bytes, target.runs_as],

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -39,8 +40,8 @@ __all__ = ["Planner"]
 
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
 # When to learn.
-YOUNG = 32  # after the first so many steps what was seen is learnt from every `Gate.fresh` steps,
-KNOWN = 64  # and after so many drafts every other step is looked at
+YOUNG = 32  # after the first so many steps what was seen is learnt from every `Gate.fresh` steps
+KNOWN, TOGETHER = 64, 4  # after so many drafts every other step is looked at, and so many of these at a time
 FIRSTS = 5  # drafts after plain steps that tell what these take
 LOOK = 64  # steps of blind shapes, of which one is larger: what is never drafted is never learnt
 # How much at most.
@@ -48,6 +49,36 @@ DEPTH, BRANCHES, NODES = 14, 4, 63
 COPIES, ALTERNATIVES = 16, 3  # depth and width of drafts that cost next to nothing
 GPU_CHAINS = tuple(map(Budget, (1, 2, 3, 5, 8)))  # shapes to choose among where each is recorded for itself
 GPU_TREES = (Budget(5, 8, 16), Budget(8, 10, 60))
+
+
+_Kept = tuple[Tensor, Tensor, Tensor | None]  # parents (B, N), accepted path (B, D), told (B, N)
+
+
+class _Shape(NamedTuple):
+    """Of a step's trees, as the clock reads it."""
+
+    rows: int
+    nodes: int
+    levels: float
+    is_wide: bool
+
+
+class _Seen(NamedTuple):
+    """A step that was looked at.
+
+    Attributes:
+        was_plain: whether the one before was a plain one.
+        tokens: emitted, of each row.
+        seconds: of drafting, and of all that followed.
+        every: steps of which it is one.
+    """
+
+    shape: _Shape
+    was_plain: bool
+    tokens: float
+    seconds: tuple[float, float]
+    every: int
+    kept: _Kept | None
 
 
 class Planner:
@@ -89,7 +120,8 @@ class Planner:
         self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
         self._firsts: deque[float] = deque(maxlen=FIRSTS)  # plain steps that the latest drafts after plain steps took
         self._own = 0.0  # seconds that learning takes after a step, in the mean
-        self._unlearnt: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parents and told (B, N), path (B, D)
+        self._seen: list[_Seen] = []  # steps that are still to be judged,
+        self._unlearnt: list[_Kept] = []  # and to be learnt from
         self._nothing: dict[str, Budget] = {}
         self._num_learnt = 0  # times that something was learnt
         self._budget: tuple[tuple[int, str, int, int], Budget] | None = None  # and what it was made by
@@ -128,6 +160,7 @@ class Planner:
             self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
             if rows == 1 and not any(ctx.rows[0] is each for each in self._texts):
                 self._texts.append(ctx.rows[0])
+                self._judge()
                 gate.begin_text()
             if not gate.decide():
                 return nothing or self._nothing.setdefault(children, Budget(0, children=children))
@@ -156,6 +189,7 @@ class Planner:
         """That of a text that is decoded alone, with trees of any size."""
         self._most_nodes = self._whole
         self._turn_to(1)
+        self._judge()
         return self.gate
 
     def observe(
@@ -172,29 +206,51 @@ class Planner:
             if nodes == 1 and not levels and gate.rests:
                 clock.run += 1
                 return
-            if nodes > 1 and clock.num_drafts > KNOWN and gate.steps % 2:
-                clock.run = 0
-                return  # as much is known from every other step, and steps may be short
-            began = time.perf_counter()
-            is_wide, was_plain = not self.sighted and nodes > 1 and not tree.is_line, clock.run > 0
-            took, found = clock.observe(rows, nodes, levels, is_wide, drafted_s, verified_s)
-            for account in (gate.all, gate.drafts):
-                account.correct(found)
-            gate.all.add(num_tokens / rows, took)
-            if levels or nodes > 1:
-                took += self._own / clock.plain_step(rows)
-                gate.drafts.add(num_tokens / rows, took)
-                whole = min((drafted_s + verified_s) / clock.plain_step(rows), JUMP * took)
-                seen = 2 if clock.num_drafts > KNOWN else 1  # of many every other one
-                gate.lose((self._gone(whole, took, is_first=was_plain) - num_tokens / rows) * seen)
+            is_known, was_plain = nodes > 1 and clock.num_drafts > KNOWN, clock.run > 0
             if nodes > 1:
-                self._unlearnt.append((tree.parents, accepted.path, tree.told))
-                if gate.steps < YOUNG or gate.steps % gate.fresh == 0:  # several at once take less than each by itself
-                    self._learn()
-            if self._on_stale is not None and clock.is_stale and rows <= ROWS:
-                self._on_stale()
-                self._on_stale = None
-            self._own += 0.05 * (min(time.perf_counter() - began, 1e-3) - self._own)
+                clock.run = 0
+            if is_known and gate.steps % 2:
+                return  # as much is known from every other step, and steps may be short
+            is_wide, every = not self.sighted and nodes > 1 and not tree.is_line, 2 if is_known else 1
+            shape, took = _Shape(rows, nodes, levels, is_wide), (drafted_s, verified_s)
+            kept = None if nodes == 1 else (tree.parents, accepted.path, tree.told)
+            self._seen.append(_Seen(shape, was_plain, num_tokens / rows, took, every, kept))
+            if not is_known or was_plain or len(self._seen) >= TOGETHER:
+                self._judge()
+
+    def _judge(self) -> None:
+        """What was seen of steps since it was judged last.
+
+        After a forward hardly any of this code is in the processor's caches: the first step takes as long as many.
+        """
+        if not self._seen:
+            return
+        began, seen, gate = time.perf_counter(), self._seen, self.gate
+        self._seen = []
+        for each in seen:
+            self._judge_step(each)
+        # Here too several at once take less than each by itself.
+        if self._unlearnt and (gate.steps < YOUNG or len(self._unlearnt) * seen[-1].every >= gate.fresh):
+            self._learn()
+        if self._on_stale is not None and self.clock.is_stale and seen[-1].shape.rows <= ROWS:
+            self._on_stale()
+            self._on_stale = None
+        spent, steps = min(time.perf_counter() - began, 1e-3), sum(each.every for each in seen)
+        self._own += min(0.05 * steps, 1.0) * (spent / steps - self._own)
+
+    def _judge_step(self, seen: _Seen) -> None:
+        gate, clock, shape = self.gate, self.clock, seen.shape
+        took, found = clock.observe(*shape, *seen.seconds)
+        for account in (gate.all, gate.drafts):
+            account.correct(found)
+        gate.all.add(seen.tokens, took)
+        if shape.levels or shape.nodes > 1:
+            took += self._own / clock.plain_step(shape.rows)
+            gate.drafts.add(seen.tokens, took)
+            whole = min(sum(seen.seconds) / clock.plain_step(shape.rows), JUMP * took)
+            gate.lose((self._gone(whole, took, is_first=seen.was_plain) - seen.tokens) * seen.every)
+        if seen.kept is not None:
+            self._unlearnt.append(seen.kept)
 
     def _gone(self, whole: float, took: float, *, is_first: bool) -> float:
         """Plain steps that a draft took, whatever it tells of those to come, without what is the machine's doing.
@@ -219,6 +275,7 @@ class Planner:
         """
         if (size := ((rows - 1).bit_length(), self._most_nodes)) == self._size:
             return
+        self._judge()
         self._sizes[self._size] = self.clock, self.gate
         if size not in self._sizes:
             clock = Clock(self.clock.costs)
@@ -244,7 +301,7 @@ class Planner:
             knots,
             rates,
             (worth * np.array(continues)).astype(np.float32),
-            np.full(depth, self.clock.level(rows), dtype=np.float32),
+            self.clock.levels(depth, rows).astype(np.float32),
             self.clock.verify_upto(nodes + 3, rows).astype(np.float32),
             worth,
             self.clock.share,
