@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice, product
 
@@ -20,7 +21,7 @@ from draftwing.budget.account import Account
 from draftwing.budget.clock import COMPARED, SETTLED, Clock, Line
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.gate import Gate
-from draftwing.budget.planner import Planner
+from draftwing.budget.planner import KNOWN, TOGETHER, Planner
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
@@ -165,6 +166,21 @@ def test_a_line_of_drafting_follows_the_clock():
         line.observe(3, 0.0)  # of one depth alone, and said to cost nothing
     assert line.slope > 0
     assert 0 <= line(3) < 0.3
+
+
+def test_first_levels_may_take_longer_than_later_ones():
+    costs = replace(COSTS, chain=Curve(((1, 0.8), (2, 1.2), (4, 1.6), (8, 2.0))))
+    line, clock = Line.of(costs, 1), Clock(costs)
+    for level in (1, 2, 3, 4, 6, 8, 11, 1.5, 4.5):
+        assert line(level) == pytest.approx(costs.draft_seconds(level))
+    assert line(0) == 0
+    assert line.steps(3) == pytest.approx([0.4, 0.2, 0.2])
+    assert clock.levels(3, 1).tolist() == pytest.approx([0.4, 0.2, 0.2])
+    rng = random.Random(0)
+    for _ in range(300):
+        depth = rng.randint(1, 4)
+        line.observe(depth, 3 * costs.draft_seconds(depth))  # a slower machine
+    assert [line(depth) for depth in (1, 2, 4)] == pytest.approx([2.4, 3.6, 4.8], rel=0.1)
 
 
 def test_a_clock_comes_to_what_steps_take():
@@ -736,6 +752,30 @@ def test_a_hiccup_is_not_what_drafts_lost():
     for _ in range(5):
         planner._gone(6.0, 1.5, is_first=True)
     assert planner._gone(7.0, 1.5, is_first=True) == 7.0  # all of them do
+
+
+def test_steps_are_judged_several_at_once_where_much_is_known():
+    """And none is forgotten where another text begins, or where more of them run."""
+    world = World(Planner(COSTS, Budget(4)), 0.9)
+    drafts = world.planner.gate.drafts
+    while world.planner.clock.num_drafts <= KNOWN:
+        world.step()
+    judged, found = drafts.steps, []
+    for _ in range(80):
+        world.step()
+        found.append(drafts.steps - judged)
+        judged = drafts.steps
+    assert set(found) == {0, TOGETHER}
+    assert 30 < sum(found) <= 40  # every other one
+    world.planner.passes_over(9, 0.0)
+    judged = drafts.steps
+    for number in range(1, 4):
+        world.rows = 1
+        world.step()
+        world.step()
+        world.rows = 2  # another clock and another gate
+        world.step()
+        assert drafts.steps == judged + number
 
 
 def test_a_step_that_tells_nothing_is_not_told():

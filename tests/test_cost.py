@@ -6,7 +6,7 @@ import json
 import math
 import random
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -172,6 +172,25 @@ def test_a_line_is_straight_whatever_one_count_says():
     assert Curve.line({8: [1.0], 1: [2.0]}).knots == ((1, 1.5), (8, 1.5))  # it never falls
     assert Curve.line({3: [2.0]}).knots == ((3, 2.0),)
     assert all(seconds >= 0 for _, seconds in Curve.line({1: [0.0], 2: [0.0], 4: [9.0], 5: [12.0]}).knots)
+
+
+def test_a_bent_curve_rises_less_and_less():
+    true = {1: 1.0, 2: 1.5, 4: 2.1, 8: 2.5}
+    bent = Curve.bent({count: [seconds] for count, seconds in true.items()})
+    assert dict(bent.knots) == pytest.approx(true)
+    rng = random.Random(2)
+    for size in (1, 2, 3, 4, 6):
+        for _ in range(20):
+            samples = {count: [rng.random() * 4] for count in rng.sample(range(1, 20), size)}
+            fitted, bent = Curve.fit(samples).knots, Curve.bent(samples).knots
+            slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(bent)]
+            assert [count for count, _ in bent] == [count for count, _ in fitted]
+            assert min(slopes, default=0.0) > -1e-9
+            if min(seconds for _, seconds in bent) > 0:
+                assert all(after <= before + 1e-9 for before, after in pairwise(slopes))
+                # In the mean it is what was measured.
+                assert math.fsum(seconds for _, seconds in bent) == pytest.approx(math.fsum(own for _, own in fitted))
+    assert Curve.bent({}).knots == ()
 
 
 # --- measured costs --------------------------------------------------------------------------------------------------

@@ -171,6 +171,28 @@ def test_the_first_round_does_not_count(target, monkeypatch):
     assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.02)
 
 
+def test_the_first_of_each_series_does_not_pay_for_what_others_left(target, monkeypatch):
+    """What follows another kind of step finds its weights driven from the caches, and takes five times as long."""
+    state = {"drafted": False, "kind": ("plain", 1, False)}
+
+    def draft(budget, rows):
+        state["drafted"] = True
+        return 0.0002 * budget.depth * rows**0.5 * (1 if state["kind"] == ("drafts", rows, False) else 5)
+
+    def verify(nodes, rows, context):
+        kind = ("drafts", rows, False) if state["drafted"] else ("plain", rows, context / rows > 200)
+        is_cold, state["kind"], state["drafted"] = kind != state["kind"], kind, False
+        return (0.001 + 0.0001 * nodes * rows) * (5 if is_cold else 1)
+
+    costs = measure(target, Script(monkeypatch, target, verify, draft).drafter, seconds=100.0)
+    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 + 0.0001 * nodes)
+    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.0002 * depth)
+    assert costs.tree.knots == knots(profile.TREE_DEPTHS, lambda depth: 0.0002 * depth)
+    assert costs.draft_per_row == pytest.approx(1 / 3)
+    assert costs.per_row == pytest.approx(0, abs=1e-9)
+    assert costs.per_token == pytest.approx(0, abs=1e-9)
+
+
 def test_what_else_runs_on_the_machine_is_left_out(target, monkeypatch):
     """Half of all rounds are held up, of whatever part: the costs are those of a quiet machine."""
     calls = {}
