@@ -660,6 +660,17 @@ def test_cold_first_drafts_decide_nothing(plan):
     assert np.mean(shares) > 0.8
 
 
+def test_many_slow_first_drafts_are_not_the_last_word():
+    """More of them than are tried at first: as they may have come down since, drafts are tried once more."""
+    shares = []
+    for seed in range(4):
+        world = World(Planner(COSTS, Budget(1)), 0.6, seed)
+        world.cold = 28
+        world.run(700, 0.5)
+        shares.append(world.run(300, 0.5)[0])
+    assert np.mean(shares) > 0.9
+
+
 @pytest.mark.parametrize("plan", ["chain", "tree"])
 def test_drafts_in_doubt_lose_little_whatever_each_takes(plan):
     """They nearly pay, but for the first one after plain steps, which takes seven of these."""

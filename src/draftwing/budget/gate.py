@@ -18,6 +18,7 @@ PLAIN = 4  # plain steps at first: a loop of them may take less than one among o
 FIRST, LEAST = 16, 8  # drafts of one row that are tried before they are judged; of many rows at once, at least
 GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs nothing plainly
 DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: a row's tokens scatter as much as that
+WARMER = 0.75  # of what first drafts take, against what was measured: later ones may come down to it
 HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
 NEAR, RARER = 0.8, 3  # speedup from which drafts may pay in another text; doublings of PROBE where they never did
@@ -174,7 +175,9 @@ class Gate:
         self._patience = max(self._patience, min(2 * self._patience, PATIENCE))
         if not self._trusts:
             drafts.fade(FADE)
-        if self.steps >= self._reform and self._forecast() > max(HOPE, 1.05 * speedup):
+        # The first ones are slow, and tell too little of later ones.
+        hope = self._forecast() / min(max(self._clock.alone, WARMER), 1.0)
+        if self.steps >= self._reform and hope > max(HOPE, 1.05 * speedup):
             # What drafts brought was brought by others than would be drafted now: the first ones knew nothing yet of
             # what comes true, and slow as first ones are. Ever rarer, should that prove wrong.
             self._reform = self.steps + 2 * (self.steps + FIRST)
