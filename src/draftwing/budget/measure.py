@@ -15,11 +15,8 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -27,9 +24,10 @@ import torch
 from torch import Tensor
 
 from draftwing.accept import get_rule
-from draftwing.budget.costs import ROWS, Costs, Curve
+from draftwing.budget.costs import ROWS, Costs
 from draftwing.budget.neighbours import Undisturbed
 from draftwing.budget.planner import Planner
+from draftwing.budget.samples import WIDTH, ByCount, Sample, Samples
 from draftwing.drafters.base import Budget, Drafter, Traits
 from draftwing.errors import ConfigError
 from draftwing.model.lean import LeanContext
@@ -44,7 +42,7 @@ __all__ = ["Loop", "NewLoop", "costs_of", "drop_costs", "known_costs", "measure"
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 8)
-TREE_DEPTHS, WIDTH = (1, 2, 4, 6), 4
+TREE_DEPTHS = (1, 2, 4, 6)
 # Where a plain step takes longer than this, fewer sizes are measured.
 SLOW = 0.06
 FEW_NODES, FEW_DEPTHS = (1, 4, 6, 8, 12, 16, 32, 64), (1, 4)
@@ -112,68 +110,6 @@ class _Filler:
         """Nothing to drop."""
 
 
-class _Sample(NamedTuple):
-    """What a step, or a part of it, took; and whether the whole step had the processors for itself."""
-
-    seconds: float
-    is_clean: bool
-
-
-_ByCount = dict[float, list[_Sample]]
-_new = partial(defaultdict[float, list[_Sample]], list)
-
-
-@dataclass
-class _Samples:
-    """By count, round by round."""
-
-    verify: _ByCount = field(default_factory=_new)
-    by_rows: _ByCount = field(default_factory=_new)
-    long: _ByCount = field(default_factory=_new)
-    chain: _ByCount = field(default_factory=_new)
-    tree: _ByCount = field(default_factory=_new)
-    rows_chain: _ByCount = field(default_factory=_new)
-
-    @property
-    def busy(self) -> float:
-        """The share of counts of which every sample but the first one was disturbed."""
-        parts = (self.verify, self.by_rows, self.long, self.chain, self.tree, self.rows_chain)
-        later = [each[1:] for part in parts for each in part.values() if each]
-        return statistics.fmean([not any(sample.is_clean for sample in each) for each in later])
-
-    def of_target(self, context: int, stretched: int) -> Costs:
-        """What they say of the target."""
-        curve = Curve.fit(_later(self.verify))
-        per_row = [(Curve.fit(_later(self.by_rows))(n) - curve(n * ROWS)) / (ROWS - 1) for n in self.by_rows]
-        per_token = [(Curve.fit(_later(self.long))(n) - curve(n)) / max(stretched - context, 1) for n in self.long]
-        token = max(0.0, _middle(per_token))
-        return Costs(
-            verify=curve,
-            per_token=token,
-            per_token_of=Curve.fit({n: [max(each, 0.0)] for n, each in zip(self.long, per_token, strict=True)}),
-            per_row=max(0.0, _middle(per_row) - context * token),  # each row's own tokens are counted beside
-            context=context,
-        )
-
-    def pace(self, known: Costs) -> float:
-        """What the target takes now, against what is known of it: the middle of what was measured."""
-        return _middle([seconds / known.verify_seconds(int(n)) for n, seconds in Curve.fit(_later(self.verify)).knots])
-
-    def with_draft(self, target: Costs) -> Costs:
-        """The target's costs, and what they say of the drafter."""
-        chains, more_rows = Curve.bent(_later(self.chain)), 0.0
-        if self.rows_chain:
-            more_rows = Curve.fit(_later(self.rows_chain))(1) / chains(max(self.chain)) - 1
-        return replace(
-            target,
-            chain=chains,
-            tree=Curve.line(_later(self.tree)),
-            width=WIDTH if self.tree else 1,
-            draft_per_row=max(0.0, more_rows / (ROWS - 1)),
-            busy=max(self.busy, target.busy),
-        )
-
-
 def measure(
     target: Target,
     new_drafter: Callable[[], Drafter],
@@ -208,7 +144,7 @@ def measure(
     sizes, most = ANCHORS if known else FEW_NODES if is_slow else NODES, min(room // 2, target.vocab_size)
     nodes = [count for count in sizes if count <= most]
     some = [count for count in ROW_NODES if count in nodes]
-    found = _Samples()
+    found = Samples()
     often = [_Series(found.verify, [count for count in nodes if count <= OFTEN], one.verify)]
     seldom = [_Series(found.verify, [count for count in nodes if count > OFTEN], one.verify)]
     seldom += [_Series(found.by_rows, some, many.verify)] if many else []
@@ -228,7 +164,7 @@ def measure(
     return found.with_draft(known.at_pace(found.pace(known)) if known else found.of_target(context, stretched))
 
 
-def _measure(found: _Samples, often: Sequence[_Series], seldom: Sequence[_Series], seconds: float) -> None:
+def _measure(found: Samples, often: Sequence[_Series], seldom: Sequence[_Series], seconds: float) -> None:
     """Round after round, for about so many seconds: some series in each, the others in half of them."""
     began = time.perf_counter()
     for turn in range(LONGER * ROUNDS):
@@ -243,9 +179,9 @@ def _measure(found: _Samples, often: Sequence[_Series], seldom: Sequence[_Series
 class _Series(NamedTuple):
     """What is timed by one loop, one count after the other."""
 
-    into: _ByCount
+    into: ByCount
     counts: Sequence[int]
-    timed: Callable[[int], _Sample]
+    timed: Callable[[int], Sample]
 
     def take(self) -> None:
         """Of each count one more. The first is run twice: it brings back what others drove from the caches."""
@@ -283,7 +219,7 @@ class _Bench:
         self._length = self._stretched = length
         return length
 
-    def verify(self, nodes: int) -> _Sample:
+    def verify(self, nodes: int) -> Sample:
         """All but the draft."""
         assert isinstance(self._drafter, _Filler)
         self._drafter.nodes = nodes
@@ -292,13 +228,13 @@ class _Bench:
             for row in self._loop.ctx.rows:
                 row.length = self._length
                 del row.tokens[row.length + 1 :]
-        return _Sample(times.verify + times.accept + times.commit, is_clean)
+        return Sample(times.verify + times.accept + times.commit, is_clean)
 
-    def draft(self, budget: Budget) -> _Sample:
+    def draft(self, budget: Budget) -> Sample:
         """The draft."""
         self._loop.budget = budget
         times, is_clean = self._step()
-        return _Sample(times.draft, is_clean)
+        return Sample(times.draft, is_clean)
 
     def _step(self) -> tuple[Timings, bool]:
         if self._loop.num_running < self._rows:  # a text ran to its end
@@ -309,19 +245,6 @@ class _Bench:
             step = self._loop.step()
         self._ids -= {row.request_id for row in step.rows if row.finish_reason is not None}
         return step.timings, bool(is_clean)
-
-
-def _later(samples: _ByCount) -> dict[float, list[float]]:
-    """Seconds; not of the first rounds, nor of steps that were disturbed where there are others."""
-    found = {}
-    for count, values in samples.items():
-        later = values[1:] or values
-        found[count] = [each.seconds for each in later if each.is_clean] or [each.seconds for each in later]
-    return found
-
-
-def _middle(values: list[float]) -> float:
-    return statistics.median(values) if values else 0.0
 
 
 def planner_for(target: Target, new_drafter: Callable[[], Drafter], rule: str, new_loop: NewLoop) -> Planner:
