@@ -55,7 +55,7 @@ class Line:
         fresh = (1.0, levels, seconds, levels * levels, levels * seconds)
         self._sums = [KEEP * old + new for old, new in zip(self._sums, fresh, strict=True)]
         count, x, y, xx, xy = self._sums
-        for at in (1.0, 8.0):  # what was measured counts as a few drafts
+        for at in (1.0, EVEN):  # what was measured counts as a few drafts
             value = self._prior[0] + self._prior[1] * at
             count, x, y = count + TRUST, x + TRUST * at, y + TRUST * value
             xx, xy = xx + TRUST * at * at, xy + TRUST * at * value
@@ -258,7 +258,7 @@ class Clock:
 
 def _share(costs: Costs) -> float:
     """What each other node of a level takes, as a share of the first."""
-    low, high = costs.draft_seconds(1), costs.draft_seconds(8)
-    wide = costs.draft_seconds(8, costs.width) - costs.draft_seconds(1, costs.width)
+    low, high = costs.draft_seconds(1), costs.draft_seconds(EVEN)
+    wide = costs.draft_seconds(EVEN, costs.width) - costs.draft_seconds(1, costs.width)
     more = (wide / max(high - low, 1e-7) - 1) / max(costs.width - 1, 1)
     return min(max(more, 0.02), 1.0)

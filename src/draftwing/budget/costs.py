@@ -58,13 +58,15 @@ class Curve:
     def bent(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
         """The nearest one through the same that rises less and less: what follows finds the caches warmer."""
         fitted = cls.fit(samples).knots
+        if not fitted:
+            return cls(())
         widths = [right - left for (left, _), (right, _) in pairwise(fitted)]
         slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(fitted)]
         values = [0.0]
         for slope, width in zip(pooled([-slope for slope in slopes], widths), widths, strict=True):
             values.append(values[-1] - slope * width)
-        start = statistics.fmean([own - value for (_, own), value in zip(fitted, values, strict=False)] or [0.0])
-        return cls(tuple((count, max(start + value, 0.0)) for (count, _), value in zip(fitted, values, strict=False)))
+        start = statistics.fmean([own - value for (_, own), value in zip(fitted, values, strict=True)])
+        return cls(tuple((count, max(start + value, 0.0)) for (count, _), value in zip(fitted, values, strict=True)))
 
     @classmethod
     def fit(cls, samples: Mapping[float, Sequence[float]]) -> Curve:

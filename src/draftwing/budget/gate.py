@@ -137,7 +137,7 @@ class Gate:
         self.steps += 1
         self._pay(DARE)
         if self.is_open and not self._has_news and self.steps < self._due and not self._probes:
-            return True
+            return True  # what was decided holds until something new is known
         self._has_news = False
         waits = not self.is_open and 0 < self._plain < self._patience - 1  # nothing is learnt from plain steps
         if self.steps > PLAIN and waits:
@@ -175,14 +175,16 @@ class Gate:
         self._patience = max(self._patience, min(2 * self._patience, PATIENCE))
         if not self._trusts:
             drafts.fade(FADE)
-        # The first ones are slow, and tell too little of later ones.
-        hope = self._forecast() / min(max(self._clock.alone, WARMER), 1.0)
-        if self.steps >= self._reform and hope > max(HOPE, 1.05 * speedup):
+        if self.steps >= self._reform and self._hoped() > max(HOPE, 1.05 * speedup):
             # What drafts brought was brought by others than would be drafted now: the first ones knew nothing yet of
             # what comes true, and slow as first ones are. Ever rarer, should that prove wrong.
             self._reform = self.steps + 2 * (self.steps + FIRST)
             self.drafts = Account()
         return True
+
+    def _hoped(self) -> float:
+        """The forecast, were drafts as fast as was measured, or a third faster: the first ones are slow."""
+        return self._forecast() / min(max(self._clock.alone, WARMER), 1.0)
 
     def _is_hopeless(self) -> bool:
         drafts = self.drafts

@@ -50,7 +50,6 @@ COPIES, ALTERNATIVES = 16, 3  # depth and width of drafts that cost next to noth
 GPU_CHAINS = tuple(map(Budget, (1, 2, 3, 5, 8)))  # shapes to choose among where each is recorded for itself
 GPU_TREES = (Budget(5, 8, 16), Budget(8, 10, 60))
 
-
 _Kept = tuple[Tensor, Tensor, Tensor | None]  # parents (B, N), accepted path (B, D), told (B, N)
 
 
@@ -157,11 +156,11 @@ class Planner:
             self._turn_to(rows)
             gate, self.gate.rows = self.gate, rows
             was_open = gate.is_open
-            self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
             if rows == 1 and not any(ctx.rows[0] is each for each in self._texts):
                 self._texts.append(ctx.rows[0])
-                self._judge()
+                self._judge()  # at the length of the text before
                 gate.begin_text()
+            self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
             if not gate.decide():
                 return nothing or self._nothing.setdefault(children, Budget(0, children=children))
             if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
