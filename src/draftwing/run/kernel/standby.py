@@ -9,13 +9,11 @@ import ctypes
 import time
 from array import array
 
-import torch
-
 from draftwing.run.forward import NetShape, Runner
 from draftwing.run.kernel import layout
 from draftwing.run.kernel.built import Built
 from draftwing.run.kernel.noise import Walked
-from draftwing.run.kernel.slab import Slab
+from draftwing.run.kernel.slab import Reused, Slab
 from draftwing.run.request import Ahead, Verified
 from draftwing.tree import DraftTree
 
@@ -38,6 +36,7 @@ class Standing:
             num_ops=program.num_ops - built.num_fuse,
         )
         self.address = ctypes.addressof(self.how)
+        self.logits, self.out = Reused(), Reused()
 
 
 class Standby:
@@ -58,12 +57,11 @@ class Standby:
         self._walked.descends(built, shape)
         standing.how.how = ctypes.addressof(self._walked.how)
         self._lengths = array("q", ahead.lengths)
-        self._logits = torch.empty(rows * nodes, shape.vocab_size)
-        self._out = torch.empty(rows * nodes, shape.out_width) if built.out >= 0 else None
+        self._logits, batch.buffers[built.logits] = standing.logits.take(rows * nodes, shape.vocab_size)
+        self._out = None
+        if built.out >= 0:
+            self._out, batch.buffers[built.out] = standing.out.take(rows * nodes, shape.out_width)
         batch.rows, batch.lengths = rows, self._lengths.buffer_info()[0]
-        batch.buffers[built.logits] = self._logits.data_ptr()
-        if self._out is not None:
-            batch.buffers[built.out] = self._out.data_ptr()
         self._prepared = time.perf_counter() - began
 
     def read(self, tree: DraftTree) -> None:
