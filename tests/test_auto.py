@@ -20,8 +20,8 @@ from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.account import Account
 from draftwing.budget.clock import COMPARED, SETTLED, Clock, Line
 from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.gate import Gate
-from draftwing.budget.planner import KNOWN, TOGETHER, Planner
+from draftwing.budget.gate import KNOWN, Gate
+from draftwing.budget.planner import RAREST, TOGETHER, Planner
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
 from draftwing.drafters.feature import EagleDrafter
@@ -559,18 +559,19 @@ def test_how_much_is_drafted_depends_on_the_rows(plan):
 
 def test_what_many_rows_take_decides_for_many_alone():
     """Further rows were believed to be cheap, and are not: that is learnt of them, and says nothing of one row."""
-    world = World(Planner(CROWD, Budget(14)), 0.8)
-    world.dear = 0.8  # of the nodes of 16 rows, each by this share of a plain step more
-    assert world.run(300, 0.8)[1] > 0.9 * best_for(CROWD, 0.8, 1)
     assert best_for(CROWD, 0.8, 8) > 1.3
-    share, _ = world.run(200, 0.8, 8)
-    assert 3 <= 200 * share <= 8  # as soon as that is seen
-    share, speedup = world.run(200, 0.8, 8)
-    assert share < 0.15
-    assert speedup > 0.97
-    share, speedup = world.run(100, 0.8)
-    assert share == 1.0
-    assert speedup > 0.9 * best_for(CROWD, 0.8, 1)
+    speedups = []
+    for seed in range(6):
+        world = World(Planner(CROWD, Budget(14)), 0.8, seed)
+        world.dear = 0.8  # of the nodes of 16 rows, each by this share of a plain step more
+        assert world.run(300, 0.8)[1] > 0.85 * best_for(CROWD, 0.8, 1)
+        share, _ = world.run(200, 0.8, 8)
+        assert 3 <= 200 * share <= 32  # as soon as that is seen
+        share, speedup = world.run(200, 0.8, 8)
+        assert share < 0.15
+        speedups.append(speedup)
+        assert world.run(100, 0.8)[0] == 1.0
+    assert np.mean(speedups) > 0.98
 
 
 def test_costs_are_stale_where_they_were_measured_alone():
@@ -766,6 +767,21 @@ def test_a_hiccup_is_not_what_drafts_lost():
     assert planner._gone(7.0, 1.5, is_first=True) == 7.0  # all of them do
 
 
+def test_the_shorter_steps_are_the_fewer_of_them_are_looked_at():
+    """So that learning takes a small share of the time. What each of these tells stands for those between."""
+    seen = []
+    for seconds in (1.0, 4e-4):
+        costs = Costs(*(curve.times(seconds) for curve in (COSTS.verify, COSTS.chain, COSTS.tree)), width=4)
+        world = World(Planner(costs, Budget(4)), 0.9)
+        world.run(2 * KNOWN, 0.9)
+        drafts = world.planner.gate.drafts
+        before = drafts.steps
+        world.run(160, 0.9)
+        seen.append((drafts.steps - before) / 160)
+    assert seen[0] > 0.9
+    assert 0.8 / RAREST < seen[1] < 1.3 / RAREST
+
+
 def test_steps_are_judged_several_at_once_where_much_is_known():
     """And none is forgotten where another text begins, or where more of them run."""
     world = World(Planner(COSTS, Budget(4)), 0.9)
@@ -773,12 +789,11 @@ def test_steps_are_judged_several_at_once_where_much_is_known():
     while world.planner.clock.num_drafts <= KNOWN:
         world.step()
     judged, found = drafts.steps, []
-    for _ in range(80):
+    for _ in range(40):
         world.step()
         found.append(drafts.steps - judged)
         judged = drafts.steps
     assert set(found) == {0, TOGETHER}
-    assert 30 < sum(found) <= 40  # every other one
     world.planner.passes_over(9, 0.0)
     judged = drafts.steps
     for number in range(1, 4):
@@ -787,7 +802,7 @@ def test_steps_are_judged_several_at_once_where_much_is_known():
         world.step()
         world.rows = 2  # another clock and another gate
         world.step()
-        assert drafts.steps == judged + number
+        assert drafts.steps == judged + 2 * number
 
 
 def test_a_step_that_tells_nothing_is_not_told():
@@ -815,7 +830,7 @@ def test_slow_first_plain_steps_are_found_out_soon():
     assert world.planner.clock.alone == pytest.approx(1.0, abs=0.1)
     world = World(Planner(COSTS, Budget(1)), 0.6)
     world.warming = 3 * gating.PLAIN, 1.5  # the first look, twice as long, is misled as well, and the second is not far
-    world.run(200, 0.3)
+    world.run(260, 0.3)
     assert world.planner.clock.alone == pytest.approx(1.0, abs=0.1)
 
 
@@ -845,6 +860,44 @@ def test_plain_steps_and_drafts_have_a_pace_each():
     assert clock.plain < 3.8
 
 
+def test_chance_is_told_from_what_stands_out():
+    """Tokens scatter: a few unlucky drafts say less than the chances of their nodes do, many that agree say more."""
+    rng, lucky, errors = random.Random(0), [], {"brought": [], "counted": []}
+    for _ in range(300):
+        account = Account()
+        lucky = [1.0 + (rng.random() < 0.5) for _ in range(16)]
+        for brought in lucky:
+            account.add(brought, 1.0, 1.5)
+        errors["brought"].append(np.mean(lucky) - 1.5)
+        errors["counted"].append(account.brought / account.weight - 1.5)
+    assert np.std(errors["counted"]) < 0.8 * np.std(errors["brought"])
+    account = Account()
+    for _ in range(40):
+        assert 0.9 < account.add(1.0, 1.0, 3.0) <= 3.0
+    assert account.brought / account.weight == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_stumble_in_plain_steps_says_little():
+    """What they told before counts until the next look, which comes soon, says the same."""
+    clock = Clock(COSTS)
+
+    def look(slow: float) -> None:
+        for _ in range(SETTLED):
+            clock.observe(1, 1, 0, False, 0.0, slow * COSTS.verify_seconds(1))
+        for _ in range(2 * COMPARED):
+            clock.observe(1, 5, 4, False, 0.4, COSTS.verify_seconds(5))
+
+    for _ in range(3):
+        look(1.0)
+    assert clock.alone == pytest.approx(1.0, abs=0.03)
+    look(0.7)
+    assert clock.alone == pytest.approx(1.0, abs=0.03)
+    assert clock.is_in_doubt
+    look(0.7)
+    assert clock.alone == pytest.approx(0.7, abs=0.05)
+    assert not clock.is_in_doubt
+
+
 def test_a_wrong_belief_of_plain_steps_is_corrected():
     """Drafts that seemed to gain, since plain steps were believed to be slow, are judged by what these take."""
     account = Account()
@@ -857,8 +910,8 @@ def test_a_wrong_belief_of_plain_steps_is_corrected():
     world = World(Planner(COSTS, Budget(4)))
     world.run(100, 0.6)
     assert world.depths[-1] > 0
-    world.plain_slow = 0.4  # from now on, which only a look tells
-    world.run(200, 0.6)
+    world.plain_slow = 0.4  # from now on, which only a look tells, and another one confirms
+    world.run(300, 0.6)
     share, speedup = world.run(200, 0.6)
     assert share < 0.1
     assert speedup > 0.96

@@ -20,6 +20,7 @@ HICCUP = 2.0  # times what was expected: more of a step's time is not held again
 JUMP = 4.0  # times what was expected: no step says that the machine's speed has changed by more
 SETTLED = 8  # plain steps of a run that tell how these compare with drafts; later ones tell of the machine's speed
 COMPARED = 16  # drafts after plain steps that tell the same
+TOLD, ASTRAY = 3, 1.15  # comparisons of the two that count; times what they told so far, from which one is in doubt
 LOOKS, LEAP = 4, 1.25  # steps in a row that say, by their median, that the machine's speed has changed by so much
 MOST = 256  # nodes that costs are looked up for
 EVEN, LEVELS = 8, 16  # levels that are as many even ones; levels that are known each by itself
@@ -105,11 +106,13 @@ class Clock:
     """Seconds of the parts of a step.
 
     Steps that verify drafts and runs of plain steps have a pace each, since what stays in the caches between them
-    differs. While only one kind is seen the other is taken to speed up and slow down with it, as the machine does.
+    differs. How the two compare, a few plain steps among drafts tell now and then, and the machine may stumble in just
+    these: the median of what the latest of them told counts. While only one kind is seen the other is taken to speed up
+    and slow down with it, as the machine does.
 
     Attributes:
         slow: how much slower than measured a draft's verification is now.
-        plain: the same of a run of plain steps.
+        plain: the same of a run of plain steps; ``alone``: of what it is of a draft's.
         run: plain steps up to now.
         context: the mean number of tokens of the rows.
         num_drafts: steps with drafted nodes that were observed.
@@ -117,23 +120,21 @@ class Clock:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.slow = self.plain = 1.0
+        self.slow = self.plain = self.alone = 1.0
         self.run = 0
         self.context = 0.0
-        self.num_drafts = self._num_plain = self._num_stale = 0
+        self.num_drafts = self._num_stale = 0
         self._num_since = COMPARED  # drafts since plain steps were seen
         self._slow_then = 1.0  # ``slow`` after the latest draft
         self._is_old = False  # whether these were many when the plain steps of now began
+        self._plains: list[float] = []  # how slow each of the plain steps was by which the two were compared last
+        self._told: deque[float] = deque(maxlen=TOLD)  # what such comparisons told of ``alone``; the latest one counts
+        # only once the drafts after it were seen
         self._latest: deque[float] = deque(maxlen=LOOKS)  # how slow the latest steps of one kind were
         self._tilt = Tilt()
         self._lines = {False: Line.of(costs, 1), True: Line.of(costs, costs.width)}  # by: is wide
         self._curves: dict[int, np.ndarray] = {}
         self.share = _share(costs)
-
-    @property
-    def alone(self) -> float:
-        """How much slower than a draft's verification a run of plain steps is, each against what was measured."""
-        return self.plain / self.slow
 
     def observe(
         self, rows: int, nodes: int, levels: float, is_wide: bool, drafted_s: float, verified_s: float
@@ -161,6 +162,9 @@ class Clock:
         elif self.run == 1:  # not yet like those of plain decoding
             self._is_old = self._num_since >= COMPARED
             self._latest.clear()
+            if self._is_old:
+                self._plains = []
+                self._told.append(self.alone)
         else:
             found = self._plain_took(ratio)
         draft = min(drafted_s, HICCUP * usual) if levels or nodes > 1 else 0.0
@@ -183,38 +187,57 @@ class Clock:
         if self._num_since <= COMPARED:  # what plain steps take is known: that is how the two compare
             settled = self._num_since - UNSETTLED
             self.slow += max(0.2, 1 / (1 + settled)) * excess if settled > 0 else 0.0
-            low, high = ALONE  # beyond these the machine has changed meanwhile
-            self.plain = min(max(self.plain, low * self.slow), high * self.slow)
+            self._compare()
         elif self.num_drafts > UNSETTLED:
             before, usual = self.slow, statistics.median(self._latest)
             latest = 0.2 if self.num_drafts < YOUNG else 0.05  # early drafts grow faster as memory warms up
             self.slow += max(latest, 1 / (self.num_drafts + 1 - UNSETTLED)) * (ratio - self.slow)
             if not 1 / LEAP < usual / before < LEAP and len(self._latest) == LOOKS:
                 self.slow = usual
-            self.plain *= self.slow / before
+            self.plain = self.alone * self.slow
 
     def _plain_took(self, ratio: float) -> float:
         """A plain step that was not the first of its run; see ``observe`` for what is found."""
         believed = self.plain
         self._num_since = 0
-        if self.run <= SETTLED:
-            self._num_plain += 1
-            latest = max(1 / self.run, 0.3) if self._is_old else 0.2  # faster and faster, as the caches fill
-            self.plain += max(latest, 1 / self._num_plain) * (ratio - self.plain)
-            return self.plain / believed if self._is_old else 1.0
+        if self._is_old and self.run <= SETTLED:
+            self._plains.append(ratio)
+            if not self.num_drafts:
+                self.slow = statistics.median(self._plains) / self.alone
+            self._compare()
+            return self.plain / believed
         self._latest.append(ratio)
-        self.plain = statistics.median(self._latest)
-        self.slow *= self.plain / believed
+        if self.run > SETTLED:
+            self._plains = [*self._latest]
+            self.plain = statistics.median(self._plains)
+            self.slow = self.plain / self.alone
         return 1.0
+
+    def _compare(self) -> None:
+        """Plain steps with the drafts around them."""
+        if self._plains and self._told:
+            low, high = ALONE  # beyond these the machine has changed meanwhile
+            told = min(max(statistics.median(self._plains) / self.slow, low), high)
+            self._told[-1] = told
+            self.alone = statistics.median(self._told)
+        self.plain = self.alone * self.slow
 
     @property
     def is_stale(self) -> bool:
         """Whether steps persistently take something else than was measured."""
         return self._num_stale >= PERSISTENT
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether plain steps told something else the last time than before."""
+        if len(self._told) < 2:
+            return False
+        before = self.alone if len(self._told) > 2 else self._told[0]
+        return not 1 / ASTRAY < self._told[-1] / before < ASTRAY
+
     def forget_plain(self) -> None:
         """Learn anew how plain steps compare: the first ones of all told little of it."""
-        self._num_plain = 0
+        self._told.clear()
 
     def verify(self, nodes: int, rows: int) -> float:
         """T_V of trees of ``nodes`` each, the root counted."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from draftwing.budget.account import Account
 from draftwing.budget.clock import LOOKS, SETTLED, Clock
 
-__all__ = ["Gate"]
+__all__ = ["KNOWN", "Gate"]
 
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
 FIRST, LEAST = 16, 8  # drafts of one row that are tried before they are judged; of many rows at once, at least
@@ -34,6 +34,7 @@ DARE, CREDIT = 0.015, 8.0  # plain steps that drafts in doubt may lose, of each 
 MISSED = 3  # texts in a row in which drafts lost time, from which on some are passed over as a whole: PATIENCE plain
 # steps of them between two probes, twice as many after each further one, LONGEST at most
 RESTING = 32  # plain steps of a long run, of which one is looked at
+KNOWN = 64  # drafts from which on some steps are not looked at
 FRESH, GROWN = 8, 256  # steps between two that are learnt from; twice as many from this step on
 
 
@@ -49,6 +50,7 @@ class Gate:
 
     Attributes:
         rows: of the next step.
+        every: where much is known, one of so many steps that draft is looked at.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Gate:
         self._clock, self._forecast, self._trusts, self._stays_dear = clock, forecast, trusts_forecast, stays_dear
         self.drafts = Account()  # of steps that drafted,
         self.all = Account()  # and of every step
-        self.steps, self.rows = 0, 1
+        self.steps, self.rows, self.every = 0, 1, 1
         self.is_open = False
         self._plain, self._patience, self._probes = 0, PROBE, 0
         self._checked = self._checking = 0  # the step of the last check, and steps that are left of it;
@@ -88,6 +90,35 @@ class Gate:
         self._clock.run += 1
         self.rest(1)
         return True
+
+    @property
+    def goes_on_plainly(self) -> bool:
+        """Whether the next step is one of several plain ones by which drafts are measured."""
+        return self._checking > 0 or 0 < self.steps < PLAIN
+
+    def measures(self) -> bool:
+        """Whether the next step is such a one. What is done between them makes them slower than in plain decoding."""
+        if not self.goes_on_plainly:
+            return False
+        self.steps, self._checking = self.steps + 1, max(self._checking - 1, 0)
+        self._pay(DARE)
+        return True
+
+    def coasts(self) -> bool:
+        """Whether the next step drafts as the one before it did, and is not looked at: steps may be short."""
+        if not self._holds(self.steps + 1) or self.looks(self.steps + 1):
+            return False
+        self.steps += 1
+        self._pay(DARE)
+        return True
+
+    def looks(self, step: int) -> bool:
+        """Whether a step that drafts is looked at: all are at first and after plain ones, later as much is known."""
+        return step % self.every == 0 or self._clock.num_drafts <= KNOWN or self._clock.run > 0
+
+    def _holds(self, step: int) -> bool:
+        """Whether it was decided to draft, and nothing new is known."""
+        return self.is_open and not self._has_news and step < self._due and not self._probes
 
     def passes_over(self, num_steps: int, temperature: float) -> bool:
         """Whether a text of so many steps at most, which is about to begin, is decoded plainly as a whole.
@@ -136,8 +167,8 @@ class Gate:
         """For the next step."""
         self.steps += 1
         self._pay(DARE)
-        if self.is_open and not self._has_news and self.steps < self._due and not self._probes:
-            return True  # what was decided holds until something new is known
+        if self._holds(self.steps):
+            return True
         self._has_news = False
         waits = not self.is_open and 0 < self._plain < self._patience - 1  # nothing is learnt from plain steps
         if self.steps > PLAIN and waits:
@@ -220,7 +251,8 @@ class Gate:
         is_small = gained < SMALL
         length = 2 * PLAIN if is_small else PLAIN
         share = EARLY_CHECKS if is_small and self._num_checks < FIRM else CHECKS
-        rest = max(CHECK, round(length * gained / share)) if self._num_checks or not is_small else CHECK
+        is_soon = self._clock.is_in_doubt or (is_small and not self._num_checks)
+        rest = CHECK if is_soon else max(CHECK, round(length * gained / share))
         self._due = self._checked + rest
         if not PLAIN or self.steps < self._due:
             return False

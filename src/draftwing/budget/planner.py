@@ -30,7 +30,7 @@ from draftwing.accept import Rule
 from draftwing.budget.acceptance import Acceptance, Ranks, judged
 from draftwing.budget.clock import HICCUP, JUMP, Clock
 from draftwing.budget.costs import ROWS, Costs
-from draftwing.budget.gate import Gate
+from draftwing.budget.gate import KNOWN, Gate
 from draftwing.drafters.base import Budget, Traits
 from draftwing.model.target import Context, Row
 from draftwing.run.request import GrowthRule
@@ -41,7 +41,8 @@ __all__ = ["Planner"]
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
 # When to learn.
 YOUNG = 32  # after the first so many steps what was seen is learnt from every `Gate.fresh` steps
-KNOWN, TOGETHER = 64, 4  # after so many drafts every other step is looked at, and so many of these at a time
+TOGETHER = 4  # steps that are judged at a time where much is known
+SHARE, RAREST = 0.015, 4  # of the time, that learning takes if it can: at least one of so many steps is looked at
 FIRSTS = 5  # drafts after plain steps that tell what these take
 LOOK = 64  # steps of blind shapes, of which one is larger: what is never drafted is never learnt
 # How much at most.
@@ -67,15 +68,17 @@ class _Seen(NamedTuple):
 
     Attributes:
         was_plain: whether the one before was a plain one.
-        tokens: emitted, of each row.
+        tokens: emitted, of each row; and as many as were to be expected, where that is known.
         seconds: of drafting, and of all that followed.
+        decided_s: what deciding on it took.
         every: steps of which it is one.
     """
 
     shape: _Shape
     was_plain: bool
-    tokens: float
+    tokens: tuple[float, float | None]
     seconds: tuple[float, float]
+    decided_s: float
     every: int
     kept: _Kept | None
 
@@ -115,10 +118,13 @@ class Planner:
         self.listens = True
         self._whole = most.nodes or most.depth
         self._rows, self._size, self._most_nodes = 1, (0, self._whole), self._whole
+        self._asked: tuple[int, int | None] | None = None  # rows and limit of the latest step, as far as it is known
         self._sizes: dict[tuple[int, int], tuple[Clock, Gate]] = {}  # what steps take, and whether drafts pay in them
         self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
         self._firsts: deque[float] = deque(maxlen=FIRSTS)  # plain steps that the latest drafts after plain steps took
-        self._own = 0.0  # seconds that learning takes after a step, in the mean
+        self._look_s = 0.0  # seconds that a look at a step takes,
+        self._own = 0.0  # seconds that deciding and learning take in a step, in the mean
+        self._decided_s, self._unseen = 0.0, 0  # that deciding took in the latest step; steps not looked at before it
         self._seen: list[_Seen] = []  # steps that are still to be judged,
         self._unlearnt: list[_Kept] = []  # and to be learnt from
         self._nothing: dict[str, Budget] = {}
@@ -146,30 +152,55 @@ class Planner:
     def budget(self, ctx: Context, children: str, most_nodes: int | None = None) -> Budget:
         """For the next step; ``most_nodes``: of each row's tree, from 1 on, where that is limited."""
         with self._lock:
-            rows, gate, nothing = len(ctx.rows), self.gate, self._nothing.get(children)
-            is_usual = rows == 1 and most_nodes is None and self._size == (0, self._whole)
-            if nothing and is_usual and ctx.rows[0] is self._texts[-1] and gate.sleeps():
-                self.listens = False
-                return nothing
-            self.listens = True
-            self._most_nodes = self._capped(most_nodes)
-            self._turn_to(rows)
-            gate, self.gate.rows = self.gate, rows
-            was_open = gate.is_open
-            if rows == 1 and not any(ctx.rows[0] is each for each in self._texts):
-                self._texts.append(ctx.rows[0])
-                self._judge()  # at the length of the text before
-                gate.begin_text()
-            self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
-            if not gate.decide():
-                return nothing or self._nothing.setdefault(children, Budget(0, children=children))
-            if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
-                return replace(self._blind(looks=True), children=children)
-            key, known = (rows, children, self._num_learnt, self._most_nodes), self._budget
-            if known is None or known[0] != key or not was_open or gate.steps % gate.fresh == 1:
-                budget = replace(self._largest(), rule=self.rule(rows)) if self.sighted else self._blind()
-                known = self._budget = key, replace(budget, children=children)
+            known = self._as_before(ctx, children, most_nodes)
+            if known is not None:
+                return known
+            began = time.perf_counter()
+            budget, gate = self._decided(ctx, children, most_nodes), self.gate
+            self.listens = not gate.is_open or gate.looks(gate.steps)
+            self._decided_s = time.perf_counter() - began
+            self._unseen += not self.listens
+            return budget
+
+    def _as_before(self, ctx: Context, children: str, most_nodes: int | None) -> Budget | None:
+        """Where the next step is like the one before and is not looked at: that should take next to nothing."""
+        rows, nothing, known = len(ctx.rows), self._nothing.get(children), self._budget
+        if (rows, most_nodes) != self._asked or (rows == 1 and ctx.rows[0] is not self._texts[-1]):
+            return None
+        self.listens = bool(nothing) and self.gate.measures()
+        if nothing and (self.listens or self.gate.sleeps()):
+            self._decided_s = 0.0
+            return nothing
+        if known is not None and known[0] == self._made_by(rows, children) and self.gate.coasts():
+            self._unseen += 1
             return known[1]
+        return None
+
+    def _decided(self, ctx: Context, children: str, most_nodes: int | None) -> Budget:
+        rows, nothing = len(ctx.rows), self._nothing.get(children)
+        self._most_nodes = self._capped(most_nodes)
+        self._turn_to(rows)
+        self._asked = rows, most_nodes
+        gate, self.gate.rows = self.gate, rows
+        was_open = gate.is_open
+        if rows == 1 and not any(ctx.rows[0] is each for each in self._texts):
+            self._texts.append(ctx.rows[0])
+            self._judge()  # at the length of the text before
+            gate.begin_text()
+        self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
+        if not gate.decide():
+            return nothing or self._nothing.setdefault(children, Budget(0, children=children))
+        if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
+            return replace(self._blind(looks=True), children=children)
+        key, known = self._made_by(rows, children), self._budget
+        if known is None or known[0] != key or not was_open:
+            budget = replace(self._largest(), rule=self.rule(rows)) if self.sighted else self._blind()
+            known = self._budget = key, replace(budget, children=children)
+        return known[1]
+
+    def _made_by(self, rows: int, children: str) -> tuple[int, str, int, int]:
+        """What a budget follows from."""
+        return rows, children, self._num_learnt, self._most_nodes
 
     def passes_over(self, num_tokens: int, temperature: float) -> bool:
         """Whether a text of at most so many tokens, about to be decoded alone, is decoded plainly as a whole.
@@ -208,13 +239,17 @@ class Planner:
             is_known, was_plain = nodes > 1 and clock.num_drafts > KNOWN, clock.run > 0
             if nodes > 1:
                 clock.run = 0
-            if is_known and gate.steps % 2:
-                return  # as much is known from every other step, and steps may be short
-            is_wide, every = not self.sighted and nodes > 1 and not tree.is_line, 2 if is_known else 1
-            shape, took = _Shape(rows, nodes, levels, is_wide), (drafted_s, verified_s)
+            decided_s, every = min(self._decided_s, drafted_s), 1 + self._unseen
+            self._unseen = 0
+            shape = _Shape(rows, nodes, levels, not self.sighted and nodes > 1 and not tree.is_line)
             kept = None if nodes == 1 else (tree.parents, accepted.path, tree.told)
-            self._seen.append(_Seen(shape, was_plain, num_tokens / rows, took, every, kept))
-            if not is_known or was_plain or len(self._seen) >= TOGETHER:
+            drafted_s -= decided_s
+            took = (drafted_s, verified_s) if nodes > 1 or levels else (0.0, drafted_s + verified_s)
+            chances = tree.confidence if self.sighted else None
+            tokens = num_tokens / rows, None if chances is None else float(chances.sum()) / rows
+            self._seen.append(_Seen(shape, was_plain, tokens, took, decided_s, every, kept))
+            waits = gate.goes_on_plainly if nodes == 1 else is_known and not was_plain and len(self._seen) < TOGETHER
+            if not waits:
                 self._judge()
 
     def _judge(self) -> None:
@@ -234,20 +269,24 @@ class Planner:
         if self._on_stale is not None and self.clock.is_stale and seen[-1].shape.rows <= ROWS:
             self._on_stale()
             self._on_stale = None
-        spent, steps = min(time.perf_counter() - began, 1e-3), sum(each.every for each in seen)
+        steps, decided_s = sum(each.every for each in seen), sum(each.decided_s for each in seen)
+        spent = min(time.perf_counter() - began + decided_s, 1e-3)
         self._own += min(0.05 * steps, 1.0) * (spent / steps - self._own)
+        self._look_s += 0.2 * (spent / len(seen) - self._look_s)
+        gate.every = min(1 + int(self._look_s / (SHARE * self.clock.plain_step(self._rows))), RAREST)
 
     def _judge_step(self, seen: _Seen) -> None:
         gate, clock, shape = self.gate, self.clock, seen.shape
         took, found = clock.observe(*shape, *seen.seconds)
         for account in (gate.all, gate.drafts):
             account.correct(found)
-        gate.all.add(seen.tokens, took)
+        tokens, expected = seen.tokens
+        gate.all.add(tokens, took, expected)
         if shape.levels or shape.nodes > 1:
             took += self._own / clock.plain_step(shape.rows)
-            gate.drafts.add(seen.tokens, took)
+            brought = gate.drafts.add(tokens, took, expected)
             whole = min(sum(seen.seconds) / clock.plain_step(shape.rows), JUMP * took)
-            gate.lose((self._gone(whole, took, is_first=seen.was_plain) - seen.tokens) * seen.every)
+            gate.lose((self._gone(whole, took, is_first=seen.was_plain) - brought) * seen.every)
         if seen.kept is not None:
             self._unlearnt.append(seen.kept)
 
@@ -275,6 +314,7 @@ class Planner:
         if (size := ((rows - 1).bit_length(), self._most_nodes)) == self._size:
             return
         self._judge()
+        self._asked = None
         self._sizes[self._size] = self.clock, self.gate
         if size not in self._sizes:
             clock = Clock(self.clock.costs)
