@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import draftwing as dw
 from draftwing import alone
+from draftwing.drafters.unread import Unread
 from draftwing.run.kernel.library import get_kernel
 
 GRAIN = 32768  # elements from which PyTorch splits its work
@@ -50,6 +51,23 @@ def test_a_text_leaves_nothing_to_the_threads_of_pytorch(lms, name, temperature,
             engine.submit([7 * at % 4000 for at in range(length)], dw.Sampling(temperature=temperature, max_tokens=40))
         engine.run()
     assert not seen.large
+
+
+@pytest.mark.parametrize("counts", [(300,), (300, 200), (0, 300)])
+def test_what_waits_to_be_read_is_put_together_by_one_thread(counts):
+    """Rows that came one after another, each with features of its prompt and of a step."""
+    unread, features = Unread(), torch.arange(len(counts) * 301 * 128.0).view(len(counts), 301, 128)
+    with OnlySmall() as seen:
+        for row, count in enumerate(counts):
+            unread.admit(features[row : row + 1, :count], counts[:row])
+        unread.add(features[:, 300:], list(counts))
+        found = unread.joined([1 + count for count in counts])
+    assert not seen.large
+    assert found.shape == (len(counts), 1 + max(counts), 128)
+    for row, count in enumerate(counts):
+        assert torch.equal(found[row, :count], features[row, :count])
+        assert torch.equal(found[row, count], features[row, 300])
+        assert found[row, count + 1 :].eq(0).all()
 
 
 def test_what_is_large_is_seen():

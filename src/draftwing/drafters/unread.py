@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.alone import joined
+from draftwing.alone import clear, joined, put
 
 __all__ = ["Unread"]
 
@@ -58,8 +56,15 @@ class Unread:
             if all(min(each) == max(each) for each in counts):
                 return joined([piece[:, : each[0]] for piece, each in zip(pieces, counts, strict=True)], 1)
         self._sort(lengths)
-        padded: Tensor = torch.nn.utils.rnn.pad_sequence([joined(each, 0) for each in self._sorted], batch_first=True)
-        return padded if padded.shape[1] else F.pad(padded, (0, 0, 0, 1))
+        rows = [joined(each, 0) for each in self._sorted]
+        most = max(1, *(len(own) for own in rows))
+        if len(rows) == 1 and len(rows[0]) == most:
+            return rows[0][None]
+        padded = rows[0].new_empty((len(rows), most, rows[0].shape[1]))
+        for into, own in zip(padded, rows, strict=True):
+            put(into[: len(own)], own)
+            clear(into[len(own) :])
+        return padded
 
     def _sort(self, lengths: Sequence[int]) -> None:
         """Put each row's entries of the steps behind those that it has."""
