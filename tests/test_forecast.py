@@ -133,7 +133,7 @@ def test_static_trees_go_by_ranks():
     assert len(set(found.tolist())) > 3
 
 
-TOKENS = 8  # a node of 911 in each of three trees takes its time
+TOKENS = 4  # a node of 911 in each of three trees takes its time
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_decoding_keeps_what_the_record_says(shipped, name, temperature):
                 wrong += row.num_accepted != kept[place] and not ended
         if all(row.position - len(prompts[row.request_id]) >= TOKENS for row in step.rows):
             break
-    assert seen > 5
+    assert seen >= 3
     assert wrong == 0
     assert beyond <= 1
 

@@ -51,6 +51,7 @@ CONTEXT, LONG = 64, 1024  # tokens of the rows that are measured
 ROUNDS, LEAST_ROUNDS = 24, 2  # the first warms everything up, and does not count
 OFTEN = 16  # nodes up to which, and depths of chains, are measured in every round: most steps are such; others in half
 YOUNG = 3600  # seconds for which costs are kept whatever steps take, or they might be measured at every start
+SECONDS = 4.0  # for all of it, about
 BUSY, MOMENT = 0.1, 600  # more of the sizes than this share measured on a busy machine: costs for so many seconds
 LONGER = 2  # times as long to measure there
 
@@ -114,12 +115,12 @@ def measure(
     target: Target,
     new_drafter: Callable[[], Drafter],
     new_loop: NewLoop,
-    seconds: float = 4.0,
+    seconds: float | None = None,
     *,
     long: int = LONG,
     known: Costs | None = None,
 ) -> Costs:
-    """The costs of a target with a drafter, in about so many seconds (two rounds at least, more on a busy machine).
+    """The costs of a target with a drafter, in about so many seconds, 4 (two rounds at least, more on a busy machine).
 
     Args:
         long: tokens of the text that tells what each further token takes; half the context at most.
@@ -160,7 +161,7 @@ def measure(
             largest = min(NODES[-1], most)
             seldom.append(_Series(found.tree, deep, lambda depth: alone.draft(Budget(depth, WIDTH, largest))))
         seldom.append(_Series(found.rows_chain, depths[-1:], lambda depth: together.draft(Budget(depth))))
-    _measure(found, often, seldom, seconds)
+    _measure(found, often, seldom, SECONDS if seconds is None else seconds)
     return found.with_draft(known.at_pace(found.pace(known)) if known else found.of_target(context, stretched))
 
 
