@@ -168,6 +168,32 @@ def test_a_line_of_drafting_follows_the_clock():
     assert 0 <= line(3) < 0.3
 
 
+def test_a_few_drafts_tell_what_a_level_takes():
+    """Of one and two levels, whatever was measured of eight."""
+    line = Line(0.3, 0.2)
+    for at in range(120):
+        line.observe(1 + at % 2, 0.5 + 0.4 * (at % 2))
+    assert line(2) - line(1) == pytest.approx(0.4, rel=0.3)
+
+
+def test_levels_that_were_not_drafted_are_believed_at_the_pace_of_the_machine():
+    clock = Clock(COSTS)
+    for _ in range(200):
+        clock.observe(1, 2, 1, False, 3 * COSTS.draft_seconds(1), 3 * COSTS.verify_seconds(2))
+    assert clock.draft(4, 1) == pytest.approx(3 * COSTS.draft_seconds(4), rel=0.05)
+
+
+def test_the_later_plain_steps_of_a_check_tell():
+    """The first ones find what drafts left in the caches."""
+    clock = Clock(COSTS)
+    for _ in range(4):
+        for _ in range(30):
+            clock.observe(1, 4, 3, False, 0.3, COSTS.verify_seconds(4))
+        for at in range(8):
+            clock.observe(1, 1, 0, False, 0.0, COSTS.verify_seconds(1) * (1.2 if at < 5 else 1.0))
+    assert clock.plain_step(1) == pytest.approx(COSTS.verify_seconds(1), rel=0.02)
+
+
 def test_first_levels_may_take_longer_than_later_ones():
     costs = replace(COSTS, chain=Curve(((1, 0.8), (2, 1.2), (4, 1.6), (8, 2.0))))
     line, clock = Line.of(costs, 1), Clock(costs)
@@ -676,20 +702,20 @@ def test_many_slow_first_drafts_are_not_the_last_word():
 @pytest.mark.parametrize("plan", ["chain", "tree"])
 def test_drafts_in_doubt_lose_little_whatever_each_takes(plan):
     """They nearly pay, but for the first one after plain steps, which takes seven of these."""
-    for seed in range(3):
+    found = []
+    for seed in range(4):
         world = World(PLANS[plan](COSTS), 0.6, seed)
         world.waking = 6.0
         for _ in range(12):
             world.texts.clear()
             world.run(100, 0.1)
-        found = []
         for _ in range(12):
             world.texts.clear()
             found.append(world.run(100, 0.1)[1])
-        assert np.mean(found) > 0.97
         world.texts.clear()
         world.run(gating.LONGEST, 0.95)
         assert world.run(100, 0.95)[0] > 0.9  # and drafts that pay are still found
+    assert np.mean(found) > 0.97
 
 
 def texts(world: World, count: int, rate: float, steps: int = 100, temperature: float = 1.0) -> str:

@@ -24,6 +24,7 @@ TOLD, ASTRAY = 3, 1.15  # comparisons of the two that count; times what they tol
 LOOKS, LEAP = 4, 1.25  # steps in a row that say, by their median, that the machine's speed has changed by so much
 MOST = 256  # nodes that costs are looked up for
 EVEN, LEVELS = 8, 16  # levels that are as many even ones; levels that are known each by itself
+FAR = 4.0  # the other end of a measured line: farther off it would weigh more than all drafts that differ by a level
 YOUNG = 32  # drafts up to which the latest ones count more
 UNSETTLED = 2  # drafts at first that tell nothing: memory is laid out for them
 ALONE = 0.4, 1.25  # how much slower than drafts' verifications plain steps can be, each against what was measured
@@ -52,11 +53,11 @@ class Line:
 
     def observe(self, levels: float, seconds: float) -> None:
         """One draft; a single slow one says little."""
-        seconds, levels = min(seconds, 3 * self(levels)), self._even(levels)
+        seconds, levels = min(seconds, HICCUP * self(levels)), self._even(levels)
         fresh = (1.0, levels, seconds, levels * levels, levels * seconds)
         self._sums = [KEEP * old + new for old, new in zip(self._sums, fresh, strict=True)]
         count, x, y, xx, xy = self._sums
-        for at in (1.0, EVEN):  # what was measured counts as a few drafts
+        for at in (1.0, FAR):  # what was measured counts as a few drafts
             value = self._prior[0] + self._prior[1] * at
             count, x, y = count + TRUST, x + TRUST * at, y + TRUST * value
             xx, xy = xx + TRUST * at * at, xy + TRUST * at * value
@@ -125,7 +126,6 @@ class Clock:
         self.context = 0.0
         self.num_drafts = self._num_stale = 0
         self._num_since = COMPARED  # drafts since plain steps were seen
-        self._slow_then = 1.0  # ``slow`` after the latest draft
         self._is_old = False  # whether these were many when the plain steps of now began
         self._plains: list[float] = []  # how slow each of the plain steps was by which the two were compared last
         self._told: deque[float] = deque(maxlen=TOLD)  # what such comparisons told of ``alone``; the latest one counts
@@ -147,9 +147,9 @@ class Clock:
             believed to take in the drafts before, where it was not seen for long; else 1.
         """
         line, share = self._lines[is_wide], 1 + (rows - 1) * self.costs.draft_per_row
-        usual = line(levels or 1.0) * share * self.slow / self._slow_then
+        usual = line(levels or 1.0) * share * self.slow
         if levels:
-            line.observe(levels, drafted_s / share)
+            line.observe(levels, drafted_s / share / self.slow)
         verify = self.verify(nodes, rows) / self.slow
         measured = verified_s / verify
         self._num_stale = 0 if STALE[0] < measured < STALE[1] else self._num_stale + 1
@@ -158,7 +158,6 @@ class Clock:
         self.run = self.run + 1 if nodes == 1 else 0
         if nodes > 1:
             self._draft_took(ratio, nodes, verify / self.verify(1, rows) * self.slow)
-            self._slow_then = self.slow
         elif self.run == 1:  # not yet like those of plain decoding
             self._is_old = self._num_since >= COMPARED
             self._latest.clear()
@@ -217,7 +216,8 @@ class Clock:
         """Plain steps with the drafts around them."""
         if self._plains and self._told:
             low, high = ALONE  # beyond these the machine has changed meanwhile
-            told = min(max(statistics.median(self._plains) / self.slow, low), high)
+            later = self._plains[len(self._plains) // 2 :]  # the first ones find what drafts left in the caches
+            told = min(max(statistics.median(later) / self.slow, low), high)
             self._told[-1] = told
             self.alone = statistics.median(self._told)
         self.plain = self.alone * self.slow
@@ -262,11 +262,11 @@ class Clock:
 
     def draft(self, levels: float, rows: int, *, is_wide: bool = False) -> float:
         """A draft of so many levels."""
-        return self._lines[is_wide](levels) * self.costs.draft_share(rows) * self.slow / self._slow_then
+        return self._lines[is_wide](levels) * self.costs.draft_share(rows) * self.slow
 
     def levels(self, count: int, rows: int) -> np.ndarray:
         """Of one node each: the second one, the third ... so many."""
-        scale = self.costs.draft_share(rows) * self.slow / self._slow_then
+        scale = self.costs.draft_share(rows) * self.slow
         return scale * np.array(self._lines[False].steps(count))
 
     def _curve(self, rows: int) -> np.ndarray:

@@ -16,8 +16,8 @@ __all__ = ["KNOWN", "Gate"]
 
 PLAIN = 4  # plain steps at first: a loop of them may take less than one among others, by what stays in the caches
 FIRST, LEAST = 16, 8  # drafts of one row that are tried before they are judged; of many rows at once, at least
-GAIN = 1.04  # speedup from which drafting is worth it: what is undecided costs nothing plainly
-DOUBT = 0.5  # of a speedup, over the root of the drafts that it was seen in: a row's tokens scatter as much as that
+GAIN = 1.06  # speedup over plain steps among drafts from which drafting is worth it: a plain text has shorter ones
+DOUBT = 0.25  # of a speedup, over the root of the drafts that it was seen in, which their chances tell
 WARMER = 0.75  # of what first drafts take, against what was measured: later ones may come down to it
 HOPE = 1.0  # forecast, of shapes that know nothing of their text, from which drafts are tried once more from the start
 PROBE, PATIENCE, PROBES = 16, 160, 2  # plain steps between two probes, at first and at most; drafts of a probe
@@ -74,7 +74,7 @@ class Gate:
 
     @property
     def fresh(self) -> int:
-        """Steps between two that what was seen is learnt from."""
+        """Steps that are looked at between two that these are learnt from."""
         return FRESH if self.steps < GROWN else 2 * FRESH
 
     @property
@@ -105,8 +105,8 @@ class Gate:
         return True
 
     def coasts(self) -> bool:
-        """Whether the next step drafts as the one before it did, and is not looked at: steps may be short."""
-        if not self._holds(self.steps + 1) or self.looks(self.steps + 1):
+        """Whether the next step drafts as the one before it did, since nothing new is known: steps may be short."""
+        if not self._holds(self.steps + 1):
             return False
         self.steps += 1
         self._pay(DARE)
@@ -219,7 +219,7 @@ class Gate:
 
     def _is_hopeless(self) -> bool:
         drafts = self.drafts
-        return drafts.speedup * (1 + 2 * DOUBT / math.sqrt(drafts.weight * self.rows)) < HOPELESS
+        return drafts.speedup * (1 + 4 * DOUBT / math.sqrt(drafts.weight * self.rows)) < HOPELESS
 
     def begin_text(self) -> None:
         """Another text begins, which may be of another kind: believe what drafts bring in it, and try them soon.

@@ -41,7 +41,7 @@ __all__ = ["Planner"]
 LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
 # When to learn.
 YOUNG = 32  # after the first so many steps what was seen is learnt from every `Gate.fresh` steps
-TOGETHER = 4  # steps that are judged at a time where much is known
+TOGETHER = 4  # steps that are judged at a time where much is known: the first after a forward takes as long as many
 SHARE, RAREST = 0.015, 4  # of the time, that learning takes if it can: at least one of so many steps is looked at
 FIRSTS = 5  # drafts after plain steps that tell what these take
 LOOK = 64  # steps of blind shapes, of which one is larger: what is never drafted is never learnt
@@ -54,33 +54,24 @@ GPU_TREES = (Budget(5, 8, 16), Budget(8, 10, 60))
 _Kept = tuple[Tensor, Tensor, Tensor | None]  # parents (B, N), accepted path (B, D), told (B, N)
 
 
-class _Shape(NamedTuple):
-    """Of a step's trees, as the clock reads it."""
-
-    rows: int
-    nodes: int
-    levels: float
-    is_wide: bool
-
-
 class _Seen(NamedTuple):
-    """A step that was looked at.
+    """A step that was looked at; what its trees were, and became, is read as it is judged.
 
     Attributes:
-        was_plain: whether the one before was a plain one.
-        tokens: emitted, of each row; and as many as were to be expected, where that is known.
+        num_tokens: emitted, of all rows.
         seconds: of drafting, and of all that followed.
         decided_s: what deciding on it took.
+        was_plain: whether the one before was a plain one.
         every: steps of which it is one.
     """
 
-    shape: _Shape
-    was_plain: bool
-    tokens: tuple[float, float | None]
+    tree: DraftTree
+    accepted: Accepted
+    num_tokens: int
     seconds: tuple[float, float]
     decided_s: float
+    was_plain: bool
     every: int
-    kept: _Kept | None
 
 
 class Planner:
@@ -172,7 +163,8 @@ class Planner:
             self._decided_s = 0.0
             return nothing
         if known is not None and known[0] == self._made_by(rows, children) and self.gate.coasts():
-            self._unseen += 1
+            self.listens, self._decided_s = self.gate.looks(self.gate.steps), 0.0
+            self._unseen += not self.listens
             return known[1]
         return None
 
@@ -232,22 +224,16 @@ class Planner:
             rows, nodes = tree.tokens.shape
             self._turn_to(rows)
             gate, clock = self.gate, self.clock
-            levels = float(tree.max_depth) if tree.effort is None else tree.effort
-            if nodes == 1 and not levels and gate.rests:
+            if nodes == 1 and not tree.effort and gate.rests:
                 clock.run += 1
                 return
             is_known, was_plain = nodes > 1 and clock.num_drafts > KNOWN, clock.run > 0
             if nodes > 1:
                 clock.run = 0
             decided_s, every = min(self._decided_s, drafted_s), 1 + self._unseen
+            took = drafted_s - decided_s, verified_s
             self._unseen = 0
-            shape = _Shape(rows, nodes, levels, not self.sighted and nodes > 1 and not tree.is_line)
-            kept = None if nodes == 1 else (tree.parents, accepted.path, tree.told)
-            drafted_s -= decided_s
-            took = (drafted_s, verified_s) if nodes > 1 or levels else (0.0, drafted_s + verified_s)
-            chances = tree.confidence if self.sighted else None
-            tokens = num_tokens / rows, None if chances is None else float(chances.sum()) / rows
-            self._seen.append(_Seen(shape, was_plain, tokens, took, decided_s, every, kept))
+            self._seen.append(_Seen(tree, accepted, num_tokens, took, decided_s, was_plain, every))
             waits = gate.goes_on_plainly if nodes == 1 else is_known and not was_plain and len(self._seen) < TOGETHER
             if not waits:
                 self._judge()
@@ -264,9 +250,9 @@ class Planner:
         for each in seen:
             self._judge_step(each)
         # Here too several at once take less than each by itself.
-        if self._unlearnt and (gate.steps < YOUNG or len(self._unlearnt) * seen[-1].every >= gate.fresh):
+        if self._unlearnt and (gate.steps < YOUNG or len(self._unlearnt) >= gate.fresh):
             self._learn()
-        if self._on_stale is not None and self.clock.is_stale and seen[-1].shape.rows <= ROWS:
+        if self._on_stale is not None and self.clock.is_stale and len(seen[-1].tree.tokens) <= ROWS:
             self._on_stale()
             self._on_stale = None
         steps, decided_s = sum(each.every for each in seen), sum(each.decided_s for each in seen)
@@ -276,19 +262,24 @@ class Planner:
         gate.every = min(1 + int(self._look_s / (SHARE * self.clock.plain_step(self._rows))), RAREST)
 
     def _judge_step(self, seen: _Seen) -> None:
-        gate, clock, shape = self.gate, self.clock, seen.shape
-        took, found = clock.observe(*shape, *seen.seconds)
+        gate, clock, tree = self.gate, self.clock, seen.tree
+        rows, nodes = tree.tokens.shape
+        levels = float(tree.max_depth) if tree.effort is None else tree.effort
+        drafts, is_wide = nodes > 1 or levels > 0, not self.sighted and nodes > 1 and not tree.is_line
+        seconds = seen.seconds if drafts else (0.0, sum(seen.seconds))
+        took, found = clock.observe(rows, nodes, levels, is_wide, *seconds)
         for account in (gate.all, gate.drafts):
             account.correct(found)
-        tokens, expected = seen.tokens
+        chances = tree.confidence if self.sighted else None
+        tokens, expected = seen.num_tokens / rows, None if chances is None else float(chances.sum()) / rows
         gate.all.add(tokens, took, expected)
-        if shape.levels or shape.nodes > 1:
-            took += self._own / clock.plain_step(shape.rows)
+        if drafts:
+            took += self._own / clock.plain_step(rows)
             brought = gate.drafts.add(tokens, took, expected)
-            whole = min(sum(seen.seconds) / clock.plain_step(shape.rows), JUMP * took)
+            whole = min(sum(seen.seconds) / clock.plain_step(rows), JUMP * took)
             gate.lose((self._gone(whole, took, is_first=seen.was_plain) - brought) * seen.every)
-        if seen.kept is not None:
-            self._unlearnt.append(seen.kept)
+        if nodes > 1:
+            self._unlearnt.append((tree.parents, seen.accepted.path, tree.told))
 
     def _gone(self, whole: float, took: float, *, is_first: bool) -> float:
         """Plain steps that a draft took, whatever it tells of those to come, without what is the machine's doing.
