@@ -3,10 +3,12 @@
     git worktree add ../before v0.1.0
     python benchmarks/revisions.py ../before . --json benchmarks/results/today.json
     python benchmarks/revisions.py ../before . --target model.gguf --drafts none,eagle3 --prompts mt_bench.jsonl
+    python benchmarks/revisions.py ../before . --quantize int8
 
-Each revision runs in processes of its own, in turn, since a machine's speed changes by the minute: the shipped pair by
-every drafter with the automatic budget, greedy and at T=1, or another target. Figures are tokens/s, medians over a
-process's turns, and of those the ratio of each pair of neighbours; texts must be the same.
+Each revision and drafter runs in processes of its own, in turn, since a machine's speed changes by the minute, and two
+copies of a model share a cache that holds one: the shipped pair by every drafter with the automatic budget, greedy and
+at T=1, or another target. Figures are tokens/s, medians over a process's turns, and of those the ratio of each pair of
+neighbours; texts must be the same.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +39,7 @@ class Plan:
     """What each process measures."""
 
     target: str  # empty: the shipped one
+    load: dict[str, str]  # how it is loaded: dtype, quantize
     drafts: list[str]
     prompts: list[Any]
     max_tokens: int
@@ -47,7 +50,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     """What one process finds: tokens/s and a hash of the texts, by drafter and temperature."""
     import draftwing as dw
 
-    models = {draft: dw.load(plan.target or None, draft=draft) for draft in plan.drafts}
+    models = {draft: dw.load(plan.target or None, draft=draft, **plan.load) for draft in plan.drafts}
     rates: dict[str, list[float]] = {}
     texts: dict[str, str] = {}
     for turn in range(plan.turns + 1):
@@ -83,6 +86,8 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=1)] = 6,
     max_tokens: Annotated[int, typer.Option(min=8)] = 128,
     target: Annotated[str, typer.Option(help="Another than the shipped one: a folder, a GGUF file, a name.")] = "",
+    quantize: Annotated[str, typer.Option(help="Quantise the target: int8.")] = "",
+    dtype: Annotated[str, typer.Option(help="Of the target.")] = "",
     drafts: Annotated[str, typer.Option(help="Drafters, by commas.")] = DRAFTS,
     prompts: Annotated[Path | None, typer.Option(help="A file of them, as `draftwing` takes it.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -93,25 +98,27 @@ def main(
     from draftwing.text.prompts import read_prompts, shipped_prompts
 
     asked = read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts)
-    plan = Plan(target, drafts.split(","), list(asked), max_tokens, turns)
+    load = {name: value for name, value in (("quantize", quantize), ("dtype", dtype)) if value}
+    plan = Plan(target, load, drafts.split(","), list(asked), max_tokens, turns)
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as folder:
         caches = Path(folder, "before"), Path(folder, "after")
         for cache in caches:
             cache.mkdir(mode=0o700)
-        for _ in track(range(rounds), "measuring", console=Console(stderr=True)):
-            one, other = (run(tree, cache, plan) for tree, cache in zip((before, after), caches, strict=True))
+        for turn in track(range(rounds * len(plan.drafts)), "measuring", console=Console(stderr=True)):
+            own = replace(plan, drafts=[plan.drafts[turn % len(plan.drafts)]])
+            one, other = (run(tree, cache, own) for tree, cache in zip((before, after), caches, strict=True))
             found.append((one, other))
-    names = list(found[0][0]["rates"])
-    rows = {
-        name: {
-            "before": statistics.median(one["rates"][name] for one, _ in found),
-            "after": statistics.median(other["rates"][name] for _, other in found),
-            "ratio": statistics.median(other["rates"][name] / one["rates"][name] for one, other in found),
-            "same_text": all(one["texts"][name] == other["texts"][name] for one, other in found),
+    names = [name for one, _ in found[: len(plan.drafts)] for name in one["rates"]]
+    rows = {}
+    for name in names:
+        pairs = [(one["rates"][name], other["rates"][name]) for one, other in found if name in one["rates"]]
+        rows[name] = {
+            "before": statistics.median(one for one, _ in pairs),
+            "after": statistics.median(other for _, other in pairs),
+            "ratio": statistics.median(other / one for one, other in pairs),
+            "same_text": all(one["texts"].get(name) == other["texts"].get(name) for one, other in found),
         }
-        for name in names
-    }
     table = Table("drafter", "before", "after", "ratio", "same text")
     for name, row in rows.items():
         same = "yes" if row["same_text"] else "no"
