@@ -1,8 +1,13 @@
-"""Memory that is handed out again: never while somebody looks at it."""
+"""Memory that is handed out: to one at a time, again never while somebody looks at it."""
+
+import gc
+import itertools
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from draftwing.run.kernel.slab import BLOCKS, LARGER, Reused
+from draftwing.run.kernel.slab import BLOCKS, LARGE_PAGE, LARGER, LINE, SHARED, LargePages, Reused
 
 
 def test_memory_is_handed_out_again_once_nobody_looks_at_it():
@@ -34,3 +39,47 @@ def test_blocks_are_few_and_fit():
     block = max(len(each[0]) for each in reused._blocks)
     assert reused.take(1, block // LARGER - 1)[0].numel() < block // LARGER  # a block of its own
     assert min(len(each[0]) for each in reused._blocks) < block
+
+
+def test_matrices_lie_side_by_side_in_large_pages():
+    told: list[tuple[int, int]] = []
+    large = LargePages(lambda address, size: told.append((address, size)))
+    kept = [
+        large.take(3, 7, dtype=torch.int16),
+        large.take(5, dtype=torch.float32),
+        large.take(SHARED, dtype=torch.int8),
+    ]
+    kept.append(large.take(2, 2, dtype=torch.int32))
+    for place, each in enumerate(kept):
+        each.fill_(place + 1)
+    assert [(each == place + 1).all().item() for place, each in enumerate(kept)] == [True] * 4
+    assert [tuple(each.shape) for each in kept] == [(3, 7), (5,), (SHARED,), (2, 2)]
+    (shared, size), (own, own_size) = told
+    assert (size, own_size) == (SHARED, SHARED)
+    assert shared % LARGE_PAGE == own % LARGE_PAGE == 0
+    assert [each.data_ptr() for each in kept] == [shared, shared + LINE, own, shared + 2 * LINE]
+
+
+def test_pages_go_with_their_last_tensor():
+    told: list[tuple[int, int]] = []
+    large = LargePages(lambda address, size: told.append((address, size)))
+    first, view = large.take(4, dtype=torch.float32), large.take(2, 4, dtype=torch.float32)[1]
+    pages = weakref.ref(large._pages())
+    view.fill_(7.0)
+    del first
+    large.take(4, dtype=torch.float32)
+    assert len(told) == 1  # a view of what is left holds them
+    assert (view == 7.0).all()
+    del view
+    gc.collect()
+    assert pages() is None
+    large.take(4, dtype=torch.float32)
+    assert len(told) == 2
+
+
+def test_threads_get_memory_of_their_own():
+    large = LargePages(lambda *_: None)
+    with ThreadPoolExecutor(8) as threads:
+        taken = list(threads.map(lambda _: large.take(1000, dtype=torch.int32), range(400)))
+    places = sorted(each.data_ptr() for each in taken)
+    assert all(after - before >= 4000 for before, after in itertools.pairwise(places))

@@ -28,6 +28,7 @@ from draftwing.model.paged import SlotTable
 from draftwing.run.kernel.build import KernelProblem, with_library
 from draftwing.run.kernel.layout import Ahead, Batch, Draft, Op, Walk, set_cache
 from draftwing.run.kernel.selftest import fault_of
+from draftwing.run.kernel.slab import LargePages
 
 __all__ = ["Kernel", "get_kernel", "kernel_notice", "kernel_problem", "required_kernel"]
 
@@ -74,8 +75,8 @@ class Kernel:
         self._pack.argtypes = [
             ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, *[ctypes.c_int64] * 2,
         ]  # fmt: skip
-        self._expect = library.draftwing_expect
-        self._expect.argtypes, self._expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        library.draftwing_expect.argtypes, library.draftwing_expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        self._pages = LargePages(library.draftwing_expect)
         self._rows = library.draftwing_rows
         self._rows.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64]
         self._rows.restype = None
@@ -102,9 +103,7 @@ class Kernel:
 
     def room(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for weights, not filled yet."""
-        found = torch.empty(shape, dtype=dtype)
-        self._expect(found.data_ptr(), found.nbytes)
-        return found
+        return self._pages.take(*shape, dtype=dtype)
 
     def pack(self, code: int, rows: Tensor, tiles: Tensor, at: int, groups: int) -> bool:
         """Numbers of rows (out, blocks, bytes) into tiles (tiles, blocks, numbers * 64), zeros behind the last row.

@@ -1,8 +1,11 @@
-"""Memory for what a call into the kernel gives out."""
+"""Memory for weights, and for what a call into the kernel gives out."""
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,11 +13,53 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Reused", "Slab"]
+__all__ = ["LargePages", "Reused", "Slab"]
 
 SIZE = 1 << 13
 BLOCKS = 3  # that are kept
 LARGER = 4  # times what is asked for: larger blocks are not handed out
+
+
+LARGE_PAGE = 1 << 21
+SHARED = 16 * LARGE_PAGE  # by smaller tensors
+LINE = 64
+
+
+class LargePages:
+    """Hands out tensors side by side in large pages: matrices of a small model are smaller than one each.
+
+    A page lives as long as any of its tensors. Threads may ask at once.
+
+    Args:
+        expect: tells the system what lies at an address, so many bytes, before it is filled.
+    """
+
+    def __init__(self, expect: Callable[[int, int], None]) -> None:
+        self._expect, self._lock = expect, threading.Lock()
+        self._pages: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None  # nobody but their tensors holds them
+        self._at = 0
+
+    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of anything, which begins a line of the cache."""
+        count = math.prod(shape) * dtype.itemsize
+        if 2 * count > SHARED:
+            pages, at = self._fresh(count)
+        else:
+            with self._lock:
+                found = self._pages()
+                if found is None or self._at + count > len(found):
+                    found, self._at = self._fresh(SHARED)
+                    self._pages = weakref.ref(found)
+                pages, at = found, self._at
+                self._at += count + -count % LINE
+        return torch.from_numpy(pages[at : at + count]).view(dtype).view(shape)  # whose views keep the pages alive
+
+    def _fresh(self, count: int) -> tuple[npt.NDArray[np.uint8], int]:
+        """Pages, and where the first one begins."""
+        pages = np.empty(count + LARGE_PAGE, np.uint8)
+        start = -pages.ctypes.data % LARGE_PAGE
+        self._expect(pages.ctypes.data + start, count)
+        return pages, start
 
 
 class Reused:

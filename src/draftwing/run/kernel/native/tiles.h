@@ -103,9 +103,8 @@ inline void tile_steps(const char* x, size_t stride, const char* w, int steps, b
 #undef TILE_ZERO
 #undef TILE_DOT
 
-// The sums (count, 64) of the first `steps` times TILE_BYTES of rows, `stride` bytes apart, and a tile of weights: for one
-// row too, whose tiles are as fast. Rows and sums have room for `padded_rows`; what stands there behind the last row says
-// nothing.
+// The sums (count, 64) of the first `steps` times TILE_BYTES of rows, `stride` bytes apart, and a tile of weights. Rows
+// and sums have room for `padded_rows`; what stands there behind the last row says nothing.
 template <bool IS_ROUNDED>
 void sums_by_tiles(const char* x, size_t stride, const char* w, int steps, int count, char* sums) {
     const int passes = (count + TILE_ROWS - 1) / TILE_ROWS, each = (count + passes - 1) / passes;
@@ -127,10 +126,10 @@ void sums_by_tiles(const char* x, size_t stride, const char* w, int steps, int c
     }
 }
 
-// As `tile_sums<Bytes>`.
+// As `tile_sums<Bytes>`, which is as fast or faster for the rows of one pass: tiles add to few sums, one after the other.
 void byte_sums(const uint8_t* x, size_t stride, const int8_t* w, int num_in, int count, i16 (*sums)[PARTS]) {
     const int steps = num_in / TILE_BYTES, done = steps * TILE_BYTES;
-    if (steps == 0 || !tiles_are_on.load(std::memory_order_relaxed))
+    if (steps == 0 || count <= MAX_ROWS || !tiles_are_on.load(std::memory_order_relaxed))
         return tile_sums<Bytes>(x, stride, w, num_in, count, sums);
     sums_by_tiles<false>(reinterpret_cast<const char*>(x), stride, reinterpret_cast<const char*>(w), steps, count,
                          reinterpret_cast<char*>(sums));

@@ -48,7 +48,8 @@ struct Bytes {
     static inline i16 add(i16 sum, int32_t value, const int8_t* w) { return dot4(sum, value, w); }
 };
 
-// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched, LINES lines for each step.
+// Adds the products of `count` inputs to the sums of R rows. Meanwhile `ahead` is fetched, LINES lines for each step: for
+// some rows of bytes into the second cache only, since the nearest one has few places to wait for lines in.
 template <typename T, int R, int LINES>
 inline void tile_product(const typename T::Row* x, size_t stride, const typename T::Weight* w, int count, const char* ahead,
                          typename T::Lanes (*sum)[PARTS]) {
@@ -57,7 +58,7 @@ inline void tile_product(const typename T::Row* x, size_t stride, const typename
         for (int c = 0; c < PARTS; ++c) acc[r][c] = sum[r][c];
     constexpr int WIDE = 16 * T::STEP;
     for (int k = 0; k < count; k += T::STEP, w += TILE * T::STEP) {
-        for (int line = 0; line < LINES; ++line, ahead += 64) __builtin_prefetch(ahead);
+        for (int line = 0; line < LINES; ++line, ahead += 64) __builtin_prefetch(ahead, 0, T::STEP > 1 && R > 2 ? 2 : 3);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const auto value = T::value_of(x + r * stride + k);
