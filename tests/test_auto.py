@@ -18,9 +18,9 @@ from draftwing.budget import acceptance as accepting
 from draftwing.budget import gate as gating
 from draftwing.budget.acceptance import Acceptance, Ranks
 from draftwing.budget.account import Account
-from draftwing.budget.clock import COMPARED, SETTLED, Clock, Line
+from draftwing.budget.clock import COMPARED, PAUSE, SETTLED, Clock, Line
 from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.gate import KNOWN, Gate
+from draftwing.budget.gate import FRESH, GROWN, KNOWN, Gate
 from draftwing.budget.planner import RAREST, TOGETHER, Planner
 from draftwing.drafters.base import Budget, Traits
 from draftwing.drafters.causal_lm import CausalLMDrafter
@@ -180,7 +180,8 @@ def test_levels_that_were_not_drafted_are_believed_at_the_pace_of_the_machine():
     clock = Clock(COSTS)
     for _ in range(200):
         clock.observe(1, 2, 1, False, 3 * COSTS.draft_seconds(1), 3 * COSTS.verify_seconds(2))
-    assert clock.draft(4, 1) == pytest.approx(3 * COSTS.draft_seconds(4), rel=0.05)
+    for levels in (1, 4):
+        assert clock.draft(levels, 1) == pytest.approx(3 * COSTS.draft_seconds(levels), rel=0.05)
 
 
 def test_the_later_plain_steps_of_a_check_tell():
@@ -293,7 +294,7 @@ def test_what_is_said_of_a_node_is_learnt_for_its_own_depth():
     found = [planner.acceptance(np.array([0.85]), depth)[0] for depth in (1, 2)]
     assert found[0] > 0.95
     assert found[1] < 0.2
-    seen = planner.acceptance._sums[:, 0].sum(1) - planner.acceptance._prior[0].sum()
+    seen = np.array(planner.acceptance._sums)[:, 0].sum(1) - sum(planner.acceptance._prior[0])
     assert seen[0] == pytest.approx(seen[1])
     assert seen[0] > 20
     assert seen[2] == seen[3] == 0  # a node whose parent was wrong says nothing
@@ -598,6 +599,10 @@ def test_what_many_rows_take_decides_for_many_alone():
         speedups.append(speedup)
         assert world.run(100, 0.8)[0] == 1.0
     assert np.mean(speedups) > 0.98
+    world = World(Planner(CROWD, Budget(14)), 0.8, 0)
+    world.dear = 1.2
+    world.run(300, 0.8)
+    assert 3 <= 200 * world.run(200, 0.8, 8)[0] <= 8  # sooner where it is plain to see
 
 
 def test_costs_are_stale_where_they_were_measured_alone():
@@ -884,6 +889,40 @@ def test_plain_steps_and_drafts_have_a_pace_each():
     assert found[0] == 1.0
     assert np.prod(found) == pytest.approx(clock.plain / 4.0, rel=0.05)
     assert clock.plain < 3.8
+
+
+def test_what_the_host_does_between_steps_takes_its_time_too(monkeypatch):
+    """Of whatever kind a step is: so fewer steps gain more than drafts and verifications alone tell."""
+    now = [5.0]
+    monkeypatch.setattr("draftwing.budget.clock.time.perf_counter", lambda: now[0])
+
+    def took(pause: float) -> float:
+        clock = Clock(COSTS)
+        for _ in range(12):
+            clock.begin()
+            found = clock.observe(1, 2, 1, False, COSTS.draft_seconds(1), COSTS.verify_seconds(2))[0]
+            clock.end()
+            now[0] += pause
+        clock.begin()
+        now[0] += 7.0  # a step that is not looked at,
+        clock.begin()
+        assert clock.rest == pytest.approx(min(pause, PAUSE), rel=0.01)
+        assert clock.plain_step(1) == pytest.approx(COSTS.verify_seconds(1) + clock.rest, rel=0.01)
+        return found
+
+    bare = COSTS.draft_seconds(1) + COSTS.verify_seconds(2)
+    assert took(0.0) == pytest.approx(bare, rel=0.01)
+    assert took(0.08) == pytest.approx((bare + 0.08) / 1.08, rel=0.01)
+    assert took(3.0) == pytest.approx((bare + PAUSE) / (1 + PAUSE), rel=0.01)  # a slow reader
+
+
+def test_what_is_known_well_is_learnt_ever_more_rarely():
+    gate = Gate(Clock(COSTS), lambda: 1.0)
+    found = []
+    for steps in (0, *GROWN):
+        gate.steps = steps
+        found.append(gate.fresh)
+    assert found == [FRESH, 2 * FRESH, 4 * FRESH]
 
 
 def test_chance_is_told_from_what_stands_out():

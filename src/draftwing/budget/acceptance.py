@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +16,7 @@ from draftwing.budget.costs import pooled
 __all__ = ["NUM_DEPTHS", "Acceptance", "Ranks", "judged"]
 
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
-EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # bins of a chance
+EDGES = [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995]  # bins of a chance
 PRIOR = 3.0  # observations that what is believed beforehand counts as
 FORGET = 0.998  # of a bin, by observation
 NUM_RANKS = 4  # siblings told apart
@@ -28,24 +31,28 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        middles = np.concatenate([[EDGES[0] / 2], (EDGES[1:] + EDGES[:-1]) / 2, [(1 + EDGES[-1]) / 2]])
-        # Sums over a bin: nodes, their chances, and how many were accepted; all begin at what the drafter says.
-        self._prior = PRIOR * np.stack([np.ones_like(middles), middles, middles])
-        self._sums = np.tile(self._prior, (NUM_DEPTHS, 1, 1))
+        middles = [(low + high) / 2 for low, high in pairwise([0.0, *EDGES, 1.0])]
+        # Sums over a bin: nodes, their chances, and how many were accepted; all begin at what the drafter says. Lists,
+        # since a handful is seen at a time, between forwards that leave none of NumPy's code in the caches.
+        self._prior = [[PRIOR] * len(middles), *([PRIOR * each for each in middles] for _ in range(2))]
+        self._sums = [[list(kind) for kind in self._prior] for _ in range(NUM_DEPTHS)]
         self._lines: list[tuple[np.ndarray, np.ndarray] | None] = [None] * NUM_DEPTHS
 
-    def observe(self, chances: np.ndarray, depths: np.ndarray, accepted: np.ndarray) -> None:
+    def observe(self, chances: Iterable[float], depths: Iterable[int], accepted: Iterable[bool]) -> None:
         """Nodes whose parents were accepted: (K,) the drafter's chance of each, depth from 1, and whether it was."""
-        known = np.isfinite(chances)
-        if not known.any():
+        nodes = zip(chances, depths, accepted, strict=True)
+        known = [(chance, min(depth, NUM_DEPTHS) - 1, hit) for chance, depth, hit in nodes if math.isfinite(chance)]
+        if not known:
             return
-        chances, depths, accepted = chances[known], depths[known], accepted[known]
-        place = np.minimum(depths, NUM_DEPTHS) - 1
-        bins = np.searchsorted(EDGES, chances)
-        touched = np.unique(place)
-        self._sums[touched] = self._prior + FORGET ** len(chances) * (self._sums[touched] - self._prior)
-        for kind, values in enumerate((np.ones_like(chances), chances, accepted)):
-            np.add.at(self._sums, (place, np.full_like(place, kind), bins), values)
+        kept = FORGET ** len(known)
+        for place in {place for _, place, _ in known}:
+            for sums, priors in zip(self._sums[place], self._prior, strict=True):
+                sums[:] = [prior + kept * (own - prior) for own, prior in zip(sums, priors, strict=True)]
+        for chance, place, hit in known:
+            at, (seen, chances, hits) = bisect_left(EDGES, chance), self._sums[place]
+            seen[at] += 1
+            chances[at] += chance
+            hits[at] += hit
         self._lines = [None] * NUM_DEPTHS
 
     def __call__(self, chances: np.ndarray, depth: int) -> np.ndarray:
@@ -66,8 +73,11 @@ class Acceptance:
             return known
         seen, chances, hits = self._sums[place]
         if place:
-            hits = hits - self._prior[2] + PRIOR * self._line(place - 1)[1]
-        line = self._lines[place] = chances / seen, np.array(pooled((hits / seen).tolist(), seen.tolist()))
+            above = self._line(place - 1)[1].tolist()
+            hits = [own - prior + PRIOR * rate for own, prior, rate in zip(hits, self._prior[2], above, strict=True)]
+        rates = pooled([hit / count for hit, count in zip(hits, seen, strict=True)], seen)
+        means = [chance / count for chance, count in zip(chances, seen, strict=True)]
+        line = self._lines[place] = np.array(means), np.array(rates)
         return line
 
 
@@ -107,13 +117,13 @@ class Ranks:
 
 def judged(
     steps: Sequence[tuple[Tensor, Tensor, Tensor | None]], ranks: Ranks
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[list[float], list[int], list[bool]]:
     """The nodes whose parents were accepted, as ``Acceptance.observe`` reads them, (K,) each. ``ranks`` observes them.
 
     Args:
         steps: parents (B, N), accepted path (B, D) and what was said of the nodes (B, N) or None, of each step.
     """
-    said, at, right = [], [], []  # lists, since there are a handful
+    said, at, right = [], [], []
     for parents_BN, path_BD, told_BN in steps:
         told = None if told_BN is None else told_BN.tolist()
         for row, (path, parents) in enumerate(zip(path_BD.tolist(), parents_BN.tolist(), strict=True)):
@@ -129,4 +139,4 @@ def judged(
                     said.append(told[row][node])
                     at.append(depth)
                     right.append(node in kept)
-    return np.array(said), np.array(at, dtype=np.int64), np.array(right)
+    return said, at, right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -26,6 +27,7 @@ MOST = 256  # nodes that costs are looked up for
 EVEN, LEVELS = 8, 16  # levels that are as many even ones; levels that are known each by itself
 FAR = 4.0  # the other end of a measured line: farther off it would weigh more than all drafts that differ by a level
 YOUNG = 32  # drafts up to which the latest ones count more
+PAUSES, PAUSE = 9, 0.1  # the latest ones between two steps, which count; of a plain step, that they can be
 UNSETTLED = 2  # drafts at first that tell nothing: memory is laid out for them
 ALONE = 0.4, 1.25  # how much slower than drafts' verifications plain steps can be, each against what was measured
 STALE = 0.6, 1.7  # of what was measured: steps outside are of another machine than was measured,
@@ -116,6 +118,7 @@ class Clock:
         plain: the same of a run of plain steps; ``alone``: of what it is of a draft's.
         run: plain steps up to now.
         context: the mean number of tokens of the rows.
+        rest: seconds of a step, of whatever kind, for what is neither drafting nor verifying.
         num_drafts: steps with drafted nodes that were observed.
     """
 
@@ -123,7 +126,8 @@ class Clock:
         self.costs = costs
         self.slow = self.plain = self.alone = 1.0
         self.run = 0
-        self.context = 0.0
+        self.context = self.rest = 0.0
+        self._ended_at, self._pauses = 0.0, deque[float](maxlen=PAUSES)
         self.num_drafts = self._num_stale = 0
         self._num_since = COMPARED  # drafts since plain steps were seen
         self._is_old = False  # whether these were many when the plain steps of now began
@@ -171,7 +175,20 @@ class Clock:
         # rows take was not measured: there it tells more than what is believed.
         is_cold = nodes > 1 and rows <= ROWS and (self._num_since == 1 or self.num_drafts <= UNSETTLED)
         most = verify * (self.slow if is_cold else HICCUP * max(self.slow, self.plain))
-        return (min(verified_s, most) + (min(draft, usual) if is_cold else draft)) / self.plain_step(rows), found
+        seconds = min(verified_s, most) + (min(draft, usual) if is_cold else draft) + self.rest
+        return seconds / self.plain_step(rows), found
+
+    def end(self) -> None:
+        """Of a step that was looked at, now: what follows until the next one counts as ``rest``."""
+        self._ended_at = time.perf_counter()
+
+    def begin(self) -> None:
+        """Of a step, now."""
+        if self._ended_at:
+            self._pauses.append(time.perf_counter() - self._ended_at)
+            usual = statistics.median(self._pauses)
+            self.rest = min(usual, PAUSE * self.verify(1, 1))  # more is somebody else's
+            self._ended_at = 0.0
 
     def _draft_took(self, ratio: float, nodes: int, forwards: float) -> None:
         """The verification of a draft, as measured beforehand so many forwards, took ``ratio`` times as long."""
@@ -246,7 +263,7 @@ class Clock:
 
     def plain_step(self, rows: int) -> float:
         """Seconds of a step in a run of plain ones."""
-        return self.verify(1, rows) * self.alone
+        return self.verify(1, rows) * self.alone + self.rest
 
     def verify_tilted(self, nodes: int, rows: int) -> float:
         """The same with what many nodes were seen to take more."""

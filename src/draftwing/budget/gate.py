@@ -35,7 +35,7 @@ MISSED = 3  # texts in a row in which drafts lost time, from which on some are p
 # steps of them between two probes, twice as many after each further one, LONGEST at most
 RESTING = 32  # plain steps of a long run, of which one is looked at
 KNOWN = 64  # drafts from which on some steps are not looked at
-FRESH, GROWN = 8, 256  # steps between two that are learnt from; twice as many from this step on
+FRESH, GROWN = 8, (256, 1024)  # steps between two that are learnt from; twice as many from each of these steps on
 
 
 class Gate:
@@ -75,7 +75,7 @@ class Gate:
     @property
     def fresh(self) -> int:
         """Steps that are looked at between two that these are learnt from."""
-        return FRESH if self.steps < GROWN else 2 * FRESH
+        return FRESH << sum(self.steps >= grown for grown in GROWN)
 
     @property
     def rests(self) -> bool:
@@ -190,8 +190,7 @@ class Gate:
         speedup, seen = drafts.speedup, drafts.weight
         if self._trusts:
             speedup, seen = (speedup + self._forecast()) / 2, drafts.steps
-        doubt = DOUBT / math.sqrt(seen * self.rows) if self._debt <= 0 else 0.0
-        if speedup * (1 + doubt) >= GAIN:
+        if speedup * (1 + DOUBT / math.sqrt(seen * self.rows)) >= GAIN:
             self._plain, self._patience, self._misses = 0, PROBE, 0
             return True
         if hopeless:

@@ -143,6 +143,7 @@ class Planner:
     def budget(self, ctx: Context, children: str, most_nodes: int | None = None) -> Budget:
         """For the next step; ``most_nodes``: of each row's tree, from 1 on, where that is limited."""
         with self._lock:
+            self.clock.begin()
             known = self._as_before(ctx, children, most_nodes)
             if known is not None:
                 return known
@@ -237,6 +238,7 @@ class Planner:
             waits = gate.goes_on_plainly if nodes == 1 else is_known and not was_plain and len(self._seen) < TOGETHER
             if not waits:
                 self._judge()
+            self.clock.end()
 
     def _judge(self) -> None:
         """What was seen of steps since it was judged last.
@@ -271,12 +273,12 @@ class Planner:
         for account in (gate.all, gate.drafts):
             account.correct(found)
         chances = tree.confidence if self.sighted else None
-        tokens, expected = seen.num_tokens / rows, None if chances is None else float(chances.sum()) / rows
+        tokens, expected = seen.num_tokens / rows, None if chances is None else sum(map(sum, chances.tolist())) / rows
         gate.all.add(tokens, took, expected)
         if drafts:
-            took += self._own / clock.plain_step(rows)
+            took += self._usual / clock.plain_step(rows)
             brought = gate.drafts.add(tokens, took, expected)
-            whole = min(sum(seen.seconds) / clock.plain_step(rows), JUMP * took)
+            whole = min((sum(seen.seconds) + clock.rest) / clock.plain_step(rows), JUMP * took)
             gate.lose((self._gone(whole, took, is_first=seen.was_plain) - brought) * seen.every)
         if nodes > 1:
             self._unlearnt.append((tree.parents, seen.accepted.path, tree.told))
@@ -375,7 +377,12 @@ class Planner:
     def _takes(self, nodes: int, levels: int, is_wide: bool) -> float:
         """Seconds of a step with so many drafted nodes."""
         drafting = self.clock.draft(levels, self._rows, is_wide=is_wide and not self.sighted)
-        return self.clock.verify_tilted(nodes + 1, self._rows) + drafting + self._own
+        return self.clock.verify_tilted(nodes + 1, self._rows) + drafting + self.clock.rest + self._usual
+
+    @property
+    def _usual(self) -> float:
+        """Seconds of a step for deciding and learning, once no more steps are looked at than must be."""
+        return min(self._own, self._look_s / self.gate.every)
 
     def _forecast(self) -> float:
         """The speedup of the best fixed chain by what has been learnt of the depths, by the costs of now."""

@@ -245,7 +245,7 @@ class Decoder:
                 num_tokens += len(rows[-1].token_ids)
             rows = with_laws(rows, tree, sampling.filtered(adjusted), sampling) if sampling.has_laws else rows
             if planner is not None:
-                planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], clock[4] - clock[1])
+                planner.observe(tree, accepted, num_tokens, clock[1] - clock[0], time.perf_counter() - clock[1])
             clock.append(time.perf_counter())
             timings = Timings(*map(sub, clock[1:], clock))
             self.undone = Step(tuple(rows), tree, accepted, timings, self.rule.lossless)  # from here on it counts

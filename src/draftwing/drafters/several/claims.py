@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from draftwing.budget.acceptance import Acceptance
 from draftwing.drafters.growing.worth import Rates
 from draftwing.drafters.several.merge import Offer, Proposal, Union, follow
@@ -53,7 +51,7 @@ class _Table:
         told, depths, right = zip(*self._waiting, strict=True)
         self._seen += len(told)
         self._waiting = []
-        self._acceptance.observe(np.array(told), np.array(depths, dtype=np.int64), np.array(right))
+        self._acceptance.observe(told, depths, right)
         self.lines = self._acceptance.tables()
         self.rates = Rates(*self.lines)
         return True
