@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,41 +40,40 @@ class Plan:
 
     target: str  # empty: the shipped one
     load: dict[str, str]  # how it is loaded: dtype, quantize
-    drafts: list[str]
+    draft: str
     prompts: list[Any]
     max_tokens: int
     turns: int
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan) -> dict[str, tuple[float, str]]:
     """What one process finds: tokens/s and a hash of the texts, by drafter and temperature."""
     import draftwing as dw
 
-    models = {draft: dw.load(plan.target or None, draft=draft, **plan.load) for draft in plan.drafts}
+    lm = dw.load(plan.target or None, draft=plan.draft, **plan.load)
     rates: dict[str, list[float]] = {}
     texts: dict[str, str] = {}
     for turn in range(plan.turns + 1):
         for temperature in (0.0, 1.0):
-            for draft, lm in models.items():
-                began, tokens = time.perf_counter(), []
-                for prompt in plan.prompts:
-                    options = {"temperature": temperature, "seed": SEED, "max_tokens": plan.max_tokens}
-                    tokens += lm.generate([prompt], ignore_eos=True, **options)[0].token_ids
-                name = f"{draft}, T={temperature:g}"
-                texts[name] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
-                if turn:  # the first warms everything up
-                    rates.setdefault(name, []).append(len(tokens) / (time.perf_counter() - began))
-    return {"rates": {name: statistics.median(found) for name, found in rates.items()}, "texts": texts}
+            began, tokens = time.perf_counter(), []
+            for prompt in plan.prompts:
+                options = {"temperature": temperature, "seed": SEED, "max_tokens": plan.max_tokens}
+                tokens += lm.generate([prompt], ignore_eos=True, **options)[0].token_ids
+            name = f"{plan.draft}, T={temperature:g}"
+            texts[name] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+            if turn:  # the first warms everything up
+                rates.setdefault(name, []).append(len(tokens) / (time.perf_counter() - began))
+    return {name: (statistics.median(found), texts[name]) for name, found in rates.items()}
 
 
-def run(tree: Path, cache: Path, plan: Plan) -> dict[str, Any]:
+def run(tree: Path, cache: Path, plan: Plan) -> dict[str, tuple[float, str]]:
     """``measure`` in a process that imports Draftwing from ``tree``, with costs of its own."""
     environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "DRAFTWING_CACHE": str(cache)}
     command, sent = [sys.executable, __file__, "--worker"], json.dumps(asdict(plan))
     done = subprocess.run(command, input=sent, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise typer.BadParameter(f"{tree}: {done.stderr.strip()[-400:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().split("\n")[-1])
+    found: dict[str, tuple[float, str]] = json.loads(done.stdout.strip().split("\n")[-1])
     return found
 
 
@@ -99,34 +98,33 @@ def main(
 
     asked = read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts)
     load = {name: value for name, value in (("quantize", quantize), ("dtype", dtype)) if value}
-    plan = Plan(target, load, drafts.split(","), list(asked), max_tokens, turns)
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    plans = [Plan(target, load, draft, list(asked), max_tokens, turns) for draft in drafts.split(",")]
+    found: dict[str, list[tuple[tuple[float, str], tuple[float, str]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         caches = Path(folder, "before"), Path(folder, "after")
         for cache in caches:
             cache.mkdir(mode=0o700)
-        for turn in track(range(rounds * len(plan.drafts)), "measuring", console=Console(stderr=True)):
-            own = replace(plan, drafts=[plan.drafts[turn % len(plan.drafts)]])
-            one, other = (run(tree, cache, own) for tree, cache in zip((before, after), caches, strict=True))
-            found.append((one, other))
-    names = [name for one, _ in found[: len(plan.drafts)] for name in one["rates"]]
-    rows = {}
-    for name in names:
-        pairs = [(one["rates"][name], other["rates"][name]) for one, other in found if name in one["rates"]]
-        rows[name] = {
-            "before": statistics.median(one for one, _ in pairs),
-            "after": statistics.median(other for _, other in pairs),
-            "ratio": statistics.median(other / one for one, other in pairs),
-            "same_text": all(one["texts"].get(name) == other["texts"].get(name) for one, other in found),
+        for plan in track(plans * rounds, "measuring", console=Console(stderr=True)):
+            one, other = (run(tree, cache, plan) for tree, cache in zip((before, after), caches, strict=True))
+            for name, own in one.items():
+                found.setdefault(name, []).append((own, other[name]))
+    rows = {
+        name: {
+            "before": statistics.median(rate for (rate, _), _ in pairs),
+            "after": statistics.median(rate for _, (rate, _) in pairs),
+            "ratio": statistics.median(later / rate for (rate, _), (later, _) in pairs),
+            "same_text": all(text == later for (_, text), (_, later) in pairs),
         }
+        for name, pairs in found.items()
+    }
     table = Table("drafter", "before", "after", "ratio", "same text")
     for name, row in rows.items():
         same = "yes" if row["same_text"] else "no"
         table.add_row(name, f"{row['before']:.1f}", f"{row['after']:.1f}", f"{row['ratio']:.3f}", same)
     Console().print(table)
     if out is not None:
-        named = {"target": Path(target).name, "prompts": prompts.name if prompts else ""}
-        settings = {"rounds": rounds, **asdict(plan), **named, "num_prompts": len(plan.prompts)}
+        settings = {"rounds": rounds, **asdict(plans[0]), "target": Path(target).name, "num_prompts": len(asked)}
+        settings |= {"draft": drafts, "prompts": prompts.name if prompts else ""}
         commits = {name: _commit(tree) for name, tree in (("before", before), ("after", after))}
         result = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "commits": commits}
         out.write_text(json.dumps({**result, "settings": settings, "tokens_per_s": rows}, indent=1) + "\n")

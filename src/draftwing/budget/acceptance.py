@@ -36,7 +36,7 @@ class Acceptance:
         # since a handful is seen at a time, between forwards that leave none of NumPy's code in the caches.
         self._prior = [[PRIOR] * len(middles), *([PRIOR * each for each in middles] for _ in range(2))]
         self._sums = [[list(kind) for kind in self._prior] for _ in range(NUM_DEPTHS)]
-        self._lines: list[tuple[np.ndarray, np.ndarray] | None] = [None] * NUM_DEPTHS
+        self._lines: list[tuple[list[float], list[float]] | None] = [None] * NUM_DEPTHS
 
     def observe(self, chances: Iterable[float], depths: Iterable[int], accepted: Iterable[bool]) -> None:
         """Nodes whose parents were accepted: (K,) the drafter's chance of each, depth from 1, and whether it was."""
@@ -66,18 +66,18 @@ class Acceptance:
         knots, rates = (np.array([line[part] for line in lines], dtype=np.float32) for part in (0, 1))
         return knots, rates
 
-    def _line(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def _line(self, place: int) -> tuple[list[float], list[float]]:
         """Of depth ``place + 1``, (bins,) each: the mean chance, and the rate at which the nodes were accepted."""
         known = self._lines[place]
         if known is not None:
             return known
         seen, chances, hits = self._sums[place]
         if place:
-            above = self._line(place - 1)[1].tolist()
+            above = self._line(place - 1)[1]
             hits = [own - prior + PRIOR * rate for own, prior, rate in zip(hits, self._prior[2], above, strict=True)]
         rates = pooled([hit / count for hit, count in zip(hits, seen, strict=True)], seen)
         means = [chance / count for chance, count in zip(chances, seen, strict=True)]
-        line = self._lines[place] = np.array(means), np.array(rates)
+        line = self._lines[place] = means, rates
         return line
 
 

@@ -18,11 +18,9 @@ __all__ = ["LargePages", "Reused", "Slab"]
 SIZE = 1 << 13
 BLOCKS = 3  # that are kept
 LARGER = 4  # times what is asked for: larger blocks are not handed out
-
-
-LARGE_PAGE = 1 << 21
-SHARED = 16 * LARGE_PAGE  # by smaller tensors
-LINE = 64
+LARGE_PAGE = 1 << 21  # bytes
+SHARED = 16 * LARGE_PAGE  # that tensors of up to half as many share
+LINE = 64  # bytes, of a cache
 
 
 class LargePages:
@@ -31,7 +29,7 @@ class LargePages:
     A page lives as long as any of its tensors. Threads may ask at once.
 
     Args:
-        expect: tells the system what lies at an address, so many bytes, before it is filled.
+        expect: tells the system that so many bytes from an address on, where a large page begins, will be filled.
     """
 
     def __init__(self, expect: Callable[[int, int], None]) -> None:

@@ -61,11 +61,11 @@ int32_t draftwing_sizes(int32_t which) {
     return sizes[which];
 }
 
-// Memory that will hold weights: in large pages, where the system gives them, it is filled and read faster.
+// Memory that will hold weights, from the beginning of a large page on: in such, where the system gives them, it is filled
+// and read faster.
 void draftwing_expect(char* memory, int64_t size) {
 #if defined(MADV_HUGEPAGE)
-    const int64_t huge = 1 << 21, start = -reinterpret_cast<int64_t>(memory) & (huge - 1);
-    if (size > start + huge) madvise(memory + start, (size - start) & -huge, MADV_HUGEPAGE);
+    madvise(memory, size, MADV_HUGEPAGE);
 #endif
 }
 

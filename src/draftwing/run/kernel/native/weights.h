@@ -56,9 +56,9 @@ inline void tile_product(const typename T::Row* x, size_t stride, const typename
     typename T::Lanes acc[R][PARTS];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < PARTS; ++c) acc[r][c] = sum[r][c];
-    constexpr int WIDE = 16 * T::STEP;
+    constexpr int WIDE = 16 * T::STEP, NEAR = T::STEP > 1 && R > 2 ? 2 : 3;
     for (int k = 0; k < count; k += T::STEP, w += TILE * T::STEP) {
-        for (int line = 0; line < LINES; ++line, ahead += 64) __builtin_prefetch(ahead, 0, T::STEP > 1 && R > 2 ? 2 : 3);
+        for (int line = 0; line < LINES; ++line, ahead += 64) __builtin_prefetch(ahead, 0, NEAR);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const auto value = T::value_of(x + r * stride + k);
