@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 import draftwing as dw
-from draftwing.api import LM, load_drafter
-from draftwing.drafters.base import EAGLE_TREE, Drafter
-from draftwing.evaluate.machine import describe_machine
+from draftwing.lab.machine import describe_machine
+from draftwing.lm import LM
+from draftwing.loading import load_drafter
+from draftwing.methods.base import EAGLE_TREE, Drafter
 from draftwing.text.prompts import read_prompts, shipped_prompts
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare

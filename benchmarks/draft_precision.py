@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 import draftwing as dw
-from draftwing.api import load_target
-from draftwing.drafters.base import Drafter
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.evaluate.machine import describe_machine
-from draftwing.heads.read import read_head
-from draftwing.model.lean import LeanTarget
-from draftwing.shipped import SHIPPED
+from draftwing.formats.read import read_head
+from draftwing.lab.machine import describe_machine
+from draftwing.loading import load_target
+from draftwing.methods.base import Drafter
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.feature import EagleDrafter
+from draftwing.models.lean import LeanTarget
+from draftwing.shipped import TOY
 from draftwing.text.prompts import shipped_prompts
 from draftwing.text.tokenizer import Tokenizer
 
@@ -40,9 +40,9 @@ def makers(target: dw.Target) -> dict[str, dict[str, Callable[[], Drafter]]]:
     found: dict[str, dict[str, Callable[[], Drafter]]] = {}
     for precision, is_fast in (("own", False), ("int8", True)):
         for name in ("eagle3", "eagle1"):
-            net = read_head(SHIPPED / name, target.embedding, target.head).prepack(fast=is_fast)
+            net = read_head(TOY / name, target.embedding, target.head).prepack(fast=is_fast)
             found.setdefault(name, {})[precision] = partial(EagleDrafter, net, target, f"{name} {precision}")
-        model = LeanTarget.from_folder(SHIPPED / "draft", name=f"draft {precision}", fast=is_fast)
+        model = LeanTarget.from_folder(TOY / "draft", name=f"draft {precision}", fast=is_fast)
         found.setdefault("causal-lm", {})[precision] = partial(CausalLMDrafter, model, target.vocab_size)
     return found
 
@@ -54,7 +54,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
 ) -> None:
     """Compare 8-bit drafts with ones in the bits of their files."""
-    target, tokenizer = load_target(SHIPPED / "target"), Tokenizer(SHIPPED / "target")
+    target, tokenizer = load_target(TOY / "target"), Tokenizer(TOY / "target")
     prompts = shipped_prompts(num_prompts)
     models = {
         (name, str(budget or "auto"), precision): dw.LM(target, tokenizer, new_drafter, budget=budget)

@@ -25,15 +25,16 @@ from rich.table import Table
 from safetensors import safe_open
 
 import draftwing as dw
-from draftwing.api import LM, load_drafter
-from draftwing.evaluate.machine import describe_machine
+from draftwing.lab.machine import describe_machine
+from draftwing.lm import LM
+from draftwing.loading import load_drafter
 from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
-from draftwing.train.features.cache import FeatureCache
+from draftwing.train.feature_cache import FeatureCache
 from draftwing.train.options import TrainOptions
 from plain_decoding import commit
 from training_curve import COMMON, TREES, run_to_end, tokens_of
 
-UNROLLED: dict[str, Any] = {"later_share": 0.15}  # of the entries go on after the first step: see docs/log.md
+UNROLLED: dict[str, Any] = {"later_share": 0.15}  # of the entries go on after the first step: see docs/dev/log.md
 METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"draft_vocab_size": 8192},
     "hydra": {"draft_vocab_size": 8192},

@@ -20,13 +20,11 @@ import numpy as np
 import typer
 
 import draftwing as dw
-from draftwing.api import load_drafter
-from draftwing.cli.drafts import head_folder
-from draftwing.cli.options import Drafting, SamplingOptions
-from draftwing.evaluate.forecast.forecast import forecast
-from draftwing.evaluate.forecast.held_out import HeldOut
-from draftwing.evaluate.machine import describe_machine
+from draftwing.cli.options import Drafting, SamplingOptions, head_folder
+from draftwing.lab.forecast import HeldOut, forecast
+from draftwing.lab.machine import describe_machine
 from draftwing.lm import LM
+from draftwing.loading import load_drafter
 from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
 
 TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10")

@@ -28,10 +28,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import draftwing as dw
-from draftwing.api import DTYPES, load_drafter
 from draftwing.cli import screen as console
 from draftwing.errors import ConfigError, DraftwingError
-from draftwing.evaluate.machine import describe_machine
+from draftwing.lab.machine import describe_machine
+from draftwing.loading import DTYPES, load_drafter
 from draftwing.shipped import SHIPPED
 from draftwing.text.prompts import read_prompts, shipped_prompts
 from plain_decoding import commit
@@ -243,7 +243,9 @@ def main(
     tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     peer: Annotated[bool, typer.Option(help="Also transformers, plain and assisted (at batch 1).")] = True,
-    assistant: Annotated[Path, typer.Option(help="The small model that assists transformers.")] = SHIPPED / "draft",
+    assistant: Annotated[Path, typer.Option(help="The small model that assists transformers.")] = SHIPPED
+    / "toy"
+    / "draft",
     prompts: Annotated[Path | None, typer.Option(help="[default: the shipped ones]")] = None,
     copied_mb: Annotated[int, typer.Option(min=1, help="Copied for the bandwidth.")] = 1024,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,

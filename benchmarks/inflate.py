@@ -33,16 +33,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwing.api import DTYPES, LM, load_drafter, load_target
 from draftwing.cli import screen as console
-from draftwing.drafters.base import Budget
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
-from draftwing.heads.identity import target_id_of_folder
-from draftwing.heads.read import load_head
-from draftwing.heads.write import save_head, write_fix
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.weights import WeightFiles
-from draftwing.shipped import SHIPPED
+from draftwing.formats.identity import target_id_of_folder
+from draftwing.formats.read import load_head
+from draftwing.formats.write import save_head, write_fix
+from draftwing.lm import LM
+from draftwing.loading import DTYPES, load_drafter, load_target
+from draftwing.methods.base import Budget
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.weights import WeightFiles
+from draftwing.shipped import TOY
 from draftwing.text.tokenizer import Tokenizer
 
 STD = 0.02  # of weights that change nothing: as small as real ones, and far from denormal numbers
@@ -471,7 +472,7 @@ def inflate(
         raise CheckpointError(f"{there[0]} exists already: remove it, or write elsewhere")
     for head in heads:  # refused before gigabytes are written
         load_head(head).for_target(target_id_of_folder(target), None, str(head))
-    name = "draftwing/target" if target == SHIPPED / "target" else str(target)
+    name = "toy" if target == TOY / "target" else str(target)
     inflation = inflate_target(target, out / "target", shape, dtype, seed, name)
     for head, folder in zip(heads, names[1:], strict=True):
         inflate_head(head, out / folder, target, out / "target", dtype, seed + 1)
@@ -501,7 +502,7 @@ def main(
     out: Annotated[Path, typer.Argument(help="Folder to write OUT/target and OUT/HEAD's name into.")],
     target: Annotated[
         Path, typer.Option(help="Folder of a small Llama. [default: the shipped target]", show_default=False)
-    ] = SHIPPED / "target",
+    ] = TOY / "target",
     head: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of an EAGLE head for it; repeatable. [default: both shipped ones for their target]"),
@@ -541,7 +542,7 @@ def main(
         if like is None and not given:
             raise ConfigError("how large? Give --like 1b, 3b or 8b, or sizes such as --hidden-size")
         shape = replace(shape_of(model) if like is None else shape_like(like, model.head_dim), **given)
-        heads = [SHIPPED / "eagle3", SHIPPED / "eagle1"] if target == SHIPPED / "target" else []
+        heads = [TOY / "eagle3", TOY / "eagle1"] if target == TOY / "target" else []
         heads = heads if head is None else list(head)
         same = write_and_check(target, heads, out, shape, DTYPES[dtype], seed, check=check)
     except DraftwingError as error:

@@ -21,8 +21,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftwing.evaluate.machine import describe_machine
-from draftwing.model.linear import Linear
+from draftwing.lab.machine import describe_machine
+from draftwing.models.linear import Linear
 from plain_decoding import commit
 
 ROWS = (1, 2, 4, 8, 16, 32)

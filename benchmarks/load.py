@@ -36,7 +36,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftwing.evaluate.machine import describe_machine
+from draftwing.lab.machine import describe_machine
 from draftwing.text.prompts import read_prompts, shipped_prompts
 from plain_decoding import commit
 from sweep import numbers

@@ -39,9 +39,9 @@ def measure(way: str, folder: Path) -> dict[str, float]:
     import torch
 
     if way == "draftwing":
-        from draftwing.engine.decode import Decoder
-        from draftwing.model.lean import LeanTarget
-        from draftwing.run.kernel.library import get_kernel
+        from draftwing.cpu.library import get_kernel
+        from draftwing.decode import Decoder
+        from draftwing.models.lean import LeanTarget
         from draftwing.sampling import Sampling
 
         get_kernel()
@@ -79,8 +79,8 @@ def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Measure loading."""
-    from draftwing.evaluate.machine import describe_machine
-    from draftwing.model.resolve import resolve
+    from draftwing.lab.machine import describe_machine
+    from draftwing.models.resolve import resolve
 
     folder = resolve(target)
     size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.gguf") for file in folder.glob(pattern)) / 2**20

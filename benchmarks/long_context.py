@@ -32,14 +32,13 @@ from rich.progress import track
 from rich.table import Table
 
 import draftwing as dw
-from draftwing.api import load_drafter, load_target
-from draftwing.budget.costs import Costs, inflection_length
-from draftwing.budget.formulas import expected_tokens
+from draftwing.budget.costs import Costs, expected_tokens, inflection_length
 from draftwing.budget.measure import measure
-from draftwing.engine.decode import loop_of
-from draftwing.evaluate.machine import describe_machine
-from draftwing.model.resolve import resolve
-from draftwing.model.target import Target
+from draftwing.decode import loop_of
+from draftwing.lab.machine import describe_machine
+from draftwing.loading import load_drafter, load_target
+from draftwing.models.resolve import resolve
+from draftwing.models.target import Target
 from draftwing.text.tokenizer import Tokenizer
 from plain_decoding import commit
 from sweep import numbers, short

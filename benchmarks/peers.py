@@ -86,7 +86,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 def settings_of(args: argparse.Namespace, shipped: Path) -> Settings:
     """The folders filled in: what ships with Draftwing drafts for the shipped target only."""
-    from draftwing.model.resolve import resolve
+    from draftwing.models.resolve import resolve
 
     target = resolve(args.target).resolve() if args.target else (shipped / "target").resolve()
     own, is_gguf = target == (shipped / "target").resolve(), (target / "model.gguf").exists()
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> None:
     """Everything: prepare, measure, report."""
     from rich.console import Console
 
-    from draftwing.model.config import read_config
+    from draftwing.models.config import read_config
     from draftwing.shipped import SHIPPED
     from peers import report
     from peers.rounds import Measurement
@@ -185,7 +185,7 @@ def prompts_of(args: argparse.Namespace, target: Path) -> list[list[int]]:
 
 def about_of(args: argparse.Namespace, settings: Settings, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """What a result says of the run itself; folders by name, since paths say nothing elsewhere."""
-    from draftwing.evaluate.machine import describe_machine
+    from draftwing.lab.machine import describe_machine
     from plain_decoding import commit
 
     machine = describe_machine()

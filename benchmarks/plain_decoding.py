@@ -1,6 +1,6 @@
 """Plain decoding: the lean decoder against transformers' generate and against the memory bandwidth.
 
-    python benchmarks/plain_decoding.py --target src/draftwing/shipped/target --json benchmarks/results/NAME.json
+    python benchmarks/plain_decoding.py --target src/draftwing/shipped/toy/target --json benchmarks/results/NAME.json
 
 Every round runs all three in turn; the table shows medians. The limit is the bandwidth of a plain sum over as many
 freshly written bytes as one token reads weights, measured in the same rounds.
@@ -24,9 +24,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import draftwing as dw
-from draftwing.api import load_target
-from draftwing.evaluate.machine import describe_machine, read_bandwidth
-from draftwing.shipped import SHIPPED
+from draftwing.lab.machine import describe_machine, read_bandwidth
+from draftwing.loading import load_target
+from draftwing.shipped import TOY
 
 
 def commit() -> str:
@@ -72,7 +72,7 @@ def random_model(folder: Path) -> Path:
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="A Hugging Face folder of a lean family.")] = SHIPPED / "target",
+    target: Annotated[Path, typer.Option(help="A Hugging Face folder of a lean family.")] = TOY / "target",
     random: Annotated[bool, typer.Option(help="Instead of --target, a random Llama of 0.6B parameters.")] = False,
     rounds: int = 7,
     tokens: int = 128,

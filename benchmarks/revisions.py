@@ -93,7 +93,7 @@ def main(
 ) -> None:
     """Compare two revisions."""
     # Here, since a worker imports another revision; prompts are read once, that both have the same.
-    from draftwing.evaluate.machine import describe_machine
+    from draftwing.lab.machine import describe_machine
     from draftwing.text.prompts import read_prompts, shipped_prompts
 
     asked = read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts)

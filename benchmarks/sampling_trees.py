@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 import draftwing as dw
-from draftwing.api import LM, load_drafter
-from draftwing.evaluate.machine import describe_machine
+from draftwing.lab.machine import describe_machine
+from draftwing.lm import LM
+from draftwing.loading import load_drafter
 from draftwing.text.prompts import read_prompts, shipped_prompts
 from draftwing.tree import PAD
 from plain_decoding import commit

@@ -39,13 +39,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import draftwing as dw
-from draftwing.api import load_drafter, load_target
-from draftwing.evaluate.machine import describe_machine
-from draftwing.heads.write import write_head
-from draftwing.model.lean import LeanContext, LeanTarget
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.shipped import SHIPPED
+from draftwing.formats.write import write_head
+from draftwing.lab.machine import describe_machine
+from draftwing.loading import load_drafter, load_target
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.models.lean import LeanContext, LeanTarget
+from draftwing.shipped import TOY
 from draftwing.tree import DraftTree
 from plain_decoding import commit
 from sweep import numbers, short
@@ -316,7 +315,7 @@ def run(
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="A folder of a lean family.")] = SHIPPED / "target",
+    target: Annotated[Path, typer.Option(help="A folder of a lean family.")] = TOY / "target",
     quantize: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     contexts: Annotated[str, typer.Option(help="Tokens, doubling.")] = "128,256,512,1024,2048,4096,8192",

@@ -37,9 +37,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import draftwing as dw
-from draftwing.api import LM, Generation, load_drafter
 from draftwing.cli.options import Drafting, SamplingOptions
-from draftwing.evaluate.machine import describe_machine
+from draftwing.lab.machine import describe_machine
+from draftwing.lm import LM, Generation
+from draftwing.loading import load_drafter
 from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
 from plain_decoding import commit
 

@@ -170,22 +170,22 @@ def load_ours(target: Path | None, draft: str, depth: int, drafts: str = "float3
     ``drafts`` is ``float32``, as vLLM computes, or ``fast``, as Draftwing does by itself.
     """
     import draftwing as dw
-    from draftwing.drafters.causal_lm import CausalLMDrafter
-    from draftwing.drafters.kinds import kind_of_folder
-    from draftwing.heads.identity import head_id, target_id
-    from draftwing.model.lean import LeanTarget
+    from draftwing.formats.identity import head_id, target_id
+    from draftwing.methods.causal_lm import CausalLMDrafter
+    from draftwing.methods.registry import method_of_folder
+    from draftwing.models.lean import LeanTarget
 
     budget = dw.Budget(depth=depth, width=1)
     if drafts == "fast":
         return dw.load(target, draft=draft, budget=budget)
     plain, folder = dw.load(target, draft="none"), Path(draft)
-    ours, kind = plain.target, kind_of_folder(folder).net
-    if kind is None or kind.as_target is not None:  # a model that writes text by itself
+    ours, method = plain.target, method_of_folder(folder)
+    if not isinstance(method, dw.NetMethod) or method.name == "causal-lm":  # a model that writes text by itself
         model = LeanTarget.from_folder(folder, ours.dtype, ours.device, name=folder.name)
         return dw.LM(ours, plain.tokenizer, partial(CausalLMDrafter, model, ours.vocab_size), budget=budget)
     own = target_id(ours, plain.tokenizer)
-    net = kind.read(folder, ours.embedding, ours.head, own, dtype=ours.dtype).prepack()
-    maker = partial(kind.drafter, net, ours, folder.name, head_id(folder))
+    net = method.read(folder, ours.embedding, ours.head, own, dtype=ours.dtype).prepack()
+    maker = partial(method.drafter, net, ours, folder.name, head_id(folder))
     return dw.LM(ours, plain.tokenizer, maker, budget=budget)
 
 
@@ -248,12 +248,12 @@ class Handover:
 def compare(method: str, draft: Path, prompts: list[str], args: argparse.Namespace) -> tuple[Handover, dict[str, str]]:
     """One head on both sides, and vLLM's versions."""
     import draftwing as dw
-    from draftwing.shipped import SHIPPED
+    from draftwing.shipped import TOY
 
     lm = load_ours(args.target, str(draft), args.depth, args.our_drafts)
     plain = dw.LM(lm.target, lm.tokenizer).generate(prompts, max_batch=1, max_tokens=args.max_tokens)
     job = {
-        "target": str((args.target or SHIPPED / "target").resolve()),
+        "target": str((args.target or TOY / "target").resolve()),
         "method": METHODS[method],
         "draft": str(draft.resolve()),
         "depth": args.depth,
@@ -346,7 +346,7 @@ def main() -> None:
         sys.exit(f"there is no vLLM in {args.env}: run this once with --setup")
 
     from draftwing.errors import DraftwingError
-    from draftwing.evaluate.machine import describe_machine
+    from draftwing.lab.machine import describe_machine
     from draftwing.text.prompts import read_prompts, shipped_prompts
     from plain_decoding import commit
 

@@ -30,11 +30,11 @@ from rich.progress import track
 from rich.table import Table
 
 import draftwing as dw
-from draftwing.api import load_drafter
-from draftwing.evaluate.machine import describe_machine, read_bandwidth
-from draftwing.model.lean import LeanTarget
-from draftwing.model.resolve import resolve
-from draftwing.shipped import SHIPPED
+from draftwing.lab.machine import describe_machine, read_bandwidth
+from draftwing.loading import load_drafter
+from draftwing.models.lean import LeanTarget
+from draftwing.models.resolve import resolve
+from draftwing.shipped import TOY
 from draftwing.text.prompts import Prompt, read_prompts, shipped_prompts
 from draftwing.text.tokenizer import Tokenizer
 from plain_decoding import commit
@@ -82,7 +82,7 @@ class Figures:
 
 
 def main(
-    target: Annotated[str, typer.Option(help="A folder or GGUF file of a lean family.")] = str(SHIPPED / "target"),
+    target: Annotated[str, typer.Option(help="A folder or GGUF file of a lean family.")] = str(TOY / "target"),
     draft: Annotated[str, typer.Option(help="A head, a draft model, lookup or none.")] = "eagle3",
     prompts: Annotated[Path | None, typer.Option(help="JSONL; by default the shipped prompts.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1)] = 4,

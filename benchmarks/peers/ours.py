@@ -7,12 +7,12 @@ from typing import Any
 
 from peers.channel import Run, Stopwatch
 
-# Our mode: what ``draftwing.api`` calls it, or the key of the job under which its folder stands.
+# Our mode: what ``draftwing.loading`` calls it, or the key of the job under which its folder stands.
 DRAFTS = {"plain": "none", "lookup": "lookup"}
 
 
 class Draftwing:
-    """``draftwing.api`` with the automatic budget."""
+    """``draftwing.loading`` with the automatic budget."""
 
     def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
         return {}

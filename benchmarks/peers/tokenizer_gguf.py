@@ -170,8 +170,8 @@ def compare(file: Path, python: str, count: int, seed: int, texts: list[str]) ->
     """What differs between the two tokenizers of one file."""
     from tokenizers import Tokenizer
 
-    from draftwing.gguf.container import open_file
-    from draftwing.gguf.tokenizer import end_ids, tokenizer_json
+    from draftwing.formats.gguf import open_file
+    from draftwing.formats.gguf_tokenizer import end_ids, tokenizer_json
 
     opened = open_file(file)
     try:
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--sentencepiece", action="store_true")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
-    from draftwing.gguf.split import SPLITS
+    from draftwing.formats.gguf_tokenizer import SPLITS
 
     texts = [path.read_text(encoding="utf-8") for path in options.text]
     files: dict[str, Callable[[dict[str, Any]], None] | None] = {"as it is": None}
