@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all their own set-up; they need Python 3.11 or newer and make.
+# `make demo` and `make test` do their own set-up; they need Python 3.11 or newer.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,25 +20,24 @@ $(READY): pyproject.toml tools/install_torch.py
 
 setup: $(READY)  ## Create .venv with everything needed.
 
-demo: $(READY)  ## Decode plainly and speculatively, Python offline and a chat model: the same text, and the speed of each.
-	$(BIN)/draftwing compare --texts
+demo: $(READY)  ## A chat model answers three questions with and without drafts: the same text, and the speed of each.
 	$(BIN)/draftwing demo --quantize int8
 
-# A worker of pytest-xdist for each processor; files stay together, since what their tests share is made once for a file.
+# One worker per processor; a file stays on one worker, since its tests share fixtures.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
 test: $(READY)  ## Run the test suite, some minutes on two cores.
 	$(PYTEST)
 
-test-all: $(READY)  ## Run all of it, also what the suite covers by pairs, and see that known mistakes are found.
+test-all: $(READY)  ## Run everything: full products, other instruction sets, mutants.
 	$(PYTEST) -m ''
 	$(BIN)/python tools/mutants.py
 
-check: $(READY)  ## Lint, format, types, floors, exports, what README and docs show.
+check: $(READY)  ## Lint, types, import layers, prose, exports, README and docs.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_structure.py tests/test_readme.py
+	$(BIN)/python -m pytest tests/test_structure.py tests/test_prose.py tests/test_readme.py
 
 format: $(READY)  ## Format, and fix what ruff can.
 	$(BIN)/ruff check --fix .

@@ -22,20 +22,18 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from draftwing.api import load_drafter, load_target
 from draftwing.cli.progress import progress
 from draftwing.errors import CheckpointError
-from draftwing.evaluate.forecast.collect import collect, fitting
-from draftwing.evaluate.forecast.held_out import HeldOut
-from draftwing.heads.card import write_card
-from draftwing.heads.identity import head_id, target_id
-from draftwing.heads.prompts import copy_stored
-from draftwing.heads.read import read_head
-from draftwing.heads.write import write_head
-from draftwing.model.resolve import resolve
+from draftwing.formats.card import copy_stored, write_card
+from draftwing.formats.identity import head_id, target_id
+from draftwing.formats.read import read_head
+from draftwing.formats.write import write_head
+from draftwing.lab.forecast import HeldOut, collect, fitting
+from draftwing.loading import load_drafter, load_target
+from draftwing.models.resolve import resolve
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.features.cache import FeatureCache
+from draftwing.train.feature_cache import FeatureCache
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import split_cache, validation_prompts
 

@@ -1,7 +1,7 @@
-"""Distil the shipped draft model: a 3.7M Llama of the target's tokenizer, by forward KL from the target.
+"""Distil the toy draft model: a 0.4M Llama of the target's tokenizer, by forward KL from the target.
 
-    python recipes/demo_draft.py train  --target src/draftwing/shipped/target --out build/draft
-    python recipes/demo_draft.py export --out build/draft --to src/draftwing/shipped
+    python recipes/demo_draft.py train  --target src/draftwing/shipped/toy/target --out build/draft
+    python recipes/demo_draft.py export --out build/draft --to src/draftwing/shipped/toy
 
 The student reads the target's own training windows and learns the target's whole distribution at each token
 (forward KL, as in DistillSpec 2310.08461). Its embedding starts as the target's principal components.
@@ -28,7 +28,7 @@ TargetRun = Annotated[Path, typer.Option(help="Folder of the target's run: its t
 
 
 def build_model() -> LlamaForCausalLM:
-    return training.llama(VOCAB, hidden=256, intermediate=768, layers=2, heads=4, kv_heads=2)
+    return training.llama(VOCAB, hidden=96, intermediate=256, layers=2, heads=3, kv_heads=1)
 
 
 @torch.no_grad()
@@ -43,11 +43,11 @@ def start_from(student: LlamaForCausalLM, teacher: torch.nn.Module) -> None:
 @app.command()
 def train(
     target: Annotated[Path, typer.Option(help="The target's Hugging Face folder.")] = Path(
-        "src/draftwing/shipped/target"
+        "src/draftwing/shipped/toy/target"
     ),
     target_run: TargetRun = Path("build/target"),
     out: Out = Path("build/draft"),
-    iterations: Annotated[int, typer.Option(help="Training updates; may be changed on resume.")] = 600,
+    iterations: Annotated[int, typer.Option(help="Training updates; may be changed on resume.")] = 500,
     every: Annotated[int, typer.Option(help="Iterations between two checkpoints.")] = 50,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = DEVICE,
     compiled: Annotated[bool, typer.Option(help="torch.compile the loss.")] = True,
@@ -69,11 +69,11 @@ def train(
     training.run(student, loss_of, windows, out, iterations, every, compiled)
 
 
-CARD = """# draftwing/draft
+CARD = """# toy/draft
 
-A Llama of {millions:.1f}M parameters (2 layers, hidden 256) with the tokenizer of draftwing/target, distilled from it
+A Llama of {millions:.1f}M parameters (2 layers, hidden 96) with the tokenizer of the toy target, distilled from it
 by forward KL on the target's training text (`recipes/demo_draft.py`, {iterations} iterations of {tokens} tokens). It is
-the draft model of `draftwing compare`. Held out: {bits_per_byte} bits per byte. Apache-2.0.
+the draft model `causal-lm` of the toy. Held out: {bits_per_byte} bits per byte. Apache-2.0.
 """
 
 
@@ -81,7 +81,7 @@ the draft model of `draftwing compare`. Held out: {bits_per_byte} bits per byte.
 def export(
     out: Out = Path("build/draft"),
     target_run: TargetRun = Path("build/target"),
-    to: Annotated[Path, typer.Option(help="Folder that gets draft/.")] = Path("src/draftwing/shipped"),
+    to: Annotated[Path, typer.Option(help="Folder that gets draft/.")] = Path("src/draftwing/shipped/toy"),
 ) -> None:
     """Write the bf16 folder with its model card."""
     tokenizer, _ = training.load_tokens(target_run, VOCAB)

@@ -1,9 +1,9 @@
-"""The shipped heads: EAGLE-3 and EAGLE-1 for the shipped target.
+"""The toy heads: EAGLE-3 and EAGLE-1.
 
-    python recipes/demo_heads.py answers --out build/heads       # the target's own text: half an hour on two cores
-    python recipes/demo_heads.py train   --out build/heads       # resumes where it was stopped; 40 minutes
+    python recipes/demo_heads.py answers --out build/heads       # the target's own text: minutes
+    python recipes/demo_heads.py train   --out build/heads       # resumes where it was stopped; 20 minutes
     python recipes/demo_heads.py export  --out build/heads --to src/draftwing/shipped
-    python recipes/demo_heads.py statistics --of src/draftwing/shipped    # for `draftwing predict`: minutes
+    python recipes/demo_heads.py statistics --of src/draftwing/shipped/toy  # for `draftwing predict`: minutes
 
 The training text is what the target itself writes (greedily, after beginnings cut from the training files), which is
 what a head has to guess; and a part of the training files themselves, which is what sampled text looks like.
@@ -21,12 +21,12 @@ import typer
 
 import corpus
 import draftwing as dw
-from draftwing.api import load_target
-from draftwing.evaluate.forecast.collect import collect
-from draftwing.heads.identity import head_id, target_id
-from draftwing.heads.read import read_head
-from draftwing.heads.write import write_head
-from draftwing.shipped import SHIPPED
+from draftwing.formats.identity import head_id, target_id
+from draftwing.formats.read import read_head
+from draftwing.formats.write import write_head
+from draftwing.lab.forecast import collect
+from draftwing.loading import load_target
+from draftwing.shipped import TOY
 from draftwing.text.prompts import shipped_prompts
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.options import TrainOptions
@@ -43,10 +43,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "method": "eagle3",
         "later_share": 0.34,
         "unroll_steps": 6,
-        "draft_vocab_size": 4096,
-        "minutes": 28,
+        "draft_vocab_size": 1024,
+        "minutes": 12,
     },
-    "eagle1": {**COMMON, "method": "eagle1", "minutes": 9},
+    "eagle1": {**COMMON, "method": "eagle1", "minutes": 6},
 }
 
 
@@ -74,7 +74,7 @@ def answers(
     out.mkdir(parents=True, exist_ok=True)
     file = out / TEXTS
     done = len(file.read_text().splitlines()) if file.exists() else 0
-    lm = dw.load(draft="lookup")
+    lm = dw.load("toy", draft="lookup")
     todo = beginnings(num, seed=1)
     with file.open("a") as sink:
         for start in range(done, num, 96):
@@ -103,7 +103,7 @@ def train(
     for name, options in RUNS.items():
         if only not in (None, name):
             continue
-        session = prepare(RunFiles(None, [out / TEXTS, out / FILES]), TrainOptions(**options), out / name)
+        session = prepare(RunFiles("toy", [out / TEXTS, out / FILES]), TrainOptions(**options), out / name)
         session.trainer.on_progress = lambda p: (
             typer.echo(f"{p.iteration}/{p.iterations} {p.metrics}") if p.iteration % 50 == 0 else None
         )
@@ -111,9 +111,9 @@ def train(
         session.run()
 
 
-CARD = """# draftwing/{name}
+CARD = """# toy/{name}
 
-An {kind} head of {millions:.2f}M parameters for draftwing/target, trained by `recipes/demo_heads.py` on text that the
+An {kind} head of {millions:.2f}M parameters for the toy target, trained by `recipes/demo_heads.py` on text that the
 target wrote greedily and on a part of its training files ({tokens:,} tokens in all). Draft vocabulary: {vocabulary}.
 Its folder is in the published EAGLE layout: `draftwing export` prepares it for vLLM and SGLang. Apache-2.0.
 """
@@ -122,11 +122,11 @@ Its folder is in the published EAGLE layout: `draftwing export` prepares it for 
 @app.command()
 def export(
     out: Out = Path("build/heads"),
-    to: Annotated[Path, typer.Option(help="Folder that gets eagle3/ and eagle1/.")] = SHIPPED,
+    to: Annotated[Path, typer.Option(help="Folder that gets eagle3/ and eagle1/.")] = TOY,
 ) -> None:
     """Write the heads in bfloat16, with cards."""
-    target = load_target(SHIPPED / "target", prepack=False)
-    own = target_id(target, Tokenizer(SHIPPED / "target"), "draftwing/target")
+    target = load_target(TOY / "target", prepack=False)
+    own = target_id(target, Tokenizer(TOY / "target"), "toy")
     for name, kind in (("eagle3", "EAGLE-3"), ("eagle1", "EAGLE-1")):
         net = read_head(out / name / "head", target.embedding, target.head, own, torch.bfloat16)
         training = json.loads((out / name / "head" / "config.json").read_text())["draftwing"]["training"]
@@ -144,14 +144,14 @@ def export(
 
 @app.command()
 def statistics(
-    of: Annotated[Path, typer.Option(help="Folder with eagle3/ and eagle1/.")] = SHIPPED,
+    of: Annotated[Path, typer.Option(help="Folder with eagle3/ and eagle1/.")] = TOY,
     num: Annotated[int, typer.Option(help="Held-out prompts, none of them among those that come with Draftwing.")] = 40,
 ) -> None:
     """Collect the heads' held-out statistics (``evaluate.forecast``)."""
     known = set(shipped_prompts(100))
     prompts = [prompt for prompt in corpus.prompts(num + 20, seed=1) if prompt not in known][:num]
     for name in RUNS:
-        lm = dw.load(draft=of / name)
+        lm = dw.load("toy", draft=of / name)
         ids = [lm.encode(prompt) for prompt in prompts]
         typer.echo(f"wrote {collect(lm.target, lm.new_drafter, head_id(of / name), ids).write(of / name)}")
 

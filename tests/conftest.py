@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["DRAFTWING_MODEL"] = "toy"  # the default model is a download
 # A cache of the tests' own: nothing of the user's is read or written. Processes that this one starts (the workers of
 # pytest-xdist, tools/mutants.py) inherit the variable: they share the cache, and the compiled kernel in it.
 os.environ["DRAFTWING_CACHE"] = os.environ.get("DRAFTWING_TEST_CACHE") or tempfile.mkdtemp(prefix="draftwing-test-")
@@ -24,8 +26,8 @@ import torch
 import transformers
 
 from draftwing.budget import measure
+from draftwing.cpu.library import get_kernel
 from draftwing.errors import DraftwingError
-from draftwing.run.kernel.library import get_kernel
 
 IS_SHARED = "DRAFTWING_TEST_CACHE" in os.environ  # it belongs to whoever started this process
 os.environ["DRAFTWING_TEST_CACHE"] = os.environ["DRAFTWING_CACHE"]
@@ -33,7 +35,9 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 # In the background of a script interrupts are ignored, and what is started from there ignores them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-measure.SECONDS = 0.25  # what a step takes need not be known well: many tests load a pair that none did before
+measure.CONFIG = dataclasses.replace(
+    measure.CONFIG, seconds=0.25
+)  # what a step takes need not be known well: many tests load a pair that none did before
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does, and far more on a busy machine
 
 

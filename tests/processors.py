@@ -1,7 +1,7 @@
 """What this machine can compute."""
 
-from draftwing.model.int8 import has_exact_int8
-from draftwing.run.kernel.library import get_kernel
+from draftwing.cpu.library import get_kernel
+from draftwing.models.linear import has_exact_int8
 
 
 def can_int8() -> bool:

@@ -9,14 +9,14 @@ import torch
 import transformers
 
 from conftest import FAMILIES, SMALL
-from draftwing.api import load_target
-from draftwing.drafters.base import Budget, NoDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import FeatureSpec
+from draftwing.loading import load_target
+from draftwing.methods.base import Budget, NoDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 from draftwing.tree import Accepted, DraftTree
 

@@ -6,9 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import draftwing as dw
-from draftwing import alone
-from draftwing.drafters.unread import Unread
-from draftwing.run.kernel.library import get_kernel
+from draftwing import torch_utils as alone
+from draftwing.cpu.library import get_kernel
+from draftwing.methods.net_drafter import PendingFeatures
 
 GRAIN = 32768  # elements from which PyTorch splits its work
 
@@ -48,7 +48,7 @@ def test_a_text_leaves_nothing_to_the_threads_of_pytorch(lms, name, temperature,
     engine = lms[name].engine(max_batch=1, kv_memory=memory)
     with OnlySmall() as seen:
         for length in (100, 600):
-            engine.submit([7 * at % 4000 for at in range(length)], dw.Sampling(temperature=temperature, max_tokens=40))
+            engine.submit([7 * at % 2000 for at in range(length)], dw.Sampling(temperature=temperature, max_tokens=40))
         engine.run()
     assert not seen.large
 
@@ -56,7 +56,7 @@ def test_a_text_leaves_nothing_to_the_threads_of_pytorch(lms, name, temperature,
 @pytest.mark.parametrize("counts", [(300,), (300, 200), (0, 300)])
 def test_what_waits_to_be_read_is_put_together_by_one_thread(counts):
     """Rows that came one after another, each with features of its prompt and of a step."""
-    unread, features = Unread(), torch.arange(len(counts) * 301 * 128.0).view(len(counts), 301, 128)
+    unread, features = PendingFeatures(), torch.arange(len(counts) * 301 * 128.0).view(len(counts), 301, 128)
     with OnlySmall() as seen:
         for row, count in enumerate(counts):
             unread.admit(features[row : row + 1, :count], counts[:row])
@@ -77,10 +77,10 @@ def test_what_is_large_is_seen():
     assert seen.large == {"aten::zeros", "aten::add_.Tensor"}
 
 
-@pytest.mark.parametrize("most", [0, alone.MOST])
+@pytest.mark.parametrize("most", [0, alone.MAX_COPY_BYTES])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64])
 def test_copies_are_those_of_pytorch(monkeypatch, dtype, most):
-    monkeypatch.setattr(alone, "MOST", most)
+    monkeypatch.setattr(alone, "MAX_COPY_BYTES", most)
     draw = torch.Generator().manual_seed(3)
     pieces = [torch.randint(-9, 9, (2, count, 3), generator=draw).to(dtype) for count in (4, 1, 2)]
     for dim in (0, 1):

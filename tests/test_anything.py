@@ -23,8 +23,7 @@ import draftwing as dw
 from conftest import add_tokenizer
 from draftwing.cli import main as cli
 from draftwing.errors import DataError, DraftwingError, PromptError
-from draftwing.text.prompts import as_list, check_prompt, read_prompts
-from draftwing.text.records import read_record
+from draftwing.text.prompts import as_list, check_prompt, read_prompts, read_record
 
 # The same examples everywhere; each may load a model or compile a template once, so that no single one has a deadline.
 settings.register_profile(

@@ -5,16 +5,18 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL, refused
+from draftwing import decode, engine
+from draftwing import decode as aside
 from draftwing.budget.planner import Planner
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine import aside, decode, engine
-from draftwing.engine.engine import Engine
-from draftwing.engine.wishes import AtMost
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError
-from draftwing.model.lean import LeanTarget
+from draftwing.limits import AtMost
+from draftwing.methods.base import Drafter, NoDrafter
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
-from test_auto import COSTS
+from test_budget import COSTS
 from test_engine import interrupt_at
 
 VOCAB = SMALL["vocab_size"]
@@ -32,14 +34,11 @@ class Passing(Planner):
 
     def __init__(self):
         super().__init__(COSTS, dw.Budget(4))
-        self.asked, self.passed, self.budgets = [], [], 0
+        self.asked, self.budgets = [], 0
 
-    def passes_over(self, num_tokens, temperature):
-        self.asked.append((num_tokens, temperature))
+    def skips(self, temperature):
+        self.asked.append(temperature)
         return len(self.asked) % 2 == 0
-
-    def passed_over(self, num_steps):
-        self.passed.append(num_steps)
 
     def budget(self, *args):
         self.budgets += 1
@@ -80,8 +79,7 @@ def test_a_text_that_is_passed_over_is_the_same_and_no_drafter_reads_it(target):
         own.check()
     assert [each.token_ids for each in found] == texts_of(target)
     assert read == [PROMPTS[0], PROMPTS[2]]
-    assert planner.asked == [(9, 1.0)] * 4
-    assert planner.passed == [9, 9]
+    assert planner.asked == [1.0] * 4
     assert planner.budgets == sum(len(each.rows) for each in found[::2])  # none is asked for the others
     assert [each.stats.num_forwards for each in found[1::2]] == [9, 9]
     assert own._decoder.drafter.name.startswith("causal")
@@ -89,13 +87,12 @@ def test_a_text_that_is_passed_over_is_the_same_and_no_drafter_reads_it(target):
 
 def test_a_text_that_ends_from_outside_gives_the_drafter_back(target):
     read = []
-    own, planner = engine_of(target, read)
+    own, _ = engine_of(target, read)
     first, second, third = (own.submit(prompt, Sampling(seed=1, **OPTIONS)) for prompt in PROMPTS[:3])
     while first.finish_reason is None or len(second.token_ids) < 4:
         own.step()
     own.cancel(second)
     own.run()
-    assert planner.passed == [4]
     assert read == [PROMPTS[0], PROMPTS[2]]
     assert (second.finish_reason, third.finish_reason) == ("cancelled", "length")
 
@@ -104,7 +101,7 @@ def test_a_prompt_that_is_refused_leaves_the_drafter_in_place(target, monkeypatc
     read = []
     own, planner = engine_of(target, read)
     bad, good = (own.submit(PROMPTS[place], Sampling(seed=1, **OPTIONS)) for place in (1, 0))
-    planner.asked.append((0, 0.0))  # the first one is passed over
+    planner.asked.append(0.0)  # the first one is passed over
     prefill = target.prefill
 
     def refusing(ctx, ids):
@@ -117,7 +114,7 @@ def test_a_prompt_that_is_refused_leaves_the_drafter_in_place(target, monkeypatc
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
     with refused(PromptError, "no"):
         raise bad.error
-    assert (read, planner.passed) == ([PROMPTS[0]], [])
+    assert read == [PROMPTS[0]]
 
 
 @pytest.mark.parametrize("at", range(1, 130, 3))
@@ -132,7 +129,7 @@ def test_an_interrupt_loses_nothing(at, target):
         if ends and count == at:  # then the next one goes through: some lines are met in every step
             own.step()
         own.check()
-        assert (own._decoder._aside is None) == own._decoder.drafter.traits.drafts  # started over, it has its drafter
+        assert (own._decoder._aside is None) == own._decoder.drafter.drafts  # started over, it has its drafter
     assert [each.token_ids for each in found] == texts_of(target)
 
 
@@ -170,13 +167,14 @@ def test_a_drafter_that_costs_next_to_nothing_or_remembers_is_always_there(targe
         own.run()
         assert not planner.asked
     request = own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
-    costs = {"costs_forwards": True}
-    planner.asked.append((0, 0.0))
-    assert aside.passes_over(request, planner, dw.drafters.base.Traits(**costs))
-    assert not aside.passes_over(request, None, dw.drafters.base.Traits(**costs))
-    for trait in ({"learns": True}, {"forget": lambda: None}, {"costs_forwards": False}):
-        planner.asked.append((0, 0.0)) if len(planner.asked) % 2 == 0 else None
-        assert not aside.passes_over(request, planner, dw.drafters.base.Traits(**{**costs, **trait}))
+    planner.asked.append(0.0)
+    assert aside.passes_over(request, planner, Drafter())
+    assert not aside.passes_over(request, None, Drafter())
+    learns = Drafter()
+    learns.learns = True
+    for other in (learns, NoDrafter()):
+        planner.asked.append(0.0) if len(planner.asked) % 2 == 0 else None
+        assert not aside.passes_over(request, planner, other)
 
 
 def test_lone_texts_of_an_lm_are(target, monkeypatch):
@@ -195,22 +193,3 @@ def test_lone_texts_of_an_lm_are(target, monkeypatch):
     assert planner.budgets > 0
     with refused(ConfigError, "max_batch must be at least 1"):
         lm.generate([PROMPTS[0]], sampling, max_batch=0)
-
-
-def test_steps_that_tell_nothing_are_not_told(target, monkeypatch):
-    told = []
-
-    class Deaf(Passing):
-        def budget(self, *args):
-            found = super().budget(*args)
-            self.listens = self.budgets % 2 == 0
-            return found
-
-        def observe(self, *args):
-            told.append(self.budgets)
-
-    own = Engine(dw.Decoder(target, lambda: CausalLMDrafter(target, VOCAB), planner=Deaf()))
-    own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
-    own.run()
-    assert told
-    assert all(number % 2 == 0 for number in told)

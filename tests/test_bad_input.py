@@ -11,11 +11,7 @@ from safetensors.torch import load_file, save_file
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
 from draftwing.accept import RULES
-from draftwing.api import load_target
-from draftwing.drafters.base import Budget
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.decode import Decoder
 from draftwing.errors import (
     CheckpointError,
     ConfigError,
@@ -28,7 +24,11 @@ from draftwing.errors import (
     UnsupportedError,
     shown,
 )
-from draftwing.model.lean import LeanTarget
+from draftwing.loading import load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 

@@ -9,15 +9,17 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import add_tokenizer, refused
-from draftwing.api import LM, load_drafter
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
-from draftwing.evaluate.bench import protocol, settings, statistics
-from draftwing.evaluate.bench.page import render
-from draftwing.evaluate.bench.records import FILE, Journal, open_journal, read_journal
-from draftwing.evaluate.bench.results import gather, to_dict
-from draftwing.evaluate.bench.sets import QuestionSet, find_files, read_set
-from draftwing.evaluate.bench.statistics import Estimate, Sample, alpha_of, estimate, mean_estimate, resamples
+from draftwing.lab import bench as protocol
+from draftwing.lab import bench as settings
+from draftwing.lab import bench_results as statistics
+from draftwing.lab.bench import FILE, Journal, open_journal, read_journal
+from draftwing.lab.bench_page import render
+from draftwing.lab.bench_results import Estimate, Sample, alpha_of, estimate, gather, mean_estimate, resamples, to_dict
+from draftwing.lab.bench_sets import QuestionSet, find_files, read_set
+from draftwing.lm import LM
+from draftwing.loading import load_drafter
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -292,7 +294,7 @@ class Wrong(LM):
 
     def generate(self, prompts, *args, **options):
         found = super().generate(prompts, *args, **options)
-        if self.traits.drafts and len(found[0].token_ids) == 8 and "sub" in self.tokenizer.decode(prompts[0]):
+        if self.drafter.drafts and len(found[0].token_ids) == 8 and "sub" in self.tokenizer.decode(prompts[0]):
             found[0].token_ids[5] += 1
             found[0].text += "<wrong>"
         return found
@@ -489,7 +491,7 @@ def run(*args):
 
 def test_the_command_from_end_to_end(questions, tmp_path, monkeypatch):
     """On the shipped pair, whose EAGLE-3 head reads features."""
-    monkeypatch.setattr("draftwing.evaluate.bench.page._OFTEN", 1)
+    monkeypatch.setattr("draftwing.lab.bench_page._OFTEN", 1)
     other = write(tmp_path / "code.jsonl", [{"prompt": "def quicksort(items):\n"}])
     out = tmp_path / "out"
     args = ["-d", "eagle3", "-d", "lookup", "--tree", "chain:3", "-n", 6, "--num-prompts", 1, "-o", out]
@@ -516,7 +518,7 @@ def test_the_command_from_end_to_end(questions, tmp_path, monkeypatch):
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # needs no network
     report = run("--report", out, "--out", tmp_path / "again")
     assert report.exit_code == 0, report.output
-    assert "draftwing/target, float32, 6 tokens, batch 1" in report.stdout
+    assert "toy, float32, 6 tokens, batch 1" in report.stdout
     assert (tmp_path / "again" / "index.html").exists()
     other_settings = run("--set", questions, *args, "-n", 7)
     assert other_settings.exit_code == 2
@@ -545,7 +547,7 @@ def test_ctrl_c_keeps_what_is_done_and_shows_it(chat, questions, tmp_path, monke
 
 
 def test_a_wrong_text_ends_with_1(chat, questions, tmp_path, monkeypatch):
-    monkeypatch.setattr("draftwing.api.LM", Wrong)
+    monkeypatch.setattr("draftwing.lm.LM", Wrong)
     result = run("-t", chat, "-d", "lookup", "-n", 8, "-T", "0", "--tree", "chain:2", questions, "-o", tmp_path)
     assert result.exit_code == 1, result.output
     assert "3 of 4" in result.stdout

@@ -15,71 +15,49 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import draftwing.cli.main as cli
-from conftest import TEXTS, add_tokenizer, build, refused
-from draftwing.api import load, load_drafter, load_target
+from conftest import refused
 from draftwing.cli.options import Drafting
-from draftwing.drafters.base import MEDUSA_TREE, Budget
-from draftwing.drafters.block import BlockDrafter
-from draftwing.drafters.growing.growth import Growth
-from draftwing.drafters.kinds import KINDS, NewNet, convert, diagnose, kind_of_folder
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.noise import noise_of
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.heads.identity import target_id
-from draftwing.heads.medusa import FILE, load_medusa
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.target import Context, FeatureSpec, Row
-from draftwing.nets.calibration import Calibration
-from draftwing.nets.dflash import dflash_taps
-from draftwing.nets.objectives import OBJECTIVES
-from draftwing.run.kernel.noise import noise_of
+from draftwing.formats.identity import target_id
+from draftwing.loading import load, load_drafter, load_target
+from draftwing.methods.base import MEDUSA_TREE, Budget
+from draftwing.methods.block import BlockDrafter
+from draftwing.methods.calibration import Calibration
+from draftwing.methods.dflash import dflash_taps
+from draftwing.methods.medusa import PICKLE, load_medusa
+from draftwing.methods.method import NewNet
+from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.context import Context, FeatureSpec, Row
+from draftwing.runtime.tree_builder import TreeBuilder
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data.batches import Batch
-from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth, UnrolledLoss
+from draftwing.train.data import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Truth, UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.tree import PAD
+from short_runs import new_target, short_run
 from test_exact import erratic
 
 PROMPTS = ["def add(", "class Table:\n    def", "for row in rows: print(row)\nfor row in"]
-METHODS = ("medusa", "hydra", "dflash", "dspark")
+BLOCKS = ("medusa", "hydra", "dflash", "dspark")
 LEVELS = {"medusa": 5, "hydra": 5, "dflash": 7, "dspark": 7}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("target")
-    build("llama", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(place)
-    return add_tokenizer(place)
+    return new_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def run_of(folder, tmp_path_factory):
-    """A short training by a method, through the ordinary session: where it is, the session, and the metrics."""
-
-    @cache
-    def get(method, **changes):
-        place = tmp_path_factory.mktemp(method)
-        data = place / "data.jsonl"
-        data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
-        options = TrainOptions(
-            method,
-            iterations=12,
-            lr=3e-3,
-            max_length=32,
-            tokens_per_batch=256,
-            precision="no",
-            validation_share=0.2,
-            eval_prompts=1,
-            eval_tokens=4,
-            **changes,
-        )
-        session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
-        session.run()
-        return place, session, [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-
-    return get
+    """A short training by a method: its folder, the session, and the metrics."""
+    return cache(lambda method: short_run(folder, tmp_path_factory.mktemp(method), method))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +69,7 @@ def small(folder_of):
 def new_net(kind, target, folder, num_draft=None, numbers=0.1, **settings):
     """An untrained net, with small random numbers added to it."""
     torch.manual_seed(3)
-    entry, like = KINDS[kind].net, ModelConfig.from_hf(read_config(folder))
+    entry, like = get_method(kind), ModelConfig.from_hf(read_config(folder))
     ids = None if num_draft is None else torch.randperm(target.vocab_size)[:num_draft].sort().values
     embedding = target.embedding.plain().float()
     new = NewNet(like, entry.taps(like.num_layers), target_id(target), embedding, target.head, ids, settings)
@@ -119,13 +97,13 @@ def scored(target, net, rows=2, length=14):
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BLOCKS)
 def test_it_trains(method, run_of, folder):
     _, session, metrics = run_of(method)
     trainer, target = session.trainer, session.target
     found, losses = trainer.source.batch(0), []
     for net in (new_net(method, target, folder, numbers=0.0), trainer.net):
-        scorer = KINDS[method].net.loss(net, trainer.options.recipe.objective, LEVELS[method]).eval()
+        scorer = get_method(method).loss(net, trainer.options.recipe.objective, LEVELS[method]).eval()
         sums = scorer(found, Truth.of(found, target.head, None, torch.float32))
         losses.append(sum(each.loss.item() / each.count for each in sums))
     assert losses[1] < losses[0]
@@ -138,7 +116,7 @@ def test_it_trains(method, run_of, folder):
 @pytest.mark.parametrize("method", ["medusa", "hydra", "dflash", "eagle1", "eagle3", "mtp", "kangaroo"])
 def test_the_texts_own_tokens_as_truth(method, small, folder_of):
     """Cross-entropy with the next token is that with a law which is sure of it."""
-    kind, options = KINDS[method].net, TrainOptions(method, iterations=1)
+    kind, options = get_method(method), TrainOptions(method, iterations=1)
     settings = {**options.settings, "num_layers": 1} if "num_layers" in options.settings else options.settings
     net = new_net(method, small, folder_of("llama", head_dim=32), **settings)
     found, steps = scored(small, net), options.recipe.unroll_steps
@@ -153,33 +131,31 @@ def test_the_texts_own_tokens_as_truth(method, small, folder_of):
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-6, atol=1e-6)  # sums in float32, of another order
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BLOCKS)
 def test_it_is_saved_and_loaded(method, run_of, folder):
     place, session, _ = run_of(method)
     target = load_target(folder)
-    assert kind_of_folder(place / "head") is KINDS[method]
-    net = KINDS[method].net.read(place / "head", target.embedding, target.head, target_id(target, Tokenizer(folder)))
+    assert method_of_folder(place / "head") is get_method(method)
+    net = get_method(method).read(place / "head", target.embedding, target.head, target_id(target, Tokenizer(folder)))
     assert net.config == session.trainer.net.config
     for name, tensor in session.trainer.net.tensors().items():
         assert torch.equal(net.tensors()[name], tensor), name
     assert load_drafter(place / "head", target, Tokenizer(folder))().name == f"{method} (head)"
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_is_the_targets(method, temperature, run_of, folder):
-    """With chains, trees, and what the planner makes of the kind; on a target of any kind of its own."""
+@pytest.mark.parametrize(("method", "temperature"), [*zip(BLOCKS, (0.0, 1.0, 1.0, 0.0), strict=True)])
+def test_the_output_is_the_targets(method, temperature, run_of, folder):
+    """With a tree, and with what the planner chooses; on both engines."""
     head, options = run_of(method)[0] / "head", {"temperature": temperature, "seed": 3, "max_tokens": 24}
-    for engine, budgets in (("lean", (Budget(4), Budget(3, 4, 8), None)), ("transformers", (Budget(3, 3),))):
-        plain = load(folder, "none", engine=engine).generate(PROMPTS, **options, ignore_eos=True)
+    for engine, budgets in (("lean", (Budget(3, 4, 8), None)), ("transformers", (Budget(3, 3),))):
+        baseline = load(folder, "none", engine=engine).generate(PROMPTS, **options, ignore_eos=True)
         for budget in budgets:
             found = load(folder, head, engine=engine, budget=budget).generate(PROMPTS, **options, ignore_eos=True)
-            assert [each.token_ids for each in found] == [each.token_ids for each in plain]
-            if budget is not None:
-                assert all(each.stats.num_drafted for each in found)
+            assert [each.token_ids for each in found] == [each.token_ids for each in baseline]
+            assert budget is None or all(each.stats.num_drafted for each in found)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BLOCKS)
 def test_the_doctor_knows_it(method, run_of, folder, folder_of):
     head = run_of(method)[0] / "head"
     shown = CliRunner().invoke(cli.app, ["doctor", str(head), "-t", str(folder), "--json", "--no-measure"])
@@ -192,31 +168,31 @@ def test_the_doctor_knows_it(method, run_of, folder, folder_of):
         load_drafter(head, load_target(other), None)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BLOCKS)
 def test_a_run_of_another_number_of_levels(method, run_of, folder, tmp_path):
-    """A head keeps its own number; a new one has as many as the run asks for."""
-    _, session, metrics = run_of(method, unroll_steps=2)
-    assert session.trainer.net.num_levels == len(metrics[-1]["val_agreement"]) == 2
-    files = RunFiles(folder, [run_of(method)[0] / "data.jsonl"], initial=run_of(method)[0] / "head")
+    """A head keeps its number of levels; a new one has as many as the run asks for."""
+    place, data = run_of(method)[0], [run_of(method)[0] / "data.jsonl"]
     options = TrainOptions(method, iterations=1, max_length=32, tokens_per_batch=256, unroll_steps=3, precision="no")
+    kept = {"dtype": "float32", "device": "cpu"}
+    assert prepare(RunFiles(folder, data), options, tmp_path, **kept).trainer.net.num_levels == 3
     with refused(ConfigError, f"{method} head guesses {LEVELS[method]} tokens", "asks for 3", "unroll_steps"):
-        prepare(files, options, tmp_path, dtype="float32", device="cpu")
+        prepare(RunFiles(folder, data, initial=place / "head"), options, tmp_path, **kept)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BLOCKS)
 def test_features_are_not_compared(method, small, folder_of):
     net = new_net(method, small, folder_of("llama", head_dim=32))
     with refused(ConfigError, f"a {method} head predicts no features", "medusa, dflash or tv"):
-        KINDS[method].net.loss(net, OBJECTIVES["eagle1"], net.num_levels)
+        get_method(method).loss(net, OBJECTIVES["eagle1"], net.num_levels)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BLOCKS)
 def test_16_bits_come_to_nearly_the_same(method, small, folder_of):
     """Under autocast, as runs train unless told otherwise: losses near float32's, and gradients for all weights."""
     net = new_net(method, small, folder_of("llama", head_dim=32), num_layers=2, unroll_steps=3)
     found, sums = scored(small, net), []
     for enabled in (False, True):
-        scorer = KINDS[method].net.loss(net, OBJECTIVES["medusa"], 3).eval()
+        scorer = get_method(method).loss(net, OBJECTIVES["medusa"], 3).eval()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             sums.append(scorer(found, Truth.of(found, small.head, None, torch.float32), agreement=True))
     for one, other in zip(*sums, strict=True):
@@ -225,19 +201,71 @@ def test_16_bits_come_to_nearly_the_same(method, small, folder_of):
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in net.parameters())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BLOCKS)
 def test_fewer_blocks_in_an_update(method, small, folder_of):
     """``later_share`` thins out the entries that blocks start from, at random in training."""
     net = new_net(method, small, folder_of("llama", head_dim=32), unroll_steps=3)
     found, seen = scored(small, net, length=42), set()
-    loss = KINDS[method].net.loss(net, OBJECTIVES["medusa"], 3, 0.0, 0.5)
+    loss = get_method(method).loss(net, OBJECTIVES["medusa"], 3, 0.0, 0.5)
     for _ in range(4):
-        entries = loss.train()._entries(found)
+        entries = loss.train().entries(found)
         assert len(entries) == round(0.5 * net.share * 40)
         assert entries.max() < 40
         seen.add(tuple(entries.tolist()))
     assert len(seen) > 1
-    assert loss.eval()._entries(found).tolist() == loss._entries(found).tolist()
+    assert loss.eval().entries(found).tolist() == loss.entries(found).tolist()
+
+
+# --- slow references -------------------------------------------------------------------------------------------------
+
+
+def guesses(found, ids, levels, entries=None):
+    """Every guess that counts: level, row, entry, the guessed position, and the target's logits there."""
+    rows, length = found.batch.ids.shape
+    for level, row, entry in product(range(levels), range(rows), range(length - 2) if entries is None else entries):
+        guessed = entry + 2 + level
+        if guessed < length and found.batch.mask[row, guessed]:
+            p = found.logits[row, guessed - 1]
+            if int(p.argmax()) in ids:
+                yield level, row, entry, guessed, p
+
+
+def check_loss(sums, wanted, rel=1e-4):
+    """``wanted``: (level, loss) of every guess that counts."""
+    for level, each in enumerate(sums):
+        losses = [float(loss) for at, loss in wanted if at == level]
+        assert each.count == len(losses) > 0
+        assert each.loss.item() == pytest.approx(sum(losses), rel=rel)
+
+
+def drafted(target, drafter, budget, max_tokens=8):
+    """Every row of every step: the committed tokens, the pending one, and the row's nodes with parents and depths."""
+    decoder = Decoder(target, drafter, budget=budget)
+    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
+        decoder.admit(prompt, Sampling(max_tokens=max_tokens - row, ignore_eos=True))
+        decoder.step()
+    while decoder.num_running:
+        sequences = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
+        tree = decoder.step().tree
+        for row, (sequence, pending) in enumerate(sequences):
+            nodes = [node for node in range(tree.num_nodes) if tree.tokens[row, node] != PAD]
+            assert tree.tokens[row, 0] == pending
+            yield sequence, pending, tree, row, nodes[1:]
+
+
+def features_of(target, sequence, taps):
+    """(T, F) in float32."""
+    return target.score(torch.tensor([sequence]), FeatureSpec(taps)).features[0].float()
+
+
+def check_levels(tree, row, nodes, best_of):
+    """Each level's nodes are among its two best tokens, ``best_of(level)``, and the best one is there."""
+    tokens, depths = tree.tokens[row].tolist(), tree.depths[row].tolist()
+    for level in range(max((depths[node] for node in nodes), default=0)):
+        best = best_of(level)
+        here = {tokens[node] for node in nodes if depths[node] == level + 1}
+        assert here <= set(best)
+        assert best[0] in here
 
 
 # --- how trees grow from a block -------------------------------------------------------------------------------------
@@ -249,10 +277,10 @@ def grown(laws, budget, temperature, *, wide):
     ctx = Context(torch.device("cpu"), [Row([1, 2, 3 + row], 2, 2) for row in range(rows)])
     requests = [Sampling(temperature=temperature, seed=row) for row in range(rows)]
     sampling = SamplingBatch(requests, noise_of(vocab, torch.device("cpu")))
-    growth = Growth(ctx, [True] * rows, sampling, budget, Calibration(1.5, 0.1))
+    growth = TreeBuilder(ctx.pending(), [True] * rows, [3] * rows, sampling, budget, Calibration(1.5, 0.1))
     for level in range(laws.shape[1]):
         logits = laws[:, level : level + 1]
-        growth.extend(logits.expand(-1, growth._num_newest, -1) if wide else logits)
+        growth.extend(logits.expand(-1, growth.num_newest, -1) if wide else logits)
         if growth.done:
             break
     return growth.finish().tree
@@ -311,37 +339,27 @@ def medusa_head(net, level, state):
     return net.heads[level].weight @ state
 
 
-@pytest.mark.parametrize("num_draft", [None, 25])
-@pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "has_bias": False, "unroll_steps": 3}])
-def test_medusas_loss_is_the_papers(num_draft, settings, small, folder_of):
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "has_bias": False, "unroll_steps": 3, "num_draft": 25}])
+def test_medusas_loss_is_the_papers(settings, small, folder_of):
     """Head by head, position by position: head k at t guesses the token at t + k + 1, weighted 0.8^k."""
-    net = new_net("medusa", small, folder_of("llama", head_dim=32), num_draft, **settings)
+    net = new_net("medusa", small, folder_of("llama", head_dim=32), **settings)
     found = scored(small, net)
-    loss = KINDS["medusa"].net.loss(net, OBJECTIVES["medusa"], net.num_levels).eval()
+    loss = get_method("medusa").loss(net, OBJECTIVES["medusa"], net.num_levels).eval()
     sums = loss(found, Truth.of(found, small.head, net.target_ids, torch.float32), agreement=True)
     ids = torch.arange(small.vocab_size) if net.target_ids is None else net.target_ids
-    rows, length = found.batch.ids.shape
-    for level, each in enumerate(sums):
-        losses, right = [], 0
-        for row in range(rows):
-            for t in range(length - 2):
-                guessed = t + 1 + (level + 1)  # the pending token is t + 1, the first head's the one after it
-                if guessed >= length or not found.batch.mask[row, guessed]:
-                    continue
-                p = found.logits[row, guessed - 1]
-                if int(p.argmax()) not in ids.tolist():
-                    continue
-                q = medusa_head(net, level, found.features[row, t])
-                losses.append(F.cross_entropy(q, p[ids].softmax(-1)))
-                right += int(ids[q.argmax()]) == int(p.argmax())
-        assert each.count == len(losses) > 0
-        assert each.loss.item() == pytest.approx(sum(each.item() for each in losses), rel=1e-4)
-        assert int(each.agreed) == right
-    assert loss.objective.decay == 0.8  # of each further head, by the trainer
+    wanted, right = [], [0] * net.num_levels
+    with torch.no_grad():
+        for level, row, entry, _, p in guesses(found, ids, net.num_levels):
+            q = medusa_head(net, level, found.features[row, entry])
+            wanted.append((level, F.cross_entropy(q, p[ids].softmax(-1))))
+            right[level] += int(ids[q.argmax()]) == int(p.argmax())
+    check_loss(sums, wanted)
+    assert [int(each.agreed) for each in sums] == right
+    assert loss.objective.decay == 0.8  # per head, applied by the trainer
 
 
 def test_medusa_begins_as_the_targets_own_head(small, folder_of):
-    entry, folder = KINDS["medusa"].net, folder_of("llama", head_dim=32)
+    entry, folder = get_method("medusa"), folder_of("llama", head_dim=32)
     like, ids = ModelConfig.from_hf(read_config(folder)), torch.tensor([4, 9, 30])
     new = NewNet(like, (like.num_layers,), target_id(small), small.embedding.plain().float(), small.head, ids, {})
     net, state = entry.new(new), torch.randn(6, like.hidden_size)
@@ -360,24 +378,11 @@ def test_medusa_drafts_from_the_last_feature(prepack, folder_of):
     net, target = new_net("medusa", plain, folder), load_target(folder) if prepack else plain
     reference = new_net("medusa", plain, folder)
     drafter = BlockDrafter(net.prepack() if prepack else net.requires_grad_(False), target)
-    decoder = Decoder(target, drafter, budget=Budget(3, 2))
-    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
-        decoder.admit(prompt, Sampling(max_tokens=12 - row, ignore_eos=True))
-        decoder.step()
-    while decoder.num_running:
-        texts = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
-        tree = decoder.step().tree
-        for row, (text, pending) in enumerate(texts):
-            feature = plain.score(torch.tensor([text]), FeatureSpec((plain.num_layers,))).features[0, -1].float()
-            tokens, depths = tree.tokens[row].tolist(), tree.depths[row].tolist()
-            assert tokens[0] == pending
-            for level in range(max(depths)):
-                best = medusa_head(reference, level, feature).topk(2).indices.tolist()
-                assert {token for token, depth in zip(tokens, depths, strict=True) if depth == level + 1} <= {
-                    *best,
-                    PAD,
-                }
-                assert best[0] in tokens
+    for sequence, _, tree, row, nodes in drafted(target, drafter, Budget(3, 2), 12):
+        feature = features_of(plain, sequence, (plain.num_layers,))[-1]
+        check_levels(
+            tree, row, nodes, lambda level, f=feature: medusa_head(reference, level, f).topk(2).indices.tolist()
+        )
 
 
 # --- Hydra -----------------------------------------------------------------------------------------------------------
@@ -397,23 +402,14 @@ def test_hydras_loss_is_the_papers(settings, small, folder_of):
     """Head by head, position by position, with the text's own tokens as those drafted so far."""
     net = new_net("hydra", small, folder_of("llama", head_dim=32), **settings)
     found = scored(small, net, length=10)
-    loss = KINDS["hydra"].net.loss(net, OBJECTIVES["medusa"], net.num_levels).eval()
+    loss = get_method("hydra").loss(net, OBJECTIVES["medusa"], net.num_levels).eval()
     sums = loss(found, Truth.of(found, small.head, net.target_ids, torch.float32))
-    ids = torch.arange(small.vocab_size) if net.target_ids is None else net.target_ids
-    rows, length = found.batch.ids.shape
+    ids, wanted = torch.arange(small.vocab_size) if net.target_ids is None else net.target_ids, []
     with torch.no_grad():
-        for level, each in enumerate(sums):
-            losses = []
-            for row, t in product(range(rows), range(length - 2)):
-                guessed = t + 2 + level
-                if guessed >= length or not found.batch.mask[row, guessed]:
-                    continue
-                p = found.logits[row, guessed - 1]
-                if int(p.argmax()) in ids.tolist():
-                    q = hydra_head(net, level, found.features[row, t], found.batch.ids[row, t + 1 : guessed])
-                    losses.append(F.cross_entropy(q, p[ids].softmax(-1)).item())
-            assert each.count == len(losses) > 0
-            assert each.loss.item() == pytest.approx(sum(losses), rel=1e-4)
+        for level, row, entry, guessed, p in guesses(found, ids, net.num_levels):
+            q = hydra_head(net, level, found.features[row, entry], found.batch.ids[row, entry + 1 : guessed])
+            wanted.append((level, F.cross_entropy(q, p[ids].softmax(-1))))
+    check_loss(sums, wanted)
 
 
 def test_hydra_drafts_along_each_path(folder_of):
@@ -421,24 +417,16 @@ def test_hydra_drafts_along_each_path(folder_of):
     folder = folder_of("llama", head_dim=32)
     target = load_target(folder, prepack=False)
     net, seen = new_net("hydra", target, folder).requires_grad_(False), 0
-    decoder = Decoder(target, BlockDrafter(net, target), budget=Budget(4, 3, 10))
-    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
-        decoder.admit(prompt, Sampling(max_tokens=8 - row, ignore_eos=True))
-        decoder.step()
-    while decoder.num_running:
-        texts = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
-        tree = decoder.step().tree
-        for row, (text, pending) in enumerate(texts):
-            feature = target.score(torch.tensor([text]), FeatureSpec((target.num_layers,))).features[0, -1].float()
-            tokens, parents, paths = tree.tokens[row].tolist(), tree.parents[row].tolist(), {0: (pending,)}
-            for node in range(1, len(tokens)):
-                if tokens[node] != PAD:
-                    above = paths[parents[node]]
-                    paths[node] = (*above, tokens[node])
-                    assert tokens[node] in hydra_head(net, len(above) - 1, feature, above).topk(3).indices
-            likeliest = hydra_head(net, 0, feature, (pending,)).argmax()
-            assert len(paths) == 1 or (pending, int(likeliest)) in paths.values()  # near its end a row drafts nothing
-            seen += len(paths) - 1
+    for sequence, pending, tree, row, nodes in drafted(target, BlockDrafter(net, target), Budget(4, 3, 10)):
+        feature = features_of(target, sequence, (target.num_layers,))[-1]
+        paths = {0: (pending,)}
+        for node in nodes:
+            above = paths[int(tree.parents[row, node])]
+            paths[node] = (*above, int(tree.tokens[row, node]))
+            assert paths[node][-1] in hydra_head(net, len(above) - 1, feature, above).topk(3).indices
+        likeliest = hydra_head(net, 0, feature, (pending,)).argmax()
+        assert not nodes or (pending, int(likeliest)) in paths.values()  # near its end a row drafts nothing
+        seen += len(nodes)
     assert seen > 20
 
 
@@ -516,21 +504,14 @@ def test_dflashs_loss_is_the_papers(small, folder_of):
     """The mask k places after the pending token guesses the token there, weighted exp(-(k-1)/gamma)."""
     net = new_net("dflash", small, folder_of("llama", head_dim=32), num_layers=1, unroll_steps=3)
     found = scored(small, net)
-    loss = KINDS["dflash"].net.loss(net, OBJECTIVES["dflash"], 3).eval()
-    sums, rows, length = loss(found, Truth.of(found, small.head, None, torch.float32)), *found.batch.ids.shape
-    starts = [0, 4, 8]  # a quarter of the 12 entries, evenly spaced
-    wanted, counts = [0.0] * 3, [0] * 3
+    loss = get_method("dflash").loss(net, OBJECTIVES["dflash"], 3).eval()
+    sums, wanted = loss(found, Truth.of(found, small.head, None, torch.float32)), []
     with torch.no_grad():
-        for row, entry in product(range(rows), starts):
+        # A quarter of the 12 entries, evenly spaced.
+        for level, row, entry, _, p in guesses(found, range(small.vocab_size), 3, (0, 4, 8)):
             read = dflash_block(net, found.features[row, : entry + 1], found.batch.ids[row, entry + 1])
-            for level in range(3):
-                guessed = entry + 2 + level
-                if guessed < length and found.batch.mask[row, guessed]:
-                    p = found.logits[row, guessed - 1].softmax(-1)
-                    wanted[level] += F.cross_entropy(small.head.weight.float() @ read[1 + level], p).item()
-                    counts[level] += 1
-    assert [each.count for each in sums] == counts
-    assert [each.loss.item() for each in sums] == pytest.approx(wanted, rel=1e-3)
+            wanted.append((level, F.cross_entropy(small.head.weight.float() @ read[1 + level], p.softmax(-1))))
+    check_loss(sums, wanted, 1e-3)
     assert loss.objective.decay == pytest.approx(2.718281828 ** (-1 / 4))  # a block of 8
 
 
@@ -539,24 +520,11 @@ def test_dflash_drafts_from_all_features(folder_of):
     folder = folder_of("llama", head_dim=32)
     target = load_target(folder, prepack=False)
     net = new_net("dflash", target, folder, num_layers=2, unroll_steps=3).requires_grad_(False)
-    decoder = Decoder(target, BlockDrafter(net, target), budget=Budget(3, 2))
-    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
-        decoder.admit(prompt, Sampling(max_tokens=8 - row, ignore_eos=True))
-        decoder.step()
-    while decoder.num_running:
-        texts = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
-        tree = decoder.step().tree
-        for row, (text, pending) in enumerate(texts):
-            features = target.score(torch.tensor([text]), FeatureSpec(net.config.taps)).features[0].float()
-            read = dflash_block(net, features, pending)
-            tokens, depths = tree.tokens[row].tolist(), tree.depths[row].tolist()
-            for level in range(max(depths)):
-                best = (target.head.weight.float() @ read[1 + level]).topk(2).indices.tolist()
-                assert {token for token, depth in zip(tokens, depths, strict=True) if depth == level + 1} <= {
-                    *best,
-                    PAD,
-                }
-                assert best[0] in tokens
+    for sequence, pending, tree, row, nodes in drafted(target, BlockDrafter(net, target), Budget(3, 2)):
+        logits = (
+            dflash_block(net, features_of(target, sequence, net.config.taps), pending) @ target.head.weight.float().T
+        )
+        check_levels(tree, row, nodes, lambda level, logits=logits: logits[1 + level].topk(2).indices.tolist())
 
 
 def test_dflash_shapes(small, folder_of):
@@ -586,23 +554,19 @@ def test_dsparks_loss_is_the_papers(small, folder_of):
     """Each place with the token before it; and the trust in it, by how much of its law overlaps with the target's."""
     net = new_net("dspark", small, folder_of("llama", head_dim=32), num_layers=1, unroll_steps=3, rank=6)
     found, head = scored(small, net), small.head.weight.float()
-    loss = KINDS["dspark"].net.loss(net, OBJECTIVES["dflash"], 3).eval()
-    sums, rows, length = loss(found, Truth.of(found, small.head, None, torch.float32)), *found.batch.ids.shape
-    wanted = [0.0] * 3
+    loss = get_method("dspark").loss(net, OBJECTIVES["dflash"], 3).eval()
+    sums, wanted = loss(found, Truth.of(found, small.head, None, torch.float32)), []
     with torch.no_grad():
-        for row, entry in product(range(rows), [0, 4, 8]):
+        for level, row, entry, guessed, p in guesses(found, range(small.vocab_size), 3, (0, 4, 8)):
             read = dflash_block(net, found.features[row, : entry + 1], found.batch.ids[row, entry + 1])
-            for level in range(3):
-                guessed = entry + 2 + level
-                if guessed < length and found.batch.mask[row, guessed]:
-                    p = found.logits[row, guessed - 1].softmax(-1)
-                    logits, sure = dspark_law(net, head, read[1 + level], found.batch.ids[row, guessed - 1])
-                    kept = torch.minimum(p, logits.softmax(-1)).sum()
-                    wanted[level] += F.cross_entropy(logits, p).item() + F.binary_cross_entropy(sure, kept).item()
-    assert [each.loss.item() for each in sums] == pytest.approx(wanted, rel=1e-3)
+            logits, sure = dspark_law(net, head, read[1 + level], found.batch.ids[row, guessed - 1])
+            overlap = torch.minimum(p.softmax(-1), logits.softmax(-1)).sum()
+            miss = F.binary_cross_entropy(sure, overlap)
+            wanted.append((level, F.cross_entropy(logits, p.softmax(-1)) + miss))
+    check_loss(sums, wanted, 1e-3)
     before = net.fc.weight.grad
     objective = replace(loss.objective, divergences=((0.0, OBJECTIVES["tv"].divergences[0][1]),))
-    alone = KINDS["dspark"].net.loss(net, objective, 3).eval()
+    alone = get_method("dspark").loss(net, objective, 3).eval()
     sum(each.loss for each in alone(found, Truth.of(found, small.head, None, torch.float32))).backward()
     assert before is None
     assert net.fc.weight.grad is None or net.fc.weight.grad.abs().max() == 0  # what trust learns changes no guess
@@ -616,24 +580,15 @@ def test_dspark_drafts_along_each_path(folder_of):
     net = new_net("dspark", target, folder, num_layers=1, unroll_steps=3, rank=6).requires_grad_(False)
     net.head_after.weight.mul_(20)  # so that tokens matter
     head = target.head.weight.float()
-    decoder = Decoder(target, BlockDrafter(net, target), budget=Budget(3, 2, 8))
-    for row, prompt in enumerate(((4, 7, 7, 1, 30), (9, 2, 11))):
-        decoder.admit(prompt, Sampling(max_tokens=8 - row, ignore_eos=True))
-        decoder.step()
-    while decoder.num_running:
-        texts = [(list(row.tokens[: row.length]), row.tokens[row.length]) for row in decoder.ctx.rows]
-        tree = decoder.step().tree
-        for row, (text, pending) in enumerate(texts):
-            features = target.score(torch.tensor([text]), FeatureSpec(net.config.taps)).features[0].float()
-            read, tokens = dflash_block(net, features, pending), tree.tokens[row].tolist()
-            chances, depths = {0: 1.0}, tree.depths[row].tolist()
-            for node in range(1, len(tokens)):
-                if tokens[node] != PAD:
-                    above = int(tree.parents[row, node])
-                    logits, sure = dspark_law(net, head, read[depths[node]], tokens[above])
-                    assert tokens[node] in logits.topk(2).indices
-                    chances[node] = chances[above] * float(sure * logits.softmax(-1)[tokens[node]])
-                    assert float(tree.confidence[row, node]) == pytest.approx(chances[node], rel=1e-3)
+    for sequence, pending, tree, row, nodes in drafted(target, BlockDrafter(net, target), Budget(3, 2, 8)):
+        read = dflash_block(net, features_of(target, sequence, net.config.taps), pending)
+        tokens, depths, probs = tree.tokens[row].tolist(), tree.depths[row].tolist(), {0: 1.0}
+        for node in nodes:
+            above = int(tree.parents[row, node])
+            logits, sure = dspark_law(net, head, read[depths[node]], tokens[above])
+            assert tokens[node] in logits.topk(2).indices
+            probs[node] = probs[above] * float(sure * logits.softmax(-1)[tokens[node]])
+            assert float(tree.confidence[row, node]) == pytest.approx(probs[node], rel=1e-3)
 
 
 # --- Medusa heads of others ------------------------------------------------------------------------------------------
@@ -651,7 +606,7 @@ def as_others_write_it(head, place, layout):
 def saved(kind, target, folder, place, **settings):
     """A folder with an untrained head."""
     net = new_net(kind, target, folder, **settings)
-    KINDS[kind].net.write(place, net)
+    get_method(kind).write(place, net)
     return net
 
 
@@ -665,8 +620,8 @@ def test_layouts_keep_every_number(layout, settings, small, folder_of, tmp_path)
             convert(tmp_path / "head", tmp_path / "other", layout)
         return
     other, config = as_others_write_it(tmp_path / "head", tmp_path / "other", layout)
-    assert kind_of_folder(other) is KINDS["medusa"]
-    read = KINDS["medusa"].net.read(other, small.embedding, small.head, own)
+    assert method_of_folder(other) is get_method("medusa")
+    read = get_method("medusa").read(other, small.embedding, small.head, own)
     state, names = torch.randn(4, small.hidden_size), net.tensors()
     for level in range(net.num_levels):
         wanted, found = (each.level_logits(level, each.residual(level, state)) for each in (net, read))
@@ -724,7 +679,7 @@ def test_a_config_that_names_too_few_heads(small, folder_of, tmp_path):
     folder = folder_of("llama", head_dim=32)
     saved("medusa", small, folder, tmp_path / "head")
     other, config = as_others_write_it(tmp_path / "head", tmp_path / "other", "medusa")
-    assert (other / FILE).exists()
+    assert (other / PICKLE).exists()
     (other / "config.json").write_text(json.dumps({**config, "medusa_num_heads": 2}))
     assert load_medusa(other, target_id(small)).config.num_heads == 5
     found = {each.name: each for each in diagnose(other, folder)}
@@ -753,16 +708,16 @@ def test_medusa_heads_that_cannot_be_meant(small, folder_of, tmp_path):
         ({"0.1.weight": torch.zeros(7, 16)}, ["LM heads have 7 tokens", "has 61"]),
         ({"0.0.linear.weight": torch.full((16, 16), torch.nan)}, ["blocks.0.0.weight"]),
     ):
-        torch.save({**tensors, **change}, other / FILE)
+        torch.save({**tensors, **change}, other / PICKLE)
         with refused(CheckpointError, *parts):
             load_medusa(other, target_id(small))
         assert [each.status for each in diagnose(other, folder)] == ["fail"]
     del tensors["0.0.linear.weight"]
-    torch.save(tensors, other / FILE)
+    torch.save(tensors, other / PICKLE)
     with refused(CheckpointError, "lacks the first head's block"):
         load_medusa(other, target_id(small))
-    (other / FILE).write_bytes(b"not a checkpoint")
-    with refused(CheckpointError, FILE):
+    (other / PICKLE).write_bytes(b"not a checkpoint")
+    with refused(CheckpointError, PICKLE):
         load_medusa(other, target_id(small))
     with refused(ConfigError, "from 1 to 64 heads", "0 and 1"):
         new_net("medusa", small, folder, num_heads=0)
@@ -773,7 +728,7 @@ def test_a_medusa_head_that_uses_the_targets(small, folder_of, tmp_path):
     net = saved("medusa", small, folder_of("llama", head_dim=32), tmp_path / "head", own_heads=False)
     assert net.head is None
     assert not any("heads" in name for name in net.tensors())
-    read = KINDS["medusa"].net.read(tmp_path / "head", small.embedding, small.head)
+    read = get_method("medusa").read(tmp_path / "head", small.embedding, small.head)
     state = torch.randn(3, small.hidden_size)
     found = read.level_logits(1, read.residual(1, state))
     assert torch.equal(found, small.head.forward(net.residual(1, state)))
@@ -782,4 +737,4 @@ def test_a_medusa_head_that_uses_the_targets(small, folder_of, tmp_path):
 
 
 def test_the_table_of_kinds_reads_others_heads_first(folder):
-    assert kind_of_folder(Path(folder)).name == "causal-lm"
+    assert method_of_folder(Path(folder)).name == "causal-lm"

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import torch
 
+from draftwing import storage
+from draftwing.cpu import build, layout, library
+from draftwing.cpu import noise as noise_module
+from draftwing.cpu.build import KernelProblem, with_library
+from draftwing.cpu.layout import BLOCKS, FORMATS, RowForm
+from draftwing.cpu.library import get_kernel, kernel_notice, kernel_problem
+from draftwing.cpu.noise import NativeNoise, noise_of
+from draftwing.cpu.selftest import fault_of
 from draftwing.errors import DraftwingWarning
-from draftwing.run import storage
-from draftwing.run.kernel import build, layout, library
-from draftwing.run.kernel import noise as noise_module
-from draftwing.run.kernel.build import KernelProblem, with_library
-from draftwing.run.kernel.formats import BLOCKS, FORMATS, RowForm
-from draftwing.run.kernel.library import get_kernel, kernel_notice, kernel_problem
-from draftwing.run.kernel.noise import NativeNoise, noise_of
-from draftwing.run.kernel.selftest import fault_of
-from draftwing.run.storage import cache_folder, open_folder, private_folder
+from draftwing.storage import cache_folder, open_folder, private_folder
 
 # A kernel that fails its own test must not go unnoticed: only what nobody could compile is left out.
-CAN_COMPILE = sys.platform == "linux" and build._find_compiler() is not None
+CAN_COMPILE = sys.platform == "linux" and build.find_compiler() is not None
 needs_kernel = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler here")
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def compiled() -> Path:
     """A library that was compiled here, to be handed out by compilers that only pretend."""
     folder = cache_folder()
     assert folder is not None
-    with_library(library._open)
+    with_library(library.open_library)
     return next(folder.glob("kernel-*.so"))
 
 
@@ -94,13 +94,13 @@ def test_where_there_is_a_compiler_there_is_a_kernel(monkeypatch):
 
 @needs_kernel
 def test_it_is_compiled_once_and_kept_in_a_private_folder(shop):
-    kernel, not_kept = with_library(library._open)
+    kernel, not_kept = with_library(library.open_library)
     assert not_kept == ""
     assert stat.S_IMODE(shop.cache.stat().st_mode) == 0o700
     (file,) = shop.kept
     assert file.name.startswith(f"{kernel.name}-")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    again, _ = with_library(library._open)
+    again, _ = with_library(library.open_library)
     assert (again.name, shop.runs, shop.kept) == (kernel.name, 1, [file])
     assert {path.name for path in shop.cache.iterdir()} == {file.name, "lock"}
 
@@ -119,7 +119,7 @@ def test_a_damaged_library_is_never_loaded_and_compiled_again(shop, damage):
 
     def load(path, name):
         loaded.append(read(path, name))
-        return library._open(path, name)
+        return library.open_library(path, name)
 
     with_library(load)
     assert loaded == [whole]
@@ -182,8 +182,8 @@ def test_where_it_is_started_makes_no_other_library(shop, tmp_path, monkeypatch)
 @needs_kernel
 def test_where_no_compiler_is_left_its_library_still_serves(shop, monkeypatch):
     with_library(read)
-    monkeypatch.setattr(build, "_find_compiler", lambda: None)
-    assert with_library(library._open)[0].name == shop.kept[0].name.rpartition("-")[0]
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert with_library(library.open_library)[0].name == shop.kept[0].name.rpartition("-")[0]
     (file,) = shop.kept
     file.unlink()  # it is in use: what is loaded must not be cut short under this process
     file.write_bytes(b"")
@@ -210,7 +210,7 @@ def in_children(count, work):
 @needs_kernel
 def test_processes_that_start_together_compile_once(shop):
     shop.write(before="sleep 0.5")
-    children = in_children(4, lambda: with_library(library._open))
+    children = in_children(4, lambda: with_library(library.open_library))
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
     assert shop.runs == 1
     assert len(shop.kept) == 1
@@ -228,7 +228,7 @@ def test_a_process_that_is_killed_while_it_compiles_is_in_nobodys_way(shop):
     os.kill(int(pid.read_text()), signal.SIGKILL)
     shop.write()
     began = time.monotonic()
-    with_library(library._open)
+    with_library(library.open_library)
     assert time.monotonic() - began < 20  # it does not wait for the dead
     assert {path.name for path in shop.cache.iterdir()} == {shop.kept[0].name, "lock"}
     for left in shop.temp.iterdir():  # a killed process cannot tidy up; what it leaves is in nobody's way
@@ -317,7 +317,7 @@ def test_a_user_without_a_home_has_no_folder(monkeypatch):
 @needs_kernel
 def test_without_a_folder_it_is_compiled_for_this_process_alone(shop, monkeypatch):
     monkeypatch.setattr(storage, "cache_folder", lambda: None)
-    kernel, reason = with_library(library._open)
+    kernel, reason = with_library(library.open_library)
     assert kernel.max_ops > 0
     assert "no home folder" in reason
     assert not shop.cache.exists()
@@ -409,7 +409,7 @@ def test_flags_that_change_numbers_are_refused(flag, monkeypatch):
 @needs_kernel
 def test_a_compiler_that_adds_such_flags_itself_is_refused_by_the_sources(shop, monkeypatch):
     monkeypatch.delenv("CXX")
-    real = build._find_compiler()
+    real = build.find_compiler()
     assert real is not None
     shop.script.write_text(f'#!/bin/sh\nexec {" ".join(real)} -ffast-math "$@"\n')
     monkeypatch.setenv("CXX", str(shop.script))
@@ -423,7 +423,7 @@ def test_a_compiler_that_adds_such_flags_itself_is_refused_by_the_sources(shop, 
         ({"CXX": "false"}, "false could not compile the CPU kernel"),
         ({"CXX": "true"}, "true compiled nothing: set CXX"),
         ({"CXX": "'g++"}, "CXX is .*No closing quotation"),
-        ({"DRAFTWING_KERNEL_ARCH": "native; rm"}, "DRAFTWING_KERNEL_ARCH is .*: give it a name that -march knows"),
+        ({"DRAFTWING_KERNEL_ARCH": "native; rm"}, "DRAFTWING_KERNEL_ARCH is .*: give a name that -march accepts"),
     ],
     ids=str,
 )
@@ -440,7 +440,7 @@ def test_what_cannot_be_compiled_is_told(change, told, tmp_path, monkeypatch):
 def fresh():
     """The kernel is looked for again, in the test and after it."""
     library._load.cache_clear()
-    noise_module._told.clear()
+    noise_module._shown_notices.clear()
     yield
     library._load.cache_clear()
 
@@ -457,7 +457,7 @@ def test_decoding_without_the_kernel_warns_once_and_says_why(tmp_path, monkeypat
         warnings.simplefilter("error")
         noise_of(7, CPU)
     monkeypatch.setenv("DRAFTWING_KERNEL", "off")
-    noise_module._told.clear()
+    noise_module._shown_notices.clear()
     assert kernel_notice() == ""
     assert kernel_problem() == "DRAFTWING_KERNEL is off"
     noise_of(7, CPU)
@@ -468,7 +468,7 @@ def test_decoding_without_the_kernel_warns_once_and_says_why(tmp_path, monkeypat
 def test_a_kernel_that_cannot_be_kept_warns_once(shop):
     shop.cache.mkdir()
     shop.cache.chmod(0o777)
-    with pytest.warns(DraftwingWarning, match="compiled anew by every process: .*chmod 700"):
+    with pytest.warns(DraftwingWarning, match="compiled again by every process: .*chmod 700"):
         assert isinstance(noise_of(7, CPU), NativeNoise)
     assert kernel_problem() == ""
     noise_of(7, CPU)
@@ -530,8 +530,8 @@ def spoils_rows(wanted):
     return change
 
 
-def spoil_walk(how):
-    found = ctypes.cast(how, ctypes.POINTER(layout.Walk))[0].found
+def spoil_accept(how):
+    found = ctypes.cast(how, ctypes.POINTER(layout.AcceptArgs))[0].found
     ctypes.cast(found, ctypes.POINTER(ctypes.c_int64))[11] = 1
 
 
@@ -557,7 +557,7 @@ WIDENED = ("bfloat16", "float16", *BLOCKS)
         ),
         ("Q4_K weights", {"rows": spoils_rows(FORMATS["Q4_K"].code)}),
         ("noise", {"noise_copy": lambda store, seed, position, count, out: numbers(out, 41).__setitem__(40, 0.0)}),
-        ("draws", {"walk": lambda *args: spoil_walk(args[-1])}),
+        ("draws", {"accept": lambda *args: spoil_accept(args[-1])}),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
@@ -603,11 +603,11 @@ def test_a_library_that_is_not_ours_is_refused(changes, told, compiled, monkeypa
 
     monkeypatch.setattr(ctypes, "CDLL", Other)
     with pytest.raises(KernelProblem, match=told):
-        library._open(str(compiled), "kernel")
+        library.open_library(str(compiled), "kernel")
     monkeypatch.undo()
     (compiled.parent / "text").write_text("no library")
     with pytest.raises(KernelProblem, match="cannot be loaded"):
-        library._open(str(compiled.parent / "text"), "kernel")
+        library.open_library(str(compiled.parent / "text"), "kernel")
 
 
 @needs_kernel
@@ -617,5 +617,5 @@ def test_a_library_that_is_not_ours_is_refused(changes, told, compiled, monkeypa
 )
 def test_a_kernel_for_an_older_processor_passes_its_test(arch, has_int8, monkeypatch):
     monkeypatch.setenv("DRAFTWING_KERNEL_ARCH", arch)
-    kernel, _ = with_library(library._open)
+    kernel, _ = with_library(library.open_library)
     assert kernel.has_int8 is has_int8

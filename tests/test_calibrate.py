@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftwing.errors import ConfigError
-from draftwing.nets.calibration import Calibration
+from draftwing.methods.calibration import Calibration
 from draftwing.train import calibrate
 
 ROWS, VOCAB = 4000, 64

@@ -10,14 +10,13 @@ from typer.testing import CliRunner
 from conftest import refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
-from draftwing.heads.card import copy_card, render_card, write_card
-from draftwing.heads.convert import convert
-from draftwing.heads.prompts import read_stored, write_stored
-from draftwing.heads.write import write_head
-from draftwing.model.config import ModelConfig
-from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.formats.card import copy_card, read_stored, render_card, write_card, write_stored
+from draftwing.formats.convert import convert
+from draftwing.formats.write import write_head
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.net import TargetId
+from draftwing.models.config import ModelConfig
+from draftwing.models.linear import Linear
 from draftwing.train.begin import training_before
 
 SHAPE = {

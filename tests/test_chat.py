@@ -169,7 +169,7 @@ def test_a_dialogue_that_outgrows_the_context(target):
     script = lines("x " * 50, "y " * 50, "z " * 50, "/reset")
     result = run("-t", target, "-d", "none", "-n", 4, "--json", stdin=script)
     assert result.exit_code == 2
-    assert re.search("the dialogue with this question has .* tokens.*: start anew with /reset", result.stderr)
+    assert re.search("the dialogue with this question has .* tokens.*: start over with /reset", result.stderr)
 
 
 def test_an_answer_that_fills_the_context(target):
@@ -281,7 +281,7 @@ import fcntl, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 import torch
 torch.set_num_threads(1)
-from draftwing.engine.decode import Decoder
+from draftwing.decode import Decoder
 step = Decoder.step
 def slow(self):
     time.sleep(0.03)

@@ -20,10 +20,10 @@ import draftwing as dw
 from draftwing.cli import main as cli
 from draftwing.cli import progress
 from draftwing.cli import screen as console
-from draftwing.cli.drafts import every_draft
+from draftwing.cli.options import every_draft
 from draftwing.errors import DraftwingWarning
-from draftwing.evaluate import compare as compare_module
-from draftwing.evaluate import lossless as lossless_module
+from draftwing.lab import compare as compare_module
+from draftwing.lab import verify as lossless_module
 from draftwing.train.trainer import Progress as TrainProgress
 
 PROMPT = "def add(a, b):\n    return a"
@@ -474,9 +474,9 @@ def test_info(target):
     assert found["target"]["matrices"] == weights.runs_as == weights.head.runs_as
     assert found["target"]["exactness"].startswith("to the bit")
     drafts = dw.load(target, draft=target)
-    assert found["drafter"]["matrices"].startswith(drafts.traits.runs_as)
-    assert ("stays the target's" in found["drafter"]["matrices"]) is ("int8" in drafts.traits.runs_as)
-    assert found["drafter"]["mb_per_token"] == drafts.traits.num_bytes / 1e6
+    assert found["drafter"]["matrices"].startswith(drafts.drafter.runs_as)
+    assert ("stays the target's" in found["drafter"]["matrices"]) is ("int8" in drafts.drafter.runs_as)
+    assert found["drafter"]["mb_per_token"] == drafts.drafter.num_bytes / 1e6
     assert found["bandwidth"]["plain_decoding_limit_tokens_per_s"] > 0
     table = run("info", "-t", target, "-d", "lookup")
     assert table.exit_code == 0
@@ -585,7 +585,7 @@ def test_every_draft_that_a_target_can_have(capsys):
     found = [name for name, _ in every_draft(plain, None, None, but=["lookup"])]
     assert {"eagle1", "eagle3", "eagle3+lookup", "causal-lm", "lookahead", "suffix", "self-window"} <= set(found)
     assert not {"none", "lookup", "mtp"} & set(found)
-    assert "left out: mtp: draftwing/target (LlamaForCausalLM) has no MTP modules" in capsys.readouterr().err
+    assert "left out: mtp: toy (LlamaForCausalLM) has no MTP modules" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

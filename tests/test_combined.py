@@ -1,4 +1,4 @@
-"""Several drafters at once: what each is told, what is learnt of each, who is asked, and how they are named."""
+"""Several drafters as one: the outcome that each gets, its calibration, when it is asked, and how they are named."""
 
 from __future__ import annotations
 
@@ -12,28 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import add_tokenizer, refused
-from draftwing.api import LM, load, load_drafter
 from draftwing.budget.acceptance import Acceptance
-from draftwing.budget.clock import Clock
-from draftwing.budget.costs import Costs, Curve
-from draftwing.drafters.base import Budget, NoDrafter, Traits
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.drafters.retrieval.drafter import RetrievalDrafter
-from draftwing.drafters.several import claims as claims_module
-from draftwing.drafters.several.claims import Asking, Claims, Step
-from draftwing.drafters.several.combined import CombinedDrafter
-from draftwing.drafters.several.merge import Offer, Proposal, proposals, unite
-from draftwing.drafters.suffix import SuffixAutomaton
-from draftwing.engine.decode import Decoder
-from draftwing.engine.engine import Engine
+from draftwing.decode import Decoder
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import Context, FeatureSpec, Row
+from draftwing.lm import LM
+from draftwing.loading import load, load_drafter
+from draftwing.methods import ensemble as claims_module
+from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.ensemble import Asking, Claims, CombinedDrafter, Offer, Proposal, Proposed, proposals, unite
+from draftwing.methods.lookup import LookupDrafter, SuffixAutomaton
+from draftwing.methods.retrieval import RetrievalDrafter
+from draftwing.models.context import Context, FeatureSpec, Row
+from draftwing.models.lean import LeanTarget
 from draftwing.noise import KeyedNoise
-from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.tree import DraftTree
+from draftwing.tree import DraftTree, GrowthRule
 from test_merge import noisy_or, paths, proposal
 
 VOCAB = 61
@@ -44,11 +39,13 @@ def target(folder_of) -> LeanTarget:
     return LeanTarget.from_folder(folder_of("llama"), torch.float64)
 
 
-class Oracle(NoDrafter):
+class Oracle(Drafter):
     """Proposes the next tokens of a text that it knows, and keeps the hidden states that it was given."""
 
     def __init__(self, text: list[int], depth: int, taps: tuple[int, ...] = (), **traits) -> None:
-        self.name, self.features, self.traits = f"oracle {depth}", FeatureSpec(taps), Traits(**traits)
+        self.name, self.features = f"oracle {depth}", FeatureSpec(taps)
+        for name, value in traits.items():
+            setattr(self, name, value)
         self.text, self.depth = text, depth
         self.seen: dict[int, torch.Tensor] = {}
         self.budgets: list[Budget] = []
@@ -111,15 +108,16 @@ def test_each_part_hears_which_of_its_own_nodes_were_kept(target):
 
 
 def test_traits_are_those_of_all(target):
-    parts = [Oracle([], 1, (3,), reads_features=True, identity="a", num_bytes=3, runs_as="x"),
+    parts = [Oracle([], 1, (3,), identity="a", num_bytes=3, runs_as="x"),
              LookupDrafter(VOCAB)]  # fmt: skip
     both = CombinedDrafter(parts, Claims(2))
     assert [part.name for part in both.parts] == ["lookup", "oracle 1"]  # what costs nothing is asked first
     assert both.name == "lookup + oracle 1"
-    wanted = Traits(reads_features=True, grows_by_rule=True, identity="lookup + oracle 1 a", num_bytes=3, runs_as="x")
-    wanted = replace(wanted, parts=("lookup", "oracle 1"))
-    assert both.traits == wanted
-    assert not CombinedDrafter([LookupDrafter(VOCAB)], Claims(1)).traits.costs_forwards
+    assert (both.identity, both.num_bytes, both.runs_as) == ("lookup + oracle 1 a", 3, "x")
+    assert both.part_names == ("lookup", "oracle 1")
+    assert all((both.drafts, both.reads_features, both.costs_forwards, both.grows_by_rule))
+    assert not any((both.learns, both.resumes, both.lists, both.context))
+    assert not CombinedDrafter([LookupDrafter(VOCAB)], Claims(1)).costs_forwards
 
 
 def test_a_row_that_one_part_refuses_joins_none(target):
@@ -127,12 +125,20 @@ def test_a_row_that_one_part_refuses_joins_none(target):
         def admit(self, ctx, features) -> None:
             raise ConfigError("not this one")
 
-    lookup = LookupDrafter(VOCAB)
-    both = CombinedDrafter([lookup, Refuses([], 1)], Claims(2))
+    rows = []
+
+    class Counted(LookupDrafter):
+        def admit(self, ctx, features) -> None:
+            rows.append(ctx.rows[-1])
+
+        def remove(self, ctx, row) -> None:
+            rows.pop(row)
+
+    both = CombinedDrafter([Counted(VOCAB), Refuses([], 1)], Claims(2))
     decoder = Decoder(target, both)
     with refused(ConfigError, "not this one"):
         decoder.admit([5, 6, 7], Sampling())
-    assert lookup._automata == []
+    assert rows == []
     assert decoder.ctx.num_rows == 0
 
 
@@ -168,14 +174,14 @@ def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
     learnt = Claims(len(many))
     learnt.learn(many, None, emitted)
     for drafter, each in enumerate(many):
-        wanted = table_of(brute(paths(each), each.told, emitted))
+        wanted = table_of(brute(paths(each), each.node_probs, emitted))
         found = learnt.rule_of(drafter, rule_of())
         np.testing.assert_allclose(found.knots, wanted[0], rtol=1e-5)
         np.testing.assert_allclose(found.rates, wanted[1], rtol=1e-5)
         reached = learnt.reached(drafter, each)
         for node, above in enumerate(each.parents[1:], 1):
             place = min(len(paths(each)[node]), len(wanted[0])) - 1
-            rate = np.interp(each.told[node], wanted[0][place], wanted[1][place])
+            rate = np.interp(each.node_probs[node], wanted[0][place], wanted[1][place])
             assert reached[node] == pytest.approx(reached[above] * rate, rel=1e-4)
 
 
@@ -190,7 +196,7 @@ def distinct(one: Proposal) -> Proposal:
 def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted):
     union, learnt = unite([one, other]), Claims(2)
     own = paths(union)
-    learnt._learn_shared(union, emitted)
+    learnt.learn_shared(union, emitted)
     for claims in union.claims:  # as nothing is known of either, chances are taken as told, between the tables' ends
         claims.update({drafter: min(max(told, 0.01), 0.9975) for drafter, told in claims.items()})
     told = [noisy_or(union, node) for node in range(len(own))]
@@ -201,9 +207,9 @@ def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted)
             seen.setdefault(who, []).extend(brute([own[node]], [told[node]], emitted))
     for who, claims in seen.items():
         if not claims:
-            assert who not in learnt._shared
+            assert who not in learnt.shared
             continue
-        table, wanted = learnt._shared[who], table_of(claims)
+        table, wanted = learnt.shared[who], table_of(claims)
         table.settle()
         np.testing.assert_allclose(table.lines[0], wanted[0], rtol=1e-5)
         np.testing.assert_allclose(table.lines[1], wanted[1], rtol=1e-5)
@@ -254,9 +260,9 @@ def test_what_is_refused_is_tried_ever_rarer():
         asking.brought(3.0, 0, 0)
     tried = [step for step in range(400) if asking.is_worth_it([3.0], 5, rule)]
     pauses = [later - earlier for earlier, later in pairwise(tried)]
-    assert tried[0] == claims_module.SOON - 1
+    assert tried[0] == claims_module.MIN_PATIENCE - 1
     assert pauses[:4] == [8, 16, 32, 64]
-    assert set(pauses[4:]) == {claims_module.LOOK}
+    assert set(pauses[4:]) == {claims_module.MAX_PATIENCE}
     for _ in range(200):
         asking.brought(3.0, 4, 0)  # by now it is worth it,
     assert asking.is_worth_it([3.0], 5, rule)
@@ -268,7 +274,7 @@ def test_what_is_refused_is_tried_ever_rarer():
 def test_a_few_bad_answers_prove_little():
     asking, rule = Asking(), rule_of(worth=4.0)
     asking.took(1, 0.5, rule)
-    for _ in range(claims_module.FIRST):
+    for _ in range(claims_module.MIN_ANSWERS):
         asking.brought(3.0, 0, 0)
     assert asking.is_worth_it([3.0], 5, rule)
     for _ in range(100):
@@ -313,9 +319,9 @@ def test_another_text_is_looked_at_soon_and_believed():
     for _ in range(200):
         asking.brought(3.0, 0, 0)
     assert sum(asking.is_worth_it([3.0], 5, rule) for _ in range(200)) < 8
-    asking.begin_text()
+    asking.begin_request()
     tried = [step for step in range(30) if asking.is_worth_it([3.0], 5, rule)]
-    assert tried[:2] == [claims_module.SOON - 1, 3 * claims_module.SOON - 1]
+    assert tried[:2] == [claims_module.MIN_PATIENCE - 1, 3 * claims_module.MIN_PATIENCE - 1]
     for _ in range(10):
         asking.brought(3.0, 2, 0)
     assert asking.is_worth_it([3.0], 5, rule)
@@ -327,13 +333,13 @@ def test_sampled_texts_are_learnt_of_by_themselves():
     both.admit(ctx, None)
     for temperature, learnt in ((0.0, claims), (1.0, claims.sampled)):
         batch = SamplingBatch([Sampling(temperature=temperature, seed=1)], KeyedNoise(VOCAB))
-        before = [each.asking[1]._seen[0] for each in (claims, claims.sampled)]
+        before = [each.asking[1].num_answers[0] for each in (claims, claims.sampled)]
         assert before == ([0, 0] if learnt is claims else [1, 0])
         both.propose(ctx, batch, budget)
         ctx.rows[0].tokens += ctx.rows[0].tokens[:1]
         ctx.rows[0].length += 1
         both.propose(ctx, batch, Budget(0))
-    assert [each.asking[1]._seen[0] for each in (claims, claims.sampled)] == [1, 1]
+    assert [each.asking[1].num_answers[0] for each in (claims, claims.sampled)] == [1, 1]
 
 
 def test_lists_are_what_is_proposed():
@@ -346,10 +352,10 @@ def test_lists_are_what_is_proposed():
             for each in drafters:
                 each.admit(ctx, None)
                 each.admit(ctx, None)
-            tree, lists = drafters[0].propose(ctx, sampling, budget), drafters[1].grown(ctx, budget)
+            tree, lists = drafters[0].propose(ctx, sampling, budget), drafters[1].list_trees(ctx, budget)
             for found, wanted in zip(proposals(tree), lists, strict=True):
                 assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
-                assert found.told[1:] == pytest.approx(wanted.told[1:])
+                assert found.node_probs[1:] == pytest.approx(wanted.node_probs[1:])
             assert tree.num_nodes > 1
 
 
@@ -365,10 +371,10 @@ def test_what_asking_brought_is_learnt_of_every_step():
     claims = Claims(2)
     offers = [Offer([Proposal([9], [-1], [1.0])]), Offer([Proposal([9, 1], [-1, 0], [1.0, 0.5])])]
     row = Row([5, 9, 1, 7], 3, 1)
-    Step([row], [1], offers, [None], {1: [0.0]}).teach(claims, whole=False)
-    assert claims.asking[1]._seen[0] == 1
-    assert claims.asking[1]._added[0] == 1.0
-    assert claims._own[1]._waiting == []
+    Proposed([row], [1], offers, [None], {1: [0.0]}).teach(claims, whole=False)
+    assert claims.asking[1].num_answers[0] == 1
+    assert claims.asking[1].mean_added[0] == 1.0
+    assert claims.tables[1].pending == []
 
 
 def context(texts: list[list[int]]) -> Context:
@@ -382,21 +388,16 @@ def test_a_draft_without_a_pass_says_that_it_took_none():
     both.admit(ctx, None)
     budget = Budget(4, 2, 16, rule=rule_of(node=0.01))
     first = both.propose(ctx, sampling, budget)
-    assert first.effort == 3
+    assert first.num_draft_forwards == 3
     assert costly.budgets[-1].depth == 4
     asking = claims.asking[1]
-    asking._takes[1] = (claims_module.FIRST, 100.0)
-    for _ in range(claims_module.FIRST):
+    asking.forwards_by_rows[1] = (claims_module.MIN_ANSWERS, 100.0)
+    for _ in range(claims_module.MIN_ANSWERS):
         asking.brought(3.0, 0, 3)
     tree = both.propose(ctx, sampling, budget)
     assert costly.budgets[-1].depth == 0
     assert tree.tokens[0, :4].tolist() == [4, 5, 6, 7]
-    assert tree.effort == 0.0
-    clock = Clock(Costs(Curve(((1, 0.01), (8, 0.02))), Curve(((1, 0.001), (8, 0.008)))))
-    before = clock.draft(4, 1)
-    took, _ = clock.observe(1, 4, 0.0, False, 1e-5, 0.014)
-    assert took == pytest.approx((0.014 + 1e-5) / 0.01)
-    assert clock.draft(4, 1) == before
+    assert tree.num_draft_forwards == 0.0
 
 
 def test_lone_claims_that_are_worth_nothing_are_left_out():
@@ -476,8 +477,8 @@ def test_who_is_wanted_by_nobody_is_not_asked(target):
 def test_what_nobody_wanted_says_nothing_of_a_drafter(target):
     claims, offers = Claims(2), [Offer([Proposal([9], [-1], [1.0])] * 2) for _ in range(2)]
     rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
-    Step(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
-    assert claims.asking[1]._seen[0] == 1
+    Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
+    assert claims.asking[1].num_answers[0] == 1
 
 
 def test_drafts_that_are_not_there_are_refused(folder, target):
@@ -528,8 +529,8 @@ def folder(folder_of):
 def test_several_are_named_with_a_plus(folder, tmp_path):
     lm = load(folder, f"{folder}+lookup", dtype="float64", draft_options={"min_match": 1}, budget=Budget(3, 2))
     assert lm.drafter_name == f"lookup + causal-lm ({folder.name})"
-    assert lm.new_drafter().parts[0]._min_match == 1
-    assert lm.new_drafter()._claims is lm.new_drafter()._claims  # what is learnt holds for the next text
+    assert lm.new_drafter().parts[0].min_match == 1
+    assert lm.new_drafter().claims is lm.new_drafter().claims  # what is learnt holds for the next text
     plain, planned = LM(lm.target, lm.tokenizer), LM(lm.target, lm.tokenizer, lm.new_drafter)
     for temperature in (0.0, 1.0):
         asked = {"max_tokens": 30, "temperature": temperature, "seed": 3, "ignore_eos": True}

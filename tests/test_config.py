@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.model.config import LEAN_MODEL_TYPES, ModelConfig, read_config
+from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, read_config
 
 
 class MiMoConfig(Qwen2Config):

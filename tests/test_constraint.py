@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 import draftwing as dw
 from conftest import add_tokenizer, refused
 from draftwing.constraint import forbidden_of, has_bit, words_without
-from draftwing.drafters.base import Budget, NoDrafter, Traits
-from draftwing.engine.decode import Decoder
-from draftwing.engine.engine import Engine
-from draftwing.engine.masks import Masks
-from draftwing.engine.request import Request
+from draftwing.decode import Decoder, Masks
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, NumericsError, SamplingError, UnsupportedError
-from draftwing.model.target import FeatureSpec
+from draftwing.methods.base import Budget, Drafter
+from draftwing.models.context import FeatureSpec
+from draftwing.request import Request
 from draftwing.sampling import Sampling
 from draftwing.text.grammar import DEEPEST, LONGEST, Grammar, as_grammar
 from draftwing.text.stream import TextStream
@@ -118,7 +117,7 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
     masked = masks.apply(logits)
     assert torch.equal(masked[1], logits[1])
     with monkeypatch.context() as patch:  # as where the logits are elsewhere
-        patch.setattr("draftwing.engine.masks.on_host", lambda tensor: False)
+        patch.setattr("draftwing.decode.on_host", lambda tensor: False)
         assert torch.equal(masks.apply(logits), masked)
     for node, path in {0: (), 1: (4,), 3: (4, 8), 4: (4, 8, 3), 6: (4, 8, 3, 10)}.items():
         good = sorted(RhymesState(path, None).good())
@@ -127,7 +126,7 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
 
     trimmed = Masks.of([request], VOCAB, (EOS,), cuts=True).read(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
     assert trimmed.tokens.tolist() == [[5, 4]]  # what nobody verifies is not even there
-    assert (trimmed.is_line, trimmed.depth, trimmed.effort) == (True, 1, 3.0)
+    assert (trimmed.is_line, trimmed.depth, trimmed.num_draft_forwards) == (True, 1, 3.0)
     whole = Masks.of([request], VOCAB, (EOS,), cuts=False).read(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
     assert whole.num_nodes == 4
     assert Masks.of([other], VOCAB, (EOS,), cuts=True) is None
@@ -227,10 +226,10 @@ def test_classic_rules_are_greedy_under_a_constraint(rule, lab, plain):  # noqa:
     assert decode(here.target, made, requests_of("greedy"), CLASSIC[rule], rule)[0] == plain("llama", "greedy")
 
 
-class Coin(NoDrafter):
+class Coin(Drafter):
     """Drafts one of two tokens, by the toss of a coin, and says so."""
 
-    traits = Traits(costs_forwards=False)
+    costs_forwards = False
 
     def __init__(self, *sides: int) -> None:
         self.sides = sides

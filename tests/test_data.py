@@ -11,9 +11,8 @@ import torch
 from conftest import add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError, TokenizerError
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data import files as data_module
-from draftwing.train.data.files import Batches, Corpus, Example, read_examples, split
-from draftwing.train.data.vocabulary import DraftVocabulary
+from draftwing.train import data as data_module
+from draftwing.train.data import Batches, Corpus, DraftVocabulary, Example, read_examples, split
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,21 @@ from typer.testing import CliRunner
 import draftwing as dw
 from conftest import refused
 from draftwing.cli import main as cli
-from draftwing.drafters.kinds import drafter_maker, kind_of_folder
-from draftwing.drafters.retrieval import store as module
-from draftwing.drafters.retrieval.array import END, SuffixArray, joined
-from draftwing.drafters.retrieval.datastore import TEXTS, read_datastore, write_datastore
-from draftwing.drafters.retrieval.store import read_store, write_store
 from draftwing.errors import CheckpointError, ConfigError, DataError, TokenizerError
+from draftwing.methods import suffix_array as module
+from draftwing.methods.registry import drafter_maker, method_of_folder
+from draftwing.methods.suffix_array import (
+    END,
+    TEXTS_FILE,
+    SuffixArray,
+    join_texts,
+    read_datastore,
+    read_store,
+    write_datastore,
+    write_store,
+)
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data.datastore import build_datastore, read_texts
+from draftwing.train.datastore import build_datastore, read_texts
 from test_cli import TEXTS as SOURCES
 from test_cli import add_tokenizer
 
@@ -59,7 +65,7 @@ def store(target, files, tmp_path_factory):
 @pytest.fixture
 def small(tmp_path):
     """A store of a few tokens in blocks so small that there are many."""
-    texts = SuffixArray(joined([list(range(40)), [1, 2, 3], [1, 2, 4]]))
+    texts = SuffixArray(join_texts([list(range(40)), [1, 2, 3], [1, 2, 4]]))
     return write_datastore(tmp_path / "small", texts, ABOUT)
 
 
@@ -87,7 +93,7 @@ def test_what_is_in_it(store, target, files):
     assert found.about["num_texts"] == 3
     assert found.about["num_tokens"] == len(tokens) - 3
     assert found.about["vocab_hash"] == tokenizer.vocab_hash
-    assert {path.name for path in store.iterdir()} == {TEXTS, "config.json"}
+    assert {path.name for path in store.iterdir()} == {TEXTS_FILE, "config.json"}
     assert [path.name for path in store.parent.iterdir()] == [store.name]
 
 
@@ -95,7 +101,7 @@ def test_build_says_what_it_did(target, files, tmp_path):
     done = run("datastore", "build", files / "code.py", "-t", target, "-o", tmp_path / "a", "--json")
     found = json.loads(done.stdout)
     assert found["num_files"] == found["num_texts"] == 1
-    assert found["num_bytes"] == (tmp_path / "a" / TEXTS).stat().st_size
+    assert found["num_bytes"] == (tmp_path / "a" / TEXTS_FILE).stat().st_size
     done = run("datastore", "build", files, "-t", target, "-o", tmp_path / "b")
     assert "tokens in 3 texts" in done.stderr
     assert f"--draft {tmp_path / 'b'}" in done.stderr
@@ -139,35 +145,25 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with refused(CheckpointError, str(tmp_path / "store"), "cannot be written", "No space left"):
-        write_datastore(tmp_path / "store", SuffixArray(joined([[1, 2]])), {**ABOUT, "num_texts": 1})
+        write_datastore(tmp_path / "store", SuffixArray(join_texts([[1, 2]])), {**ABOUT, "num_texts": 1})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kill_leaves_nothing_half(target, files, tmp_path):
-    """Killed while it writes: the folder is not there. The next build sweeps what was left beside it."""
-    out, ready = tmp_path / "store", tmp_path / "ready"
+def test_a_kill_leaves_nothing_half(tmp_path):
+    """Killed while it writes: the folder does not exist. The next build removes the leftovers."""
+    out = tmp_path / "store"
     code = (
-        "import os, pathlib, sys, time\n"
-        "from draftwing.cli import main\n"
-        f"def wait(handle): pathlib.Path({str(ready)!r}).touch(); time.sleep(600)\n"
-        "os.fsync = wait\n"
-        "main.main()\n"
+        "import os, pathlib, signal\n"
+        "from draftwing.methods.suffix_array import SuffixArray, join_texts, write_datastore\n"
+        "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"write_datastore(pathlib.Path({str(out)!r}), SuffixArray(join_texts([[1, 2, 3]])), {ABOUT})\n"
     )
-    command = [sys.executable, "-c", code, "datastore", "build", str(files), "-t", str(target), "-o", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        end = time.monotonic() + 200
-        while not ready.exists() and process.poll() is None and time.monotonic() < end:
-            time.sleep(0.1)
-        assert ready.exists(), process.communicate(timeout=5)[1]
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    ready.unlink()
+    process = subprocess.Popen([sys.executable, "-c", code])
+    assert process.wait() == -signal.SIGKILL
     (leftover,) = tmp_path.iterdir()
     assert leftover.name.startswith(".store.")
     assert leftover.name.endswith(f".{process.pid}.partial")
-    assert run("datastore", "build", files, "-t", target, "-o", out).exit_code == 0
+    write_datastore(out, SuffixArray(join_texts([[1, 2, 3]])), ABOUT)
     assert list(tmp_path.iterdir()) == [out]
     read_datastore(out, whole=True)
 
@@ -176,13 +172,13 @@ def test_a_kill_leaves_nothing_half(target, files, tmp_path):
 
 
 def test_it_is_a_kind_of_draft(store, target):
-    assert kind_of_folder(store).name == "rest"
+    assert method_of_folder(store).name == "rest"
     lm = dw.load(target, store, dtype="float64", device="cpu", draft_options={"min_match": 1, "max_match": 4})
     plain = dw.load(target, "none", dtype="float64", device="cpu")
     found = lm.generate(SOURCES[0], max_tokens=12, ignore_eos=True, speculation=dw.Budget(4, 2))[0]
     assert found.token_ids == plain.generate(SOURCES[0], max_tokens=12, ignore_eos=True)[0].token_ids
     assert found.stats.num_drafted > 0
-    assert lm.traits.identity == read_datastore(store).about["identity"]
+    assert lm.drafter.identity == read_datastore(store).about["identity"]
 
 
 def test_another_tokenizers_store_is_refused(store, target, folder_of, tmp_path):
@@ -248,10 +244,10 @@ def test_a_newer_version_is_refused(small, monkeypatch):
 
 
 def test_of_a_large_file_some_blocks_are_checked_and_all_on_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 64)
-    monkeypatch.setattr(module, "_CHECKED", 3)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(module, "NUM_CHECKED", 3)
     file = tmp_path / "file"
-    parts = [SuffixArray(joined([list(range(200))])), SuffixArray(joined([[1, 2], [3]]))]
+    parts = [SuffixArray(join_texts([list(range(200))])), SuffixArray(join_texts([[1, 2], [3]]))]
     write_store(file, parts, {"vocab_size": 300})
     again = read_store(file, whole=True)
     for ours, theirs in zip(parts, again.parts, strict=True):
@@ -277,7 +273,7 @@ def test_of_a_large_file_some_blocks_are_checked_and_all_on_request(tmp_path, mo
 def test_no_texts_at_all(tmp_path):
     write_store(tmp_path / "file", [], {"vocab_size": 300})
     assert read_store(tmp_path / "file", whole=True).parts == ()
-    write_store(tmp_path / "file", [SuffixArray(joined([]))], {"vocab_size": 300})
+    write_store(tmp_path / "file", [SuffixArray(join_texts([]))], {"vocab_size": 300})
     (part,) = read_store(tmp_path / "file", whole=True).parts
     assert part.match([1, 2], 1, 2) is None
 
@@ -285,7 +281,7 @@ def test_no_texts_at_all(tmp_path):
 def test_a_store_that_is_replaced_stays_readable(small, tmp_path):
     """Whoever has mapped the old file goes on to read it."""
     part = small.parts[0]
-    write_store(small.path, [SuffixArray(joined([[9, 9, 9]]))], ABOUT)
+    write_store(small.path, [SuffixArray(join_texts([[9, 9, 9]]))], ABOUT)
     match = part.match([1, 2], 1, 2)
     assert match is not None
     assert [each.token for each in part.followers(match.place)] == [3, 4]

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import add_tokenizer
-from draftwing.cli import demo as module
+from draftwing.cli import chat as module
 from draftwing.cli import main as cli
-from draftwing.model import resolve
-from draftwing.model.catalogue import CATALOGUE
+from draftwing.models import resolve
+from draftwing.models.catalogue import CATALOGUE
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
 
@@ -113,7 +113,7 @@ def test_the_best_head_of_the_catalogue_drafts(target, monkeypatch):
     monkeypatch.setattr(resolve, "fetch", lambda entry, **_: target)
 
     def load(self, draft, drafting):
-        from draftwing.api import load
+        from draftwing.loading import load
 
         asked.append((self.target, draft))
         return load(target, draft="lookup")

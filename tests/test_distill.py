@@ -12,19 +12,17 @@ import transformers
 from accelerate.state import AcceleratorState
 
 from conftest import add_tokenizer, build, float64_norms, refused
-from draftwing.api import load, load_target
-from draftwing.drafters.base import Budget
-from draftwing.drafters.kinds import KINDS, convert, diagnose, kind_of_folder
 from draftwing.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedError
-from draftwing.heads.causal_lm import read_causal_lm, write_causal_lm
-from draftwing.model.lean import LeanTarget
-from draftwing.nets.causal_lm_loss import CausalLoss
-from draftwing.nets.objectives import OBJECTIVES, head_loss, objective_named
+from draftwing.loading import load, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.causal_lm import CausalLoss, read_causal_lm, write_causal_lm
+from draftwing.methods.objectives import OBJECTIVES, head_loss, objective_named
+from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
+from draftwing.models.lean import LeanTarget
 from draftwing.train.checkpoint import read_checkpoint
-from draftwing.train.data.batches import collate
-from draftwing.train.features.own_text import OwnText
-from draftwing.train.features.source import FeatureBatch, scored
-from draftwing.train.loss.batch import Truth
+from draftwing.train.data import collate
+from draftwing.train.features import FeatureBatch, OwnText, scored
+from draftwing.train.loss import Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, Session, prepare
 from test_trainer import assert_same_run, metrics_of, stop_at, toy_corpus
@@ -284,7 +282,7 @@ def trained(target, data, tmp_path_factory) -> Path:
     """The folder of a draft model that has learnt its target's text."""
     AcceleratorState._reset_state(True)
     out = tmp_path_factory.mktemp("trained")
-    run = session(target, data, out, iterations=60, lr=1e-2, eval_every=30)
+    run = session(target, data, out, iterations=16, lr=1e-2, eval_every=8)
     run.run()
     assert run.collect_held_out(1) is not None
     judged = [line for line in metrics_of(out) if "tau" in line]
@@ -301,7 +299,7 @@ def test_the_folder_is_a_hugging_face_model(trained, target):
     torch.testing.assert_close(load_target(trained).score(ids).logits, wanted, rtol=1e-4, atol=1e-4)
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (trained, target))
     assert ours.get_vocab() == theirs.get_vocab()
-    assert kind_of_folder(trained) is KINDS["causal-lm"]
+    assert method_of_folder(trained) is get_method("causal-lm")
     block = json.loads((trained / "config.json").read_text())["draftwing"]
     assert block["kind"] == "causal-lm"
     assert block["target"]["num_layers"] == 3

@@ -9,16 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import add_tokenizer
-from draftwing.heads.convert import convert
-from draftwing.heads.doctor.examine import CHECKS, diagnose
-from draftwing.heads.head import Head
-from draftwing.heads.identity import chat_template_hash, target_id_of_folder
-from draftwing.heads.write import save_head, write_head
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.eagle_tensors import tensor_shapes
+from draftwing.formats.convert import convert
+from draftwing.formats.doctor import CHECKS, diagnose
+from draftwing.formats.head import Head
+from draftwing.formats.identity import chat_template_hash, target_id_of_folder
+from draftwing.formats.write import save_head, write_head
+from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.linear import Linear
 
 VOCAB, HIDDEN, LAYERS, DRAFT = 300, 32, 8, 100
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

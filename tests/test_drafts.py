@@ -1,8 +1,9 @@
-"""Drafts that the CPU kernel grows in one call: the trees of ``Growth``, and those of a rule by explicit search."""
+"""Drafts that the CPU kernel grows in one call: those of ``TreeBuilder``, and those of a rule by explicit search."""
 
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -10,23 +11,22 @@ import pytest
 import torch
 
 from conftest import refused
-from draftwing.drafters.base import Budget
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.growing.asked import Asked
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.library import get_kernel
+from draftwing.cpu.noise import noise_of
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.nets.calibration import NUM_COMPARED, Calibration
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.run.forward import Entries
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.noise import noise_of
-from draftwing.run.request import GrowthRule
+from draftwing.methods.base import Budget
+from draftwing.methods.calibration import NUM_COMPARED, Calibration
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.lean import LeanTarget
+from draftwing.models.target import Target
+from draftwing.runtime.forward import Entries
+from draftwing.runtime.tree_builder import DraftRequest
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.tree import PAD, DraftTree
+from draftwing.tree import PAD, DraftTree, GrowthRule
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
 
@@ -90,7 +90,7 @@ def started(drafter, target, requests, steps=2) -> tuple[Decoder, SamplingBatch]
 def trees(name, target, folder_of, kind, budget, at_once) -> DraftTree:
     drafter = drafter_for(name, target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS[kind])
-    with nullcontext() if at_once else mock.patch.object(Asked, "request", return_value=None):
+    with nullcontext() if at_once else mock.patch.object(DraftRequest, "kernel_limits", return_value=None):
         return drafter.propose(decoder.ctx, sampling, budget)
 
 
@@ -217,7 +217,7 @@ class Search:
         return [each[:width] for each in chosen] if enough else []
 
     def tree(self) -> DraftTree:
-        waiting, runner = self.drafter._waiting(self.ctx), self.drafter._runner
+        waiting, runner = self.drafter.request(self.ctx, self.sampling, self.budget), self.drafter._runner
         width = waiting.num_entries
         chain = DraftTree.chain(torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in waiting.tokens]))
         last = torch.tensor([len(ids) - 1 for ids in waiting.tokens])[:, None, None]
@@ -246,7 +246,7 @@ class Search:
                     sources[row, entry] = before[row].index(node["parent"])
             tokens, parents = (torch.tensor([[each[part] for each in row] for row in drafted]) for part in (0, 1))
             states = states.gather(1, sources[:, :, None].expand(-1, -1, states.shape[2]))
-            entries = Entries(DraftTree(tokens, parents), waiting.roots, 0, first, None, states)
+            entries = Entries(DraftTree(tokens, parents), waiting.root_slots, 0, first, None, states)
             logits, states = runner.forward(entries)
         kept, tokens, parents = self.worth(), [], []
         for row in self.rows:
@@ -267,8 +267,8 @@ def test_a_rule_is_followed_node_by_node(seed, name, kind, target, folder_of):
     drafter = drafter_for(name, target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS[kind])
     same(found, Search(drafter, decoder, sampling, budget, rule).tree())
-    assert found.told.shape == found.confidence.shape == found.tokens.shape
-    assert found.effort >= 1
+    assert found.node_probs.shape == found.confidence.shape == found.tokens.shape
+    assert found.num_draft_forwards >= 1
 
 
 @pytest.mark.parametrize(
@@ -286,10 +286,10 @@ def test_in_torch_and_in_the_kernel_a_rule_grows_the_same_trees(name, kind, budg
         for part in ("tokens", "parents"):
             assert torch.equal(getattr(found, part), getattr(wanted, part)), (seed, part)
         used = found.valid
-        for part in ("told", "confidence"):
+        for part in ("node_probs", "confidence"):
             assert getattr(found, part)[used].tolist() == pytest.approx(getattr(wanted, part)[used].tolist(), rel=1e-4)
         assert (found.is_line, found.depth) == (wanted.is_line, wanted.depth)
-        assert found.effort == pytest.approx(wanted.effort)
+        assert found.num_draft_forwards == pytest.approx(wanted.num_draft_forwards)
         grown += found.num_nodes > 1
     assert grown
 
@@ -307,7 +307,7 @@ def test_without_noise_a_rule_reads_the_plain_chances(name, target, folder_of):
 def test_where_nothing_costs_anything_the_whole_tree_grows(name, at_once, target, folder_of):
     found = trees(name, target, folder_of, "greedy", Budget(3, 3, 100, rule=free(3, 100)), at_once)
     same(found, trees(name, target, folder_of, "greedy", Budget(3, 3, 100), True))
-    assert found.effort == 3
+    assert found.num_draft_forwards == 3
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -317,7 +317,7 @@ def test_where_nothing_is_worth_its_verification_nothing_is_drafted(name, at_onc
     found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, rule=rule), at_once)
     assert found.num_nodes == 1
     assert found.is_line
-    assert found.effort == 1  # the first level is drafted to know that
+    assert found.num_draft_forwards == 1  # the first level is drafted to know that
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -356,7 +356,8 @@ def test_a_target_without_hidden_states_is_named(folder_of):
     """One of a user's own that leaves them out of its forwards."""
     target = LeanTarget.from_folder(folder_of("llama", **SHAPE))
     forward = target.forward
-    target.forward = lambda ctx, tree, walk=None: replace(forward(ctx, tree, walk), features=None)
+    target.forward = lambda ctx, tree, accept=None: replace(forward(ctx, tree, accept), features=None)
+    target.propose = partial(Target.propose, target)  # draft and forward apart
     decoder = Decoder(target, drafter_for("eagle3", target, folder_of), budget=Budget(3))
     decoder.admit([4, 9, 30], Sampling(max_tokens=4))
     with refused(ConfigError, "the target's forward gave none", "TargetOutput.features"):

@@ -9,19 +9,19 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
-from draftwing.drafters.base import NoDrafter
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine import decode, engine, request, rows
-from draftwing.engine.engine import Engine
-from draftwing.engine.request import Request
-from draftwing.engine.rows import explain
+from draftwing import decode, engine, request
+from draftwing import decode as rows
+from draftwing.decode import explain
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError, NumericsError, PromptError
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
+from draftwing.methods.base import NoDrafter
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.lean import LeanTarget
+from draftwing.request import Request
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 

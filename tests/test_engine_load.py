@@ -13,15 +13,13 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
-from draftwing.engine import load
-from draftwing.engine.engine import Engine
-from draftwing.engine.load import SlotEngine
-from draftwing.engine.paged import SlotDecoder
-from draftwing.engine.wishes import AtMost
+from draftwing import engine as load
+from draftwing.engine import Engine, SlotDecoder, SlotEngine
 from draftwing.errors import ConfigError, PromptError, SlotsError, UnsupportedError
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.lean import LeanTarget
-from draftwing.model.paged import PAGE, SlotsExhausted, SlotTable
+from draftwing.limits import AtMost
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.lean import LeanTarget
+from draftwing.models.paged import PAGE, SlotsExhausted, SlotTable
 from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED, Lab
 
@@ -335,7 +333,7 @@ def test_what_cannot_fit_is_refused(target, folder_of):
 
 
 def load_memory(value):
-    from draftwing.engine.paged import check_memory
+    from draftwing.engine import check_memory
 
     return check_memory(value)
 

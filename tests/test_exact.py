@@ -21,53 +21,41 @@ from torch import Tensor
 
 from conftest import SMALL, build, refused
 from draftwing.accept import RULES, get_rule
-from draftwing.drafters.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoDrafter, Traits
-from draftwing.drafters.block import BlockDrafter
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.itself import SelfDrafter
-from draftwing.drafters.kangaroo import KangarooDrafter
-from draftwing.drafters.kinds import KINDS, NewNet
-from draftwing.drafters.lookahead import LookaheadDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.drafters.mtp import ChainDrafter
-from draftwing.drafters.online import OnlineDrafter
-from draftwing.drafters.retrieval.array import SuffixArray, joined
-from draftwing.drafters.retrieval.llma import LlmaDrafter
-from draftwing.drafters.retrieval.memory import Memory
-from draftwing.drafters.retrieval.rest import RestDrafter
-from draftwing.drafters.retrieval.suffixes import SuffixDrafter
-from draftwing.drafters.several.claims import Claims
-from draftwing.drafters.several.combined import CombinedDrafter
-from draftwing.drafters.staged import StagedDrafter
-from draftwing.drafters.sublayers import SubLayersDrafter
-from draftwing.drafters.views import ChosenSlots, WindowSlots
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.library import get_kernel
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.heads.identity import target_id
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.model.subnet import Parts, SubNet
-from draftwing.model.target import NO_FEATURES, FeatureSpec, Target
-from draftwing.nets.aligned import AlignedLoss
-from draftwing.nets.block import BlockNet
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.kangaroo import KangarooConfig, KangarooNet
-from draftwing.nets.learner import Learner, Pace
-from draftwing.nets.mtp import MtpConfig, MtpNet
-from draftwing.nets.mtp_loss import MtpLoss
-from draftwing.nets.objectives import OBJECTIVES
+from draftwing.formats.identity import target_id
+from draftwing.methods.base import EAGLE_TREE, MEDUSA_TREE, Budget, Drafter, NoDrafter
+from draftwing.methods.block import BlockDrafter, BlockNet
+from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.ensemble import Claims, CombinedDrafter
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.kangaroo import AlignedLoss, KangarooConfig, KangarooDrafter, KangarooNet
+from draftwing.methods.layer_skip import LayerSkipDrafter
+from draftwing.methods.lookahead import LookaheadDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.magicdec import SelfDrafter, SnapKVSlots, WindowSlots
+from draftwing.methods.method import NewNet
+from draftwing.methods.mtp import ChainDrafter, MtpConfig, MtpLoss, MtpNet
+from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.online import Learner, LearningPace, OnlineDrafter
+from draftwing.methods.registry import get_method
+from draftwing.methods.retrieval import LlmaDrafter, Memory, RestDrafter, SuffixDrafter
+from draftwing.methods.suffix_array import SuffixArray, join_texts
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.models.subnet import Parts, SubNet
+from draftwing.models.target import Target
 from draftwing.noise import KeyedNoise
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.request import GrowthRule
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats, Step
-from draftwing.train.data.batches import Batch
-from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth, UnrolledLoss
-from draftwing.tree import PAD, DraftTree
+from draftwing.train.data import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Truth, UnrolledLoss
+from draftwing.tree import PAD, DraftTree, GrowthRule
 from pairwise import cover, groups_of
 
 VOCAB = SMALL["vocab_size"]
@@ -100,10 +88,10 @@ BATCHES = {
 # --- the drafters under test -----------------------------------------------------------------------------------------
 
 
-class Scripted:
+class Scripted(Drafter):
     """A drafter that knows what the target is going to say, and makes of it what ``grow`` will."""
 
-    name, features, traits = "scripted", NO_FEATURES, Traits()
+    name = "scripted"
 
     def __init__(self, grow, futures: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._grow, self._futures = grow, futures
@@ -227,7 +215,7 @@ class Restless(OnlineDrafter):
 def online(version: int, **changes) -> Callable[[Lab, str], Drafter]:
     def make(lab: Lab, kind: str) -> Drafter:
         serving, trained = lab.learning(version, tuple(changes.items()))
-        learner = Learner(serving, trained, Pace(share=1e9, lr=1e-2, window=4, places=2))
+        learner = Learner(serving, trained, LearningPace(share=1e9, lr=1e-2, window=4, places=2))
         return Restless(EagleDrafter(serving, lab.target), learner)
 
     return make
@@ -240,7 +228,7 @@ def sublayers(attention: tuple[int, ...], mlp: tuple[int, ...]) -> Callable[[Lab
         if not isinstance(lab.target, LeanTarget):
             return NoDrafter()
         net = SubNet.of(lab.target.net, Parts.without(3, attention, mlp))
-        return SubLayersDrafter(net, lab.target, "layers")
+        return LayerSkipDrafter(net, lab.target, "layers")
 
     return make
 
@@ -264,7 +252,7 @@ def texts_of(lab: Lab, kind: str) -> list[list[int]]:
 
 
 def rest(lab: Lab, kind: str) -> Drafter:
-    return RestDrafter(VOCAB, SuffixArray(joined(texts_of(lab, kind))), min_match=1)
+    return RestDrafter(VOCAB, SuffixArray(join_texts(texts_of(lab, kind))), min_match=1)
 
 
 def remembering(lab: Lab, kind: str) -> Drafter:
@@ -384,9 +372,9 @@ DRAFTERS = {
     "kangaroo-rule": Case(kangaroo, erratic(5, 4, 12), anything),
     "view-window": Case(itself(lambda: WindowSlots(30, 2)), Budget(4), is_own=True),
     "view-whole": Case(itself(WindowSlots), Budget(4), all_taken, is_own=True),
-    "view-snapkv": Case(itself(lambda: ChosenSlots(28, 3, 3, 2, 5)), Budget(3, 3), is_own=True),
+    "view-snapkv": Case(itself(lambda: SnapKVSlots(28, 3, 3, 2, 5)), Budget(3, 3), is_own=True),
     "view-snapkv-shared": Case(
-        itself(lambda: ChosenSlots(16, 4, 1, 1, 0, per_head=False)), erratic(4, 3, 9), anything, is_own=True
+        itself(lambda: SnapKVSlots(16, 4, 1, 1, 0, per_head=False)), erratic(4, 3, 9), anything, is_own=True
     ),
     "view-rule-chain": Case(itself(lambda: WindowSlots(6, 0)), erratic(4, 1), anything, is_own=True),
     "always-wrong": Case(scripted(always_wrong), Budget(), lambda stats: stats.num_accepted == 0 < stats.num_drafted),
@@ -482,7 +470,7 @@ class Lab:
 
     def _block(self, kind: str, num_draft: int | None, settings: tuple[tuple[str, object], ...]) -> BlockNet:
         """A net that guesses several tokens in one pass."""
-        entry, target = KINDS[kind].net, self.plain_target
+        entry, target = get_method(kind), self.plain_target
         ids = None if num_draft is None else torch.arange(num_draft) + 20
         rows, said = target.embedding.plain().float(), dict(settings)
         new = NewNet(self._shape, entry.taps(target.num_layers), target_id(target), rows, target.head, ids, said)

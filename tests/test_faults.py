@@ -11,13 +11,13 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
-from draftwing.drafters.base import NoDrafter
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine import faults
-from draftwing.engine.engine import Engine
+from draftwing import decode as faults
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, NumericsError
-from draftwing.model.lean import LeanTarget
+from draftwing.methods.base import NoDrafter
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 
 VOCAB = SMALL["vocab_size"]
@@ -190,7 +190,7 @@ def test_an_interrupt_in_a_drafter_is_nobodys_fault(target, expected):
 class Unlucky(NoDrafter):
     """Learns, and fails at it."""
 
-    traits = dw.Traits(drafts=False, costs_forwards=False, learns=True)
+    learns = True
 
     def learn(self):
         raise RuntimeError("too hard")

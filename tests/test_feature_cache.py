@@ -12,18 +12,15 @@ from typer.testing import CliRunner
 from conftest import TEXTS, add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError, NumericsError
-from draftwing.heads.identity import target_id
-from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.eagle_initial import initialise
-from draftwing.train.data.batches import Batches
-from draftwing.train.data.corpus import Corpus, Example
-from draftwing.train.features import store
-from draftwing.train.features.cache import CachedFeatures, FeatureCache
-from draftwing.train.features.cache_writer import CacheForm, estimate, write_cache
-from draftwing.train.features.source import OnlineFeatures
-from draftwing.train.loss.batch import Teacher
+from draftwing.formats.identity import target_id
+from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.models.lean import LeanTarget
+from draftwing.train import feature_cache as store
+from draftwing.train.data import Batches, Corpus, Example
+from draftwing.train.feature_cache import CachedFeatures, CacheForm, FeatureCache, estimate, write_cache
+from draftwing.train.features import OnlineFeatures
+from draftwing.train.loss import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftwing.run.kernel import build
+from draftwing.cpu import build
 from test_native import CAN_COMPILE, HERE
 
 pytestmark = [
@@ -40,7 +40,7 @@ def figures(made: Path, command: list[str], runner: tuple[str, ...] = ()) -> dic
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory) -> dict[str, np.ndarray]:
-    compiler = build._find_compiler()
+    compiler = build.find_compiler()
     assert compiler is not None
     option = "-march=native" if IS_X86 else "-mcpu=native"
     found = figures(tmp_path_factory.mktemp("here") / "figures", [*compiler, option])
@@ -60,7 +60,7 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 @pytest.mark.skipif(not IS_X86, reason="names of x86 processors")
 @pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v3 -mavxvnni", "x86-64-v3 -mavx512f", "skylake-avx512"])
 def test_older_x86_processors_have_the_same_bits(arch, here, tmp_path):
-    compiler, flags = build._find_compiler(), Path("/proc/cpuinfo").read_text()
+    compiler, flags = build.find_compiler(), Path("/proc/cpuinfo").read_text()
     assert compiler is not None
     needed = {"avxvnni": "avx_vnni", "avx512": "avx512dq", "v3": "avx2"}
     if any(word in arch and flag not in flags for word, flag in needed.items()):
@@ -71,7 +71,7 @@ def test_older_x86_processors_have_the_same_bits(arch, here, tmp_path):
 @pytest.mark.skipif(not IS_X86, reason="names of x86 processors")
 def test_without_fused_multiply_add_only_rounding_differs(here, tmp_path):
     """Sums of integers, weights, noise and what is drawn are the same; other numbers are near."""
-    compiler = build._find_compiler()
+    compiler = build.find_compiler()
     assert compiler is not None
     found = figures(tmp_path / "figures", [*compiler, "-march=x86-64-v2"])
     assert found.keys() == here.keys()

@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import add_tokenizer, build, refused
-from draftwing.api import load_drafter
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, PromptError
-from draftwing.evaluate import fit as fit_module
-from draftwing.evaluate.fit import Trial, by_chance, measure_fit, trial_of, wilson
-from draftwing.heads.prompts import line_of
-from draftwing.heads.read import load_head
-from draftwing.heads.write import save_head
-from draftwing.shipped import SHIPPED
+from draftwing.formats.card import line_of
+from draftwing.formats.read import load_head
+from draftwing.formats.write import save_head
+from draftwing.lab import fit as fit_module
+from draftwing.lab.fit import Trial, by_chance, measure_fit, trial_of, wilson
+from draftwing.loading import load_drafter
+from draftwing.shipped import TOY
 from draftwing.text.prompts import as_put, read_prompts, shipped_prompts, shipped_questions
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.options import TrainOptions
@@ -234,7 +234,7 @@ def damaged(head, how):
 
 
 def test_a_head_is_told_from_one_that_does_not_fit(tmp_path):
-    head, trial = SHIPPED / "eagle3", Trial(shipped_prompts(2), "")
+    head, trial = TOY / "eagle3", Trial(shipped_prompts(2), "")
     plain = dw.load(draft="none", device="cpu")
 
     def fit_of(folder):

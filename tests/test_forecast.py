@@ -10,20 +10,28 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import refused
-from draftwing.budget.clock import Clock
-from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.formulas import expected_tokens
+from draftwing.budget.costs import Costs, Curve, expected_tokens
 from draftwing.cli.main import app
-from draftwing.drafters.base import EAGLE_TREE, Budget
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.evaluate.forecast.collect import _Columns, _Grown, collect
-from draftwing.evaluate.forecast.forecast import forecast
-from draftwing.evaluate.forecast.held_out import DEPTH, FILE, THRESHOLDS, HeldOut, Texts
-from draftwing.evaluate.forecast.replay import accepted, walk, walk_above
-from draftwing.heads.identity import head_id
+from draftwing.formats.identity import head_id
+from draftwing.lab.forecast import (
+    DEPTH,
+    FILE,
+    THRESHOLDS,
+    HeldOut,
+    Texts,
+    _Columns,
+    _Grown,
+    accepted,
+    collect,
+    forecast,
+    walk,
+    walk_above,
+)
 from draftwing.lm import LM
+from draftwing.methods.base import EAGLE_TREE, Budget
 from draftwing.sampling import Sampling
-from draftwing.shipped import SHIPPED
+from draftwing.shipped import TOY
 from draftwing.text.prompts import shipped_prompts
 
 BUDGETS = {
@@ -141,7 +149,11 @@ def shipped():
     """The shipped head's statistics on three prompts, and what they were made of."""
     lm = dw.load(draft="eagle3")
     prompts = [lm.encode(prompt) for prompt in shipped_prompts(3)]
-    return lm, prompts, collect(lm.target, lm.new_drafter, head_id(SHIPPED / "eagle3"), prompts, num_tokens=TOKENS)
+    return (
+        lm,
+        prompts,
+        collect(lm.target, lm.new_drafter, head_id(TOY / "eagle3"), prompts, num_tokens=TOKENS),
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -173,7 +185,7 @@ def test_decoding_keeps_what_the_record_says(shipped, name, temperature):
 
 def test_the_file_keeps_everything(shipped, tmp_path):
     _, _, found = shipped
-    folder = shutil.copytree(SHIPPED / "eagle3", tmp_path / "head")
+    folder = shutil.copytree(TOY / "eagle3", tmp_path / "head")
     assert found.write(folder).stat().st_size < 20_000
     read = HeldOut.read(folder)
     assert read.describe() == found.describe()
@@ -188,7 +200,7 @@ def test_the_file_keeps_everything(shipped, tmp_path):
 
 def test_files_that_cannot_be_used_are_refused(shipped, tmp_path):
     _, _, found = shipped
-    folder = shutil.copytree(SHIPPED / "eagle3", tmp_path / "head")
+    folder = shutil.copytree(TOY / "eagle3", tmp_path / "head")
     (folder / FILE).unlink(missing_ok=True)
     with refused(CheckpointError, "no held-out statistics", "predict --collect"):
         HeldOut.read(folder)
@@ -232,11 +244,11 @@ def test_speedup_is_tau_over_what_a_step_takes():
         HeldOut(**MADE, texts={0.0: texts}), {"c": Budget(5), "s": Budget(paths=EAGLE_TREE)}, [0.0], COSTS
     )
     assert chain.tau == 4.0
-    assert chain.speedup == pytest.approx(4.0 * 0.010 / (0.0105 + Clock(COSTS).draft(5, 1)))
+    assert chain.speedup == pytest.approx(4.0 * 0.010 / (0.0105 + COSTS.draft_seconds(5)))
     # One node of the first level is expanded, then 4, 6, 3 and 1 of EAGLE-1's tree.
     inner = {path[:-1] for path in EAGLE_TREE}
-    effort = sum(1 + (sum(len(path) == depth for path in inner) - 1) * Clock(COSTS).share for depth in range(5))
-    assert static.speedup == pytest.approx(4.0 * 0.010 / (0.0125 + Clock(COSTS).draft(effort, 1)))
+    effort = sum(1 + (sum(len(path) == depth for path in inner) - 1) * COSTS.node_share for depth in range(5))
+    assert static.speedup == pytest.approx(4.0 * 0.010 / (0.0125 + COSTS.draft_seconds(effort)))
 
 
 def test_intervals_are_the_same_every_time():
@@ -260,7 +272,7 @@ def invoke(*words):
 
 def test_the_command_reads_the_head_alone(shipped, tmp_path):
     _, _, found = shipped
-    folder = shutil.copytree(SHIPPED / "eagle3", tmp_path / "head")
+    folder = shutil.copytree(TOY / "eagle3", tmp_path / "head")
     found.write(folder)
     shown = invoke("--draft", str(folder), "--tau-only", "--tree", "chain:4", "-T", "0", "--json")
     assert shown.exit_code == 0, shown.output
@@ -277,7 +289,7 @@ def test_the_command_reads_the_head_alone(shipped, tmp_path):
         (["--collect", "--measure"], "exclude each other"),
         (["--tau-only", "--tree", "auto"], "name trees"),
         (["--draft", "lookup"], "lookup has none"),
-        (["--target", "x", "--draft", str(SHIPPED / "eagle3"), "--collect"], "give some 40 with --prompts"),
+        (["--target", "x", "--draft", str(TOY / "eagle3"), "--collect"], "give some 40 with --prompts"),
         (["--formulas", "-T", "0", "-T", "1"], "give -T once"),
     ],
 )

@@ -13,21 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import SMALL, add_tokenizer, refused
-from draftwing.api import load_target
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
-from draftwing.heads import identity, write
-from draftwing.heads.convert import convert, serve_command
-from draftwing.heads.head import Head
-from draftwing.heads.identity import chat_template_hash, target_id, target_id_of_folder
-from draftwing.heads.read import is_head, load_head, read_head
-from draftwing.heads.vocab import read_draft_vocab, to_maps
-from draftwing.heads.write import save_head, write_head
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.linear import Linear
-from draftwing.nets.calibration import Calibration
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig, TargetId, default_taps
-from draftwing.nets.eagle_tensors import tensor_shapes
+from draftwing.formats import identity, write
+from draftwing.formats.convert import convert, serve_command
+from draftwing.formats.head import Head
+from draftwing.formats.identity import chat_template_hash, target_id, target_id_of_folder
+from draftwing.formats.read import is_head, load_head, read_head
+from draftwing.formats.vocab import read_draft_vocab, to_maps
+from draftwing.formats.write import save_head, write_head
+from draftwing.loading import load_target
+from draftwing.methods.calibration import Calibration
+from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps, tensor_shapes
+from draftwing.methods.net import TargetId
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.linear import Linear
 from draftwing.text.tokenizer import Tokenizer
 
 VOCAB, HIDDEN, LAYERS, DRAFT = SMALL["vocab_size"], SMALL["hidden_size"], 8, 20

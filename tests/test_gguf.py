@@ -14,12 +14,11 @@ import transformers
 
 import draftwing as dw
 from conftest import add_tokenizer, refused
+from draftwing.cpu.layout import BLOCKS
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.gguf.folder import link_of, open_gguf
-from draftwing.gguf.unpack import import_gguf
-from draftwing.gguf.weights import GgufWeights
-from draftwing.model.config import ModelConfig
-from draftwing.run.kernel.formats import BLOCKS
+from draftwing.formats.gguf_folder import link_of, open_gguf
+from draftwing.formats.gguf_weights import GgufWeights, import_gguf
+from draftwing.models.config import ModelConfig
 from draftwing.text.tokenizer import Tokenizer
 from gguf_files import gguf_tensors, tensors_of, write
 
@@ -363,7 +362,7 @@ def test_an_import_into_shards_of_16_bits(source_of, tmp_path, dtype):
     import_gguf(file, tmp_path / "out", dtype, shard_bytes=20000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
-    from draftwing.model.weights import WeightFiles
+    from draftwing.models.weights import WeightFiles
 
     with WeightFiles(tmp_path / "out") as files:
         expected = tensors_of(source)

@@ -25,9 +25,9 @@ from draftwing.errors import (
     TokenizerError,
     UnsupportedError,
 )
-from draftwing.gguf.container import open_file
-from draftwing.gguf.folder import folder_files
-from draftwing.gguf.weights import GgufWeights
+from draftwing.formats.gguf import open_file
+from draftwing.formats.gguf_folder import folder_files
+from draftwing.formats.gguf_weights import GgufWeights
 
 U8, I8, U32, I32, F32, BOOL, STRING, ARRAY, U64 = 0, 1, 4, 5, 6, 7, 8, 9, 10
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -5,16 +5,16 @@ import torch
 
 import draftwing as dw
 from conftest import add_tokenizer, refused
-from draftwing.api import load_target
-from draftwing.drafters.base import Budget
+from draftwing.cpu.layout import BLOCKS
+from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError, UnsupportedError
-from draftwing.gguf.folder import open_gguf
-from draftwing.gguf.unpack import import_gguf
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import FeatureSpec
-from draftwing.model.weights import WeightFiles
-from draftwing.run.kernel.formats import BLOCKS
-from draftwing.run.kernel.library import get_kernel
+from draftwing.formats.gguf_folder import open_gguf
+from draftwing.formats.gguf_weights import import_gguf
+from draftwing.loading import load_target
+from draftwing.methods.base import Budget
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.models.weights import WeightFiles
 from draftwing.tree import DraftTree
 from gguf_files import write
 
@@ -113,9 +113,8 @@ def test_what_a_file_cannot_do_is_said(file_of, tmp_path):
 
 def test_a_head_is_trained_and_read_for_a_file(file_of, tmp_path):
     """A file is a model folder like any other: its name and what it is stand in the head."""
-    from draftwing.heads.write import write_head
-    from draftwing.nets.eagle import EagleNet
-    from draftwing.nets.eagle_config import EagleConfig
+    from draftwing.formats.write import write_head
+    from draftwing.methods.eagle_net import EagleConfig, EagleNet
 
     file = file_of("Q4_1")
     target = load_target(open_gguf(file), device="cpu")

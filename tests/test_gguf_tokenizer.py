@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import DraftwingWarning, TokenizerError
-from draftwing.gguf.container import open_file
-from draftwing.gguf.folder import folder_files, open_gguf
-from draftwing.gguf.split import SPLITS, split_of
-from draftwing.model.catalogue import CATALOGUE
+from draftwing.formats.gguf import open_file
+from draftwing.formats.gguf_folder import folder_files, open_gguf
+from draftwing.formats.gguf_tokenizer import SPLITS, split_of
+from draftwing.models.catalogue import CATALOGUE
 from draftwing.text.tokenizer import Tokenizer
 from gguf_files import add_byte_level, write
 
@@ -48,7 +48,7 @@ def file_with(path, **settings):
 def tokenizer_of(path, size=10**6):
     from tokenizers import Tokenizer as Fast
 
-    from draftwing.gguf.tokenizer import tokenizer_json
+    from draftwing.formats.gguf_tokenizer import tokenizer_json
 
     file = open_file(path)
     try:
@@ -118,7 +118,7 @@ def test_tokens_that_end_a_text(tmp_path):
         eos_token_id=257,
         eot_token_id=259,
     )
-    from draftwing.gguf.tokenizer import end_ids
+    from draftwing.formats.gguf_tokenizer import end_ids
 
     file = open_file(path)
     assert end_ids(file.metadata) == [257, 259, 258]
@@ -297,12 +297,12 @@ def test_the_command_writes_a_folder_and_says_what(source, tmp_path):
 def test_the_command_takes_a_name(source, tmp_path, monkeypatch):
     (tmp_path / "kept").mkdir()
     write(source, tmp_path / "kept" / "model.gguf", lambda name, weight: "F16")
-    monkeypatch.setitem(CATALOGUE, "named", CATALOGUE["draftwing-20m"])
-    monkeypatch.setattr("draftwing.model.resolve.resolve", lambda name: tmp_path / "kept")
+    monkeypatch.setitem(CATALOGUE, "named", CATALOGUE["toy"])
+    monkeypatch.setattr("draftwing.models.resolve.resolve", lambda name: tmp_path / "kept")
     done = CliRunner().invoke(cli.app, ["import", "named", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "model.safetensors").exists()
     monkeypatch.undo()
-    shipped = CliRunner().invoke(cli.app, ["import", "draftwing-20m", str(tmp_path / "other")])
+    shipped = CliRunner().invoke(cli.app, ["import", "toy", str(tmp_path / "other")])
     assert shipped.exit_code == 2
     assert "is a folder already" in shipped.stderr

@@ -25,14 +25,13 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from conftest import build, float64_norms
-from draftwing.drafters.base import EAGLE_TREE, Budget
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.engine.decode import Decoder
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import FeatureSpec
-from draftwing.run import graphs
-from draftwing.run.graphs import RecordedRunner, round_up_nodes
-from draftwing.run.recording import CudaRecorder, Pool, Recorder
+from draftwing.decode import Decoder
+from draftwing.methods.base import EAGLE_TREE, Budget
+from draftwing.methods.feature import EagleDrafter
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.runtime import graphs
+from draftwing.runtime.graphs import CudaRecorder, Pool, RecordedRunner, Recorder, round_up_nodes
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run
@@ -127,11 +126,13 @@ def recorded(lab: Lab, record) -> Iterator[None]:
     try:
         for model in (lab.itself, lab.perturbed):
             model.use_graphs(record)
-        with mock.patch.object(  # as loading does
-            EagleDrafter,
-            "__init__",
-            lambda self, net, target, *more: made(self, net.run_by(target.runs), target, *more),
-        ):
+
+        def on_the_targets_runtime(self, net, target, *more) -> None:
+            if net.runs.name == "torch":
+                net.runs = target.runs
+            made(self, net, target, *more)
+
+        with mock.patch.object(EagleDrafter, "__init__", on_the_targets_runtime):
             yield
     finally:
         for model in (lab.itself, lab.perturbed):
@@ -306,13 +307,14 @@ def test_drafts_in_float32(folder_of, lab):
 
 
 @pytest.mark.parametrize("kind", ["top-p", "penalties"])
-def test_filtered_scores_are_drafted_from_eagerly(kind, lab):
-    """What the host must know is not recorded: the target's forwards are, the drafts are not."""
-    here, record = lab("llama"), Recorder()
+def test_filtered_scores_are_drafted_from_eagerly(kind, lab, monkeypatch):
+    """Drafts that need values on the host are not recorded; the target's forwards are."""
+    here, record, keys, key_of = lab("llama"), Recorder(), [], graphs.recording_key
+    monkeypatch.setattr(graphs, "recording_key", lambda request: (keys.append(key_of(request)), keys[-1])[1])
     with recorded(here, record):
         drafter = EagleDrafter(here.head(3, ()), here.target)
         run(here.target, [here.request(kind, 1)], drafter, Budget(4))
-    assert not drafter._runner._drafts._found
+    assert set(keys) == {None}
     assert record.num_recorded > 0
 
 
@@ -401,12 +403,7 @@ def test_a_pool_lends_to_one_at_a_time():
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_step_asks_the_device_for_nothing(drafter, kind, is_recorded, lab, monkeypatch):
     """But for the one list in which the tokens are handed over."""
-    for module in (
-        "accept",
-        "engine.reading",
-        "engine.rows",
-        "sampling",
-    ):  # as on a device: on the host, reading waits for nothing
+    for module in ("accept", "decode", "sampling"):  # as on a device: on the host, reading waits for nothing
         monkeypatch.setattr(f"draftwing.{module}.on_host", lambda _: False)
     here = lab("llama")
     with recorded(here, Recorder() if is_recorded else None):

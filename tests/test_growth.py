@@ -10,12 +10,12 @@ from functools import cache
 import pytest
 import torch
 
-from draftwing.drafters.base import EAGLE_TREE, Budget
-from draftwing.drafters.growing.growth import Growth, Shape
 from draftwing.errors import ConfigError
-from draftwing.model.target import Context, Row
-from draftwing.nets.calibration import Calibration
+from draftwing.methods.base import EAGLE_TREE, Budget
+from draftwing.methods.calibration import Calibration
+from draftwing.models.context import Context, Row
 from draftwing.noise import KeyedNoise
+from draftwing.runtime.tree_builder import TreeBuilder, static_levels
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
 
@@ -61,12 +61,16 @@ def paths_of(tree: DraftTree, row: int = 0) -> dict[int, tuple[int, ...]]:
     return paths
 
 
-def grow(law, budget: Budget, requests=None, prompts=PROMPTS, wanted=None, vocab=VOCAB) -> tuple[DraftTree, Growth]:
+def grow(law, budget, requests=None, prompts=PROMPTS, wanted=None, vocab=VOCAB) -> tuple[DraftTree, TreeBuilder]:
     """What a drafter does, with ``law`` for its net."""
     requests = requests or [GREEDY] * len(prompts)
     ctx = Context(torch.device("cpu"), [Row(list(prompt), len(prompt) - 1, len(prompt)) for prompt in prompts])
     sampling = SamplingBatch(requests, KeyedNoise(vocab))
-    growth = Growth(ctx, wanted or [True] * len(prompts), sampling, budget, CALIBRATION, wants_places=True)
+    active, starts = wanted or [True] * len(prompts), [len(prompt) for prompt in prompts]
+    history = ctx.history() if sampling.penalises else None
+    growth = TreeBuilder(
+        ctx.pending(), active, starts, sampling, budget, CALIBRATION, history=history, wants_places=True
+    )
     drafted, first = DraftTree.root(ctx.pending()), 0
     unused = torch.linspace(50, -50, vocab, dtype=torch.float64)  # what is forwarded for no node must not matter
     while True:
@@ -79,7 +83,7 @@ def grow(law, budget: Budget, requests=None, prompts=PROMPTS, wanted=None, vocab
         growth.extend(torch.stack(logits))
         if growth.level == growth.depth:
             return growth.finish().tree, growth
-        drafted, first = growth.drafted(), growth.first
+        drafted, first = growth.expanded(), growth.first
         drafted.check(vocab)
         assert (drafted.parents[~drafted.valid] == -1).all()
 
@@ -230,7 +234,7 @@ def test_static_trees_are_made_of_ranks(name, kind):
 
 def test_eagles_tree_has_its_levels():
     assert Counter(map(len, EAGLE_TREE)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
-    assert [len(level.ranks) for level in Shape.of(EAGLE_TREE).levels] == [4, 8, 8, 3, 2]
+    assert [len(level.ranks) for level in static_levels(EAGLE_TREE)] == [4, 8, 8, 3, 2]
     budget = Budget(paths=EAGLE_TREE)
     assert (budget.depth, budget.width, budget.is_chain) == (5, 4, False)
 
@@ -364,7 +368,7 @@ BUDGETS = {
 def test_where_a_path_stands_among_the_drafters_own_slots(name, children):
     law, requests = random_law(6), SAMPLINGS["mixed"]
     tree, growth = grow(law, Budget(**BUDGETS[name], children=children), requests)
-    drafted = growth.drafted()
+    drafted = growth.expanded()
     longest = 1 + int(tree.depths.max())
     for row in range(len(PROMPTS)):
         own = {path: node for node, path in paths_of(drafted, row).items()}

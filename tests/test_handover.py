@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.shipped import SHIPPED
+from draftwing.methods.feature import EagleDrafter
+from draftwing.shipped import TOY
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "vllm_handover.py"
 
@@ -41,16 +41,16 @@ def test_what_chance_explains_is_no_failure(script):
 
 
 def test_both_sides_draft_in_float32(script):
-    ours = script.load_ours(None, str(SHIPPED / "eagle3"), 3)
-    fast = script.load_ours(None, str(SHIPPED / "eagle3"), 3, "fast")
+    ours = script.load_ours(None, str(TOY / "eagle3"), 3)
+    fast = script.load_ours(None, str(TOY / "eagle3"), 3, "fast")
     assert isinstance(ours.new_drafter(), EagleDrafter)
-    assert "int8" not in ours.traits.runs_as
+    assert "int8" not in ours.drafter.runs_as
     # Where 8-bit drafts are faster they are what users get, and other guesses.
     text = ours.generate("def add(", max_tokens=24, ignore_eos=True)[0]
     again = fast.generate("def add(", max_tokens=24, ignore_eos=True)[0]
     assert text.token_ids == again.token_ids
     assert str(ours.budget) == str(fast.budget) == "chain:3"
-    draft = script.load_ours(None, str(SHIPPED / "draft"), 2)
+    draft = script.load_ours(None, str(TOY / "draft"), 2)
     assert draft.drafter_name.startswith("causal-lm")
-    assert "int8" not in draft.traits.runs_as
+    assert "int8" not in draft.drafter.runs_as
     assert draft.generate("def add(", max_tokens=24, ignore_eos=True)[0].token_ids == text.token_ids

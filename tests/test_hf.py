@@ -25,7 +25,8 @@ from transformers.generation import (
 import draftwing
 from conftest import SMALL, add_tokenizer, build
 from draftwing import Budget, Decoder, Sampling
-from draftwing.drafters.lookup import LookupDrafter
+from draftwing import hf as generate
+from draftwing import hf as settings
 from draftwing.errors import (
     CheckpointError,
     ConfigError,
@@ -34,12 +35,12 @@ from draftwing.errors import (
     TokenizerError,
     UnsupportedError,
 )
-from draftwing.heads.write import write_head
-from draftwing.hf import generate, settings
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig, TargetId
+from draftwing.formats.write import write_head
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.net import TargetId
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.config import ModelConfig, read_config
 
 VOCAB, EOS, PAD, NEW = SMALL["vocab_size"], SMALL["eos_token_id"], SMALL["pad_token_id"], 14
 PROMPTS = ([4, *range(3, 15)], [9], [3, 8, 12, 5, 8, 12])

@@ -16,15 +16,14 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import add_tokenizer, float64_norms, refused
-from draftwing.api import load_drafter, load_target
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.heads.identity import target_id_of_folder
-from draftwing.heads.read import load_head
-from draftwing.heads.write import write_head
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.linear import Linear
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
+from draftwing.formats.identity import target_id_of_folder
+from draftwing.formats.read import load_head
+from draftwing.formats.write import write_head
+from draftwing.loading import load_drafter, load_target
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.linear import Linear
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "inflate.py"
 spec = importlib.util.spec_from_file_location("inflate", FILE)

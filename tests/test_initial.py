@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from draftwing.model.linear import Linear
-from draftwing.model.rope_config import RopeConfig
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.eagle_initial import initialise
-from draftwing.nets.unroll import unroll
-from draftwing.train.data.batches import Batch
-from draftwing.train.features.source import FeatureBatch
+from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.unroll import unroll
+from draftwing.models.config import RopeConfig
+from draftwing.models.linear import Linear
+from draftwing.train.data import Batch
+from draftwing.train.features import FeatureBatch
 
 VOCAB, HIDDEN, HALF = 97, 128, 40
 HEAD_DIM = 32

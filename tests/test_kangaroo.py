@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from conftest import TEXTS, add_tokenizer, build, refused
-from draftwing.api import load, load_drafter, load_target
-from draftwing.drafters.base import Budget
-from draftwing.drafters.kangaroo import KangarooDrafter
-from draftwing.drafters.kinds import KINDS, diagnose, kind_of_folder
-from draftwing.engine.decode import Decoder
+from conftest import build, refused
+from draftwing.cpu.library import get_kernel
+from draftwing.cpu.noise import noise_of
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import FeatureSpec
-from draftwing.nets.aligned import AlignedLoss
-from draftwing.nets.kangaroo import KangarooConfig, KangarooNet
-from draftwing.nets.objectives import OBJECTIVES
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.noise import noise_of
+from draftwing.loading import load, load_drafter, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.kangaroo import AlignedLoss, KangarooConfig, KangarooDrafter, KangarooNet
+from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.registry import diagnose, get_method, method_of_folder
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data.batches import Batch
-from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth
-from draftwing.train.options import TrainOptions
-from draftwing.train.session import RunFiles, prepare
+from draftwing.train.data import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Truth
+from short_runs import new_target, short_run
 
 PROMPTS = ["def add(", "for row in rows: print(row)\nfor row in"]
 
@@ -152,7 +148,7 @@ def test_chains_are_those_by_hand(target):
 
 
 def test_targets_that_do_not_fit(target, folder_of):
-    with refused(UnsupportedError, "Kangaroo", "runs on transformers"):
+    with refused(UnsupportedError, "Kangaroo", "runs in transformers"):
         KangarooDrafter(new_net(target), AdapterTarget(build("gpt2")))
     with refused(ConfigError, "behind 4 layers", "3 layers and 61 tokens"):
         KangarooDrafter(new_net(target, taps=(4,)), target)
@@ -179,32 +175,13 @@ def test_shapes_that_no_adapter_has(changes, parts, target):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("target")
-    build("llama", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(place)
-    return add_tokenizer(place)
+    return new_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    """A short training, through the ordinary session."""
-    place = tmp_path_factory.mktemp("run")
-    data = place / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
-    options = TrainOptions(
-        "kangaroo",
-        iterations=30,
-        lr=5e-3,
-        max_length=32,
-        tokens_per_batch=256,
-        precision="no",
-        validation_share=0.2,
-        eval_every=30,
-        eval_prompts=2,
-        eval_tokens=8,
-    )
-    session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
-    session.run()
-    return place, session, [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    options = {"iterations": 30, "lr": 5e-3, "eval_every": 30, "eval_prompts": 2, "eval_tokens": 8}
+    return short_run(folder, tmp_path_factory.mktemp("run"), "kangaroo", **options)
 
 
 def test_it_trains(run):
@@ -218,10 +195,10 @@ def test_it_trains(run):
 
 def test_its_folder(run, folder, folder_of):
     head, target = run[0] / "head", load_target(folder)
-    assert kind_of_folder(head) is KINDS["kangaroo"]
+    assert method_of_folder(head) is get_method("kangaroo")
     drafter = load_drafter(head, target, Tokenizer(folder))()
     assert drafter.name == "kangaroo (head)"
-    assert drafter.traits.num_bytes < target.num_weight_bytes
+    assert drafter.num_bytes < target.num_weight_bytes
     assert {each.name: each.status for each in diagnose(head, folder)} == {"head": "ok", "target": "ok"}
     with refused(CheckpointError, "made for"):
         load_drafter(head, load_target(folder_of("llama", head_dim=32)), None)
@@ -242,7 +219,7 @@ def test_the_text_is_the_targets(run, folder, temperature):
 def test_in_bfloat16(run, folder):
     """As it is trained by default: the target in 16 bits, the adapter in 32."""
     target = load_target(folder, dtype="bfloat16", prepack=False)
-    net = KINDS["kangaroo"].net.read(run[0] / "head", target.embedding, target.head)
+    net = get_method("kangaroo").read(run[0] / "head", target.embedding, target.head)
     decoder = Decoder(target, KangarooDrafter(net.requires_grad_(False), target), budget=Budget(3, 2))
     decoder.admit([4, 8, 9, 30], Sampling(max_tokens=9, ignore_eos=True))
     drafted = 0

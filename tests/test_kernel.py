@@ -11,24 +11,21 @@ import torch.nn.functional as F
 
 from conftest import build
 from draftwing.accept import _along, _walk, match, match_logits
-from draftwing.drafters.base import Budget
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine.decode import Decoder
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.int8 import has_exact_int8
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
-from draftwing.model.target import FeatureSpec
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
+from draftwing.cpu.library import get_kernel, kernel_problem
+from draftwing.cpu.noise import NativeNoise
+from draftwing.cpu.packed import Packed
+from draftwing.cpu.program import Program, Workspace
+from draftwing.decode import Decoder
+from draftwing.methods.base import Budget
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Linear, has_exact_int8
 from draftwing.noise import KeyedNoise
-from draftwing.run.kernel.library import get_kernel, kernel_problem
-from draftwing.run.kernel.noise import NativeNoise
-from draftwing.run.kernel.packed import Packed
-from draftwing.run.kernel.program import Program
-from draftwing.run.kernel.runner import Workspace
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -313,8 +310,8 @@ def test_what_the_kernel_does_not_walk_python_walks():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_has_pytorchs_numbers(name, folder_of, monkeypatch):
     """Prefill over several pieces, ragged rows, trees, a commit, another tree; logits and every tap."""
-    monkeypatch.setattr("draftwing.run.forward.PREFILL_CHUNK", 8)
-    monkeypatch.setattr("draftwing.model.lean.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("draftwing.runtime.forward.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("draftwing.models.lean.PREFILL_CHUNK", 8)
     found = []
     targets = both(folder_of, monkeypatch, name)
     spec = FeatureSpec((0, 2, targets[0].num_layers))
@@ -454,7 +451,7 @@ def test_what_the_kernel_does_not_run_runs_in_pytorch(folder_of):
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_forward_draws_nothing_where_a_row_changes_its_logits(own, others, folder_of, monkeypatch):
     target = LeanTarget.from_folder(folder_of("llama", head_dim=32), torch.float32)
-    assert target.walks
+    assert target.applies_match
 
     def texts(own):
         loop = Decoder(target, lambda: LookupDrafter(61, 1), budget=Budget(3))
@@ -467,7 +464,7 @@ def test_a_forward_draws_nothing_where_a_row_changes_its_logits(own, others, fol
         return [*found.values()]
 
     plain, found = texts({}), texts(own)
-    monkeypatch.setattr(LeanTarget, "walks", False)
+    monkeypatch.setattr(LeanTarget, "applies_match", False)
     assert found == texts(own)
     assert found[-1] != plain[-1]
     assert found[:-1] == plain[:-1]

@@ -14,34 +14,34 @@ import torch
 
 import test_own_net  # registers a net of its own
 from conftest import refused
-from draftwing.api import load, load_drafter, load_target
-from draftwing.drafters.base import Budget
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.kinds import (
-    KINDS,
-    NewNet,
+from draftwing.cpu.library import get_kernel
+from draftwing.decode import Decoder
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.formats.convert import convert as convert_eagle
+from draftwing.formats.identity import target_id
+from draftwing.formats.layouts import LAYOUTS
+from draftwing.formats.read import PICKLED
+from draftwing.loading import load, load_drafter, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.method import NewNet
+from draftwing.methods.net import DraftNet
+from draftwing.methods.objectives import OBJECTIVES, Objective
+from draftwing.methods.registry import (
+    METHODS,
     convert,
     drafter_maker,
-    kind_of_folder,
-    method_named,
-    methods,
-    net_kind_of,
+    get_method,
+    method_of_folder,
+    method_of_net,
+    training_method,
+    training_methods,
 )
-from draftwing.engine.decode import Decoder
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.heads.convert import convert as convert_eagle
-from draftwing.heads.identity import target_id
-from draftwing.heads.layouts import LAYOUTS
-from draftwing.heads.read import PICKLED
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.nets.base import DraftNet
-from draftwing.nets.objectives import OBJECTIVES, Objective
-from draftwing.run.eager import TorchRuntime
-from draftwing.run.forward import Entries, Runner
-from draftwing.run.kernel.library import get_kernel
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.lean import LeanTarget
+from draftwing.runtime.forward import Entries, Runner, TorchRuntime
 from draftwing.sampling import Sampling
-from draftwing.shipped import SHIPPED
+from draftwing.shipped import TOY
 from draftwing.train.options import TrainOptions
 from draftwing.tree import DraftTree
 
@@ -60,7 +60,7 @@ class Net:
 
     def make(self, target: LeanTarget, like: ModelConfig) -> DraftNet:
         """One with numbers of its own, the same at every call."""
-        entry = KINDS[self.kind].net
+        entry = get_method(self.kind)
         torch.manual_seed(3)
         size = self.settings.get("hidden_size")
         embedding = target.embedding if size is None else torch.randn(target.vocab_size, size)
@@ -116,7 +116,7 @@ def both(name: str, folder: Path) -> list[tuple[DraftNet, LeanTarget]]:
 def test_every_kind_of_net_is_traced_here():
     """But for those that read no features: these are the lean decoder itself, whose programs test_kernel compares."""
     reading = {
-        name for name, kind in KINDS.items() if kind.net is not None and kind.net.taps(SHAPE["num_hidden_layers"])
+        name for name, entry in METHODS.items() if entry.training and entry.method.taps(SHAPE["num_hidden_layers"])
     }
     assert {net.kind for net in NETS.values()} == reading - set(BLOCKS)
 
@@ -203,60 +203,60 @@ class Watched(EagleDrafter):
 
 
 def test_a_folder_says_its_kind(folder, tmp_path):
-    assert kind_of_folder(SHIPPED / "eagle1").name == "eagle1"
-    assert kind_of_folder(SHIPPED / "eagle3").name == "eagle3"
-    assert kind_of_folder(SHIPPED / "draft").name == kind_of_folder(folder).name == "causal-lm"
+    assert method_of_folder(TOY / "eagle1").name == "eagle1"
+    assert method_of_folder(TOY / "eagle3").name == "eagle3"
+    assert method_of_folder(TOY / "draft").name == method_of_folder(folder).name == "causal-lm"
     with refused(CheckpointError, str(tmp_path / "nothing")):
-        kind_of_folder(tmp_path / "nothing")
+        method_of_folder(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [(name, layout) for name in ("eagle1", "eagle3") for layout in KINDS[name].net.layouts if layout != "eagle"],
+    [(name, layout) for name in ("eagle1", "eagle3") for layout in get_method(name).layouts if layout != "eagle"],
 )
 def test_a_head_is_known_in_every_layout_of_its_kind(name, layout, tmp_path):
-    convert_eagle(SHIPPED / name, tmp_path / "head", layout)
-    assert kind_of_folder(tmp_path / "head") is KINDS[name]
+    convert_eagle(TOY / name, tmp_path / "head", layout)
+    assert method_of_folder(tmp_path / "head") is get_method(name)
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     del config["draftwing"]  # as others write it: its tensors tell an EAGLE-1 head
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
-    assert kind_of_folder(tmp_path / "head") is KINDS[name]
+    assert method_of_folder(tmp_path / "head") is get_method(name)
 
 
 def test_a_pickled_head_is_known(tmp_path):
-    convert_eagle(SHIPPED / "eagle1", tmp_path, "draftwing")
+    convert_eagle(TOY / "eagle1", tmp_path, "draftwing")
     config = json.loads((tmp_path / "config.json").read_text())
     del config["draftwing"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").unlink()
     torch.save({"fc.weight": torch.zeros(2, 4)}, tmp_path / PICKLED)
-    assert kind_of_folder(tmp_path).name == "eagle1"
+    assert method_of_folder(tmp_path).name == "eagle1"
 
 
 def test_layouts_and_objectives_are_there():
-    layouts = {layout for kind in KINDS.values() if kind.net for layout in kind.net.layouts}
+    layouts = {layout for entry in METHODS.values() if entry.training for layout in entry.method.layouts}
     assert layouts == {*LAYOUTS, "medusa"}
-    assert list(methods())[:4] == ["eagle1", "hass", "eagle3", "mtp"]
-    for _, method in methods().values():
+    assert list(training_methods())[:4] == ["eagle1", "hass", "eagle3", "mtp"]
+    for _, method in training_methods().values():
         assert isinstance(method.objective, Objective) or method.objective in OBJECTIVES
     with refused(ConfigError, "unknown training method 'dragon'", "eagle1, hass, eagle3, mtp"):
-        method_named("dragon")
+        training_method("dragon")
     with refused(ConfigError, "method must be one of eagle1, hass, eagle3, mtp", "'dragon'"):
         TrainOptions("dragon", iterations=1)
 
 
 def test_speculators_has_no_eagle1(tmp_path):
     with refused(UnsupportedError, "can only be written as draftwing, eagle, vllm, sglang", "'speculators'"):
-        convert(SHIPPED / "eagle1", tmp_path / "head", "speculators")
-    convert(SHIPPED / "eagle3", tmp_path / "head", "speculators")
-    assert kind_of_folder(tmp_path / "head").name == "eagle3"
+        convert(TOY / "eagle1", tmp_path / "head", "speculators")
+    convert(TOY / "eagle3", tmp_path / "head", "speculators")
+    assert method_of_folder(tmp_path / "head").name == "eagle3"
 
 
 def test_every_net_has_an_entry(folder):
     target, like = LeanTarget.from_folder(folder, prepack=False), ModelConfig.from_hf(read_config(folder))
     for net in NETS.values():
         made = net.make(target, like)
-        assert net_kind_of(made) is KINDS[net.kind].net
+        assert method_of_net(made) is get_method(net.kind)
         assert made.kind == net.kind
 
 
@@ -266,8 +266,8 @@ def test_every_net_has_an_entry(folder):
 def test_options_reach_the_drafter(folder):
     target = load_target(folder)
     make = load_drafter("lookup", target, None, options={"min_match": 3})
-    assert make()._min_match == 3
-    assert load_drafter("lookup", target, None)()._min_match == 2
+    assert make().min_match == 3
+    assert load_drafter("lookup", target, None)().min_match == 2
     # The same word twice is drafted from where one word is enough, and not where three are asked for.
     prompt, found = [5, 9, 5, 9], {}
     for least in (1, 3):
@@ -286,7 +286,11 @@ def test_options_reach_the_drafter(folder):
         ("lookup", {"min_match": True}, ["min_match must be at least 1, found True"]),
         ("lookup", {"min_match": "3"}, ["min_match must be at least 1, found '3'"]),
         ("none", {"min_match": 3}, ["none has no option 'min_match'", "leave draft_options out"]),
-        (SHIPPED / "eagle3", {"min_match": 3}, ["eagle3 has no option 'min_match'", "it has online, online_lr"]),
+        (
+            TOY / "eagle3",
+            {"min_match": 3},
+            ["eagle3 has no option 'min_match'", "it has online, online_lr"],
+        ),
     ],
 )
 def test_options_that_a_draft_has_not(draft, options, parts, folder):
@@ -296,7 +300,7 @@ def test_options_that_a_draft_has_not(draft, options, parts, folder):
 
 
 def test_load_passes_options_on(tmp_path):
-    assert load(draft="lookup", draft_options={"min_match": 4}).new_drafter()._min_match == 4
+    assert load(draft="lookup", draft_options={"min_match": 4}).new_drafter().min_match == 4
 
 
 def test_only_a_draft_model_asks_for_a_device(folder):
@@ -322,8 +326,8 @@ def test_help_names_what_is_in_the_table():
     for command, words in (
         ("train", ["eagle1", "hass", "eagle3", "hass 3, eagle3 5"]),
         ("convert", list(LAYOUTS)),
-        ("generate", [kind.help for kind in KINDS.values() if kind.name != "two-linear"]),
-        ("compare", [kind.help for kind in KINDS.values() if kind.name != "two-linear"]),
+        ("generate", ["eagle3", "lookup", "eagle3+lookup", "docs/methods.md"]),
+        ("compare", ["eagle3", "lookup", "eagle3+lookup", "docs/methods.md"]),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, command, "--help"],
@@ -338,5 +342,5 @@ def test_help_names_what_is_in_the_table():
 
 
 def test_the_table_does_not_wait_for_torch():
-    code = "import sys; import draftwing.drafters.kinds; sys.exit('torch' in sys.modules)"
+    code = "import sys; import draftwing.methods.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from conftest import LEAN, build, float64_norms, refused
-from draftwing.engine.decode import Decoder
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import Context, FeatureSpec, TargetOutput
+from draftwing.models.context import Context, FeatureSpec, TargetOutput
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -130,7 +130,7 @@ def test_a_context_of_another_target_is_refused(folder_of):
         lambda: target.forward(foreign, DraftTree.root(torch.tensor([1]))),
         lambda: target.remove(foreign, 0),
     ):
-        with refused(ConfigError, "another kind of target", "new_context()"):
+        with refused(ConfigError, "another class of target", "new_context()"):
             call()
 
 

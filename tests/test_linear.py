@@ -10,11 +10,9 @@ import torch.nn.functional as F
 
 from conftest import refused
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.model import blocks
-from draftwing.model import int8 as int8_module
-from draftwing.model.blocks import BlockProduct
-from draftwing.model.int8 import check_quantize
-from draftwing.model.linear import Linear, can_prepack
+from draftwing.models import linear as blocks
+from draftwing.models import linear as int8_module
+from draftwing.models.linear import BlockProduct, Linear, can_prepack, check_quantize
 
 SHAPES = [(1792, 384), (384, 896), (96, 64), (61, 32)]
 
@@ -181,7 +179,7 @@ def test_a_linear_on_a_machine_that_keeps_no_rows_apart(monkeypatch):
 def test_on_other_processors_a_row_has_its_own_bits_too(isa):
     """As far as oneDNN can be told that this is one."""
     code = (
-        "import torch; torch.set_num_threads(2); from draftwing.model.linear import Linear; import test_linear as t\n"
+        "import torch; torch.set_num_threads(2); from draftwing.models.linear import Linear; import test_linear as t\n"
         "with torch.inference_mode():\n"
         "    for dtype in (torch.bfloat16, torch.float16):\n"
         "        for out, width in ((384, 896), (61, 32)):\n"

@@ -11,8 +11,8 @@ import torch
 import draftwing as dw
 from conftest import add_tokenizer, build, float64_norms
 from draftwing.errors import DraftwingWarning
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.lean import LeanTarget
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.lean import LeanTarget
 
 PROMPTS = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)\nfor row in", "é", "x"]
 TEMPLATE = (

@@ -11,15 +11,14 @@ import pytest
 
 from conftest import refused
 from draftwing.errors import CheckpointError, DataError
-from draftwing.train.answers.regenerate import regenerate
-from draftwing.train.answers.tasks import Answer, Task
-from draftwing.train.lock import locked
+from draftwing.train.answers import Answer, Task, regenerate
+from draftwing.train.checkpoint import locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from draftwing.errors import CheckpointError
-from draftwing.train.lock import locked
+from draftwing.train.checkpoint import locked
 with locked(Path(sys.argv[1]), CheckpointError):
     print("held", flush=True)
     time.sleep(120)

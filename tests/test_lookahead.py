@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import add_tokenizer, build, refused
-from draftwing.api import LM, load
-from draftwing.drafters.base import Budget, NoDrafter, Traits
-from draftwing.drafters.growing.worth import worth_keeping
-from draftwing.drafters.lookahead import LookaheadDrafter
-from draftwing.drafters.pool import NGramPool
-from draftwing.engine.decode import Decoder
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.lean import LeanTarget
+from draftwing.lm import LM
+from draftwing.loading import load
+from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.lookahead import LookaheadDrafter, NGramPool
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.lean import LeanTarget
 from draftwing.noise import KeyedNoise
+from draftwing.runtime.tree_builder import prune_by_rule
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 from test_combined import rule_of
@@ -63,7 +63,7 @@ class Watched(LookaheadDrafter):
         before = copy.deepcopy(self._windows)
         super().observe(ctx, tree, accepted, output)
         for row, old, new in zip(ctx.rows, before, copy.deepcopy(self._windows), strict=True):
-            self.seen.append((row, row.tokens[: row.length + 1], tree.num_scored, old, new))
+            self.seen.append((row, row.tokens[: row.length + 1], tree.num_extra_nodes, old, new))
 
 
 def said(target: LeanTarget, text: list[int], sampling: Sampling) -> int:
@@ -137,10 +137,10 @@ def test_ngrams_come_true(target):
 # --- nodes that are scored and not proposed --------------------------------------------------------------------------
 
 
-class Tempting(NoDrafter):
+class Tempting(Drafter):
     """Wants the very tokens scored that the target is about to say, and proposes none, or a wrong one before them."""
 
-    name, traits = "tempting", Traits(costs_forwards=False)
+    name, costs_forwards = "tempting", False
 
     def __init__(self, text: list[int], proposes: bool) -> None:
         self.text, self.proposes, self.scored = text, proposes, 0
@@ -150,12 +150,12 @@ class Tempting(NoDrafter):
         root = ctx.rows[0].tokens[-1]
         tree = DraftTree.from_lists([[root, (future[0] + 1) % VOCAB]] if self.proposes and future else [[root]],
                                     [[-1, 0]] if self.proposes and future else [[-1]])  # fmt: skip
-        return tree.beside(torch.tensor([future]), torch.tensor([[*range(-1, len(future) - 1)]]), len(future))
+        return tree.with_extra_nodes(torch.tensor([future]), torch.tensor([[*range(-1, len(future) - 1)]]), len(future))
 
     def observe(self, ctx, tree, accepted, output) -> None:
-        self.scored += tree.num_scored
+        self.scored += tree.num_extra_nodes
         assert output.logits.shape[1] == tree.num_nodes
-        for node in range(tree.num_nodes - tree.num_scored, tree.num_nodes):  # each saw its own path
+        for node in range(tree.num_nodes - tree.num_extra_nodes, tree.num_nodes):  # each saw its own path
             if tree.tokens[0, node] != PAD and node + 1 < tree.num_nodes and tree.tokens[0, node + 1] != PAD:
                 assert int(output.logits[0, node].argmax()) == int(tree.tokens[0, node + 1])
 
@@ -179,7 +179,7 @@ def test_what_is_only_scored_is_never_kept(family, dtype, proposes, folder_of):
             found += step.rows[0].token_ids
             assert step.rows[0].num_accepted == 0
             assert step.rows[0].depth == step.rows[0].num_drafted <= int(proposes)
-            assert step.tree.num_scored == 0
+            assert step.tree.num_extra_nodes == 0
             assert bool((step.tree.tokens[:, 2:] == PAD).all())
         texts.append(found)
     assert texts[0] == texts[1]
@@ -188,27 +188,27 @@ def test_what_is_only_scored_is_never_kept(family, dtype, proposes, folder_of):
 
 def test_nodes_beside_a_tree():
     tree = DraftTree.from_lists([[7, 1, 2], [7, 3]], [[-1, 0, 1], [-1, 0]])
-    tree = DraftTree(tree.tokens, tree.parents, told=torch.ones(2, 3), draft_probs=torch.ones(2, 3, 5), depth=2)
+    tree = DraftTree(tree.tokens, tree.parents, node_probs=torch.ones(2, 3), draft_probs=torch.ones(2, 3, 5), depth=2)
     tail = torch.tensor([[4, 5, 6], [4, 5, PAD]]), torch.tensor([[-1, 0, -1], [-1, 0, 1]]), 4
-    whole = tree.beside(*tail)
+    whole = tree.with_extra_nodes(*tail)
     whole.check(8)
     assert whole.tokens.tolist() == [[7, 1, 2, 4, 5, 6], [7, 3, PAD, 4, 5, PAD]]
     assert whole.parents.tolist() == [[-1, 0, 1, 0, 3, 0], [-1, 0, -1, 0, 3, -1]]
-    assert (whole.num_scored, whole.depth) == (3, 4)
+    assert (whole.num_extra_nodes, whole.depth) == (3, 4)
     assert whole.draft_probs.shape == (2, 6, 5)
-    offer = whole.offer
+    offer = whole.proposed
     offer.check(8)
     assert offer.tokens.tolist() == [[7, 1, 2, PAD, PAD, PAD], [7, 3, PAD, PAD, PAD, PAD]]
-    assert offer.offer is offer
+    assert offer.proposed is offer
     assert whole.proposals.tokens.tolist() == tree.tokens.tolist()
-    again = whole.proposals.beside(*whole.scored)
+    again = whole.proposals.with_extra_nodes(*whole.extra_nodes)
     assert again.tokens.tolist() == whole.tokens.tolist()
     assert again.parents.tolist() == whole.parents.tolist()
     assert whole.prune(torch.tensor([1, 1])).tokens[0].tolist() == [7, 1, PAD, 4, PAD, 6]
     # What is not worth its verification goes, what is only scored stays.
-    kept = worth_keeping(whole, rule_of(worth=0.01))
+    kept = prune_by_rule(whole, rule_of(worth=0.01))
     assert kept.tokens.tolist() == [[7, 4, 5, 6], [7, 4, 5, PAD]]
-    assert (kept.num_scored, kept.depth) == (3, 4)
+    assert (kept.num_extra_nodes, kept.depth) == (3, 4)
 
 
 # --- as a kind -------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_nodes_beside_a_tree():
 def test_it_is_a_kind_with_three_sizes(folder_of):
     folder = add_tokenizer(folder_of("llama", vocab_size=300))
     lm = load(folder, "lookahead", dtype="float64", draft_options={"window": 3, "ngram": 4, "guesses": 2})
-    assert lm.new_drafter().traits.identity == "window 3, ngram 4, guesses 2"
+    assert lm.new_drafter().identity == "window 3, ngram 4, guesses 2"
     both = load(folder, "lookup+lookahead", dtype="float64", draft_options={"ngram": 4, "min_match": 1})
     plain = LM(lm.target, lm.tokenizer)
     for temperature in (0.0, 1.0):

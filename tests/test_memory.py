@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import refused
-from draftwing.drafters.retrieval import memory as module
-from draftwing.drafters.retrieval.array import END, SuffixArray, joined
-from draftwing.drafters.retrieval.memory import Memory
 from draftwing.errors import CheckpointError, DraftwingWarning
+from draftwing.methods import retrieval as module
+from draftwing.methods.retrieval import Memory
+from draftwing.methods.suffix_array import END, SuffixArray, join_texts
 from test_suffix_array import EVERYWHERE, TEXT, TEXTS, followers, followers_of
 
 ABOUT = {"vocab_size": 100, "vocab_hash": "", "target": "tiny"}
@@ -30,7 +30,7 @@ def filled(texts, most=10_000, **others) -> Memory:
 
 
 def texts_in(memory: Memory) -> Counter[tuple[int, ...]]:
-    tokens = [token for part in memory._parts for token in part.tokens.tolist()]
+    tokens = [token for part in memory.parts for token in part.tokens.tolist()]
     found, text = [], []
     for token in tokens:
         if token == END:
@@ -46,7 +46,7 @@ def texts_in(memory: Memory) -> Counter[tuple[int, ...]]:
 @EVERYWHERE
 def test_it_finds_what_one_array_of_all_would(texts, ending):
     memory = filled(texts)
-    whole = SuffixArray(joined([text for text in texts if len(text) > 1]))
+    whole = SuffixArray(join_texts([text for text in texts if len(text) > 1]))
     ours, theirs = memory.match(ending, 1, 6), whole.match(ending, 1, 6)
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
@@ -74,17 +74,17 @@ def test_it_stays_within_its_bound_and_forgets_the_oldest(texts, most):
         forgotten = sum(len(text) + 1 for text in kept) - len(memory)
         assert not forgotten or len(memory) > most // 4
         # Each array is more than twice as large as the next, but for those that may grow no further.
-        assert memory.num_parts <= 2 + 2 * max(most, 2).bit_length()
+        assert len(memory.parts) <= 2 + 2 * max(most, 2).bit_length()
 
 
 def test_sizes_of_its_arrays_fall_by_half():
     memory = Memory(100_000)
     for number in range(300):
         memory.add([number % 50, 1, 2, 3])
-    sizes = [len(part) for part in memory._parts]
+    sizes = [len(part) for part in memory.parts]
     assert sum(sizes) == 1500
     assert all(larger > 2 * smaller for larger, smaller in pairwise(sizes))
-    for part in memory._parts:
+    for part in memory.parts:
         suffixes = [part.tokens[start:].tolist() for start in part.order]
         assert suffixes == sorted(suffixes)
 
@@ -94,7 +94,7 @@ def test_threads_share_it():
     memory, failures, stop = Memory(50_000), [], threading.Event()
 
     def write(own: int) -> None:
-        for number in range(25):
+        for number in range(12):
             memory.add([own, number, own, number + 1])
 
     def read() -> None:
@@ -118,7 +118,7 @@ def test_threads_share_it():
     for thread in readers:
         thread.join()
     assert not failures
-    wanted = [[own, number, own, number + 1] for own in (1, 1000, 2000) for number in range(25)]
+    wanted = [[own, number, own, number + 1] for own in (1, 1000, 2000) for number in range(12)]
     assert texts_in(memory) == Counter(map(tuple, wanted))
     found = memory.match([1], 1, 1)
     assert found is not None
@@ -168,7 +168,7 @@ def test_it_forgets_what_came_after_it_was_read(tmp_path):
 
 
 def test_it_is_written_now_and_then_where_requests_never_pause(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SAVE_EVERY", 10)
+    monkeypatch.setattr(module, "SAVE_INTERVAL_TOKENS", 10)
     memory = Memory(1000, tmp_path / "memory", ABOUT)
     memory.add([1, 2, 3, 4])
     assert not (tmp_path / "memory").exists()
@@ -207,7 +207,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path):
     data = bytearray(file.read_bytes())
     data[-40] ^= 1
     file.write_bytes(data)
-    with refused(CheckpointError, str(file), "damaged", "delete it and make it anew"):
+    with refused(CheckpointError, str(file), "damaged", "delete it and recreate it"):
         Memory(1000, file, ABOUT)
 
 
@@ -220,4 +220,4 @@ def test_a_reader_keeps_what_it_looks_at():
         memory.add([7, 8, 9, 7, 8])
     assert memory.match([1], 1, 1) is None
     assert followers_of(memory, found.place) == {2: 1}
-    assert isinstance(memory._parts[0].tokens, np.ndarray)
+    assert isinstance(memory.parts[0].tokens, np.ndarray)

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwing.drafters.base import Budget
-from draftwing.drafters.growing.worth import UNTOLD
-from draftwing.drafters.several.merge import (
+from draftwing.methods.base import Budget
+from draftwing.methods.ensemble import (
     Proposal,
     Union,
     by_row,
@@ -23,6 +22,7 @@ from draftwing.drafters.several.merge import (
     together,
     unite,
 )
+from draftwing.runtime.tree_builder import UNKNOWN_PROB
 from draftwing.tree import PAD, Accepted, DraftTree, Emitted
 
 ROOT = 7
@@ -53,7 +53,7 @@ def paths(of: Proposal | Union) -> list[Path]:
 def told_of(many: list[Proposal]) -> dict[Path, dict[int, float]]:
     found: dict[Path, dict[int, float]] = {}
     for drafter, each in enumerate(many):
-        for path, told in list(zip(paths(each), each.told, strict=True))[1:]:
+        for path, told in list(zip(paths(each), each.node_probs, strict=True))[1:]:
             own = found.setdefault(path, {})
             own[drafter] = max(own.get(drafter, 0.0), told)
     return found
@@ -155,12 +155,12 @@ def test_the_batch_holds_every_rows_nodes(rows):
     unions = [weighed(many) for many in rows]
     tree = together(unions, [union.ordered() for union in unions], torch.device("cpu"), 2.0)
     tree.check(ROOT + 1)
-    assert tree.effort == 2.0
+    assert tree.num_draft_forwards == 2.0
     assert tree.depth == int(tree.depths.max())
     assert tree.is_line == all(row[used].tolist() == [*range(-1, int(used.sum()) - 1)]
                                for row, used in zip(tree.parents, tree.valid, strict=True))  # fmt: skip
     for union, found in zip(unions, proposals(tree), strict=True):
-        assert dict(zip(paths(found), found.told, strict=True)) == pytest.approx(
+        assert dict(zip(paths(found), found.node_probs, strict=True)) == pytest.approx(
             dict(zip(paths(union), union.chances, strict=True)), rel=1e-5
         )
 
@@ -181,8 +181,8 @@ def test_chances_are_read_from_what_a_tree_says():
         torch.tensor([[-1, 0, -1, 1], [-1, 0, 0, -1]]),
     )
     for tree, wanted in (
-        (DraftTree(tokens, parents), [[UNTOLD] * 3] * 2),
-        (DraftTree(tokens, parents, told=torch.tensor([[1, 0.5, 0, 0.25]] * 2)), [[1, 0.5, 0.25], [1, 0.5, 0]]),
+        (DraftTree(tokens, parents), [[UNKNOWN_PROB] * 3] * 2),
+        (DraftTree(tokens, parents, node_probs=torch.tensor([[1, 0.5, 0, 0.25]] * 2)), [[1, 0.5, 0.25], [1, 0.5, 0]]),
         (
             DraftTree(tokens, parents, torch.tensor([[1, 0.5, 0, 0.25], [1, 0.5, 0.4, 0]])),
             [[1, 0.5, 0.5], [1, 0.5, 0.4]],
@@ -191,7 +191,7 @@ def test_chances_are_read_from_what_a_tree_says():
         found = proposals(tree)
         assert [each.tokens for each in found] == [[ROOT, 1, 2], [ROOT, 3, 4]]
         assert [each.parents for each in found] == [[-1, 0, 1], [-1, 0, 0]]
-        assert [each.told for each in found] == [pytest.approx(each) for each in wanted]
+        assert [each.node_probs for each in found] == [pytest.approx(each) for each in wanted]
 
 
 def test_a_kept_path_in_a_drafters_own_numbers():

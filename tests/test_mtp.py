@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -12,31 +11,27 @@ import transformers
 from safetensors.torch import load_file
 
 import mtp_files
-from conftest import SMALL, TEXTS, add_tokenizer, build, refused
-from draftwing.api import load, load_drafter, load_target
-from draftwing.drafters.base import Budget
-from draftwing.drafters.kinds import KINDS, convert, diagnose, kind_of_folder
-from draftwing.engine.decode import Decoder
+from conftest import SMALL, refused
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.heads.identity import target_id
-from draftwing.heads.mtp import read_modules
-from draftwing.model.attention import CausalAttention
-from draftwing.model.config import read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
-from draftwing.model.rope_config import RopeConfig
-from draftwing.nets.mtp import MtpConfig, MtpNet
-from draftwing.nets.mtp_loss import LAMBDA, MtpLoss
-from draftwing.nets.objectives import OBJECTIVES
+from draftwing.formats.identity import target_id
+from draftwing.loading import load, load_drafter, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.mtp import LAMBDA, MtpConfig, MtpLoss, MtpNet, read_modules
+from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
+from draftwing.models.attention import CausalAttention
+from draftwing.models.config import RopeConfig, read_config
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Linear
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data.batches import Batch
-from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Truth
-from draftwing.train.options import TrainOptions
-from draftwing.train.session import RunFiles, prepare
+from draftwing.train.data import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Truth
 from draftwing.tree import PAD
+from short_runs import new_target, short_run
 
 VOCAB, HIDDEN = SMALL["vocab_size"], SMALL["hidden_size"]
 PROMPT = [4, 7, 7, 1, 30, 12, 5, 60]
@@ -310,15 +305,16 @@ def scored(head):
     return FeatureBatch(Batch(ids, mask, lengths), features, last, last @ head.weight.T)
 
 
-def loss_by_hand(net, found, judge):
+def loss_by_hand(net, found, judge, agreed):
     """lambda / D * the sum over modules of the mean over what counts: one text and one entry at a time.
 
-    ``judge``: what a guess is worth, of its logits, the row and the position guessed; None where it does not count.
+    ``judge``: what a guess is worth, of its logits, the row and the position guessed; None if it does not count.
+    ``agreed`` gets the logits and the target's best token of each guess that counts, module by module.
     """
     total, num = 0, net.config.num_modules
     states = [found.features[row] for row in range(3)]
     for k, module in enumerate(net.modules_in_order, 1):
-        weights, terms = mtp_files.weights_of(module, heads_of(net)), []
+        weights, terms, pairs = mtp_files.weights_of(module, heads_of(net)), [], []
         for row in range(3):
             ids = found.batch.ids[row]
             tokens = net.embedding.plain()[ids[k:]]  # entry i reads token i + k
@@ -326,16 +322,25 @@ def loss_by_hand(net, found, judge):
             for i in range(len(tokens)):
                 guessed = i + k + 1
                 if guessed < 9 and found.batch.mask[row, guessed]:
-                    worth = judge(net.head_weight @ states[row][i], row, guessed)
-                    terms += [] if worth is None else [worth]
+                    logits = net.head_weight @ states[row][i]
+                    worth = judge(logits, row, guessed)
+                    if worth is not None:
+                        terms.append(worth)
+                        pairs.append((logits, int(found.logits[row, guessed - 1].argmax())))
+        agreed.append(pairs)
         total = total + LAMBDA / num * sum(terms) / len(terms)
     return total
 
 
 def compared(net, found, truth, objective, judge, ids=None):
     loss = MtpLoss(net, OBJECTIVES[objective], net.config.num_modules, target_ids=ids)
-    ours = sum(each.loss / each.count for each in loss(found, truth))
-    theirs = loss_by_hand(net, found, judge)
+    sums, agreed = loss(found, truth, agreement=True), []
+    ours = sum(each.loss / each.count for each in sums)
+    theirs = loss_by_hand(net, found, judge, agreed)
+    known = torch.arange(13) if ids is None else ids
+    for each, pairs in zip(sums, agreed, strict=True):
+        assert each.count == len(pairs)
+        assert int(each.agreed) == sum(int(known[q[known].argmax()]) == best for q, best in pairs)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     parameters = list(net.parameters())
     pairs = zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters), strict=True)
@@ -376,24 +381,6 @@ def test_the_loss_over_some_tokens():
         return -logits[ids].log_softmax(0)[ids.tolist().index(token)]
 
     compared(net, found, Truth.of(found, head, ids, torch.float64), "next-token", judge, ids)
-
-
-def test_agreement_is_with_the_targets_best():
-    net, head = tiny_net(2)
-    found = scored(head)
-    sums = MtpLoss(net, OBJECTIVES["next-token"], 2)(found, Truth.of(found, head, None, torch.float64), agreement=True)
-    states = [found.features[row] for row in range(3)]
-    for k, (module, each) in enumerate(zip(net.modules_in_order, sums, strict=True), 1):
-        agreed = count = 0
-        for row in range(3):
-            tokens = net.embedding.plain()[found.batch.ids[row][k:]]
-            weights = mtp_files.weights_of(module, heads_of(net))
-            states[row] = mtp_files.by_hand(weights, tokens, states[row][: len(tokens)], heads_of(net))
-            for i in (i for i in range(len(tokens) - 1) if found.batch.mask[row, i + k + 1]):
-                count += 1
-                guess = int((net.head_weight @ states[row][i]).argmax())
-                agreed += guess == int(found.logits[row, i + k].argmax())
-        assert (each.count, int(each.agreed)) == (count, agreed)
 
 
 def test_losses_that_cannot_be_meant():
@@ -481,27 +468,8 @@ def test_modules_that_a_head_has_not(value, parts, target_of):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A target, and a run of two modules for it."""
-    folder, place = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("run")
-    build("qwen3", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(folder)
-    add_tokenizer(folder)
-    data = place / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
-    options = TrainOptions(
-        "mtp",
-        unroll_steps=2,
-        iterations=12,
-        lr=3e-3,
-        max_length=32,
-        tokens_per_batch=256,
-        precision="no",
-        validation_share=0.2,
-        eval_prompts=1,
-        eval_tokens=4,
-    )
-    session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
-    session.run()
-    metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    folder = new_target(tmp_path_factory.mktemp("target"), "qwen3")
+    place, session, metrics = short_run(folder, tmp_path_factory.mktemp("run"), "mtp", unroll_steps=2)
     return folder, place / "head", session, metrics
 
 
@@ -518,8 +486,8 @@ def test_it_trains(trained):
 def test_it_is_saved_and_loaded(trained):
     folder, head, session, _ = trained
     target, net = load_target(folder), session.trainer.net
-    assert kind_of_folder(head) is KINDS["mtp"]
-    found = KINDS["mtp"].net.read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
+    assert method_of_folder(head) is get_method("mtp")
+    found = get_method("mtp").read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
     assert found.config == net.config
     assert found.config.qk_norm
     assert found.config.num_modules == 2
@@ -534,7 +502,7 @@ def test_the_text_is_the_targets(trained, options, temperature):
     folder, head, _, _ = trained
     settings = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
     plain = load(folder, "none").generate(["def add(", "class Table:\n    def"], **settings)
-    for budget in (Budget(4), Budget(3, 3, 8), None):
+    for budget in (Budget(3, 3, 8), None):
         lm = load(folder, head, draft_options=options, budget=budget)
         found = lm.generate(["def add(", "class Table:\n    def"], **settings)
         assert [each.token_ids for each in found] == [each.token_ids for each in plain]
@@ -558,7 +526,7 @@ def test_another_targets_head_is_refused(trained, folder_of):
 def test_a_part_has_the_very_weights(trained):
     folder, head, _, _ = trained
     target = load_target(folder, prepack=False)
-    net = KINDS["mtp"].net.read(head, target.embedding, target.head)
+    net = get_method("mtp").read(head, target.embedding, target.head)
     part = net.part(1)
     assert part.modules_in_order[0] is net.modules_in_order[1]
     assert part.config.num_modules == len(part.chain) == 1

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftwing.cpu import build
+from draftwing.cpu.library import get_kernel
+from draftwing.cpu.noise import NativeNoise
 from draftwing.noise import KeyedNoise
-from draftwing.run.kernel import build
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.noise import NativeNoise
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import DraftTree
 
-CAN_COMPILE = sys.platform == "linux" and build._find_compiler() is not None
+CAN_COMPILE = sys.platform == "linux" and build.find_compiler() is not None
 pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler here")
 
 HERE = Path(__file__).with_name("native")
@@ -24,7 +24,7 @@ VOCAB, BEST = 400, 256  # tokens, and how many of them a draft looks at
 
 
 def compiled(name: str, made: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    compiler = build._find_compiler()
+    compiler = build.find_compiler()
     assert compiler is not None
     # Not optimised: what the compiler may do to the kernel is not what is tested, and it takes far longer.
     command = [*compiler, "-O1", "-std=c++17", "-march=native", "-pthread", f"-I{build.SOURCES}", *flags]
@@ -109,7 +109,7 @@ def drawn(scores: torch.Tensor, seed: int = -1) -> tuple[int, bool]:
     """The token that the kernel draws from (V,) scores, and whether they were a law."""
     kernel = get_kernel()
     assert kernel is not None
-    found = NativeNoise(kernel, len(scores)).walk(
+    found = NativeNoise(kernel, len(scores)).match(
         DraftTree.root(torch.tensor([1])), scores[None, None].contiguous(), [seed], [0]
     )
     assert found is not None

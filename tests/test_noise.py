@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
+from draftwing.cpu.library import get_kernel, kernel_problem
+from draftwing.cpu.noise import NativeNoise, noise_of
 from draftwing.noise import ACCEPT, DRAFT, TARGET, KeyedNoise, gumbel, hash_bits, uniform
-from draftwing.run.kernel.library import get_kernel, kernel_problem
-from draftwing.run.kernel.noise import NativeNoise, noise_of
 from draftwing.sampling import Sampling, SamplingBatch
 
 IDS = torch.arange(1000)

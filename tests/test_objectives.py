@@ -10,13 +10,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from draftwing.model.linear import Linear
-from draftwing.nets import objectives
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.objectives import OBJECTIVES, head_loss
-from draftwing.train.data.batches import Batch
-from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Teacher, Truth
+from draftwing.methods import objectives
+from draftwing.methods.eagle_net import EagleNet
+from draftwing.methods.objectives import OBJECTIVES, head_loss
+from draftwing.models.linear import Linear
+from draftwing.train.data import Batch
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Teacher, Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Trainer, _mixed, _optimizers
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text

@@ -8,23 +8,20 @@ import pytest
 import torch
 
 from conftest import add_tokenizer, build, refused
-from draftwing.api import load, load_target
-from draftwing.drafters.base import Budget
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.kinds import KINDS
-from draftwing.drafters.online import OnlineDrafter
-from draftwing.engine.decode import Decoder
-from draftwing.engine.engine import Engine
+from draftwing.cpu.library import get_kernel
+from draftwing.decode import Decoder
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError
-from draftwing.heads.write import write_head
-from draftwing.model.int8 import has_exact_int8
-from draftwing.model.layers import RMSNorm
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Layout, Linear
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.learner import Learner, Pace, Stretch, Tally
-from draftwing.run.kernel.library import get_kernel
+from draftwing.formats.write import write_head
+from draftwing.loading import load, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.online import Learner, LearningPace, OnlineDrafter, Stretch, Tally, hand_over
+from draftwing.methods.registry import METHODS, get_method
+from draftwing.models.layers import RMSNorm
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Layout, Linear, has_exact_int8
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from processors import can_int8
@@ -97,7 +94,7 @@ def test_the_loss_is_that_of_drafts_which_were_wrong(case):
     """A place at a time: the chain that starts so many steps before it, by a slow net of vectors; gradients too."""
     few = DRAFT_IDS if case.endswith("few-tokens") else None
     net, serving = (random_net(1 if case == "eagle1" else 3, few) for _ in range(2))
-    learner = Learner(serving, net, Pace(num_steps=3))
+    learner = Learner(serving, net, LearningPace(num_steps=3))
     chosen = stretches_of(net)
     learner.loss(chosen).backward()
     slow = {name: tensor.requires_grad_() for name, tensor in net.tensors().items()}
@@ -128,7 +125,7 @@ def make(folder: Path, dtype=torch.float32, prepack=True, seed=2, **pace) -> tup
     serving = EagleNet(config, target.embedding, target.head, None, dtype)
     serving.load_state_dict(trained.state_dict())
     serving = serving.prepack() if prepack else serving.requires_grad_(False)
-    learner = Learner(serving, trained, Pace(**{"share": EVER, "lr": 1e-2, "places": 8, "window": 32, **pace}))
+    learner = Learner(serving, trained, LearningPace(**{"share": EVER, "lr": 1e-2, "places": 8, "window": 32, **pace}))
     return target, OnlineDrafter(EagleDrafter(serving, target), learner)
 
 
@@ -144,7 +141,7 @@ def write(target: LeanTarget, drafter: OnlineDrafter | None, times: int, prompt=
 @pytest.mark.parametrize("prepack", [False, pytest.param(True, marks=needs_kernel)])
 def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
     target, drafter = make(folder_of("llama", head_dim=32), prepack=prepack)
-    assert drafter.learner._serving.runs.name == ("kernel" if prepack else "torch")
+    assert drafter.learner.serving.runs.name == ("kernel" if prepack else "torch")
     before = write(target, drafter, 1)
     write(target, drafter, 12)
     after = write(target, drafter, 1)
@@ -152,7 +149,7 @@ def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
     assert after.tau > before.tau + 1
     learner = drafter.learner
     assert learner.num_updates > learner.num_handed > 2
-    assert len(learner._ring) <= learner.pace.ring
+    assert len(learner.ring) <= learner.pace.ring
 
 
 def test_without_the_engine_nothing_is_learnt(folder_of):
@@ -163,7 +160,7 @@ def test_without_the_engine_nothing_is_learnt(folder_of):
     while decoder.num_running:
         decoder.step()
     assert drafter.learner.num_updates == 0
-    assert not drafter.learner._ring
+    assert not drafter.learner.ring
 
 
 def test_what_is_put_down_is_what_was_said(folder_of):
@@ -197,7 +194,7 @@ def test_what_is_put_down_is_what_was_said(folder_of):
 def small_learner(**pace) -> Learner:
     """One whose every update takes two seconds."""
     nets, now = [random_net(3, DRAFT_IDS) for _ in range(2)], [0.0]
-    learner = Learner(nets[0].requires_grad_(False), nets[1], Pace(**pace), lambda: now[0])
+    learner = Learner(nets[0].requires_grad_(False), nets[1], LearningPace(**pace), lambda: now[0])
     update = learner._update
 
     def slowly() -> None:
@@ -224,7 +221,7 @@ def test_learning_takes_its_share_of_the_time_and_no_more():
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in learner._serving.named_parameters()}
+    return {name: each.detach().clone() for name, each in learner.serving.named_parameters()}
 
 
 def assert_equal(one: dict, other: dict) -> None:
@@ -261,25 +258,27 @@ def test_weights_that_draft_worse_are_taken_back():
 
 
 @needs_kernel
-def test_a_snapshot_is_restored_to_the_bit(folder_of):
+def test_weights_handed_over_again_are_the_same_to_the_bit(folder_of):
     """What serves packed drafts the very trees that it drafted before."""
     target, drafter = make(folder_of("llama", head_dim=32))
     learner = drafter.learner
-    kept, parts = learner.snapshot(), [part for part in learner._serving.modules() if isinstance(part, Linear)]
+    kept = {name: value.detach().clone() for name, value in learner.net.named_parameters()}
+    parts = [part for part in learner.serving.modules() if isinstance(part, Linear)]
 
     def bits() -> list[torch.Tensor]:
         packed = [getattr(part.packed[0], name) for part in parts for name in ("weight", "scales", "sums")]
-        norms = [part.weight.clone() for part in learner._serving.modules() if isinstance(part, RMSNorm)]
+        norms = [part.weight.clone() for part in learner.serving.modules() if isinstance(part, RMSNorm)]
         return [each.clone() for each in packed if each is not None] + norms
 
     before = bits()
     write(target, drafter, 4)
     assert any(not torch.equal(one, other) for one, other in zip(before, bits(), strict=True))
     assert not torch.equal(kept["fc.weight"], learner.net.fc.weight)
-    learner.restore(kept)
+    with torch.no_grad():
+        for name, value in learner.net.named_parameters():
+            value.copy_(kept[name])
+    hand_over(learner.net, learner.serving)
     assert all(torch.equal(one, other) for one, other in zip(before, bits(), strict=True))
-    assert torch.equal(kept["fc.weight"], learner.net.fc.weight)
-    assert learner.snapshot().keys() == kept.keys()
 
 
 def test_gradients_that_are_not_finite_change_nothing():
@@ -295,15 +294,15 @@ def test_gradients_that_are_not_finite_change_nothing():
 def test_decoders_share_what_is_learnt(folder_of):
     """A second one hands over what it saw when nobody else is learning."""
     target, drafter = make(folder_of("llama"), torch.float64, prepack=False)
-    other = OnlineDrafter(EagleDrafter(drafter.learner._serving, target), drafter.learner)
+    other = OnlineDrafter(EagleDrafter(drafter.learner.serving, target), drafter.learner)
     learner = drafter.learner
     with learner._lock:
         write(target, other, 2)
         assert learner.num_updates == 0
-        assert 0 < len(other._found) <= learner.pace.ring
+        assert 0 < len(other.stretches) <= learner.pace.ring
     other.learn()
     assert learner.num_updates == 1
-    assert other._found == []
+    assert other.stretches == []
     write(target, other, 10)
     assert write(target, drafter, 1).tau > 1.5
 
@@ -329,7 +328,7 @@ def test_an_option_turns_it_on(model, pair):
     plain = load(folder, "none", **model)
     lm = load(folder, head, budget=Budget(3), draft_options={"online": 0.5, "online_lr": 1e-2}, **model)
     assert lm.drafter_name.endswith(", online")
-    assert lm.traits.learns
+    assert lm.drafter.learns
     one, other = lm.new_drafter(), lm.new_drafter()
     assert one.learner is other.learner
     assert (one.learner.pace.share, one.learner.pace.lr) == (0.5, 1e-2)
@@ -341,8 +340,8 @@ def test_an_option_turns_it_on(model, pair):
 
 def test_it_is_off_unless_asked_for(pair):
     folder, head = pair
-    assert not load(folder, head).traits.learns
-    assert not load(folder, head, draft_options={"online": False}).traits.learns
+    assert not load(folder, head).drafter.learns
+    assert not load(folder, head, draft_options={"online": False}).drafter.learns
     for value in (0.0, 1.5, -1, "yes", None):
         with refused(ConfigError, "online must be True, False, or the share", str(value)):
             load(folder, head, draft_options={"online": value})
@@ -350,5 +349,5 @@ def test_it_is_off_unless_asked_for(pair):
         load(folder, head, draft_options={"online": True, "online_lr": 2})
     with refused(ConfigError, "online_lr goes with online"):
         load(folder, head, draft_options={"online_lr": 1e-3})
-    assert {name for name, kind in KINDS.items() if "online" in kind.options} >= {"eagle1", "eagle3"}
-    assert "online" not in KINDS["lookup"].options
+    assert {name for name in METHODS if "online" in get_method(name).options} >= {"eagle1", "eagle3"}
+    assert "online" not in get_method("lookup").options

@@ -1,4 +1,4 @@
-"""A drafter as a user would write it: a table of what followed each token. All the rest comes with Draftwing."""
+"""A drafter as a user would write it: a table of the tokens that followed each token."""
 
 from __future__ import annotations
 
@@ -11,39 +11,30 @@ import pytest
 import torch
 
 from conftest import add_tokenizer, refused
-from draftwing.api import LM, load
 from draftwing.budget.acceptance import Acceptance
-from draftwing.drafters.base import Budget, Traits
-from draftwing.drafters.growing.worth import UNTOLD, worth_keeping
-from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import ConfigError
-from draftwing.evaluate.compare import compare
-from draftwing.model.target import NO_FEATURES, Context, Row
-from draftwing.run.request import GrowthRule
+from draftwing.lab.compare import compare
+from draftwing.lm import LM
+from draftwing.loading import load
+from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.context import Context, Row
+from draftwing.runtime.tree_builder import UNKNOWN_PROB, prune_by_rule
 from draftwing.sampling import Sampling
-from draftwing.tree import PAD, DraftTree
+from draftwing.tree import PAD, DraftTree, GrowthRule
 
 PROMPTS = ["def add(a, b):\n    return a", "for row in rows: print(row)", "class Table:"]
 
 
-class Bigrams:
-    """Drafts the two tokens that most often followed a token, and so on: a whole drafter."""
+class Bigrams(Drafter):
+    """Drafts the two most frequent successors of each token."""
 
     name = "bigrams"
-    features = NO_FEATURES
-    traits = Traits(costs_forwards=False, identity="of my own texts")
+    costs_forwards = False
+    identity = "of my own texts"
 
     def __init__(self, table: dict[int, list[int]]) -> None:
         self.table = table
-
-    def admit(self, ctx, features):
-        pass
-
-    def remove(self, ctx, row):
-        pass
-
-    def observe(self, ctx, tree, accepted, output):
-        pass
 
     def propose(self, ctx, sampling, budget):
         tokens, parents = [], []
@@ -119,7 +110,7 @@ def random_tree(rng: np.random.Generator, rows: int, told: bool) -> DraftTree:
     parents = [[-1, *(int(rng.integers(0, node)) for node in range(1, size))] for size in sizes]
     tree = DraftTree.from_lists(tokens, parents)
     chances = torch.from_numpy(rng.random(tree.tokens.shape).astype(np.float32)) if told else None
-    return DraftTree(tree.tokens, tree.parents, told=chances)
+    return DraftTree(tree.tokens, tree.parents, node_probs=chances)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -134,13 +125,13 @@ def test_what_is_kept_has_the_greatest_gain(rows, told):
         for row in range(rows):
             for node in range(1, int(tree.valid[row].sum())):
                 depth, above = int(tree.depths[row, node]), int(tree.parents[row, node])
-                said = float(tree.told[row, node]) if told else UNTOLD
+                said = float(tree.node_probs[row, node]) if told else UNKNOWN_PROB
                 place = min(depth, 3) - 1
                 reached[row, node] = reached[row, above] * np.interp(said, rule.knots[place], rule.rates[place])
         ranked = -np.sort(-reached[:, 1:], axis=1)
         nets = [ranked[:, :count].sum() * rule.worth - rule.verify[count + 1] for count in range(ranked.shape[1] + 1)]
         count = int(np.argmax(nets))
-        kept = worth_keeping(tree, rule)
+        kept = prune_by_rule(tree, rule)
         kept.check()
         for row in range(rows):
             wanted = sorted(value for value in ranked[row, :count] if value > 0)
@@ -148,7 +139,7 @@ def test_what_is_kept_has_the_greatest_gain(rows, told):
             assert sorted(found.tolist()) == pytest.approx(wanted, rel=1e-5)
             assert set(kept.tokens[row].tolist()) <= {PAD, *tree.tokens[row].tolist()}
         assert kept.max_depth == int(kept.depths.max())
-        assert kept.effort == (tree.max_depth if tree.num_nodes > 1 else 0)
+        assert kept.num_draft_forwards == (tree.max_depth if tree.num_nodes > 1 else 0)
         sizes.append((kept.num_nodes, tree.num_nodes))
     assert any(kept == 1 < whole for kept, whole in sizes)
     assert any(1 < kept < whole for kept, whole in sizes)
@@ -161,7 +152,7 @@ def test_a_longer_match_is_told_to_be_likelier():
     drafter.admit(ctx, None)
     tree = drafter.propose(ctx, None, Budget(4, 3))
     tree.check(50)
-    told = tree.told[0].tolist()
+    told = tree.node_probs[0].tolist()
     assert tree.tokens[0].tolist() == [4, 30, 20, 3, 4, 5, 6, 7, 8]
     # Three tokens match what 30 follows, so that it is right at 3 in 4, and ever likelier from there; two match 5.
     assert told[1:5] == pytest.approx([3 / 4, 4 / 5, 5 / 6, 6 / 7])
@@ -169,7 +160,7 @@ def test_a_longer_match_is_told_to_be_likelier():
     assert told[6:] == pytest.approx([3 / 4, 4 / 5, 5 / 6])
     assert tree.depth == 4
     chain = drafter.propose(ctx, None, Budget(4))
-    assert (chain.is_line, chain.told[0].tolist()) == (True, pytest.approx(told[:5]))
+    assert (chain.is_line, chain.node_probs[0].tolist()) == (True, pytest.approx(told[:5]))
     # What is told is calibrated like any other drafter's chances.
     acceptance = Acceptance()
     assert acceptance(np.array(told[1:]), 1) == pytest.approx(told[1:])

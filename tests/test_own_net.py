@@ -1,10 +1,9 @@
-"""A net of one's own, written as a user would: two matrices. All the rest comes with Draftwing."""
+"""A network as a user would write it: two matrices, trained, loaded, converted and run by Draftwing."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,28 +13,35 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from conftest import TEXTS, add_tokenizer, build, refused
-from draftwing.api import LM, load, load_drafter, load_target
 from draftwing.cli import main as cli
-from draftwing.drafters.base import Budget
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.kinds import KINDS, Method, convert, diagnose, kind_of_folder, net_kind, register
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.library import get_kernel
+from draftwing.cpu.noise import noise_of
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.evaluate.compare import compare
-from draftwing.heads.identity import head_id, target_id
-from draftwing.model.layers import concat
-from draftwing.nets.base import DraftNet
-from draftwing.nets.objectives import Objective, soft_cross_entropy
-from draftwing.nets.plain import PlainConfig
-from draftwing.run.eager import TorchRuntime
-from draftwing.run.forward import Entries
-from draftwing.run.graphs import GraphRuntime
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.noise import noise_of
-from draftwing.run.recording import Recorder
+from draftwing.formats.identity import head_id, target_id
+from draftwing.lab.compare import compare
+from draftwing.lm import LM
+from draftwing.loading import load, load_drafter, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.method import NetMethod
+from draftwing.methods.net import DraftNet, PlainConfig
+from draftwing.methods.objectives import Objective, soft_cross_entropy
+from draftwing.methods.registry import (
+    METHODS,
+    TrainingMethod,
+    convert,
+    diagnose,
+    get_method,
+    method_of_folder,
+    register,
+)
+from draftwing.models.layers import concat
+from draftwing.runtime.forward import Entries, TorchRuntime
+from draftwing.runtime.graphs import GraphRuntime, Recorder
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.loss.batch import UnrolledLoss
+from draftwing.train.loss import UnrolledLoss
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.tree import PAD, DraftTree
@@ -44,7 +50,7 @@ from draftwing.tree import PAD, DraftTree
 
 
 class TwoLinear(DraftNet):
-    """Guesses the target's next hidden state from the last one and the token after it."""
+    """Predicts the target's next hidden state from the last one and the token after it."""
 
     kind = "two-linear"
 
@@ -66,8 +72,14 @@ def squares(logits: Tensor, probs: Tensor) -> Tensor:
 
 
 OBJECTIVE = Objective(((0.5, soft_cross_entropy), (1.0, squares)), feature_weight=0.5, decay=0.8)
-METHODS = {"two-linear": Method(OBJECTIVE, unroll_steps=3, noise=0.1)}
-KIND = register(net_kind(TwoLinear, PlainConfig, METHODS, "two matrices on the last hidden state"))
+
+
+class TwoLinearMethod(NetMethod):
+    net, config = TwoLinear, PlainConfig
+
+
+TRAINING = {"two-linear": TrainingMethod(OBJECTIVE, unroll_steps=3, noise=0.1)}
+register("two-linear", TwoLinearMethod, "two matrices on the last hidden state", training=TRAINING)
 
 # --- what it gets for that -------------------------------------------------------------------------------------------
 
@@ -119,16 +131,16 @@ def test_it_trains(run):
 def test_it_is_saved_and_loaded(run, folder):
     place, session, _ = run
     head, target = place / "head", load_target(folder)
-    assert kind_of_folder(head) is KIND
-    net = KIND.net.read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
+    assert method_of_folder(head) is get_method("two-linear")
+    net = get_method("two-linear").read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
     assert net.config == session.trainer.net.config
     assert net.config.calibration != type(net.config.calibration)()  # fitted, and kept
     for name, tensor in session.trainer.net.tensors().items():
         assert torch.equal(net.tensors()[name], tensor), name
     drafter = load_drafter(head, target, Tokenizer(folder))()
     assert drafter.name == "two-linear (head)"
-    assert head_id(head) in drafter.traits.identity  # two heads of one shape share no measurements
-    assert drafter.traits.num_bytes >= target.head.num_bytes
+    assert head_id(head) in drafter.identity  # two heads of one shape share no measurements
+    assert drafter.num_bytes >= target.head.num_bytes
     assert drafter.net.runs.name == ("kernel" if get_kernel() else "torch")
 
 
@@ -136,7 +148,7 @@ def drafters(run, folder):
     """The same net in the CPU kernel, in PyTorch, and recorded, each with a target of its own."""
     for name in ("kernel", "torch", "recorded"):
         target = load_target(folder, prepack=name == "kernel")
-        net = KIND.net.read(run[0] / "head", target.embedding, target.head)
+        net = get_method("two-linear").read(run[0] / "head", target.embedding, target.head)
         net = net.prepack() if name == "kernel" else net.requires_grad_(False)
         if name == "recorded":
             net.runs = GraphRuntime(Recorder())
@@ -270,10 +282,10 @@ def test_a_folder_of_another_format_or_net(run, folder, tmp_path):
 
 def test_names_that_are_taken():
     with refused(ConfigError, "'two-linear' cannot be added", "not taken"):
-        register(KIND)
+        register("two-linear", TwoLinearMethod, "again")
     with refused(ConfigError, "training method called 'two-linear' is there already"):
-        register(replace(KIND, name="other"))
-    assert "other" not in KINDS
+        register("other", TwoLinearMethod, "again", training=TRAINING)
+    assert "other" not in METHODS
 
 
 def test_a_net_that_nobody_registered(run, folder):
@@ -315,10 +327,13 @@ class OwnHead(TwoLinear):
         self.head = self.new_matrix(self.num_draft_tokens, config.hidden_size)
 
 
+class OwnHeadMethod(NetMethod):
+    net, config, settings = OwnHead, PlainConfig, ("draft_vocab_size",)
+
+
 def test_a_draft_vocabulary_of_its_own(run, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("draftwing.drafters.kinds.KINDS", kinds := dict(KINDS))
-    own = {"own-head": Method("eagle3", 2)}
-    kind = register(net_kind(OwnHead, PlainConfig, own, "with a head", settings=("draft_vocab_size",)))
+    monkeypatch.setattr("draftwing.methods.registry.METHODS", kinds := dict(METHODS))
+    register("own-head", OwnHeadMethod, "with a head", training={"own-head": TrainingMethod("eagle3", 2)})
     options = TrainOptions(
         "own-head",
         draft_vocab_size=80,
@@ -335,7 +350,7 @@ def test_a_draft_vocabulary_of_its_own(run, folder, tmp_path, monkeypatch):
     assert "own-head" in kinds
     assert "80 of 300 tokens" in session.describe()
     target = load_target(folder)
-    net = kind.net.read(tmp_path / "head", target.embedding, target.head).prepack()
+    net = get_method("own-head").read(tmp_path / "head", target.embedding, target.head).prepack()
     assert torch.equal(net.target_ids, trained.target_ids)
     tokens, states = torch.arange(6)[:, None] + 3, torch.randn(6, 1, net.shape.state_width)
     one, other = net.runs.runner(net, net), TorchRuntime().runner(trained.requires_grad_(False), trained)
@@ -348,16 +363,16 @@ def test_a_draft_vocabulary_of_its_own(run, folder, tmp_path, monkeypatch):
         states = found[1]
 
 
-# --- docs/extending.md -----------------------------------------------------------------------------------------------
+# --- docs/dev/extending.md ------------------------------------------------------------------------------------
 
 
 def test_what_the_docs_show_runs(monkeypatch, capsys):
-    monkeypatch.setattr("draftwing.drafters.kinds.KINDS", kinds := dict(KINDS))
-    text = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+    monkeypatch.setattr("draftwing.methods.registry.METHODS", kinds := dict(METHODS))
+    text = (Path(__file__).parents[1] / "docs" / "dev" / "extending.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 2
     for block in blocks:
         exec(compile(block, "extending.md", "exec"), {"__name__": "extending"})
     assert {"repeats", "guess"} <= set(kinds)
-    assert kinds["guess"].net.layouts == ("draftwing",)
+    assert get_method("guess").layouts == ("draftwing",)
     assert capsys.readouterr().out.strip()

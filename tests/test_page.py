@@ -3,6 +3,7 @@
 Skipped where there is no Chromium: ``make`` installs playwright, but no browser.
 """
 
+import dataclasses
 import gzip
 import re
 import shutil
@@ -17,6 +18,7 @@ import uvicorn
 
 import draftwing as dw
 from conftest import add_tokenizer
+from draftwing.budget import measure
 from draftwing.serve.app import Settings, make_app
 from serving import PATIENT
 
@@ -59,7 +61,9 @@ def chat(folder_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page") / "target"
     add_tokenizer(shutil.copytree(folder_of("llama", vocab_size=300), folder), chat_template=TEMPLATE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftwing.budget.measure.ROUNDS", 2)  # costs of a tiny model: any will do
+        patch.setattr(
+            measure, "CONFIG", dataclasses.replace(measure.CONFIG, rounds=2)
+        )  # costs of a tiny model: any will do
         with served(dw.load(folder, draft="lookup", device="cpu"), api_keys=(KEY,)) as address:
             yield address
 

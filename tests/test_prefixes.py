@@ -11,13 +11,10 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL
-from draftwing.engine.engine import Engine
-from draftwing.engine.load import SlotEngine
-from draftwing.engine.paged import SlotDecoder
-from draftwing.engine.prefixes import Prefixes
-from draftwing.model.lean import LeanTarget
-from draftwing.model.paged import PAGE, SlotTable
-from draftwing.run.recording import Recorder
+from draftwing.engine import Engine, Prefixes, SlotDecoder, SlotEngine
+from draftwing.models.lean import LeanTarget
+from draftwing.models.paged import PAGE, SlotTable
+from draftwing.runtime.graphs import Recorder
 from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED, Lab
 

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conftest import build, refused
+from draftwing import decode
 from draftwing.budget import measure as profile
-from draftwing.budget.costs import Costs, Curve
-from draftwing.budget.measure import drop_costs
-from draftwing.drafters.base import Budget, NoDrafter, Traits
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine import decode
-from draftwing.engine.decode import Decoder
+from draftwing.budget.costs import ROWS, Costs, Curve
+from draftwing.budget.measure import CONFIG
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.run.storage import cache_folder
+from draftwing.methods.base import Budget, Drafter, NoDrafter
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models import target as targets
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
-from draftwing.tree import Accepted, DraftTree
+from draftwing.storage import cache_folder
 
 VOCAB = 80  # more than the most nodes that are measured
 CHANGES = {"max_position_embeddings": 2400, "vocab_size": VOCAB}
@@ -81,8 +80,17 @@ class Script:
 
     def __init__(self, monkeypatch, target, verify, draft=lambda budget, rows: 1e-3, disturbs=lambda: False) -> None:
         self.now, self.forwards, self.draft = 0.0, [], draft
-        monkeypatch.setattr(profile, "Undisturbed", lambda: nullcontext(not disturbs()))
-        for module in (decode, profile):
+        calls, waits = itertools.count(), [False]
+
+        def waited() -> float:
+            """Called before and after each step."""
+            if next(calls) % 2 == 0:
+                waits[0] = disturbs()
+                return 0.0
+            return 9.0 * waits[0]
+
+        monkeypatch.setattr(profile, "waited_seconds", waited)
+        for module in (decode, profile, targets):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
         real = target.forward
 
@@ -93,13 +101,11 @@ class Script:
 
         monkeypatch.setattr(target, "forward", forward)
 
-    def drafter(self, name: str = "scripted") -> NoDrafter:
+    def drafter(self, name: str = "scripted") -> Drafter:
         """Drafts nothing, and takes its time for it."""
         script = self
 
-        class Slow(NoDrafter):
-            traits = Traits()
-
+        class Slow(Drafter):
             def propose(self, ctx, sampling, budget):
                 script.now += script.draft(budget, ctx.num_rows)
                 return super().propose(ctx, sampling, budget)
@@ -121,9 +127,9 @@ def test_curves_are_finite_and_rise(name, target, makers):
     costs = measure(target, makers[name], seconds=0.0)
     drafts = name in ("eagle3", "causal-lm")
     counts = [[count for count, _ in curve.knots] for curve in (costs.verify, costs.chain, costs.tree)]
-    assert counts[0] in (list(profile.NODES), list(profile.FEW_NODES))
-    assert counts[1] in (([], []) if not drafts else (list(profile.DEPTHS), list(profile.FEW_DEPTHS)))
-    assert counts[2] in (([], []) if not drafts else (list(profile.TREE_DEPTHS), list(profile.FEW_DEPTHS)))
+    assert counts[0] in (list(CONFIG.nodes), list(CONFIG.few_nodes))
+    assert counts[1] in (([], []) if not drafts else (list(CONFIG.chain_depths), list(CONFIG.few_depths)))
+    assert counts[2] in (([], []) if not drafts else (list(CONFIG.tree_depths), list(CONFIG.few_depths)))
     for curve in (costs.verify, costs.chain, costs.tree):
         seconds = [value for _, value in curve.knots]
         assert seconds == sorted(seconds)
@@ -131,8 +137,8 @@ def test_curves_are_finite_and_rise(name, target, makers):
     assert costs.verify(1) > 0
     for number in (costs.per_token, costs.per_row, costs.draft_per_row):
         assert 0 <= number < math.inf
-    assert costs.width == (profile.WIDTH if drafts else 1)
-    assert costs.context == profile.CONTEXT
+    assert costs.width == (CONFIG.tree_width if drafts else 1)
+    assert costs.context == CONFIG.context
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
@@ -142,9 +148,9 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
 
     script = Script(monkeypatch, target, lambda nodes, rows, context: 0.01 + 0.001 * nodes * rows, draft)
     costs = measure(target, script.drafter, seconds=0.0)
-    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.01 + 0.001 * nodes)
-    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.002 + 0.0005 * depth)
-    assert costs.tree.knots == knots(profile.TREE_DEPTHS, lambda depth: 0.002 + 0.00075 * depth)
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.01 + 0.001 * nodes)
+    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.002 + 0.0005 * depth)
+    assert costs.tree.knots == knots(CONFIG.tree_depths, lambda depth: 0.002 + 0.00075 * depth)
     assert costs.draft_per_row == pytest.approx(0.25)
     assert costs.per_row == pytest.approx(0, abs=1e-9)
     assert costs.per_token == pytest.approx(0, abs=1e-9)
@@ -154,9 +160,9 @@ def test_measured_curves_are_the_clocks(target, monkeypatch):
 def test_a_slow_target_is_measured_at_fewer_sizes_and_two_rounds(target, monkeypatch):
     script = Script(monkeypatch, target, lambda nodes, rows, context: 1.0 + nodes, lambda budget, rows: budget.depth)
     costs = measure(target, script.drafter)
-    assert costs.verify.knots == knots(profile.FEW_NODES, lambda nodes: 1.0 + nodes)
-    assert costs.chain.knots == costs.tree.knots == knots(profile.FEW_DEPTHS, lambda depth: depth)
-    assert script.forwards.count((1, 64)) == profile.LEAST_ROUNDS
+    assert costs.verify.knots == knots(CONFIG.few_nodes, lambda nodes: 1.0 + nodes)
+    assert costs.chain.knots == costs.tree.knots == knots(CONFIG.few_depths, lambda depth: depth)
+    assert script.forwards.count((1, 64)) == 2
 
 
 def test_the_first_round_does_not_count(target, monkeypatch):
@@ -168,7 +174,7 @@ def test_the_first_round_does_not_count(target, monkeypatch):
         return 0.02 if not cold else 0.001 * nodes
 
     costs = measure(target, Script(monkeypatch, target, verify).drafter, seconds=0.0)
-    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.02)
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.02)
 
 
 def test_the_first_of_each_series_does_not_pay_for_what_others_left(target, monkeypatch):
@@ -185,9 +191,9 @@ def test_the_first_of_each_series_does_not_pay_for_what_others_left(target, monk
         return (0.001 + 0.0001 * nodes * rows) * (5 if is_cold else 1)
 
     costs = measure(target, Script(monkeypatch, target, verify, draft).drafter, seconds=100.0)
-    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 + 0.0001 * nodes)
-    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.0002 * depth)
-    assert costs.tree.knots == knots(profile.TREE_DEPTHS, lambda depth: 0.0002 * depth)
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
+    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.0002 * depth)
+    assert costs.tree.knots == knots(CONFIG.tree_depths, lambda depth: 0.0002 * depth)
     assert costs.draft_per_row == pytest.approx(1 / 3)
     assert costs.per_row == pytest.approx(0, abs=1e-9)
     assert costs.per_token == pytest.approx(0, abs=1e-9)
@@ -208,10 +214,10 @@ def test_what_else_runs_on_the_machine_is_left_out(target, monkeypatch):
         lambda budget, rows: 0.0002 * budget.depth * rows**0.5 * held_up("draft", budget.depth, budget.width, rows),
     )
     costs = measure(target, script.drafter, seconds=100.0)
-    assert script.forwards.count((1, 3)) == profile.ROUNDS
-    assert script.forwards.count((1, 64)) == profile.ROUNDS // 2 + 1
-    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 + 0.0001 * nodes)
-    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.0002 * depth)
+    assert script.forwards.count((1, 3)) == CONFIG.rounds
+    assert script.forwards.count((1, 64)) == CONFIG.rounds // 2 + 1
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
+    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.0002 * depth)
     assert costs.draft_per_row == pytest.approx(1 / 3)
     assert costs.per_row == pytest.approx(0, abs=1e-9)
     assert costs.per_token == pytest.approx(0, abs=1e-9)
@@ -233,18 +239,18 @@ def test_steps_that_waited_for_a_processor_do_not_count(target, monkeypatch):
         disturbs,
     )
     costs = measure(target, script.drafter, seconds=100.0)
-    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 + 0.0001 * nodes)
-    assert costs.chain.knots == knots(profile.DEPTHS, lambda depth: 0.0002 * depth)
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 + 0.0001 * nodes)
+    assert costs.chain.knots == knots(CONFIG.chain_depths, lambda depth: 0.0002 * depth)
     assert costs.busy == 0
-    assert script.forwards.count((1, 3)) == profile.ROUNDS
+    assert script.forwards.count((1, 3)) == CONFIG.rounds
 
 
 def test_a_busy_machine_is_measured_for_longer_and_said_to_be_busy(target, monkeypatch):
     script = Script(monkeypatch, target, lambda nodes, rows, context: 0.001 * nodes, disturbs=lambda: True)
     costs = measure(target, script.drafter, seconds=100.0)
     assert costs.busy == 1
-    assert costs.verify.knots == knots(profile.NODES, lambda nodes: 0.001 * nodes)
-    assert script.forwards.count((1, 3)) == profile.LONGER * profile.ROUNDS
+    assert costs.verify.knots == knots(CONFIG.nodes, lambda nodes: 0.001 * nodes)
+    assert script.forwards.count((1, 3)) == 2 * CONFIG.rounds
     assert Costs.from_dict(costs.to_dict()) == costs
 
 
@@ -282,15 +288,15 @@ def test_a_draft_that_looks_at_its_text_is_measured_with_as_much_of_it(target, m
     """Where drafts say with how long a text they take what they take with any longer one."""
     contexts = []
 
-    class Looks(NoDrafter):
-        traits = Traits(context=200)
+    class Looks(Drafter):
+        context = 200
 
         def propose(self, ctx, sampling, budget):
             contexts.append((len(ctx.rows), *{row.length for row in ctx.rows}))
             return super().propose(ctx, sampling, budget)
 
     measure(target, Looks, seconds=0.0)
-    assert {rows for rows, _ in contexts} == {1, profile.ROWS}
+    assert {rows for rows, _ in contexts} == {1, ROWS}
     assert min(length for _, length in contexts) == min(200, target.max_length // 2)
 
 
@@ -318,7 +324,7 @@ def test_a_target_of_transformers_is_measured(monkeypatch):
     other = AdapterTarget(build("gpt2", vocab_size=VOCAB))
     script = Script(monkeypatch, other, lambda nodes, rows, context: 0.1 + 0.01 * nodes * rows + 0.02 * (rows - 1))
     costs = measure(other, script.drafter)
-    assert costs.verify.knots == knots(profile.FEW_NODES, lambda nodes: 0.1 + 0.01 * nodes)
+    assert costs.verify.knots == knots(CONFIG.few_nodes, lambda nodes: 0.1 + 0.01 * nodes)
     assert costs.per_row == pytest.approx(0.02)
     assert costs.per_token == 0.0
 
@@ -385,15 +391,15 @@ def test_what_was_measured_is_read_the_next_time(target, kept):
 
 def test_what_a_busy_machine_said_does_not_stay(target, kept, monkeypatch):
     costs_of(target, NoDrafter)
-    busy = Costs(Curve(((1, 9.0),)), busy=profile.BUSY + 0.01)
+    busy = Costs(Curve(((1, 9.0),)), busy=CONFIG.busy_share + 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(profile, "measure", lambda *_, known: busy)
         costs_of(target, NoDrafter, again=True)
     assert costs_of(target, NoDrafter) == busy  # for the runs that follow at once
     now = time.time()
-    monkeypatch.setattr(profile.time, "time", lambda: now + profile.MOMENT + 60)
+    monkeypatch.setattr(profile.time, "time", lambda: now + CONFIG.busy_lifetime_s + 60)
     assert costs_of(target, NoDrafter) == kept.measured[1]
-    monkeypatch.setattr(profile.time, "time", lambda: now + 100 * profile.YOUNG)
+    monkeypatch.setattr(profile.time, "time", lambda: now + 1e6)
     assert costs_of(target, NoDrafter) == kept.measured[1]
 
 
@@ -442,12 +448,12 @@ def test_a_target_is_measured_once_for_all_drafters(target, makers, kept, monkey
     costs_of(target, makers["lookup"], again=True)  # both parts of it
     costs_of(target, makers["eagle3"])
     assert kept.given[2:] == [None, kept.measured[2]]
-    busy = Costs(Curve(((1, 9.0),)), busy=profile.BUSY + 0.01)
+    busy = Costs(Curve(((1, 9.0),)), busy=CONFIG.busy_share + 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(profile, "measure", lambda *_, known: busy)
         costs_of(target, NoDrafter, again=True)
     now = time.time()
-    monkeypatch.setattr(profile.time, "time", lambda: now + profile.MOMENT + 60)
+    monkeypatch.setattr(profile.time, "time", lambda: now + CONFIG.busy_lifetime_s + 60)
     costs_of(target, makers["causal-lm"])
     assert kept.given[4] is None  # what a busy machine said of the target does not stay either
 
@@ -506,68 +512,6 @@ def test_two_heads_of_one_name_are_measured_each_for_itself(target, makers, kept
     other = EagleNet(config, target.embedding, target.head, torch.arange(40), torch.float32)
     first, second = makers["eagle3"], lambda: EagleDrafter(other, target, "tiny")
     assert first().name == second().name
-    assert first().traits.identity != second().traits.identity
+    assert first().identity != second().identity
     assert costs_of(target, first) != costs_of(target, second)
     assert [costs_of(target, first), costs_of(target, second)] == kept.measured
-
-
-def test_what_was_measured_on_a_busy_machine_is_dropped_where_steps_disagree(target, kept, monkeypatch):
-    """A plain step was measured at a second, and takes a sixth of that: not for good."""
-    planner = profile.planner_for(target, lambda: LookupDrafter(VOCAB), "match", loop_of(target))
-    assert len(kept.measured) == 1
-    file, own = file_of(kept, target, LookupDrafter(VOCAB)), file_of(kept, target)
-    held = json.loads(file.read_text())
-    assert abs(held["measured"] - time.time()) < 60
-
-    def steps(seconds: float, count: int) -> None:
-        tree = DraftTree.root(torch.zeros(1, dtype=torch.int64))
-        accepted = Accepted(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), torch.zeros(1))
-        for _ in range(count):
-            planner.clock.run = 0  # as if drafts came in between: in a long run few steps are looked at
-            planner.observe(tree, accepted, 1, 0.0, seconds)
-
-    for each in (file, own):
-        each.write_text(json.dumps({**held, "measured": held["measured"] - 2 * profile.YOUNG}))
-    steps(1.5, 200)
-    steps(0.7, 200)
-    steps(0.17, 10)
-    steps(1.0, 1)
-    assert file.exists()  # slower or faster now and then, or for a while, is no other machine
-    steps(0.17, 60)
-    assert not file.exists()
-    assert not own.exists()
-    assert costs_of(target, lambda: LookupDrafter(VOCAB)) == kept.measured[1]
-    assert kept.given == [None, None]
-
-
-def test_what_was_measured_just_now_is_not_dropped(target, kept):
-    costs_of(target, NoDrafter)
-    drop_costs(target, NoDrafter())
-    assert files(kept.folder) == [".json"] * 2
-    drop_costs(target, LookupDrafter(VOCAB))  # nor is what was never measured
-    file_of(kept, target, NoDrafter()).write_text("{")
-    drop_costs(target, NoDrafter())
-    assert len(kept.measured) == 1
-
-
-# --- a planner of it -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "rule", "sighted", "most"),
-    [
-        ("lookup", "match", True, Budget(16, 3, 63)),
-        ("lookup", "multi-round", False, Budget(16)),
-        ("eagle3", "match", True, Budget(14, 4, 63)),
-        ("eagle3", "match-top", True, Budget(14, 4, 63)),
-        ("eagle3", "speculative", False, Budget(14)),
-        ("causal-lm", "multi-round", False, Budget(14, 4, 63)),
-        ("causal-lm", "block", False, Budget(14)),
-    ],
-)
-def test_a_planner_suits_drafter_and_rule(name, rule, sighted, most, target, makers, kept, monkeypatch):
-    costs = Costs(Curve(((1, 1.0),)), Curve(((1, 0.1),)), Curve(((1, 0.1),)), width=4)
-    monkeypatch.setattr(profile, "measure", lambda *_, known: costs)
-    planner = profile.planner_for(target, makers[name], rule, loop_of(target))
-    assert planner.clock.costs == costs
-    assert (planner.sighted, planner.most, planner.shapes) == (sighted, most, ())

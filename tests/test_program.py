@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from conftest import refused
+from draftwing.cpu.layout import NUM_BUFFERS
+from draftwing.cpu.library import get_kernel
+from draftwing.cpu.packed import Packed
+from draftwing.cpu.program import Program, Traced, Workspace, join
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.model.layers import GatedMLP, RMSNorm
-from draftwing.model.linear import Linear
-from draftwing.run.kernel.layout import NUM_BUFFERS
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.packed import Packed
-from draftwing.run.kernel.program import Program, Traced, join
-from draftwing.run.kernel.runner import Workspace
+from draftwing.models.layers import GatedMLP, RMSNorm
+from draftwing.models.linear import Linear
 
 pytestmark = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler here")
 WIDTH = 32

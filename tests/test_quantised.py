@@ -7,22 +7,21 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL, refused
-from draftwing.api import load_drafter, load_target
-from draftwing.drafters.base import EAGLE_TREE, Budget
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.library import get_kernel
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.heads.write import write_head
-from draftwing.model import int8 as int8_module
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
-from draftwing.nets import base as base_module
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.run.kernel.library import get_kernel
+from draftwing.formats.write import write_head
+from draftwing.loading import load_drafter, load_target
+from draftwing.methods import net as base_module
+from draftwing.methods.base import EAGLE_TREE, Budget
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models import linear as int8_module
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Linear
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from pairwise import cover, groups_of

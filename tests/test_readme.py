@@ -1,17 +1,19 @@
 """What the README and the pages behind it show runs, its commands exist, and links lead somewhere."""
 
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from draftwing.cli.main import app
-from draftwing.shipped import SHIPPED
+from draftwing.shipped import TOY
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 # What extending.md shows registers kinds of drafts: tests/test_own_net.py runs it, and takes them back.
@@ -30,12 +32,22 @@ COMMANDS = sorted(
     }
 )
 GROUPS = ("data", "datastore", "models", "tune")  # commands with commands of their own
-needs_models = pytest.mark.skipif(not (SHIPPED / "target").exists(), reason="the shipped models are not in this tree")
+needs_models = pytest.mark.skipif(not (TOY / "target").exists(), reason="the shipped models are not in this tree")
+
+
+@pytest.fixture
+def chat_model(tmp_path, monkeypatch):
+    """The default model without a download: the toy, with a chat template."""
+    folder = shutil.copytree(TOY / "target", tmp_path / "chat")
+    config = folder / "tokenizer_config.json"
+    template = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+    monkeypatch.setenv("DRAFTWING_MODEL", str(folder))
 
 
 @needs_models
 @pytest.mark.parametrize(("block", "page"), BLOCKS)
-def test_python_blocks_run(block, page, capsys):
+def test_python_blocks_run(block, page, chat_model, capsys):
     exec(compile(block, page, "exec"), {"__name__": "readme"})
 
 
@@ -78,7 +90,7 @@ def test_the_readme_is_a_front_page():
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 150
     for page in DOCS:
-        assert f"docs/{page.name}" in text, f"nothing leads to {page.name}"
+        assert str(page.relative_to(ROOT)) in text, f"nothing leads to {page.name}"
 
 
 def test_the_picture_is_small_and_needs_nothing_from_elsewhere():

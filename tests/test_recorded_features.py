@@ -9,30 +9,26 @@ import torch
 from typer.testing import CliRunner
 
 from conftest import TEXTS, add_tokenizer, refused
-from draftwing.api import load_target
 from draftwing.cli import main as cli
-from draftwing.drafters.base import Budget
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.drafters.lookup import LookupDrafter
 from draftwing.errors import ConfigError, DataError
-from draftwing.heads.identity import target_id
+from draftwing.formats.identity import target_id
 from draftwing.lm import LM
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.eagle_initial import initialise
+from draftwing.loading import load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.config import ModelConfig, read_config
 from draftwing.sampling import Sampling
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.answers.local import LMAnswerer
-from draftwing.train.answers.regenerate import regenerate
-from draftwing.train.answers.tasks import read_tasks, sampling_of
-from draftwing.train.data.batches import Batches
-from draftwing.train.features import store
-from draftwing.train.features.cache import CachedFeatures, FeatureCache
-from draftwing.train.features.cache_writer import write_cache
-from draftwing.train.features.growing import GrowingCache
-from draftwing.train.features.source import hidden_states
-from draftwing.train.loss.batch import Teacher
+from draftwing.train import feature_cache as store
+from draftwing.train.answer_local import LMAnswerer
+from draftwing.train.answers import read_tasks, regenerate, sampling_of
+from draftwing.train.data import Batches
+from draftwing.train.feature_cache import CachedFeatures, FeatureCache, GrowingCache, write_cache
+from draftwing.train.features import hidden_states
+from draftwing.train.loss import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer

@@ -11,11 +11,10 @@ import draftwing as dw
 from conftest import TEXTS, add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.answers.local import LMAnswerer
-from draftwing.train.answers.regenerate import regenerate
-from draftwing.train.answers.server import ServerAnswerer
-from draftwing.train.answers.tasks import Dialogue, read_tasks, sampling_of, seed_of
-from draftwing.train.data.files import read_examples
+from draftwing.train.answer_local import LMAnswerer
+from draftwing.train.answer_server import ServerAnswerer
+from draftwing.train.answers import Dialogue, read_tasks, regenerate, sampling_of, seed_of
+from draftwing.train.data import read_examples
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"

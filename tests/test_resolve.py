@@ -15,11 +15,11 @@ import draftwing as dw
 from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
-from draftwing.model import catalogue
-from draftwing.model.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel, entry_of
-from draftwing.model.resolve import fetch, kept, resolve
-from draftwing.model.weights import WeightFiles
-from draftwing.shipped import SHIPPED
+from draftwing.models import catalogue
+from draftwing.models.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel, entry_of
+from draftwing.models.resolve import fetch, kept, resolve
+from draftwing.models.weights import WeightFiles
+from draftwing.shipped import TOY
 
 
 def refusal(*parts):
@@ -35,7 +35,7 @@ def gguf(monkeypatch):
         opened.append(path)
         return path.parent / f"folder of {path.name}"
 
-    monkeypatch.setattr("draftwing.gguf.folder.open_gguf", open_gguf)
+    monkeypatch.setattr("draftwing.formats.gguf_folder.open_gguf", open_gguf)
     return opened
 
 
@@ -182,9 +182,9 @@ def test_the_catalogue():
             assert len(bytes.fromhex(entry.source.sha256)) == len(bytes.fromhex(entry.source.member_sha256)) == 32
         elif isinstance(entry.source, Hub):
             assert len(bytes.fromhex(entry.source.revision)) == 20
-    weights = WeightFiles(SHIPPED / "target")
+    weights = WeightFiles(TOY / "target")
     shapes = [weights.shape(name) for name in weights.keys()]  # noqa: SIM118
-    assert catalogue.SHIPPED_TARGET.num_parameters == sum(map(math.prod, shapes))
+    assert catalogue.TOY.num_parameters == sum(map(math.prod, shapes))
 
 
 def test_names_and_folders(tmp_path, monkeypatch, add):
@@ -201,13 +201,13 @@ def test_names_and_folders(tmp_path, monkeypatch, add):
     (tmp_path / "tiny").mkdir()
     assert resolve("tiny") == Path("tiny")
     assert entry_of("tiny") is None
-    assert entry_of(None) is catalogue.SHIPPED_TARGET
-    assert resolve(None) == SHIPPED / "target"
+    assert entry_of(None) is catalogue.TOY
+    assert resolve(None) == TOY / "target"
 
 
 def test_a_name_whose_model_is_a_gguf_file(tmp_path, monkeypatch, gguf, add):
     add("tiny", CATALOGUE["smollm2-135m-instruct"].source)
-    monkeypatch.setattr("draftwing.model.wheel.fetch", lambda name, source, again: tmp_path / f"{name}.gguf")
+    monkeypatch.setattr("draftwing.models.fetch.fetch", lambda name, source, again: tmp_path / f"{name}.gguf")
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     assert resolve("tiny") == tmp_path / "folder of tiny.gguf"
     assert gguf == [tmp_path / "tiny.gguf"]
@@ -237,7 +237,7 @@ def test_a_name_whose_model_is_on_the_hub(tmp_path, monkeypatch, add):
         ("smollm2 135m", "smollm2-135m-instruct"),
         ("./smollm2-135m-instruct", "smollm2-135m-instruct"),
         ("org/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
-        ("draftwing_20M", "draftwing-20m"),
+        ("Toy", "toy"),
     ],
 )
 def test_a_misspelt_name(text, meant, monkeypatch):
@@ -288,15 +288,15 @@ def test_a_head_is_found_with_the_target_that_it_comes_with(folders, add):
 
 def test_an_engine_is_given_the_path_of_a_named_target(folders, add, monkeypatch):
     add("tiny", folders["target"])
-    monkeypatch.setattr("draftwing.drafters.kinds.convert", lambda *_, **__: None)
-    places = {"tiny": folders["target"], str(folders["draft"]): folders["draft"], None: SHIPPED / "target"}
+    monkeypatch.setattr("draftwing.methods.registry.convert", lambda *_, **__: None)
+    places = {"tiny": folders["target"], str(folders["draft"]): folders["draft"], None: TOY / "target"}
     for name, place in places.items():
         target = [] if name is None else ["--target", name]
-        shown = CliRunner().invoke(cli.app, ["export", "head", "--out", str(SHIPPED / "eagle3"), *target])
+        shown = CliRunner().invoke(cli.app, ["export", "head", "--out", str(TOY / "eagle3"), *target])
         assert shown.exit_code == 0, shown.output
         assert f"vllm serve {place} " in shown.stdout
 
 
 def test_a_target_without_a_name_gets_the_shipped_heads(folders):
-    with refusal("shipped/eagle3", "this head is made for draftwing/target, not for", "target"):
+    with refusal("toy/eagle3", "this head is made for toy, not for", "target"):
         dw.load(folders["target"], "eagle3")

@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.model.rope import Rotary, attention_factor, inverse_frequencies
-from draftwing.model.rope_config import RopeConfig
+from draftwing.models.config import RopeConfig
+from draftwing.models.rope import Rotary, attention_factor, inverse_frequencies
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -7,15 +7,14 @@ import sys
 import pytest
 import torch
 
+from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
-from draftwing.model.stored import Stored
-from draftwing.model.target import FeatureSpec
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.run.kernel.library import get_kernel
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Linear
+from draftwing.models.weights import Stored
 from draftwing.tree import DraftTree
 from processors import can_int8
 
@@ -136,7 +135,7 @@ def test_what_is_not_finite_stays_visible(tiles):
 def test_other_instructions_give_the_same_bits():
     """AVX2, as a processor without AVX-512 computes them."""
     code = (
-        "import torch; from draftwing.model.linear import Linear; torch.manual_seed(0)\n"
+        "import torch; from draftwing.models.linear import Linear; torch.manual_seed(0)\n"
         "weight, x = torch.randn(130, 203), torch.randn(33, 203)\n"
         "linear = Linear(weight); linear.pack(rounds=True)\n"
         "print([(linear(x[:rows]).double() * torch.arange(130)).sum().item() for rows in (1, 2, 3, 33)])"
@@ -248,9 +247,9 @@ def test_int8_goes_before_bfloat16(folder_of):
 
 
 def test_a_head_beside_it_computes_as_beside_float32(folder_of, tmp_path):
-    from draftwing.api import load_drafter
-    from draftwing.drafters.feature import EagleDrafter
-    from draftwing.heads.write import write_head
+    from draftwing.formats.write import write_head
+    from draftwing.loading import load_drafter
+    from draftwing.methods.feature import EagleDrafter
 
     folder = folder_of("llama", head_dim=32)
     target = LeanTarget.from_folder(folder, torch.bfloat16)

@@ -17,9 +17,8 @@ from transformers import (
 
 from draftwing.errors import SamplingError
 from draftwing.noise import KeyedNoise
-from draftwing.penalties import History, Penalties, penalised_on_host
-from draftwing.penalties import penalised as on_device
-from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.sampling import History, Penalties, Sampling, SamplingBatch, penalised_on_host
+from draftwing.sampling import penalised as on_device
 from draftwing.tree import PAD, DraftTree
 
 NAN, INF = math.nan, math.inf

@@ -11,7 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from draftwing.api import load_target
+from draftwing.loading import load_target
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 script = importlib.import_module("scaling")

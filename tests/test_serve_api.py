@@ -12,18 +12,18 @@ import torch
 import draftwing as dw
 from draftwing.budget.costs import Costs, Curve
 from draftwing.budget.planner import Planner
-from draftwing.drafters.lookup import LookupDrafter
-from draftwing.engine.queue import EngineStats
-from draftwing.engine.request import Request
-from draftwing.engine.worker import Ticket
-from draftwing.model.paged import PAGE
+from draftwing.engine import EngineStats
+from draftwing.methods.lookup import LookupDrafter
+from draftwing.models.paged import PAGE
+from draftwing.request import Request
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from draftwing.serve.app import Settings, make_app
-from draftwing.serve.guard import Guard
+from draftwing.serve.auth import Guard
+from draftwing.serve.convert import figures
 from draftwing.serve.metrics import Metrics
-from draftwing.serve.speculation import figures
 from draftwing.stats import RowStep
+from draftwing.worker import Ticket
 from serving import PATIENT, TEXTS, app_of, ask, chat_folder, load, question, send
 
 
@@ -104,7 +104,8 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
 
 def test_the_automatic_budget_keeps_to_a_limit(folder, monkeypatch):
     """Costs that make drafts worth it, whatever steps take here; with and without others beside."""
-    monkeypatch.setattr(Planner, "observe", lambda *args: None)
+    observe = Planner.observe
+    monkeypatch.setattr(Planner, "observe", lambda *args: observe(*args[:-2], 0.0, 1.0))
     flat = Costs(Curve(((1, 1.0), (64, 1.01))), Curve(((1, 0.001), (8, 0.002))), Curve(((1, 0.001), (8, 0.002))), 4)
     monkeypatch.setattr("draftwing.lm.planner_for", lambda *args, **options: Planner(flat, dw.Budget(8, 4, 40)))
     lm = dw.load(folder, str(folder), device="cpu")

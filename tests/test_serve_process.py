@@ -23,7 +23,7 @@ LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignor
 HELD = """
 import os, time
 from draftwing.cli.main import main
-from draftwing.engine.engine import Engine
+from draftwing.engine import Engine
 steps = Engine.steps
 def held(self):
     for step in steps(self):

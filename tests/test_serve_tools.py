@@ -9,10 +9,9 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from draftwing.serve.asked import asked_of_chat
-from draftwing.serve.calls import ToolReader
-from draftwing.serve.fields import ChatBody
-from draftwing.serve.tools import calling_messages, forced_schema
+from draftwing.serve.convert import asked_of_chat, calling_messages, forced_schema
+from draftwing.serve.models import ChatBody
+from draftwing.serve.tool_calls import ToolReader
 from draftwing.text.grammar import Grammar
 from serving import TEXTS, app_of, ask, chat_folder, load, question, running
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from conftest import refused
-from draftwing.engine.worker import Worker
 from draftwing.errors import BusyError, ClosedError, ConfigError, SamplingError
 from draftwing.sampling import Sampling
+from draftwing.worker import Worker
 from serving import TEXTS, chat_folder, load
 
 LONG = Sampling(max_tokens=100, ignore_eos=True, logprobs=0)
@@ -68,7 +68,7 @@ def test_texts_come_in_pieces_to_whoever_asks(lm, worker_of):
 
 
 def test_who_reads_late_gets_all_of_it_in_few_parts_and_is_told_once(lm, worker_of, monkeypatch):
-    monkeypatch.setattr("draftwing.engine.worker._MOST_PARTS", 4)
+    monkeypatch.setattr("draftwing.worker._MOST_PARTS", 4)
     told = []
     ticket = worker_of().start().submit(lm.encode(TEXTS[0]), LONG, lambda: told.append(1), keeps_steps=True)
     ended(ticket)

@@ -1,28 +1,29 @@
 """Heads that come with Draftwing for a model with a name: found, fitting in every precision, small enough to ship."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import add_tokenizer, refused
-from draftwing.api import load_target
 from draftwing.cli import main as cli
 from draftwing.cli.options import Drafting, Model
 from draftwing.errors import CheckpointError
-from draftwing.heads.head import Head
-from draftwing.heads.identity import made_for, target_id
-from draftwing.heads.layouts import head_files
-from draftwing.heads.write import write_head
-from draftwing.model.catalogue import CATALOGUE, Entry, Shipped
-from draftwing.model.config import ModelConfig
-from draftwing.model.int8 import has_exact_int8
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig, TargetId
-from draftwing.nets.eagle_tensors import tensor_shapes
-from draftwing.shipped import SHIPPED, shipped_heads
+from draftwing.formats.head import Head
+from draftwing.formats.identity import made_for, target_id
+from draftwing.formats.layouts import head_files
+from draftwing.formats.write import write_head
+from draftwing.loading import load_target
+from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
+from draftwing.methods.net import TargetId
+from draftwing.models.catalogue import CATALOGUE, Entry, Shipped
+from draftwing.models.config import ModelConfig
+from draftwing.models.linear import has_exact_int8
+from draftwing.shipped import SHIPPED, TOY, shipped_heads
 from draftwing.text.tokenizer import Tokenizer
 from gguf_files import write
 
@@ -111,7 +112,7 @@ def test_a_head_is_found_for_the_same_model_in_another_file(named, target, tmp_p
         lm = dw.load(model, "eagle3", device="cpu")
         assert lm.drafter_name == "eagle3 (eagle3)"
         assert lm.generate("def add(", max_tokens=4, speculation=dw.Budget(2))[0].token_ids
-    assert made_for(SHIPPED / "eagle3").name == "draftwing/target"
+    assert made_for(TOY / "eagle3").name == "toy"
     assert made_for(target) is None
     with refused(CheckpointError, "does not come with a draft of kind causal-lm", "eagle3, eagle1"):
         dw.load("tiny", "causal-lm", device="cpu")
@@ -200,3 +201,15 @@ def test_what_vllm_is_told_of_an_eagle1_head():
     assert not {"lm_head.weight", "fc.bias", "embed_tokens.weight"} & written.keys()
     assert not any("input_layernorm" in name for name in written)
     assert said["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_head_with_a_copy_of_the_embedding_is_loaded(is_same, target, package, tmp_path):
+    """As other projects write them: the target's own rows are shared, others are kept."""
+    shutil.copytree(package / "tiny" / "eagle1", tmp_path / "head")
+    loaded, file = load_target(target), tmp_path / "head" / "model.safetensors"
+    rows = loaded.embedding.plain().float() * (1 if is_same else 2)
+    save_file({**load_file(file), "embed_tokens.weight": rows.contiguous()}, file)
+    net = dw.load(target, tmp_path / "head").drafter.net
+    assert net.config.own_embedding is not is_same
+    assert torch.allclose(net.embedding.plain().float(), rows, rtol=2**-7)

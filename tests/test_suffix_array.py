@@ -10,11 +10,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftwing.drafters import suffix
-from draftwing.drafters.retrieval import array
-from draftwing.drafters.retrieval.array import END, SuffixArray, joined, sort_suffixes
-from draftwing.drafters.retrieval.following import Match, grow
-from draftwing.drafters.suffix import SuffixAutomaton
+from draftwing.methods import lookup as suffix
+from draftwing.methods.lookup import SuffixAutomaton
+from draftwing.methods.suffix_array import (
+    END,
+    Match,
+    SuffixArray,
+    grow_tree,
+    join_texts,
+    sort_by_doubling,
+    sort_suffixes,
+)
 
 # The same examples on every machine, however busy it is.
 EVERYWHERE = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -67,7 +73,7 @@ def test_suffixes_are_sorted(tokens):
     given_ids = np.array(tokens, dtype=np.int32)
     assert sort_suffixes(given_ids).tolist() == wanted
     if len(tokens) > 1:
-        assert array._sort_by_doubling(given_ids).tolist() == wanted
+        assert sort_by_doubling(given_ids).tolist() == wanted
 
 
 @pytest.mark.parametrize("tokens", [[5] * 300, [70000, 3, 70000, 3, 0], [0, 2**30, END] * 20])
@@ -90,15 +96,15 @@ def test_without_the_library_suffixes_are_sorted_too(tokens, monkeypatch):
 
 
 def test_texts_are_joined():
-    assert joined([]).tolist() == []
-    assert joined([[1, 2], [], np.array([3])]).tolist() == [1, 2, END, END, 3, END]
-    assert joined([[1]]).dtype == np.int32
+    assert join_texts([]).tolist() == []
+    assert join_texts([[1, 2], [], np.array([3])]).tolist() == [1, 2, END, END, 3, END]
+    assert join_texts([[1]]).dtype == np.int32
 
 
 @given(TEXTS, WORD)
 @EVERYWHERE
 def test_every_occurrence_is_found(texts, pattern):
-    found = SuffixArray(joined(texts))
+    found = SuffixArray(join_texts(texts))
     low, high = found.find(pattern)
     tokens = found.tokens.tolist()
     wanted = [i for i in range(len(tokens)) if tokens[i : i + len(pattern)] == pattern]
@@ -108,7 +114,7 @@ def test_every_occurrence_is_found(texts, pattern):
 @given(TEXTS, st.lists(TOKENS, max_size=10), st.integers(1, 3), st.integers(1, 6))
 @EVERYWHERE
 def test_the_longest_match_and_what_follows_it(texts, ending, least, most):
-    found = SuffixArray(joined(texts))
+    found = SuffixArray(join_texts(texts))
     lengths = [n for n in range(least, min(most, len(ending)) + 1) if followers(texts, ending[-n:])]
     match = found.match(ending, least, most)
     assert found.longest(ending, least, most) == max(lengths, default=0)
@@ -123,7 +129,7 @@ def test_the_longest_match_and_what_follows_it(texts, ending, least, most):
 
 def test_many_occurrences_are_sampled_evenly():
     tokens = [1, 2] * 3000 + [1, 3] * 1000
-    found = SuffixArray(joined([tokens]))
+    found = SuffixArray(join_texts([tokens]))
     counts = followers_of(found, found.place([1]))
     assert counts.total() == 1024
     assert 0.74 < counts[2] / counts.total() < 0.76
@@ -132,7 +138,7 @@ def test_many_occurrences_are_sampled_evenly():
 
 def test_ids_outside_of_the_vocabulary_follow_nothing():
     """Only a damaged file has them: a drafted id that the target has not would be looked up out of bounds."""
-    found = SuffixArray(joined([[1, 9, 1, 2], [3, 9]]), vocab_size=9)
+    found = SuffixArray(join_texts([[1, 9, 1, 2], [3, 9]]), vocab_size=9)
     assert [each.token for each in found.followers(found.place([1]))] == [2]
     assert found.followers(found.place([3])) == []
 
@@ -156,7 +162,7 @@ def test_the_automaton_counts_as_often_as_there_are_occurrences(tokens):
 
 
 def test_a_long_repetition_counts_its_longest_strings_alone(monkeypatch):
-    monkeypatch.setattr(suffix, "_COUNT_DEPTH", 4)
+    monkeypatch.setattr(suffix, "COUNT_DEPTH", 4)
     automaton = SuffixAutomaton([7] * 50)
     (match,) = automaton.matches(1, 1)
     assert match.length == 49
@@ -178,32 +184,32 @@ def test_matches_of_an_automaton_end_where_they_are_told_to():
 @given(TEXTS, WORD, st.integers(1, 12), st.integers(0, 4), st.integers(1, 4))
 @EVERYWHERE
 def test_a_tree_has_the_likeliest_paths_of_the_trie(texts, pattern, most, depth, width):
-    indexed = SuffixArray(joined(texts))
-    grown = grow(9, Match(indexed, len(pattern), indexed.place(pattern)), most, depth, width)
+    indexed = SuffixArray(join_texts(texts))
+    grown = grow_tree(9, Match(indexed, len(pattern), indexed.place(pattern)), most, depth, width)
     every, told, values = brute_tree(texts, pattern, most, depth, width)
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(grown.tokens[1:], grown.parents[1:], strict=True):
         assert parent < len(paths)
         paths.append((*paths[parent], token))
-    assert (grown.tokens[0], grown.parents[0], grown.told[0]) == (9, -1, 1.0)
+    assert (grown.tokens[0], grown.parents[0], grown.node_probs[0]) == (9, -1, 1.0)
     assert len(set(paths)) == len(paths)
     assert set(paths[1:]) <= set(every)
-    assert grown.told[1:] == pytest.approx([told[path] for path in paths[1:]])
+    assert grown.node_probs[1:] == pytest.approx([told[path] for path in paths[1:]])
     assert [every[path] for path in paths[1:]] == pytest.approx(values)
     assert grown.depth == max(map(len, paths))
     assert grown.score == pytest.approx(sum(values))
 
 
 def test_a_tree_by_hand():
-    texts = SuffixArray(joined([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3]]))
+    texts = SuffixArray(join_texts([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3]]))
     match = texts.match([8, 1], 1, 4)
     assert match is not None
     assert match.length == 1
-    grown = grow(1, match, 9, 4, 4)
+    grown = grow_tree(1, match, 9, 4, 4)
     assert (grown.tokens, grown.parents) == ([1, 2, 3, 5, 4], [-1, 0, 1, 0, 1])
     # 2 follows 3 of 4 times; of a match of length 1 met 4 times that is believed to 4 / 5; and so on.
-    assert grown.told == pytest.approx([1, 3 / 4 * 4 / 5, 2 / 3 * 4 / 5, 1 / 4 * 4 / 5, 1 / 3 * 4 / 5])
-    chain = grow(1, match, 9, 4, 1)
+    assert grown.node_probs == pytest.approx([1, 3 / 4 * 4 / 5, 2 / 3 * 4 / 5, 1 / 4 * 4 / 5, 1 / 3 * 4 / 5])
+    chain = grow_tree(1, match, 9, 4, 1)
     assert (chain.tokens, chain.parents, chain.depth) == ([1, 2, 3], [-1, 0, 1], 2)
-    assert grow(1, match, 1, 4, 4).tokens == [1, 2]
-    assert grow(1, match, 9, 0, 4).tokens == [1]
+    assert grow_tree(1, match, 1, 4, 4).tokens == [1, 2]
+    assert grow_tree(1, match, 9, 0, 4).tokens == [1]

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from draftwing.model.linear import Linear
-from draftwing.run.kernel.library import get_kernel
+from draftwing.cpu.library import get_kernel
+from draftwing.models.linear import Linear
 from test_native import CAN_COMPILE, compiled
 
 kernel = get_kernel()
@@ -80,7 +80,7 @@ def test_costs_measured_with_tiles_are_not_those_without(tiles):
 
 
 def test_the_environment_turns_tiles_off():
-    code = "from draftwing.run.kernel.library import get_kernel; print(get_kernel().has_tiles)"
+    code = "from draftwing.cpu.library import get_kernel; print(get_kernel().has_tiles)"
     environment = {**os.environ, "DRAFTWING_KERNEL_AMX": "off"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

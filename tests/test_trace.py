@@ -64,10 +64,10 @@ def test_a_trace_says_what_its_step_did(lm_of, draft, temperature):
         assert trace["position"] == row.position
         assert sum(trace["seconds"].values()) == pytest.approx(step.timings.total, abs=1e-6)
         assert "".join(piece["text"] for piece in trace["pieces"]) == row.text
-        if step.tree.told is not None:
+        if step.tree.node_probs is not None:
             told = [
                 each
-                for each, token in zip(step.tree.told[0].tolist(), step.tree.tokens[0].tolist(), strict=True)
+                for each, token in zip(step.tree.node_probs[0].tolist(), step.tree.tokens[0].tolist(), strict=True)
                 if token != PAD
             ]
             assert [node["chance"] for node in nodes[1:]] == pytest.approx(told[1:], rel=1e-4)
@@ -236,7 +236,7 @@ def test_of_a_draft_that_copies_q_is_one_token(lm_of):
 
 
 def test_a_draft_without_q_has_no_lesson(lm_of):
-    lm = lm_of("eagle3")
+    lm = lm_of("lookup")
 
     def new_drafter():
         drafter = lm.new_drafter()
@@ -245,7 +245,7 @@ def test_a_draft_without_q_has_no_lesson(lm_of):
         return drafter
 
     with refused(ConfigError, "without a law q"):
-        lesson(lm.target, new_drafter, lm.encode(PROMPT), Sampling(seed=1), Shown(lm.tokenizer))
+        lesson(lm.target, new_drafter, lm.encode(PROMPT) * 2, Sampling(seed=1), Shown(lm.tokenizer))
 
 
 def test_a_lesson_leaves_texts_alone(lm_of):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -21,18 +22,18 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, NumericsError
-from draftwing.model.lean import LeanTarget
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.eagle_initial import initialise
+from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.models.lean import LeanTarget
 from draftwing.train import trainer as trainer_module
 from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
-from draftwing.train.data.batches import Batch, Batches
-from draftwing.train.data.corpus import Corpus, Example
-from draftwing.train.features.source import FeatureBatch, OnlineFeatures
-from draftwing.train.loss.batch import Teacher
+from draftwing.train.data import Batch, Batches, Corpus, Example
+from draftwing.train.features import FeatureBatch, OnlineFeatures
+from draftwing.train.loss import Teacher
 from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
 
 METRICS = "metrics.jsonl"
@@ -551,3 +552,12 @@ def main(job: str, args: tuple[Path, ...], environment: dict[str, str]) -> None:
         run_rank(*args)
     else:
         make(*args, on_progress=lambda progress: time.sleep(0.1), **LONG).run()
+
+
+@pytest.mark.parametrize("package", ["accelerate", "tensorboard", "matplotlib"])
+def test_a_missing_package_is_named_before_any_work(package, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    with refused(ConfigError, f"training needs the package {package}", "pip install 'draftwing[train]'"):
+        prepare(RunFiles("no-such-model", [tmp_path]), TrainOptions("eagle3", iterations=1), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

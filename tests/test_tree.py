@@ -87,7 +87,9 @@ def test_chances_that_cannot_be_leave_no_node_without_its_path():
 
 
 def test_nodes_that_are_only_scored_do_not_count():
-    tree = DraftTree.chain(torch.tensor([[1, 2, 3]])).beside(torch.tensor([[7, 8]]), torch.tensor([[-1, 0]]), 2)
+    tree = DraftTree.chain(torch.tensor([[1, 2, 3]])).with_extra_nodes(
+        torch.tensor([[7, 8]]), torch.tensor([[-1, 0]]), 2
+    )
     assert tree.at_most(torch.tensor([1])).tokens.tolist() == [[1, 2, PAD, 7, 8]]
 
 

@@ -13,22 +13,17 @@ import torch
 from typer.testing import CliRunner
 
 from conftest import add_tokenizer, build, refused
-from draftwing.api import load, load_target
 from draftwing.cli import main as cli
-from draftwing.drafters.base import Budget
-from draftwing.drafters.sublayers import SubLayersDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.noise import noise_of
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.evaluate.tune.pace import Pace, measure_pace
-from draftwing.evaluate.tune.recorded import Recorded, Text
-from draftwing.evaluate.tune.search import exits, search, starts
-from draftwing.evaluate.tune.trials import FILE, Basis
-from draftwing.evaluate.tune.tune import DEPTH, Plan, tune
-from draftwing.heads.identity import target_id
-from draftwing.heads.layer_set import LayerSet
-from draftwing.model.lean import LeanTarget
-from draftwing.model.subnet import Parts, SubNet
-from draftwing.run.kernel.noise import noise_of
+from draftwing.formats.identity import target_id
+from draftwing.lab.tune import DEPTH, FILE, Basis, Pace, Plan, Recorded, Text, exits, measure_pace, search, starts, tune
+from draftwing.loading import load, load_target
+from draftwing.methods.base import Budget
+from draftwing.methods.layer_skip import LayerSet, LayerSkipDrafter
+from draftwing.models.lean import LeanTarget
+from draftwing.models.subnet import Parts, SubNet
 from draftwing.sampling import Sampling, SamplingBatch
 
 PACE = Pace(start=0.0, base=0.1, attention=0.1, mlp=0.2, verify=tuple(1 + 0.05 * n for n in range(13)))
@@ -63,7 +58,7 @@ def texts(plain):
 
 def drafted(target, parts, ids, depth):
     """How many tokens of a chain below the last of ``ids`` are accepted, by drafting it."""
-    decoder = Decoder(target, SubLayersDrafter(SubNet(target.net, parts), target, "x"))
+    decoder = Decoder(target, LayerSkipDrafter(SubNet(target.net, parts), target, "x"))
     decoder.admit(ids[:-depth], Sampling(max_tokens=depth + 2, ignore_eos=True))
     batch = SamplingBatch([Sampling()], noise_of(target.vocab_size, target.device))
     chain = decoder.drafter.propose(decoder.ctx, batch, Budget(depth)).tokens[0, 1:].tolist()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from draftwing.train.units import LEAST, in_units, input_sizes
+from draftwing.train.trainer import LEAST, in_units, input_sizes
 
 SIZES = torch.tensor([1.0, 64.0, 0.125, 4.0])
 

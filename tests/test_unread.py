@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwing.drafters.unread import Unread
+from draftwing.methods.net_drafter import PendingFeatures
 
 MOVES = st.lists(st.sampled_from(["admit", "admit empty", "remove", "step", "step", "step", "clear"]), max_size=40)
 
@@ -23,7 +23,7 @@ def check(found: torch.Tensor, rows: list[list[float]]) -> None:
 @given(moves=MOVES, seed=st.integers(0, 10**6), looks=st.booleans())
 def test_every_row_keeps_its_own_entries_in_order(moves, seed, looks):
     """Rows come, go and take each other's places; a step leaves each a number of entries of its own."""
-    unread, rows, lengths = Unread(), [], []
+    unread, rows, lengths = PendingFeatures(), [], []
     draw, number = torch.Generator().manual_seed(seed), 0.0
     for move in ["admit", *moves]:
         if move.startswith("admit"):
@@ -58,7 +58,7 @@ def test_every_row_keeps_its_own_entries_in_order(moves, seed, looks):
 
 
 def test_what_others_wait_with_is_not_copied_when_rows_come_and_go():
-    unread, lengths = Unread(), [5, 5]
+    unread, lengths = PendingFeatures(), [5, 5]
     for _ in lengths:
         unread.admit(torch.zeros(1, 1, 3), [5] * len(unread._sorted))
     unread.add(torch.ones(2, 1, 3), lengths)
@@ -71,6 +71,6 @@ def test_what_others_wait_with_is_not_copied_when_rows_come_and_go():
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_lone_row(count):
-    unread = Unread()
+    unread = PendingFeatures()
     unread.admit(torch.ones(1, count, 3), [])
     assert unread.joined([4]).shape == (1, 1, 3)

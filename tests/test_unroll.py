@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from conftest import SMALL
-from draftwing.drafters.base import Budget
-from draftwing.drafters.feature import EagleDrafter
-from draftwing.engine.decode import Decoder
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
-from draftwing.model.rope_config import RopeConfig
-from draftwing.model.target import FeatureSpec
-from draftwing.nets.eagle import EagleNet
-from draftwing.nets.eagle_config import EagleConfig
-from draftwing.nets.unroll import unroll
-from draftwing.run.eager import EagerRunner
+from draftwing.decode import Decoder
+from draftwing.methods.base import Budget
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.unroll import unroll
+from draftwing.models.config import ModelConfig, RopeConfig, read_config
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Linear
+from draftwing.runtime.forward import EagerRunner
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD
 

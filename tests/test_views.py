@@ -8,20 +8,18 @@ import pytest
 import torch
 
 from conftest import add_tokenizer, build, float64_norms, refused
-from draftwing.api import load, load_drafter
-from draftwing.drafters.base import Budget
-from draftwing.drafters.growing.asked import Asked
-from draftwing.drafters.itself import CALIBRATION, SelfDrafter
-from draftwing.drafters.views import ChosenSlots, WindowSlots, most_watched
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.library import get_kernel
+from draftwing.cpu.noise import noise_of
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.model.adapter import AdapterTarget
-from draftwing.model.cache import View
-from draftwing.model.lean import LeanTarget
-from draftwing.model.target import FeatureSpec
-from draftwing.run.forward import Entries
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.noise import noise_of
+from draftwing.loading import load, load_drafter
+from draftwing.methods.base import Budget
+from draftwing.methods.magicdec import SelfDrafter, SnapKVSlots, WindowSlots, snapkv_slots
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.cache import View
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.runtime.forward import Entries
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import DraftTree
 
@@ -221,7 +219,7 @@ def test_the_choice_is_snapkvs(pool, grain):
     torch.manual_seed(pool + grain)
     watched = torch.rand(3, 2, 8 * 16) ** 8
     for count in (grain, 3 * grain + grain // 2, 40, 500):
-        found = most_watched(watched, count, pool, grain)
+        found = snapkv_slots(watched, count, pool, grain)
         assert found.dtype == torch.int32
         assert found.shape == (3, 2, min(count // grain * grain, 128))
         for layer in range(3):
@@ -240,7 +238,7 @@ def test_the_choice_is_snapkvs(pool, grain):
 def test_the_drafter_looks_at_what_snapkv_chooses(per_head, runs, folder_of):
     """Chosen by transformers' attention of the last tokens; these and what is written since are looked at besides."""
     both = Both("llama", runs, folder_of)
-    ctx, slots = both.context(), ChosenSlots(20, window=6, pool=3, grain=2, refresh=8, per_head=per_head)
+    ctx, slots = both.context(), SnapKVSlots(20, window=6, pool=3, grain=2, refresh=8, per_head=per_head)
     for _ in TEXTS:
         slots.admit(both.target)
     ctx.rows[1].length = 18  # a text that fits in is looked at as a whole
@@ -261,16 +259,19 @@ def test_the_drafter_looks_at_what_snapkv_chooses(per_head, runs, folder_of):
             taken = sorted(values[slot // 2] for slot in chosen[:14:2])
             assert taken == pytest.approx(sorted(values)[-7:], rel=1e-3)
     before = view.slots[0, :, :, :14].clone()
-    ctx.rows[0].length -= 9  # as if it had been chosen long ago
-    ctx.rows[1].length = 30
-    slots._chosen[0] = (14, start, 36)
+    ctx.rows[0].length, ctx.rows[1].length = 36, 30  # row 0 is shorter than when its slots were chosen
+    shorter = slots.view(both.target, ctx)
+    assert shorter.counts == [20, 20]
+    assert not torch.equal(shorter.slots[0, :, :, :14], before)
+    before = shorter.slots[0, :, :, :14].clone()
+    ctx.rows[0].length = 43
     again = slots.view(both.target, ctx)
-    assert again.counts == [14 + ctx.rows[0].length - start, 20]
+    assert again.counts == [14 + 43 - 30, 20]
     assert torch.equal(again.slots[0, :, :, :14], before)  # 7 tokens later, not 8
-    ctx.rows[0].length += 1
-    anew = slots.view(both.target, ctx)
-    assert slots._chosen[0] == (14, (44 - 6) // 2 * 2, 44)
-    assert not torch.equal(anew.slots[0, :, :, :14], before)
+    ctx.rows[0].length = 44
+    refreshed = slots.view(both.target, ctx)
+    assert refreshed.counts == [20, 20]
+    assert not torch.equal(refreshed.slots[0, :, :, :14], before)
     slots.remove(0)
     ctx.rows = ctx.rows[1:]
     left = slots.view(both.target, ctx)
@@ -295,7 +296,7 @@ def decoded(target, slots, budget: Budget, temperature: float, rule: str = "matc
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("slots", [lambda: WindowSlots(200), lambda: ChosenSlots(200)], ids=["window", "snapkv"])
+@pytest.mark.parametrize("slots", [lambda: WindowSlots(200), lambda: SnapKVSlots(200)], ids=["window", "snapkv"])
 def test_a_view_of_everything_drafts_what_the_target_says(slots, temperature, runs, folder_of):
     """Every step but the last, which the end cuts, emits all that was drafted and one token more."""
     target = Both("mistral-window", runs, folder_of).target
@@ -339,7 +340,7 @@ def test_classic_rules_take_its_drafts(rule, runs, folder_of):
     target = Both("llama", runs, folder_of).target
     _, steps = decoded(target, WindowSlots(200), Budget(3), 1.0, rule)
     assert all(row.num_accepted == row.num_drafted for step in steps for row in step.rows)
-    greedy, _ = decoded(target, ChosenSlots(20, 4, 3, 2, 9), Budget(3), 0.0, rule)
+    greedy, _ = decoded(target, SnapKVSlots(20, 4, 3, 2, 9), Budget(3), 0.0, rule)
     assert greedy == decoded(target, None, Budget(), 0.0)[0]
 
 
@@ -353,8 +354,8 @@ def test_drafts_are_the_same_beside_a_drafter_that_reads_features(runs, folder_o
             slots.admit(both.target)
         sampling = SamplingBatch([Sampling(temperature=1.0, seed=5)] * 2, noise_of(VOCAB, both.target.device))
         for budget in (Budget(3), Budget(3, 2, 5)):
-            asked = Asked(ctx, [True, True], sampling, budget, CALIBRATION)
-            found.append(both.target.draft(ctx, slots.view(both.target, ctx), asked).tree)
+            drafter = SelfDrafter(both.target, slots)
+            found.append(drafter.propose(ctx, sampling, budget))
     for one, other in zip(found[:2], found[2:], strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.parents, other.parents)
@@ -375,27 +376,31 @@ def test_both_are_drafts_by_name(folder_of):
         make = load_drafter(name, target, None, options=options)
         drafter = make()
         assert drafter.name == f"{name}:{budget}"
-        assert drafter.traits.context == budget
-        assert make()._slots is not drafter._slots
-    identities = {
-        load_drafter("self-snapkv", target, None, options={"pool": pool})().traits.identity for pool in (1, 3, 7)
-    }
+        assert drafter.context == budget
+        for each in (drafter, make()):  # each keeps its own rows
+            ctx = target.new_context()
+            target.prefill(ctx, TEXTS[0])
+            each.admit(ctx, None)
+            assert (
+                each.propose(ctx, SamplingBatch([Sampling()], noise_of(VOCAB, target.device)), Budget(2)).num_nodes > 1
+            )
+    identities = {load_drafter("self-snapkv", target, None, options={"pool": pool})().identity for pool in (1, 3, 7)}
     assert len(identities) == 3
 
 
 @pytest.mark.parametrize(
     ("name", "options", "parts"),
     [
-        ("self-window", {"budget": 1}, ["budget must be a whole number from 2 to", "found 1"]),
-        ("self-window", {"budget": True}, ["budget must be a whole number", "found True"]),
-        ("self-window", {"sinks": -1}, ["sinks must be a whole number from 0", "found -1"]),
+        ("self-window", {"budget": 1}, ["budget must be from 2 to", "found 1"]),
+        ("self-window", {"budget": True}, ["budget must be from 2 to", "found True"]),
+        ("self-window", {"sinks": -1}, ["sinks must be from 0", "found -1"]),
         ("self-window", {"sinks": 512}, ["sinks must be fewer than budget, found 512 of 512"]),
         ("self-window", {"window": 3}, ["self-window has no option 'window'", "it has budget, sinks"]),
         ("self-snapkv", {"pool": 4}, ["pool must be odd, found 4"]),
-        ("self-snapkv", {"pool": "7"}, ["pool must be a whole number from 1", "found '7'"]),
-        ("self-snapkv", {"grain": 0}, ["grain must be a whole number from 1", "found 0"]),
+        ("self-snapkv", {"pool": "7"}, ["pool must be from 1", "found '7'"]),
+        ("self-snapkv", {"grain": 0}, ["grain must be from 1", "found 0"]),
         ("self-snapkv", {"budget": 60}, ["budget must hold the window and twice the grain", "at least 64"]),
-        ("self-snapkv", {"refresh": 1 << 30}, ["refresh must be a whole number from 0 to 65,536"]),
+        ("self-snapkv", {"refresh": 1 << 30}, ["refresh must be from 0 to 65,536"]),
         ("self-snapkv", {"per_head": 1}, ["per_head must be True or False, found 1"]),
     ],
     ids=str,
@@ -411,6 +416,6 @@ def test_a_target_of_transformers_cannot_draft_for_itself(name):
     target = AdapterTarget(build("gpt2"), name="other")
     with refused(UnsupportedError, "other runs in transformers", "engine='lean'"):
         load_drafter(name, target, None)
-    for call in (target.draft, target.watch):
+    for call, args in ((target.draft, (None,)), (target.watch, (None, 0, 0))):
         with refused(UnsupportedError, "cannot look at some of its slots", "engine='lean'"):
-            call(None, None, None)
+            call(*args)

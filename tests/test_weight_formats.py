@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from conftest import build, refused
-from draftwing.drafters.base import Budget
-from draftwing.drafters.causal_lm import CausalLMDrafter
-from draftwing.engine.decode import Decoder
+from draftwing.cpu.layout import BLOCKS, FORMATS
+from draftwing.cpu.library import get_kernel
+from draftwing.cpu.packed import Packed
+from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.model.embedding import Embedding
-from draftwing.model.lean import LeanTarget
-from draftwing.model.linear import Linear
-from draftwing.model.stored import Stored, stack
-from draftwing.model.target import FeatureSpec
-from draftwing.run.kernel.formats import BLOCKS, FORMATS
-from draftwing.run.kernel.library import get_kernel
-from draftwing.run.kernel.packed import Packed
+from draftwing.methods.base import Budget
+from draftwing.methods.causal_lm import CausalLMDrafter
+from draftwing.models.context import FeatureSpec
+from draftwing.models.lean import LeanTarget
+from draftwing.models.linear import Embedding, Linear
+from draftwing.models.weights import Stored, stack
 from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 from processors import can_int8
@@ -74,7 +73,7 @@ def test_blocks_are_what_ggml_says(name):
     part = stored(name, 96, 512)
     expected = torch.from_numpy(gguf.quants.dequantize(part.data.numpy(), kind))
     assert torch.equal(Packed.of_stored([part], None).rows(torch.arange(96)), expected)
-    assert FORMATS[name].bytes_per_weight == part.data.shape[1] / 512
+    assert FORMATS[name].num_bytes / FORMATS[name].inputs == part.data.shape[1] / 512
 
 
 @pytest.mark.parametrize("num_in", [1, 37, 255])
@@ -108,9 +107,8 @@ def test_matrices_of_one_input_lie_on_top_of_each_other(sizes):
 @pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q4_1", "Q8_0"), ("float16", "float16")], ids=str)
 @pytest.mark.parametrize("width", [64, 100])
 def test_gates_and_what_they_let_through(names, width):
-    from draftwing.model.layers import GatedMLP
-    from draftwing.run.kernel.program import Program
-    from draftwing.run.kernel.runner import Workspace
+    from draftwing.cpu.program import Program, Workspace
+    from draftwing.models.layers import GatedMLP
 
     gate, up = (stored(name, width, 96, seed) for seed, name in enumerate(names))
     down = stored("bfloat16", 96, width, 5)
@@ -164,7 +162,7 @@ def test_embeddings(name):
 def test_a_quantised_matrix_has_no_rows():
     linear = Linear(torch.randn(64, 64))
     linear.pack("int8")
-    with pytest.raises(ConfigError, match="no single rows"):
+    with pytest.raises(ConfigError, match="rows of gated and int8 matrices"):
         linear.plain()
 
 
@@ -284,7 +282,7 @@ def test_the_documented_table_is_the_table():
     rows = [line.strip("|").split("|") for line in page.read_text(encoding="utf-8").split("\n") if line[:2] == "| "][1:]
     cells = [[cell.strip() for cell in row] for row in rows]
     assert [(name, float(size), fast_on, exact) for name, size, _, fast_on, exact in cells] == [
-        (kind.name, round(kind.bytes_per_weight, 6), kind.fast_on, kind.exact) for kind in FORMATS.values()
+        (kind.name, round(kind.num_bytes / kind.inputs, 6), kind.fast_on, kind.exact) for kind in FORMATS.values()
     ]
 
 

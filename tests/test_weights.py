@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftwing.errors import CheckpointError
-from draftwing.model.weights import WeightFiles, check_finite
+from draftwing.models.weights import WeightFiles, check_finite
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(12.0).view(4, 3),

@@ -25,8 +25,8 @@ def test_a_wheel_holds_the_whole_package_and_nothing_else(held):
     assert set(held.values()) == own
     assert set(held) == {f"draftwing/{each.relative_to(PACKAGE).as_posix()}" for each in own}
     for name in (
-        *("py.typed", "serve/page/index.html", "serve/page/vendor/uplot.js", "run/kernel/native/kernel.cpp"),
-        *("shipped/smollm2-135m-instruct/eagle3/model.safetensors", "shipped/target/model.safetensors"),
+        *("py.typed", "serve/page/index.html", "serve/page/vendor/uplot.js", "cpu/native/kernel.cpp"),
+        *("shipped/smollm2-135m-instruct/eagle3/model.safetensors", "shipped/toy/target/model.safetensors"),
     ):
         assert f"draftwing/{name}" in held
 

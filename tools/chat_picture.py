@@ -19,7 +19,7 @@ import draftwing as dw
 from draftwing.cli.options import CHAT_MODEL
 from draftwing.cli.screen import Screen, text_of
 from draftwing.dialogue import Dialogue, Said
-from draftwing.model.catalogue import entry_of
+from draftwing.models.catalogue import entry_of
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = (

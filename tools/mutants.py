@@ -1,4 +1,4 @@
-"""Mistakes put into the code on purpose, one at a time: each must make the test fail that is named beside it.
+"""Put mistakes into the code, one at a time, and check that the test named for each of them fails.
 
     python tools/mutants.py                 all of the tables in tools/mutants/
     python tools/mutants.py --only accept   those whose file, texts or test hold "accept"
@@ -8,7 +8,7 @@ The tests run on copies of the working tree in a temporary folder. First all nam
 is. Exits with 1 where a mutant survives, or where its old text is not in its file exactly once.
 
 A mutant is an entry of a table under the name of its file in the package: the ``old`` text, the ``new`` one, and the
-``test``. The C++ kernel is compiled anew for its mutants, as it is kept by its source.
+``test``. The C++ kernel is compiled again for its mutants.
 """
 
 from __future__ import annotations

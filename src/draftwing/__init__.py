@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftwing import errors
-    from draftwing.api import LM, Generation, StreamStep, load
-    from draftwing.drafters.base import Budget, Drafter, Traits
-    from draftwing.drafters.kinds import Kind, register
-    from draftwing.engine.decode import Decoder
-    from draftwing.engine.engine import Engine
-    from draftwing.engine.request import Request
+    from draftwing.decode import Decoder
+    from draftwing.engine import Engine
     from draftwing.errors import DraftwingError
-    from draftwing.hf.generate import custom_generate
-    from draftwing.model.target import Target
+    from draftwing.hf import custom_generate
+    from draftwing.lm import LM, Generation, StreamStep
+    from draftwing.loading import load
+    from draftwing.methods.base import Budget, Drafter
+    from draftwing.methods.method import DraftMethod, NetMethod
+    from draftwing.methods.registry import register
+    from draftwing.models.target import Target
+    from draftwing.request import Request
     from draftwing.sampling import Sampling
     from draftwing.stats import Stats, Step
     from draftwing.text.grammar import Grammar
@@ -34,13 +36,14 @@ __all__ = [
     "Accepted",
     "Budget",
     "Decoder",
+    "DraftMethod",
     "DraftTree",
     "Drafter",
     "DraftwingError",
     "Engine",
     "Generation",
     "Grammar",
-    "Kind",
+    "NetMethod",
     "Request",
     "Sampling",
     "Stats",
@@ -48,7 +51,6 @@ __all__ = [
     "StreamStep",
     "Target",
     "TextStream",
-    "Traits",
     "custom_generate",
     "errors",
     "load",
@@ -56,30 +58,30 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Where each name lives. It is imported at first use: torch takes seconds, and ``draftwing --help`` needs none of it.
+# The module of each name, imported at first use: torch takes seconds, and ``draftwing --help`` needs none of it.
 _HOMES = {
-    "LM": "api",
+    "LM": "lm",
     "Accepted": "tree",
-    "Budget": "drafters.base",
-    "Decoder": "engine.decode",
+    "Budget": "methods.base",
+    "Decoder": "decode",
+    "DraftMethod": "methods.method",
     "DraftTree": "tree",
-    "Drafter": "drafters.base",
+    "Drafter": "methods.base",
     "DraftwingError": "errors",
-    "Engine": "engine.engine",
-    "Generation": "api",
+    "Engine": "engine",
+    "Generation": "lm",
     "Grammar": "text.grammar",
-    "Kind": "drafters.kinds",
-    "Request": "engine.request",
+    "NetMethod": "methods.method",
+    "Request": "request",
     "Sampling": "sampling",
     "Stats": "stats",
     "Step": "stats",
-    "StreamStep": "api",
-    "Target": "model.target",
+    "StreamStep": "lm",
+    "Target": "models.target",
     "TextStream": "text.stream",
-    "Traits": "drafters.base",
-    "custom_generate": "hf.generate",
-    "load": "api",
-    "register": "drafters.kinds",
+    "custom_generate": "hf",
+    "load": "loading",
+    "register": "methods.registry",
 }
 
 

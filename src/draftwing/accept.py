@@ -25,26 +25,13 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError, shown
-from draftwing.noise import ACCEPT, Walk, hash_bits, uniform
+from draftwing.noise import ACCEPT, AcceptArgs, hash_bits, uniform
 from draftwing.sampling import SamplingBatch, on_host
 from draftwing.tree import PAD, Accepted, DraftTree
 
-__all__ = [
-    "RULES",
-    "Draws",
-    "KeyedDraws",
-    "Rule",
-    "block",
-    "get_rule",
-    "match",
-    "match_logits",
-    "multi_round",
-    "typical",
-]
-
 
 class Draws(Protocol):
-    """Where a classic rule gets its random decisions; tests enumerate them, the decoder hashes them."""
+    """The random decisions of a classic rule; tests enumerate them, the decoder hashes them."""
 
     def accept(self, prob: float) -> bool:
         """True with probability ``prob``."""
@@ -67,11 +54,9 @@ class KeyedDraws:
         return float(uniform(bits))
 
     def accept(self, prob: float) -> bool:
-        """See ``Draws.accept``."""
         return self._next() < prob
 
     def pick(self, probs: Tensor) -> int:
-        """See ``Draws.pick``."""
         mass = probs.double().cumsum(0)
         index = int(torch.searchsorted(mass, self._next() * float(mass[-1]), right=True))
         return min(index, int(probs.nonzero()[-1]))
@@ -85,15 +70,15 @@ def match_logits(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, start
 
     None where there is no kernel to do that.
     """
-    return sampling.noise.walk(tree, logits, sampling.drawing_seeds, starts, sampling.filters)
+    return sampling.noise.match(tree, logits, sampling.drawing_seeds, starts, sampling.filters)
 
 
-def match_walk(sampling: SamplingBatch, starts: Sequence[int]) -> Walk | None:
-    """The same for whoever runs the target (``Target.forward``); None where the logits must be seen first."""
+def match_args(sampling: SamplingBatch, starts: Sequence[int]) -> AcceptArgs | None:
+    """The arguments of ``match`` for a target that applies it itself; None if the logits must be adjusted first."""
     handle = sampling.noise.handle
     if handle is None or sampling.adjusts:
         return None
-    return Walk(handle, sampling.drawing_seeds, starts, sampling.filters)
+    return AcceptArgs(handle, sampling.drawing_seeds, starts, sampling.filters)
 
 
 def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
@@ -108,7 +93,7 @@ def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequ
         sampling: the rows' sampling.
         starts: for each row the absolute position of the token after the root.
     """
-    walked = sampling.noise.walk(tree, scores, sampling.drawing_seeds, starts)
+    walked = sampling.noise.match(tree, scores, sampling.drawing_seeds, starts)
     if walked is not None:
         return walked
     if on_host(scores):
@@ -118,7 +103,6 @@ def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequ
 
 
 def _walk(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
-    """What ``_along`` finds, node by node."""
     paths, bonuses = [], []
     for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
         level, depth, drawn = [0], 0, {}
@@ -278,7 +262,6 @@ PureRule = Callable[[Sequence[int], Sequence[int], Tensor, Tensor, Draws], tuple
 
 
 def _rowwise(pure: PureRule) -> AcceptRule:
-    """A pure rule over the rows of a batch, with keyed uniforms."""
 
     def rule(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
         if tree.draft_probs is None and tree.num_nodes > 1:
@@ -310,13 +293,11 @@ def _rowwise(pure: PureRule) -> AcceptRule:
     return rule
 
 
-def _no_walk(sampling: SamplingBatch, starts: Sequence[int]) -> Walk | None:
-    """Of rules that the kernel does not know."""
+def _no_args(sampling: SamplingBatch, starts: Sequence[int]) -> AcceptArgs | None:
     return None
 
 
 def _never(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
-    """Of rules that weigh whole laws."""
     return None
 
 
@@ -327,7 +308,7 @@ class Rule:
     Attributes:
         apply: the rule over a batch.
         early: the same of scores to which temperatures and filters are yet to be applied, where it can; else None.
-        walk: what the target's forward needs to do the same by itself, where it can; else None.
+        accept_args: what the target's forward needs to apply the rule itself, if it can; else None.
         lossless: whether the law of the text is the target's.
         children: how a drafter must choose a node's children: ``keyed`` (any way; best with the target's own
             noise), ``top`` (the best of q), ``sampled`` (independent draws of q), ``distinct`` (draws of q without
@@ -341,14 +322,14 @@ class Rule:
     children: str = "keyed"
     chain_only: bool = False
     early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = _never
-    walk: Callable[[SamplingBatch, Sequence[int]], Walk | None] = _no_walk
+    accept_args: Callable[[SamplingBatch, Sequence[int]], AcceptArgs | None] = _no_args
 
 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("match", match, early=match_logits, walk=match_walk),
-        Rule("match-top", match, children="top", early=match_logits, walk=match_walk),
+        Rule("match", match, early=match_logits, accept_args=match_args),
+        Rule("match-top", match, children="top", early=match_logits, accept_args=match_args),
         Rule("speculative", _rowwise(partial(multi_round, replacement=True)), children="sampled", chain_only=True),
         Rule("multi-round", _rowwise(partial(multi_round, replacement=False)), children="distinct"),
         Rule("multi-round-replacement", _rowwise(partial(multi_round, replacement=True)), children="sampled"),

@@ -10,8 +10,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-__all__ = ["Constraint", "State", "forbidden_of", "has_bit", "words_without"]
-
 
 class State(Protocol):
     """Where a text stands. It follows from the tokens that were taken alone."""

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from draftwing.api import LM, load_drafter
 from draftwing.errors import PromptError
+from draftwing.lm import LM
+from draftwing.loading import load_drafter
 from draftwing.sampling import Sampling
 from draftwing.stats import RowStep, Stats
 from draftwing.text.prompts import Prompt, check_text
 from draftwing.text.stream import TextStream
-
-__all__ = ["Answer", "Dialogue", "Message", "Piece", "Said", "figures", "pieces_of"]
 
 Message = dict[str, str]
 
@@ -28,7 +27,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Said:
-    """What one decode step adds to an answer.
+    """The part of an answer that one decode step adds.
 
     Attributes:
         pieces: the step's text, token by token.
@@ -46,7 +45,7 @@ class Said:
 
 @dataclass
 class Answer:
-    """What the model answered, and how fast.
+    """An answer of the model, and how fast it came.
 
     Attributes:
         draft: the draft that it was written with.
@@ -96,14 +95,14 @@ def figures(stats: Stats) -> dict[str, Any]:
 
 
 class Dialogue:
-    """Questions and answers. Every answer follows from the messages and the sampling alone, whatever drafts.
+    """Questions and answers. Every answer depends on the messages and the sampling only, not on the draft.
 
     Args:
         lm: answers until another draft is chosen; the others share its target, rule and budget.
         draft: what to call its draft.
         sampling: of every answer.
         system: the system message; None leaves it to the chat template.
-        put: from messages to what the ``LM`` reads; as it stands they go through the chat template.
+        put: turns messages into a prompt of the ``LM``; by default with the chat template.
 
     Attributes:
         turns: the messages, the system message left out. ``sampling`` and ``system`` may be changed at any time.
@@ -129,7 +128,7 @@ class Dialogue:
 
     @property
     def lm(self) -> LM:
-        """What answers at present."""
+        """The ``LM`` that answers at present."""
         return self._lms[self.draft]
 
     @property
@@ -214,7 +213,7 @@ class Dialogue:
         room = self.lm.target.max_length
         if len(ids) >= room:
             what = "the dialogue with this question" if self.turns else "the question"
-            fix = "start anew with /reset, or ask something shorter" if self.turns else "ask something shorter"
+            fix = "start over with /reset, or ask something shorter" if self.turns else "ask something shorter"
             raise PromptError(
                 f"{what} has {len(ids):,} tokens, and {self.lm.target.name} reads at most {room:,}: {fix}"
             )

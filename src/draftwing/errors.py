@@ -11,9 +11,9 @@
     ├── TreeError          a draft tree that is not one
     ├── NumericsError      NaN or infinity where a probability should be
     ├── BusyError          too many requests wait already; try again later
-    ├── ClosedError        the worker that decodes takes no requests any more
+    ├── ClosedError        the decoding worker takes no more requests
     ├── SlotsError         KV slots that are used up, or rows and slots that do not add up
-    └── DraftwingWarning   (a warning) it goes on, but slower or differently than one would think
+    └── DraftwingWarning   (a warning) work continues, but slower or differently than expected
 
 Each message names the thing, says what was expected and what was found, and ends with the fix. All are
 ``ValueError`` too where a Python user would expect one.
@@ -23,32 +23,14 @@ from __future__ import annotations
 
 import reprlib
 
-__all__ = [
-    "BusyError",
-    "CheckpointError",
-    "ClosedError",
-    "ConfigError",
-    "DataError",
-    "DraftwingError",
-    "DraftwingWarning",
-    "NumericsError",
-    "PromptError",
-    "SamplingError",
-    "SlotsError",
-    "TokenizerError",
-    "TreeError",
-    "UnsupportedError",
-    "shown",
-]
-
-# Of what was found, a message shows the beginning alone: a prompt may be long, and a list deep.
+# Messages show only the beginning of a bad value: a prompt may be long, and a list deep.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _SHORT.maxlevel = 4
 
 
 def shown(value: object) -> str:
-    """What was found instead, for a message: short, on one line, whatever it is."""
+    """Return any value as a short text on one line, for a message."""
     try:
         text = " ".join(_SHORT.repr(value).split())
     except Exception:  # an int of thousands of digits, or a class whose repr fails
@@ -101,7 +83,7 @@ class BusyError(DraftwingError):
 
 
 class ClosedError(DraftwingError):
-    """Whoever decodes takes no requests any more: it is shutting down, or broke."""
+    """The decoding worker takes no more requests: it is shutting down, or it failed."""
 
 
 class SlotsError(DraftwingError):
@@ -109,4 +91,4 @@ class SlotsError(DraftwingError):
 
 
 class DraftwingWarning(UserWarning):
-    """Work goes on, but slower or differently than the caller may think."""
+    """Work continues, but slower or differently than the caller may expect."""

@@ -1,4 +1,4 @@
-"""A target with its tokenizer and a way to draft: prompts in, texts out."""
+"""The public API: a target with its tokenizer and a drafter; prompts in, generations out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from draftwing.budget.costs import Costs
 from draftwing.budget.measure import costs_of, planner_for
 from draftwing.budget.planner import Planner
 from draftwing.constraint import Constraint
-from draftwing.drafters.base import Budget, Drafter, NoDrafter
-from draftwing.engine.decode import Decoder, loop_of
-from draftwing.engine.engine import Engine, Speculation
-from draftwing.engine.load import SlotEngine
-from draftwing.engine.paged import SlotDecoder, check_memory
-from draftwing.engine.request import Request
+from draftwing.decode import Decoder, loop_of
+from draftwing.engine import Engine, SlotDecoder, SlotEngine, Speculation, check_memory
 from draftwing.errors import ConfigError, DraftwingError, shown
-from draftwing.model.target import Target
+from draftwing.methods.base import Budget, Drafter, NoDrafter
+from draftwing.models.target import Target
+from draftwing.request import Request
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_sampling, one_each, sampling_from
 from draftwing.stats import Logprob, Stats, Step
@@ -28,20 +26,18 @@ from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
 from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["LM", "Generation", "StreamStep"]
-
 D = TypeVar("D", bound=Decoder)
 
 
 @dataclass(frozen=True)
 class StreamStep:
-    """What one decode step adds to a stream.
+    """The result of one decode step of a stream.
 
     Attributes:
         text: newly printable text; may be empty while a character or a possible stop string is incomplete.
-        token_ids: the tokens of this step, cut where the text ends.
+        token_ids: the tokens of this step, up to the end of the generation.
         step: the step itself.
-        finish_reason: None but for the last one: ``stop`` (a stop token or string) or ``length``.
+        finish_reason: ``stop`` (a stop token or string) or ``length`` in the last step, None before.
     """
 
     text: str
@@ -52,16 +48,16 @@ class StreamStep:
 
 @dataclass
 class Generation:
-    """A finished text.
+    """A finished generation.
 
     Attributes:
         text: without the prompt, special tokens and the stop string.
-        token_ids: the emitted ids, up to and including the one that ended the text.
+        token_ids: the emitted ids, including the one that ended the generation.
         finish_reason: ``stop`` (a stop token or string), ``length``, or ``error``.
-        stats: steps folded; ``tau`` is the number to look at.
-        logprobs: one per token where asked for.
-        seed: with which the same text is written again.
-        error: why there is no more text than this.
+        stats: over all steps; ``tau`` is the main one.
+        logprobs: one per token if requested.
+        seed: reproduces this text.
+        error: why the generation ended early.
     """
 
     prompt_ids: list[int]
@@ -75,7 +71,7 @@ class Generation:
 
     @classmethod
     def of(cls, request: Request) -> Generation:
-        """What has become of a request."""
+        """Return the result of a request."""
         return cls(
             list(request.prompt_ids),
             request.text,
@@ -89,12 +85,12 @@ class Generation:
 
     @property
     def tau(self) -> float:
-        """Tokens emitted per target forward, the bonus token counted."""
+        """Tokens emitted per target forward, including the bonus token."""
         return self.stats.tau
 
     @property
     def lossless(self) -> bool:
-        """Whether the rule keeps the target's law."""
+        """True if the rule preserves the target's distribution."""
         return self.stats.lossless
 
 
@@ -104,12 +100,13 @@ class LM:
     Args:
         target: from ``load_target``.
         tokenizer: the target's.
-        new_drafter: makes a drafter with empty state for each decode loop; None decodes plainly.
+        new_drafter: makes a drafter with empty state for each decode loop; None decodes without drafts.
         rule, lossless: see ``Decoder``.
-        budget: how much to draft in every step; None decides it step by step from measured costs (``budget.planner``).
+        budget: how much to draft in every step; None decides step by step from measured costs (``budget.planner``).
 
     Attributes:
-        drafter_name, traits: what its drafters are called and what they are like.
+        drafter: an idle drafter, which describes what this model drafts with (see ``Drafter``).
+        drafter_name: its name.
 
     Raises:
         ConfigError, UnsupportedError: see ``Decoder``.
@@ -132,31 +129,30 @@ class LM:
         self.rule, self.lossless = rule, lossless
         self.budget = budget
         self._planner: Planner | None = None
-        self._turn = threading.RLock()  # what the planner learns is shared, so steps that ask it take turns
+        self._turn = threading.RLock()  # the planner is shared, so steps that use it take turns
         # A rule or budget that cannot work is refused here, not at the first prompt.
         decoder = Decoder(target, self.new_drafter, rule, budget, lossless=lossless)
-        self.drafter_name, self.traits = decoder.drafter.name, decoder.drafter.traits
+        self.drafter, self.drafter_name = decoder.drafter, decoder.drafter.name
 
     @property
     def is_auto(self) -> bool:
-        """Whether what to draft is decided step by step."""
-        return self.budget is None and self.traits.drafts
+        """True if the budget is decided step by step."""
+        return self.budget is None and self.drafter.drafts
 
     def describe_budget(self) -> str:
-        """Such as ``auto``, ``chain:5``, ``dynamic:60,8,10`` or ``static`` with its number of nodes."""
-        return "none" if not self.traits.drafts else "auto" if self.budget is None else str(self.budget)
+        """Return the budget as text: ``auto``, ``chain:5``, ``dynamic:60,8,10`` or ``static of N nodes``."""
+        return "none" if not self.drafter.drafts else "auto" if self.budget is None else str(self.budget)
 
     def costs(self, *, again: bool = False) -> Costs:
-        """What a step takes here: measured in a few seconds at the first call ever, then kept on disk."""
+        """Return the costs of a step on this machine: measured once in a few seconds, then cached on disk."""
         return costs_of(self.target, self.new_drafter, loop_of(self.target), again=again)
 
     def forget(self) -> None:
-        """Drop what drafters have kept of former requests, where they keep anything: a measurement starts from here."""
-        if self.traits.forget is not None:
-            self.traits.forget()
+        """Drop everything that drafters remember from earlier requests, for example before a measurement."""
+        self.drafter.forget()
 
     def decoder(self) -> Decoder:
-        """A new decode loop with nothing in it. What an automatic budget learns goes on from one to the next."""
+        """Return an empty decode loop. An automatic budget is shared by all of them."""
         return self._decoder(Decoder)
 
     def _decoder(self, make: Callable[..., D]) -> D:
@@ -175,16 +171,16 @@ class LM:
         )
 
     def engine(self, *, max_batch: int | None = None, kv_memory: int | None = None) -> Engine:
-        """A new engine with nothing in it: a decode loop, a queue, and text of what is emitted.
+        """Return an empty engine: a decode loop, a queue, and detokenization.
 
         Args:
-            max_batch: requests decoded at once; None for all, with ``kv_memory`` for at most 256.
-            kv_memory: bytes for the KV slots of target and drafter together. They are taken at once and never exceeded:
-                requests wait for room, prompts are read in pieces beside the decoding, and what was read is kept for
-                prompts that begin alike (``engine.paged``). None: slots grow with what is decoded, as one tensor.
+            max_batch: requests decoded at once; None for all, or at most 256 with ``kv_memory``.
+            kv_memory: bytes for the KV slots of target and drafter together, allocated at once and never exceeded:
+                requests wait for free blocks, prompts are prefilled in chunks between decode steps, and blocks are
+                shared by prompts with the same prefix. None: one tensor that grows with the sequences.
 
         Raises:
-            ConfigError, UnsupportedError: ``kv_memory`` holds no text, or the target runs in transformers.
+            ConfigError, UnsupportedError: ``kv_memory`` is too small, or the target runs on transformers.
         """
         if kv_memory is None:
             return Engine(self.decoder(), max_batch=max_batch, tokenizer=self.tokenizer)
@@ -192,7 +188,7 @@ class LM:
         return SlotEngine(self._decoder(make), max_batch=max_batch, tokenizer=self.tokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a text, of a dialogue (a list of ``{"role", "content"}``), or the ids themselves.
+        """Return the ids of a text or of a dialogue (a list of ``{"role", "content"}``), or the given ids.
 
         Raises:
             PromptError: it is none of these, or empty.
@@ -208,10 +204,10 @@ class LM:
         return Grammars(self.tokenizer, self.target.vocab_size, self.target.eos_ids)
 
     def constraint(self, grammar: GrammarLike | None) -> Constraint | None:
-        """What ``Engine.submit`` takes of a ``Grammar``, a JSON schema as a dict, or ``"json"`` for any JSON object.
+        """Return a constraint for ``Engine.submit`` from a ``Grammar``, a JSON schema as a dict, or ``"json"``.
 
         Raises:
-            ConfigError: none of these, or one that cannot be followed.
+            ConfigError: none of these, or an invalid grammar.
             UnsupportedError: llguidance is not installed.
         """
         return None if grammar is None else self._grammars.constraint(as_grammar(grammar))
@@ -231,26 +227,27 @@ class LM:
         grammar: GrammarLike | None = None,
         **options: Any,
     ) -> Iterator[StreamStep]:
-        """Decode one prompt and yield the text of every step as it comes.
+        """Decode one prompt and yield the text of every step.
 
-        ``options`` are ``Sampling``'s fields (``temperature=0.8, seed=1``), or pass a ``Sampling``. Stop
-        strings never show, not even in part. The last step's text holds what was held back.
+        ``options`` are ``Sampling``'s fields (``temperature=0.8, seed=1``), or pass a ``Sampling``. Stop strings are
+        never emitted, not even in part; text that may begin one is held back until that is decided.
 
         Args:
             prompt: a text, a dialogue or token ids.
-            sampling: how to sample, on which ``options`` are laid.
-            speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
+            sampling: how to sample; ``options`` override its fields.
+            speculation: how much to draft: a ``Budget``, ``"none"``, or None for the default of this ``LM``.
             references: texts that are likely to be repeated; draft ``"llma"`` copies from them.
-            grammar: what a text must follow: a ``Grammar``, a JSON schema as a dict, or ``"json"``.
+            grammar: constrains the output: a ``Grammar``, a JSON schema as a dict, or ``"json"``.
 
         Raises:
-            PromptError, SamplingError, ConfigError: refused at once, before any work is done.
+            PromptError, SamplingError, ConfigError: invalid arguments; raised before any work is done.
             NumericsError: the target's logits are not finite.
         """
         engine, ids = self.engine(max_batch=1), self._encode_references(references)
         sampling = sampling_from(sampling, options)
-        held = self.constraint(grammar)
-        request = engine.submit(self.encode(prompt), sampling, speculation=speculation, references=ids, constraint=held)
+        constraint = self.constraint(grammar)
+        prompt_ids = self.encode(prompt)
+        request = engine.submit(prompt_ids, sampling, speculation=speculation, references=ids, constraint=constraint)
         return self._stream(engine, request)
 
     def _stream(self, engine: Engine, request: Request) -> Iterator[StreamStep]:
@@ -272,24 +269,23 @@ class LM:
         grammar: GrammarLike | None = None,
         **options: Any,
     ) -> AsyncIterator[StreamStep]:
-        """``stream`` for asyncio: each step runs in a worker thread, so that the event loop goes on meanwhile.
+        """``stream`` for asyncio: each step runs in a worker thread, so that the event loop is not blocked.
 
-        Whoever stops listening, by ``break``, ``aclose`` or cancelling the task, ends the text after the step that is
-        under way.
+        ``break``, ``aclose`` or cancelling the task ends the generation after the current step.
         """
         chosen: Any = {"speculation": speculation, "references": references, "grammar": grammar}
         steps = self.stream(prompt, sampling, **chosen, **options)
-        loop, under_way = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
         while True:
-            under_way = loop.run_in_executor(None, next, steps, None)
+            running = loop.run_in_executor(None, next, steps, None)
             try:
-                found = await asyncio.shield(under_way)
+                step = await asyncio.shield(running)
             except asyncio.CancelledError:
-                under_way.add_done_callback(_ignore)  # nobody will ask what it came to
+                running.add_done_callback(_ignore_result)
                 raise
-            if found is None:
+            if step is None:
                 return
-            yield found
+            yield step
 
     def generate(
         self,
@@ -304,38 +300,38 @@ class LM:
         on_step: Callable[[int, StreamStep], None] | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Decode prompts, at most ``max_batch`` at once; rows that end make room for waiting ones.
+        """Decode prompts, at most ``max_batch`` at once; finished ones make room for waiting ones.
 
         Args:
             prompts: one or many; a text, token ids or a dialogue is one.
-            sampling: for all, or a list with one for each prompt; ``options`` are laid on each. A seed is that of
-                every prompt; where there is none, every text has its own, drawn and named in its ``Generation``.
-            n: texts of each prompt. With a seed, the first one has it, and each other one another that follows from it.
-            max_batch: texts decoded at once.
-            speculation: how much to draft: a ``Budget``, ``"none"``, or None for what this ``LM`` does by default.
+            sampling: for all, or a list with one for each prompt; ``options`` override fields of each. A seed applies
+                to every prompt; without one, every generation draws its own and reports it.
+            n: generations per prompt. With a seed, the first one has it, and the others have seeds derived from it.
+            max_batch: sequences decoded at once.
+            speculation: how much to draft: a ``Budget``, ``"none"``, or None for the default of this ``LM``.
             references: texts that are likely to be repeated; draft ``"llma"`` copies from them.
-            grammar: what every text must follow: see ``constraint``.
-            on_step: called with a text's place in the result and what a step adds to it.
+            grammar: constrains every generation: see ``constraint``.
+            on_step: called with the index of a generation in the result and the result of its step.
             options: ``Sampling``'s fields.
 
         Returns:
-            The generations in the order of the prompts, the ``n`` of a prompt one after another. Where one of several
-            fails while it is decoded, the others are whole, and its ``error`` says why.
+            The generations in the order of the prompts, the ``n`` of a prompt one after another. If one of several
+            fails, the others are complete, and its ``error`` says why.
 
         Raises:
-            ConfigError, PromptError, SamplingError: refused at once, before any work is done.
-            NumericsError: the logits of the only text are not finite.
+            ConfigError, PromptError, SamplingError: invalid arguments; raised before any work is done.
+            NumericsError: the logits of the only generation are not finite.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n must be at least 1, found {n!r}: give a whole number")
-        wanted = as_list(prompts)
-        each = one_each(sampling, len(wanted), options)
-        rows = 1 if len(wanted) * n == 1 and isinstance(max_batch, int) and max_batch > 1 else max_batch
-        engine, given = self.engine(max_batch=rows), self._encode_references(references)
-        wishes: Any = {"speculation": speculation, "references": given, "constraint": self.constraint(grammar)}
+        listed = as_list(prompts)
+        samplings = one_each(sampling, len(listed), options)
+        rows = 1 if len(listed) * n == 1 and isinstance(max_batch, int) and max_batch > 1 else max_batch
+        engine, reference_ids = self.engine(max_batch=rows), self._encode_references(references)
+        limits: Any = {"speculation": speculation, "references": reference_ids, "constraint": self.constraint(grammar)}
         requests = [
-            engine.submit(ids, nth_sampling(own, number), **wishes)
-            for ids, own in zip([self.encode(prompt) for prompt in wanted], each, strict=True)
+            engine.submit(ids, nth_sampling(own, number), **limits)
+            for ids, own in zip([self.encode(prompt) for prompt in listed], samplings, strict=True)
             for number in range(n)
         ]
         if on_step is None:
@@ -350,7 +346,7 @@ class LM:
         return [Generation.of(request) for request in requests]
 
 
-def _ignore(done: asyncio.Future[Any]) -> None:
-    """A future's result that nobody waits for; without this its exception would be reported as lost."""
+def _ignore_result(done: asyncio.Future[Any]) -> None:
+    """Retrieve an unused exception, which asyncio would report as never retrieved."""
     if not done.cancelled():
         done.exception()

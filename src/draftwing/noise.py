@@ -1,7 +1,7 @@
-"""One noise per position: Gumbel numbers that are a hash of (seed, absolute position, token id).
+"""Keyed noise: Gumbel numbers that are a hash of (seed, absolute position, token id).
 
-There is no generator and no state, so whoever asks for the noise of a position gets the same one: the target, the
-drafter, any batch and any device. See ``sampling`` for what it is for.
+There is no generator state, so the noise of a position is the same for the target, the drafter, any batch and any
+device. ``sampling`` explains its use.
 
 Shape suffixes: B rows, N nodes, D positions, V vocabulary.
 """
@@ -19,27 +19,26 @@ from torch import Tensor
 if TYPE_CHECKING:
     from draftwing.tree import Accepted, DraftTree
 
-__all__ = ["ACCEPT", "DRAFT", "TARGET", "Filters", "KeyedNoise", "Walk", "gumbel", "hash_bits", "uniform"]
 
 _GOLDEN, _MIX1, _MIX2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _ALL = 2**64 - 1
-DRAFT, ACCEPT, TARGET = 1, 2, 0  # streams: noise drawn for one purpose never meets another's
+DRAFT, ACCEPT, TARGET = 1, 2, 0  # streams: noise for different purposes is independent
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign."""
+    """Logical shift; torch's is arithmetic."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014): integer arithmetic alone, so alike on every device."""
+    """The finaliser of splitmix64 (Steele et al. 2014): integer arithmetic, so the same on every device."""
     x = _shift_right(x, 30).bitwise_xor_(x).mul_(_MIX1)  # in place: this runs over the whole vocabulary
     x = _shift_right(x, 27).bitwise_xor_(x).mul_(_MIX2)
     return _shift_right(x, 31).bitwise_xor_(x)
 
 
 def _mix_int(x: int) -> int:
-    """``_mix`` of one number on the host: a dozen kernels on one number each would take far longer."""
+    """``_mix`` of one number on the host, where a dozen kernels would take far longer."""
     x &= _ALL
     x = (x ^ x >> 30) * _MIX1 & _ALL
     x = (x ^ x >> 27) * _MIX2 & _ALL
@@ -47,7 +46,7 @@ def _mix_int(x: int) -> int:
 
 
 def _wrap(x: int) -> int:
-    """``x`` as an int64 holds it."""
+    """``x`` wrapped to int64."""
     return (x + 2**63 & _ALL) - 2**63
 
 
@@ -82,12 +81,12 @@ def gumbel(bits: Tensor) -> Tensor:
 Filters = tuple[Sequence[float], Sequence[int], Sequence[float], Sequence[float]]
 
 
-class Walk(NamedTuple):
-    """How the tokens after a batch of trees are drawn: what ``KeyedNoise.walk`` is given, for whoever runs the trees.
+class AcceptArgs(NamedTuple):
+    """How the target draws the tokens after a batch of trees: what a runner needs to apply ``accept.match`` itself.
 
     Attributes:
-        noise: a handle, see ``KeyedNoise``.
-        seeds, starts, filters: see ``KeyedNoise.walk``.
+        noise: the handle of a ``KeyedNoise``.
+        seeds, starts, filters: see ``KeyedNoise.match``.
     """
 
     noise: int
@@ -97,13 +96,12 @@ class Walk(NamedTuple):
 
 
 class KeyedNoise:
-    """Gumbel noise of a (seed, position) over the whole vocabulary, each computed once while it is near.
+    """Gumbel noise of a (seed, position) over the whole vocabulary, with a cache of recent positions.
 
-    The drafter, the verification and the next step's verification ask for the same positions; a bounded
-    cache serves them, the least recently used going first. It holds no state that could change a result.
+    The drafter, the verification and the next step's verification read the same positions.
 
     Attributes:
-        handle: by which the CPU kernel reads the same noise; None: it cannot.
+        handle: for the CPU kernel to read the same noise; None if it cannot.
     """
 
     handle: int | None = None
@@ -135,7 +133,7 @@ class KeyedNoise:
         rows = [self.at(seed, position) for seed, position in keys]
         return torch.stack(rows).view(len(seeds), num_positions, -1)
 
-    def walk(
+    def match(
         self,
         tree: DraftTree,
         scores: Tensor,
@@ -143,13 +141,12 @@ class KeyedNoise:
         starts: Sequence[int],
         filters: Filters | None = None,
     ) -> Accepted | None:
-        """What ``accept.match`` keeps, where something faster than Python finds it; else None.
+        """The nodes that ``accept.match`` accepts, if native code can find them; else None.
 
         Args:
-            tree: the batch of trees.
-            scores: (B, N, V) on the host; with ``filters`` the logits that scores are made of.
-            seeds: of the rows, -1 for greedy ones.
-            starts: for each row the absolute position of the token after the root.
-            filters: what makes scores of logits, on the kept path alone.
+            scores: (B, N, V) on the host; logits if ``filters`` are given.
+            seeds: (B,), -1 for greedy rows.
+            starts: (B,) absolute position of the token after the root.
+            filters: make scores from logits, on the accepted path alone.
         """
         return None

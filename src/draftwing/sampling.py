@@ -1,11 +1,6 @@
-"""From logits to a token: the sampling parameters, the processed scores, and one noise per position.
+"""Penalties for what stands in a text already: repetition, presence, frequency, by each node's own path.
 
-A token is drawn as argmax(scores + g) with Gumbel noise g (the Gumbel-max trick), and g is a hash of (seed, absolute
-position, token id): no generator, no state. The text is therefore a function of target, prompt and seed alone, whatever
-the drafter, the tree or the batch, and a drafter that adds *the same* g to its own scores agrees with the target more
-often (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative decoding").
-
-Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
+Shape suffixes: B rows, N nodes, V vocabulary, S slots.
 """
 
 from __future__ import annotations
@@ -23,12 +18,119 @@ from torch import Tensor
 
 from draftwing.errors import SamplingError, shown
 from draftwing.noise import Filters, KeyedNoise
-from draftwing.penalties import History, Penalties, penalised, penalised_on_host
 from draftwing.tree import DraftTree
 
-__all__ = ["Sampling", "SamplingBatch", "best_of", "on_host"]
+
+@dataclass(frozen=True)
+class History:
+    """The committed tokens of each row, which penalties depend on.
+
+    Attributes:
+        tokens: (B, S) int64, valid up to ``lengths``.
+        lengths: (B,) committed tokens (the pending token not counted).
+        prompt_lengths: (B,).
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """One value per row, (B, 1, 1) float64. Repetition counts prompt and output, the others only the output."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+def penalised(scores: Tensor, tree: DraftTree, history: History, by: Penalties) -> Tensor:
+    """(B, N, V) the scores, with counts of the committed tokens plus those on each node's own path."""
+    rows, nodes, vocab = scores.shape
+    slots = torch.arange(history.tokens.shape[1], device=scores.device)
+    committed = slots < history.lengths[:, None]
+    output = committed & (slots >= history.prompt_lengths[:, None])
+    safe = history.tokens.clamp(min=0)
+    path = tree.ancestors & tree.valid[:, None, :]
+    # The root is output unless it is still the prompt's last token; every drafted node is.
+    path_output = path.clone()
+    path_output[:, :, 0] &= (history.lengths >= history.prompt_lengths)[:, None]
+    path_tokens = tree.tokens.clamp(min=0)[:, None, :].expand(rows, nodes, tree.num_nodes)
+
+    def counts(past: Tensor, on_path: Tensor) -> Tensor:
+        base = torch.zeros(rows, vocab, dtype=scores.dtype, device=scores.device)
+        base.scatter_add_(1, safe, past.to(scores.dtype))
+        each = base[:, None, :].repeat(1, nodes, 1)
+        return each.scatter_add_(2, path_tokens, on_path.to(scores.dtype))
+
+    seen = counts(committed, path) > 0
+    written = counts(output, path_output)
+    penalty = by.repetition.to(scores.dtype)
+    scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    scores = scores - by.frequency.to(scores.dtype) * written
+    return scores - by.presence.to(scores.dtype) * (written > 0)
+
+
+def penalised_on_host(scores: Tensor, tree: DraftTree, history: History, by: Penalties) -> Tensor:
+    """The same, bit for bit, of float32 or float64 on the host: only what was said is touched, and by one thread."""
+    whole = np.array(scores.detach().numpy())  # a copy
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    lengths, prompts = history.lengths.tolist(), history.prompt_lengths.tolist()
+    committed = history.tokens.numpy()
+    kind = whole.dtype.type
+    amounts = zip(*(each.flatten().tolist() for each in (by.repetition, by.presence, by.frequency)), strict=True)
+    for row, (repetition, presence, frequency) in enumerate(amounts):
+        if (repetition, presence, frequency) == (1.0, 0.0, 0.0):
+            continue
+        own = kind(repetition), kind(presence), kind(frequency)
+        said = committed[row, : lengths[row]]
+        ids, place = np.unique(said, return_inverse=True)
+        written = np.bincount(place[prompts[row] :], minlength=len(ids)).astype(kind)
+        before = {int(token): float(count) for token, count in zip(ids, written, strict=True)}
+        root_counts = lengths[row] >= prompts[row]
+        for node, path in enumerate(_paths(tokens[row], parents[row])):
+            law = whole[row, node]
+            on_path: dict[int, float] = {}
+            for step in path:
+                token = tokens[row][step]
+                on_path[token] = on_path.get(token, before.get(token, 0.0)) + (step > 0 or root_counts)
+            extra = np.array(list(on_path), dtype=np.int64)
+            counts = np.array(list(on_path.values()), dtype=kind)
+            changed = _changed(law[extra], counts, own)
+            law[ids] = _changed(law[ids], written, own)
+            law[extra] = changed
+    return torch.from_numpy(whole)
+
+
+def _changed(scores: np.ndarray, written: np.ndarray, by: tuple[np.floating, np.floating, np.floating]) -> np.ndarray:
+    repetition, presence, frequency = by
+    scores = np.where(scores > 0, scores / repetition, scores * repetition)
+    scores = scores - frequency * written
+    found: np.ndarray = scores - presence * (written > 0).astype(scores.dtype)
+    return found
+
+
+def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for node, (token, above) in enumerate(zip(tokens, parents, strict=True)):
+        paths.append([*(paths[above] if above >= 0 else []), *([node] if token >= 0 else [])])
+    return paths
+
+
+# From logits to a token: the sampling parameters, the processed scores, and one noise per position.
+#
+# A token is drawn as argmax(scores + g) with Gumbel noise g (the Gumbel-max trick), and g is a hash of (seed, absolute
+# position, token id): no generator, no state. The text is therefore a function of target, prompt and seed alone,
+# whatever
+# the drafter, the tree or the batch, and a drafter that adds *the same* g to its own scores agrees with the target more
+# often (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative decoding").
+#
+# Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
+
+
 _PENALTIES = ("repetition", "presence", "frequency")
-# What a setting may multiply a score by, or add to it: all of them together stay far inside float32, so that scores
+# Limits of a setting's factor and addend: all of them together stay far inside float32, so that scores
 # that are not finite are never a setting's fault.
 _MOST, _MOST_ADDED = 1e10, 1e20
 _OR_GREEDY, _OR_NONE = "0 (greedy) or in [1e-10, 1e10]", "in [-1e20, 1e20] (0 is none)"
@@ -120,12 +222,11 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether the scores depend on the tokens that came before."""
+        """True if the scores depend on the tokens that came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def _number(name: str, value: object) -> float:
-    """A field as a float; infinite where it is too large for one."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise SamplingError(f"{name} must be a number, found {shown(value)}")
     try:
@@ -148,7 +249,7 @@ def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be encoded: half of a surrogate pair cannot, nor what stands for bytes that are not UTF-8."""
+    """Return True if UTF-8 can encode ``value``: half of a surrogate pair cannot be, nor an escaped byte."""
     return not any("\ud800" <= each <= "\udfff" for each in value)
 
 
@@ -174,7 +275,7 @@ def _biases(value: object) -> dict[int, float]:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether reading a tensor's numbers waits for nothing: then loops handle a few of them faster than operators."""
+    """Return True if reading numbers does not wait for a device: then loops over a few beat operators."""
     return tensor.device.type == "cpu"
 
 
@@ -192,7 +293,7 @@ class SamplingBatch:
     """The sampling of the rows of one step, as tensors.
 
     Scores are float32 (float64 for a float64 target): masked tokens hold -inf, rows with a temperature are
-    divided by it. Whoever draws adds noise to them; the classic rules take their softmax.
+    divided by it. Keyed sampling adds noise to them; the classic rules take their softmax.
     """
 
     def __init__(self, rows: Sequence[Sampling], noise: KeyedNoise, device: torch.device | str = "cpu") -> None:
@@ -229,7 +330,7 @@ class SamplingBatch:
 
     @cached_property
     def only_temperature(self) -> bool:
-        """Whether the scores follow from the logits and a temperature alone."""
+        """True if the scores follow from the logits and a temperature alone."""
         return not (self.penalises or self.biases or (self._cuts and not self.all_greedy))
 
     @cached_property
@@ -291,7 +392,7 @@ class SamplingBatch:
 
     @cached_property
     def token_biases(self) -> list[dict[int, float]]:
-        """What each row adds to the scores of tokens, -inf for banned ones."""
+        """The addends of each row by token id, -inf for banned tokens."""
         return [{**row.logit_bias, **dict.fromkeys(row.banned_tokens, -math.inf)} for row in self.rows]
 
     def _filter(self, scores: Tensor) -> Tensor:
@@ -307,7 +408,7 @@ class SamplingBatch:
 
     @cached_property
     def filters(self) -> Filters | None:
-        """What is made of the logits beside penalties and biases, as the kernel takes it; None for nothing."""
+        """The temperatures and cuts of the rows, as the kernel takes them; None if there are none."""
         return None if self.all_greedy or not (self.scales or self._cuts) else self.all_filters
 
     @cached_property

@@ -13,9 +13,7 @@ from draftwing.errors import ConfigError
 from draftwing.noise import hash_bits
 from draftwing.sampling import Sampling
 
-__all__ = ["nth_sampling", "nth_seed", "one_each", "sampling_from"]
-
-# What transformers and vLLM call our options.
+# Our names for options of transformers and vLLM.
 _ELSEWHERE = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens, which does not count the prompt",

@@ -1,4 +1,4 @@
-"""What a decode step did, and what many of them add up to.
+"""The record of a decode step, and sums over many.
 
 A ``Step`` is all that leaves the decode loop: the command line prints it, evaluation folds it with ``Stats``,
 tests compare it. No counters live in the loop.
@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from draftwing.errors import DraftwingError
 from draftwing.tree import Accepted, DraftTree
-
-__all__ = ["Law", "Logprob", "RowStep", "Share", "Stats", "Step", "Timings"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Law:
-    """What the target says after one node of a tree, and how it draws from that.
+    """The target's distribution after one node of a tree, and the draw from it.
 
     Attributes:
         chances: token, probability and noise, the likeliest first: of the likeliest tokens, the node's children, and
@@ -109,7 +107,7 @@ class Step:
 
 
 class Share(NamedTuple):
-    """What a row needs to know of a step to count its part of it."""
+    """The facts of a step from which a row counts its share."""
 
     timings: Timings
     num_rows: int
@@ -127,7 +125,7 @@ class Stats:
         reached, taken: by depth, rows that came to it and rows that kept a node there.
         seconds: by phase. Of one request, its share of each step: the rows of a batch share a step's time equally, so
             that the requests of a batch add up to the time that the batch took.
-        elapsed: wall seconds of the steps that were folded, whoever shared them: what a request waited for its text.
+        elapsed: wall seconds of the folded steps, shared or not: how long a request waited for its text.
         lossless: whether every step's rule keeps the target's law.
     """
 

@@ -1,8 +1,8 @@
-"""Draft trees: the one shape in which every drafter proposes tokens.
+"""Draft trees: every drafter proposes tokens in this form.
 
-Node 0 is the *pending* token: already emitted, not yet in the target's KV cache. A lone root is ordinary
-decoding, a chain is classic speculative decoding, and a batch of trees of different sizes is one tensor whose
-unused nodes hold ``PAD``.
+Node 0 is the *pending* token: already emitted, not yet in the target's KV cache. A lone root is autoregressive
+decoding, a chain is classic speculative decoding, and a batch of trees of different sizes is one tensor whose unused
+nodes hold ``PAD``.
 
 Shape suffixes: B rows, N nodes, D depth, V vocabulary.
 """
@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftwing.errors import TreeError
-
-__all__ = ["PAD", "Accepted", "DraftTree", "Emitted"]
 
 PAD = -1
 
@@ -31,30 +30,29 @@ class DraftTree:
     Attributes:
         tokens: (B, N) int64. ``tokens[:, 0]`` is the pending token; ``PAD`` marks unused nodes.
         parents: (B, N) int64. ``-1`` for the root and for unused nodes, else ``parents[b, i] < i``.
-            Siblings stand in the order in which a rule tries them.
-        confidence: (B, N) the chance that a node is accepted, all of its path with it, or None.
+            Siblings are in the order in which a rule tries them.
+        confidence: (B, N) the probability that a node and its whole path are accepted, or None.
         draft_probs: (B, N, V) the draft distribution q from which the *children* of each node were drawn;
             only the classic rules need it.
-        told: (B, N) what the drafter says of each node given its parent, before any calibration, or None.
-        effort: levels of drafting that the tree took; those that were wider than one node may count as more. 0 where
-            no net was asked; None: as many as it is deep.
-        is_line: whether every node follows the one before it: an accepted path then lies in its final slots already.
-        depth: of the deepest node of all rows, where the host knows it.
-        paths: ``ancestors`` and ``depths``, where a recorded forward has computed them.
-        num_scored: so many nodes at the end are scored for their drafter's own use, and are not proposed: see
-            ``beside``.
+        node_probs: (B, N) the drafter's probability of each node given its parent, before calibration, or None.
+        num_draft_forwards: drafting forwards that the tree took; wide levels may count as more than one. 0 without a
+            network; None if as many as the tree is deep.
+        is_line: whether every node is the child of the one before, so that an accepted path is in its final slots.
+        depth: depth of the deepest node of all rows, if the host knows it.
+        paths: ``ancestors`` and ``depths``, if a recorded forward has computed them.
+        num_extra_nodes: the last nodes, which are scored for the drafter but not proposed (``with_extra_nodes``).
     """
 
     tokens: Tensor
     parents: Tensor
     confidence: Tensor | None = None
     draft_probs: Tensor | None = None
-    told: Tensor | None = None
-    effort: float | None = None
+    node_probs: Tensor | None = None
+    num_draft_forwards: float | None = None
     is_line: bool = False
     depth: int | None = None
     paths: tuple[Tensor, Tensor] | None = None
-    num_scored: int = 0
+    num_extra_nodes: int = 0
 
     @classmethod
     def chain(cls, tokens: Tensor, confidence: Tensor | None = None, draft_probs: Tensor | None = None) -> DraftTree:
@@ -154,7 +152,7 @@ class DraftTree:
         Where children were drawn from q, the first ones are kept instead of the likeliest: what is drafted must not
         depend on what was drawn. Nodes that are only scored are not counted.
         """
-        start = self.num_nodes - self.num_scored
+        start = self.num_nodes - self.num_extra_nodes
         worth = self.valid[:, :start].float()
         if self.confidence is not None and self.draft_probs is None:
             worth = worth * self.confidence[:, :start].float().clamp(min=0) + worth * 1e-30
@@ -180,21 +178,21 @@ class DraftTree:
         used = (tokens != PAD).any(0).nonzero()
         count = int(used[-1]) + 1
         confidence, draft_probs, told = (
-            None if each is None else each[:, :count] for each in (self.confidence, self.draft_probs, self.told)
+            None if each is None else each[:, :count] for each in (self.confidence, self.draft_probs, self.node_probs)
         )
-        effort = float(self.max_depth) if self.effort is None else self.effort
+        effort = float(self.max_depth) if self.num_draft_forwards is None else self.num_draft_forwards
         is_line = self.is_line or count == 1
         depth = count - 1 if is_line else None
         return DraftTree(
             tokens[:, :count], parents[:, :count], confidence, draft_probs, told, effort, is_line=is_line, depth=depth
         )
 
-    def beside(self, tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
-        """The same with nodes that are to be scored, but must not be kept.
+    def with_extra_nodes(self, tokens: Tensor, parents: Tensor, depth: int) -> DraftTree:
+        """Append nodes that are scored but must not be accepted.
 
         Args:
-            tokens, parents: (B, K) of these nodes; a parent is another of them, -1 the root.
-            depth: of the deepest of them.
+            tokens, parents: (B, K) the extra nodes; a parent is another extra node, -1 the root.
+            depth: depth of the deepest of them.
         """
         if not tokens.shape[1]:
             return self
@@ -205,43 +203,43 @@ class DraftTree:
             tokens=torch.cat([self.tokens, tokens], 1),
             parents=torch.cat([self.parents, above], 1),
             confidence=_wider(self.confidence, tokens.shape[1]),
-            told=_wider(self.told, tokens.shape[1]),
+            node_probs=_wider(self.node_probs, tokens.shape[1]),
             draft_probs=_wider(self.draft_probs, tokens.shape[1]),
             is_line=False,
             depth=None if self.depth is None else max(self.depth, depth),
             paths=None,
-            num_scored=tokens.shape[1],
+            num_extra_nodes=tokens.shape[1],
         )
 
     @property
-    def scored(self) -> tuple[Tensor, Tensor, int]:
-        """What ``beside`` took."""
-        start = self.num_nodes - self.num_scored
+    def extra_nodes(self) -> tuple[Tensor, Tensor, int]:
+        """The arguments of ``with_extra_nodes``."""
+        start = self.num_nodes - self.num_extra_nodes
         tokens, parents = self.tokens[:, start:], self.parents[:, start:]
         return tokens, torch.where(parents < start, -1, parents - start), self.max_depth
 
     @property
     def proposals(self) -> DraftTree:
-        """The tree without the nodes that are only scored."""
-        if not self.num_scored:
+        """The tree without the extra nodes."""
+        if not self.num_extra_nodes:
             return self
-        count = self.num_nodes - self.num_scored
-        columns = (self.tokens, self.parents, self.confidence, self.draft_probs, self.told)
+        count = self.num_nodes - self.num_extra_nodes
+        columns = (self.tokens, self.parents, self.confidence, self.draft_probs, self.node_probs)
         cut = [None if each is None else each[:, :count] for each in columns]
         tokens, parents, confidence, draft_probs, told = cut
         assert tokens is not None
         assert parents is not None
-        return DraftTree(tokens, parents, confidence, draft_probs, told, self.effort)
+        return DraftTree(tokens, parents, confidence, draft_probs, told, self.num_draft_forwards)
 
     @property
-    def offer(self) -> DraftTree:
-        """The tree without the nodes that are only scored, in their places unused ones: what may be kept."""
-        if not self.num_scored:
+    def proposed(self) -> DraftTree:
+        """The tree with unused nodes in place of the extra ones."""
+        if not self.num_extra_nodes:
             return self
-        start = self.num_nodes - self.num_scored
+        start = self.num_nodes - self.num_extra_nodes
         is_tail = torch.arange(self.num_nodes, device=self.tokens.device) >= start
         tokens, parents = self.tokens.masked_fill(is_tail, PAD), self.parents.masked_fill(is_tail, -1)
-        return replace(self, tokens=tokens, parents=parents, paths=None, num_scored=0)
+        return replace(self, tokens=tokens, parents=parents, paths=None, num_extra_nodes=0)
 
     def check(self, vocab_size: int | None = None) -> None:
         """Validate the invariants; for drafters under test and trees that a user wrote.
@@ -277,20 +275,56 @@ class DraftTree:
 
 
 def _wider(values: Tensor | None, count: int) -> Tensor | None:
-    """(B, N, ...) with zeros for ``count`` further nodes."""
+    """Append zeros for ``count`` nodes to (B, N, ...)."""
     if values is None:
         return None
     return torch.cat([values, values.new_zeros(values.shape[0], count, *values.shape[2:])], 1)
 
 
-class Emitted(NamedTuple):
-    """What one step emits of a row, in the host's own numbers.
+@dataclass(frozen=True)
+class GrowthRule:
+    """The worth of a tree's nodes while it grows, in seconds (see ``budget.planner``).
+
+    A node is reached with the product of its path's acceptance rates, which a table for its level gives by the
+    drafter's probability. Nodes are verified as long as they bring more than they cost, and another level is drafted
+    below those that are worth its time.
 
     Attributes:
-        tokens: of the kept draft nodes, then the bonus.
-        num_drafted: nodes of the row's tree (the root not counted).
-        depth: of the row's tree.
-        finite: whether the scores that these tokens were drawn from are those of a law.
+        knots, rates: (tables, K) float32: drafter probabilities and the acceptance rates there; the last table serves
+            deeper levels.
+        gains, costs: (depth,) float32, by level: the value of reaching the next level, the seconds of its first node.
+        verify: (max_nodes + 3,) float32: seconds to verify that many nodes of each row, the root included.
+        worth: seconds that a token is worth.
+        share: time of each further node of a level, as a share of the first one's.
+    """
+
+    knots: np.ndarray
+    rates: np.ndarray
+    gains: np.ndarray
+    costs: np.ndarray
+    verify: np.ndarray
+    worth: float
+    share: float
+
+    @property
+    def max_depth(self) -> int:
+        """Levels that the tables cover."""
+        return len(self.gains)
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes that the tables cover, the root not included."""
+        return len(self.verify) - 3
+
+
+class Emitted(NamedTuple):
+    """Tokens that one step emits for a row, on the host.
+
+    Attributes:
+        tokens: the accepted draft tokens, then the bonus token.
+        num_drafted: nodes of the row's tree, the root not included.
+        depth: depth of the row's tree.
+        finite: whether the scores that these tokens were drawn from are finite.
     """
 
     tokens: list[int]
@@ -301,15 +335,15 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True)
 class Accepted:
-    """What one step keeps.
+    """The nodes that one step accepts.
 
     Attributes:
-        path: (B, D + 1) int64 indices of the kept nodes, the root first, then ``PAD``.
-        num: (B,) kept draft nodes (the root not counted).
-        bonus: (B,) the token after the last kept node: the next pending token.
-        on_host: what each row emits, where a rule found it on the host: then nobody has to read it from the tensors.
-        own: finds the path as the drafter numbered these nodes, PAD from the first one that it did not propose, where
-            it was not the only one to propose; None: as in ``path``.
+        path: (B, D + 1) int64 indices of the accepted nodes, the root first, then ``PAD``.
+        num: (B,) accepted draft nodes, the root not included.
+        bonus: (B,) the token after the last accepted node: the next pending token.
+        on_host: emitted tokens, if the rule was applied on the host, so that the tensors need not be read.
+        own: computes the path in the numbering of one of several drafters, PAD from the first node that it did not
+            propose; None if that is ``path``.
     """
 
     path: Tensor
@@ -320,5 +354,5 @@ class Accepted:
 
     @property
     def own_path(self) -> Tensor:
-        """(B, D + 1) the kept nodes as their drafter numbered them: for whoever kept something for each node."""
+        """(B, D + 1) the accepted nodes in the numbering of the drafter that observes the step."""
         return self.path if self.own is None else self.own()

@@ -209,8 +209,8 @@ void tell_noise() {
     const Filter filters[ROWS] = {{0, 0, 1, 0}, {0.7f, 0, 0.9f, 0}, {1.3f, 300, 0.8f, 0}, {1, 0, 1, 0.01f}, {0, 0, 1, 0}};
     for (int i = 0; i < ROWS * NODES; ++i) tokens[i] = word() % VOCAB, parents[i] = above[i % NODES];
     for (int turn = 0; turn < 4; ++turn) {  // what is drawn becomes a node, so that the walk goes on
-        const Walk how{store, seeds, starts, filters, found, 0, -1, 0, 0, 0};
-        draftwing_walk(scores.data(), ROWS, NODES, tokens, parents, &how);
+        const AcceptArgs how{store, seeds, starts, filters, found, 0, -1, 0, 0, 0};
+        draftwing_accept(scores.data(), ROWS, NODES, tokens, parents, &how);
         tell("walk " + std::to_string(turn), found, sizeof(found));
         for (int row = 0; row < ROWS; ++row) {
             const int64_t* own = found + row * (5 + 2 * NODES);
@@ -231,7 +231,7 @@ void tell_noise() {
     const float biases[] = {1.5f, -INFINITY};
     const Adjust adjust{1.3f, 0.2f, 0.11f, 2, said, 7, 3, biased, biases};
     const int64_t path[] = {3, 9, 44};
-    adjust_scores(adjust, *said_of(&adjust, 1, VOCAB), path, 3, scores.data(), VOCAB);
+    adjust_scores(adjust, *count_tokens(&adjust, 1, VOCAB), path, 3, scores.data(), VOCAB);
     tell("adjusted", scores.data(), VOCAB * 4);
     draftwing_noise_free(store);
 }
@@ -279,14 +279,14 @@ void tell_drafts() {
         std::vector<float> chances(2 * ROWS * ROOM);
         NoiseStore noise(VOCAB, 4);
         Draft draft{};
-        draft.depth = DEPTH, draft.width = WIDTH, draft.most = 20, draft.vocab_size = VOCAB, draft.room = ROOM;
-        draft.num_hidden = 4, draft.logits = 3, draft.states = -1, draft.sharpness = 2, draft.kept = 0.9f, draft.scale = 1;
-        draft.counts = counts, draft.wanted = wanted, draft.temperatures = temperatures;
+        draft.depth = DEPTH, draft.width = WIDTH, draft.max_nodes = 20, draft.vocab_size = VOCAB, draft.room = ROOM;
+        draft.num_hidden = 4, draft.logits = 3, draft.states = -1, draft.sharpness = 2, draft.hit_rate = 0.9f, draft.scale = 1;
+        draft.counts = counts, draft.active = wanted, draft.temperatures = temperatures;
         draft.top_k = top_k, draft.top_p = top_p, draft.min_p = min_p, draft.noise = &noise, draft.seeds = seeds, draft.starts = starts;
         if (plans) draft.num_tables = 1, draft.num_knots = 2, draft.worth = 1, draft.share = 0.3f;
         draft.knots = knots, draft.rates = rates, draft.gains = gains, draft.costs = costs, draft.verify = verify.data();
         draft.tokens = trees.data(), draft.parents = draft.tokens + ROWS * ROOM, draft.places = draft.parents + ROWS * ROOM;
-        draft.told = chances.data(), draft.reached = draft.told + ROWS * ROOM;
+        draft.node_probs = chances.data(), draft.path_probs = draft.node_probs + ROWS * ROOM;
         Batch waiting = batch, steps = batch;
         waiting.nodes = waiting.tree_nodes = 3, waiting.tokens = tokens, waiting.parents = parents, waiting.lengths = none;
         steps.nodes = steps.tree_nodes = 1, steps.lengths = some;
@@ -294,7 +294,7 @@ void tell_drafts() {
         const std::string name = plans ? "planned" : "fixed";
         tell(name + " tree's tokens", draft.tokens, ROWS * nodes * 8);
         tell(name + " tree's parents", draft.parents, ROWS * nodes * 8);
-        tell(name + " tree's chances", draft.reached, ROWS * nodes * 4);
+        tell(name + " tree's chances", draft.path_probs, ROWS * nodes * 4);
     }
 }
 

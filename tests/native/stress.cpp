@@ -100,23 +100,23 @@ struct World {
         std::vector<int64_t> trees(3 * ROWS * ROOM);
         std::vector<float> chances(2 * ROWS * ROOM);
         Draft draft{};
-        draft.depth = DEPTH, draft.width = WIDTH, draft.most = 12, draft.vocab_size = VOCAB, draft.room = ROOM;
-        draft.num_hidden = 4, draft.logits = 3, draft.states = -1, draft.sharpness = draft.kept = draft.scale = 1;
+        draft.depth = DEPTH, draft.width = WIDTH, draft.max_nodes = 12, draft.vocab_size = VOCAB, draft.room = ROOM;
+        draft.num_hidden = 4, draft.logits = 3, draft.states = -1, draft.sharpness = draft.hit_rate = draft.scale = 1;
         draft.read = draft.fed_back = 0;  // the same buffer: its rows are moved once
-        draft.counts = counts, draft.wanted = wanted, draft.temperatures = temperatures;
+        draft.counts = counts, draft.active = wanted, draft.temperatures = temperatures;
         draft.top_k = top_k, draft.top_p = top_p, draft.min_p = min_p;
         draft.noise = &noise, draft.seeds = seeds, draft.starts = starts;
         draft.tokens = trees.data(), draft.parents = draft.tokens + ROWS * ROOM, draft.places = draft.parents + ROWS * ROOM;
-        draft.told = chances.data(), draft.reached = draft.told + ROWS * ROOM;
+        draft.node_probs = chances.data(), draft.path_probs = draft.node_probs + ROWS * ROOM;
         const Batch steps = batch(1, nullptr, nullptr, some);
         const int nodes = draftwing_draft(ops.data(), ops.size(), &steps, &waiting, &draft, roots, num_threads);
-        for (int i = 0; i < ROWS * nodes; ++i) found.insert(found.end(), {float(draft.tokens[i]), draft.reached[i]});
+        for (int i = 0; i < ROWS * nodes; ++i) found.insert(found.end(), {float(draft.tokens[i]), draft.path_probs[i]});
 
         const int64_t chain[ROWS * WAITING] = {1, 2, 3, 4, 5, 6}, above[ROWS * WAITING] = {-1, 0, 1, -1, 0, 1};
         int64_t walked[ROWS * (5 + 2 * WAITING)];
         for (NoiseStore* store : {&noise, other}) {
-            const Walk how{store, seeds, starts, nullptr, walked, 0, -1, 0, 0, 0};
-            draftwing_walk(found.data(), ROWS, WAITING, chain, above, &how);
+            const AcceptArgs how{store, seeds, starts, nullptr, walked, 0, -1, 0, 0, 0};
+            draftwing_accept(found.data(), ROWS, WAITING, chain, above, &how);
             found.insert(found.end(), walked, walked + ROWS * (5 + 2 * WAITING));
             std::vector<float> copied(3 * VOCAB);
             draftwing_noise_copy(store, seeds[0], starts[0], 3, copied.data());

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from draftwing.budget.costs import pooled
 
-__all__ = ["NUM_DEPTHS", "Acceptance", "Ranks", "judged"]
-
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
 EDGES = [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995]  # bins of a chance
 PRIOR = 3.0  # observations that what is believed beforehand counts as
@@ -67,7 +65,7 @@ class Acceptance:
         return knots, rates
 
     def _line(self, place: int) -> tuple[list[float], list[float]]:
-        """Of depth ``place + 1``, (bins,) each: the mean chance, and the rate at which the nodes were accepted."""
+        """The mean chance and the acceptance rate of nodes of depth ``place + 1``, (bins,) each."""
         known = self._lines[place]
         if known is not None:
             return known

@@ -1,6 +1,10 @@
-"""What a step takes on this machine, as measured (how: ``budget.measure``), and what follows for speculation.
+"""The cost of a step on this machine (measured by ``budget.measure``), and the speedup that follows from it.
 
-Shape of all of it: T_V(n), a target forward over n nodes, and a drafter's time by depth.
+    T_V(n)  a target forward over n nodes, with everything after it      alpha   chance that a drafted token is accepted
+    T_T     a baseline step, T_V(1)                                      gamma   tokens drafted per step, in a chain
+    T_D     one level of drafting; c = T_D / T_T                         tau     tokens emitted per target forward
+
+Formulas: Leviathan et al. (2211.17192) for costs as a ratio c, MagicDec (2408.11049) for measured T_V.
 """
 
 from __future__ import annotations
@@ -12,25 +16,73 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Any
 
-from draftwing.budget.formulas import expected_tokens
 from draftwing.errors import ConfigError
 
-__all__ = ["ROWS", "Costs", "Curve", "inflection_length", "pooled"]
+ROWS = 4  # batch size at which the cost of further rows is measured
 
-ROWS = 4  # at once, with which it is measured what further rows take
+
+def _check(alpha: float, gamma: float = 0, c: float = 0.0) -> None:
+    if not 0 <= alpha <= 1 or gamma < 0 or not c >= 0:
+        raise ConfigError(
+            f"the cost model needs alpha in [0, 1], gamma and c of at least 0, found {alpha}, {gamma} and {c}"
+        )
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens per target forward with a chain: (1 - alpha^(gamma + 1)) / (1 - alpha) (2211.17192, eq. 1).
+
+    Raises:
+        ConfigError: alpha outside [0, 1], negative gamma or c (also in the functions below).
+    """
+    _check(alpha, gamma)
+    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def predicted_speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0) -> float:
+    """Speedup of chains over the baseline (2211.17192, theorem 3.8).
+
+    Args:
+        c: T_D / T_T.
+        verify_ratio: T_V(gamma + 1) / T_T: 1 in the paper, measured in MagicDec (2408.11049, eq. 1).
+    """
+    _check(alpha, gamma, c)
+    return expected_tokens(alpha, gamma) / (gamma * c + verify_ratio)
+
+
+def best_gamma(alpha: float, c: float, upto: int = 64) -> int:
+    """The chain length of the highest predicted speedup if verification is free; 0 if none gains (alpha <= c)."""
+    _check(alpha, upto, c)
+    if alpha <= c:  # corollary 3.9; not left to the last bit of equal speedups
+        return 0
+    return max(range(upto + 1), key=lambda gamma: (predicted_speedup(alpha, gamma, c), -gamma))
+
+
+def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
+    """Arithmetic per token relative to the baseline (2211.17192, theorem 3.11).
+
+    Args:
+        c_operations: arithmetic of a draft step / of a target token.
+    """
+    _check(alpha, gamma, c_operations)
+    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def memory_factor(alpha: float, gamma: int) -> float:
+    """Reads of the target's weights per token relative to the baseline: 1 / tau (2211.17192, section 3.4)."""
+    return 1 / expected_tokens(alpha, gamma)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A rising piecewise linear function of a count, through ``knots`` (count, seconds) in order of their counts.
+    """A non-decreasing piecewise linear function through ``knots`` (count, seconds), in order of count.
 
-    Below the first knot it is flat, behind the last one it goes on as between the last two.
+    It is flat below the first knot and continues the last segment beyond the last one.
     """
 
     knots: tuple[tuple[float, float], ...]
 
     def __call__(self, count: float) -> float:
-        """Seconds."""
+        """Return the seconds for a count."""
         knots = self.knots
         if not knots or count <= knots[0][0]:
             return knots[0][1] if knots else 0.0
@@ -40,12 +92,12 @@ class Curve:
         return knots[-1][1]
 
     def times(self, factor: float) -> Curve:
-        """Every second so many."""
+        """Return the curve with all seconds multiplied by ``factor``."""
         return Curve(tuple((count, seconds * factor) for count, seconds in self.knots))
 
     @classmethod
     def line(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
-        """A straight one through the same: start and slope by the median of all pairs' slopes (Theil and Sen)."""
+        """Fit a straight line: slope and intercept by the median of all pairs' slopes (Theil-Sen)."""
         points = [(count, _quiet(samples[count])) for count in sorted(samples)]
         if len(points) < 2:
             return cls(tuple(points))
@@ -56,7 +108,7 @@ class Curve:
 
     @classmethod
     def bent(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
-        """The nearest one through the same that rises less and less: what follows finds the caches warmer."""
+        """Fit the nearest concave curve: later levels of a draft find the caches warmer."""
         fitted = cls.fit(samples).knots
         if not fitted:
             return cls(())
@@ -65,15 +117,14 @@ class Curve:
         values = [0.0]
         for slope, width in zip(pooled([-slope for slope in slopes], widths), widths, strict=True):
             values.append(values[-1] - slope * width)
-        start = statistics.fmean([own - value for (_, own), value in zip(fitted, values, strict=True)])
+        start = statistics.fmean([seconds - value for (_, seconds), value in zip(fitted, values, strict=True)])
         return cls(tuple((count, max(start + value, 0.0)) for (count, _), value in zip(fitted, values, strict=True)))
 
     @classmethod
     def fit(cls, samples: Mapping[float, Sequence[float]]) -> Curve:
-        """Through the medians of ``samples``; where these fall, through the mean of those out of order.
+        """Fit the nearest non-decreasing curve through the medians of the faster half of each count's samples.
 
-        That is isotonic regression by pooling adjacent violators: more nodes never take less time, whatever a noisy
-        clock says. Medians of the faster half: what else runs on a machine only ever adds to a time.
+        Other processes only ever add to a time, and more nodes never take less: isotonic regression.
         """
         counts = sorted(samples)
         means = pooled([_quiet(samples[count]) for count in counts], [1.0] * len(counts))
@@ -81,8 +132,8 @@ class Curve:
 
 
 def pooled(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nearest never falling sequence (isotonic regression): those out of order become their weighted mean."""
-    blocks: list[tuple[float, float, int]] = []  # (mean, weight, how many)
+    """Return the nearest non-decreasing sequence (isotonic regression by pooling adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, number of values
     for value, weight in zip(values, weights, strict=True):
         mean, total, count = value, weight, 1
         while blocks and blocks[-1][0] > mean:
@@ -94,25 +145,21 @@ def pooled(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 
 def _quiet(values: Sequence[float]) -> float:
-    """The median of the faster half."""
     ordered = sorted(values)
     return statistics.median(ordered[: (len(ordered) + 1) // 2])
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a step, as measured for one target, drafter, dtype, device and number of threads.
+    """Measured seconds of the parts of a step, for one target, drafter, dtype, device and number of threads.
 
     Attributes:
-        verify: T_V by nodes in one forward (roots counted, all rows together), at ``context`` tokens of one row: the
-            target's forward and everything after it.
-        chain, tree: a drafter's time for one row by depth, for a chain, and for a tree of ``width``.
-        width: of the trees measured; 1 where a drafter grows chains alone.
-        per_token: of each committed token of each row; ``per_token_of``: the same by nodes of that row's tree, where
-            known. Keys and values are read once for all nodes, but each node multiplies with them.
-        per_row: verification of each row beside the first; ``draft_per_row`` as a share of the draft for one row.
-        context: tokens at which the curves were measured.
-        busy: the share of all that was measured only while other work had the processors.
+        verify: T_V by nodes per forward (roots included, all rows together), at ``context`` tokens of one row. chain,
+        tree: drafting time of one row by depth, for chains and for trees of ``width``. width: of the measured trees;
+        1 if the drafter only drafts chains. per_token: verification time per committed token of a row;
+        ``per_token_of``: the same by nodes of the row's tree. per_row: verification time per further row;
+        ``draft_per_row``: as a share of one row's drafting time. context: tokens at which the curves were measured.
+        busy: share of the measured sizes that were only measured while other processes held the processors.
     """
 
     verify: Curve
@@ -127,21 +174,21 @@ class Costs:
     busy: float = 0.0
 
     def verify_seconds(self, nodes: int, rows: int = 1, context: float | None = None) -> float:
-        """T_V of ``rows`` trees of ``nodes`` each, the root counted; ``context`` is the mean of the rows'."""
+        """T_V of ``rows`` trees of ``nodes`` each, roots included; ``context`` is the rows' mean length."""
         beyond = 0.0 if context is None else (context * rows - self.context) * self.token_seconds(nodes)
         return max(self.verify(nodes * rows) + (rows - 1) * self.per_row + beyond, 1e-7)
 
     def token_seconds(self, nodes: int) -> float:
-        """What each committed token of a row adds to the verification of so many nodes of that row."""
+        """Verification time per committed token of a row, for a tree of ``nodes``."""
         return self.per_token_of(nodes) if self.per_token_of.knots else self.per_token
 
     @property
     def of_target(self) -> Costs:
-        """Without the drafter's."""
+        """The costs without the drafter's."""
         return replace(self, chain=Curve(()), tree=Curve(()), width=1, draft_per_row=0.0)
 
     def at_pace(self, pace: float) -> Costs:
-        """The target's, on a machine that takes so many times as long."""
+        """The target's costs on a machine ``pace`` times as slow."""
         return replace(
             self.of_target,
             verify=self.verify.times(pace),
@@ -150,20 +197,22 @@ class Costs:
             per_row=self.per_row * pace,
         )
 
-    def draft_seconds(self, depth: int, width: int = 1, rows: int = 1) -> float:
-        """A drafter's time for trees of so many levels; 0 for depth 0."""
+    def draft_seconds(self, depth: float, width: int = 1, rows: int = 1) -> float:
+        """Drafting time of trees of ``depth`` levels; 0 for depth 0."""
         if depth <= 0:
             return 0.0
         curve = self.chain if width == 1 or not self.tree.knots else self.tree
-        return curve(depth) * self.draft_share(rows)
+        return curve(depth) * (1 + (rows - 1) * self.draft_per_row)
 
-    def draft_share(self, rows: int) -> float:
-        """A draft for so many rows, in drafts for one."""
-        return 1 + (rows - 1) * self.draft_per_row
+    @property
+    def node_share(self) -> float:
+        """The cost of each further node of a level, as a share of the level's first node."""
+        wide = self.draft_seconds(8, self.width) / max(self.draft_seconds(8), 1e-7)
+        return min(max((wide - 1) / max(self.width - 1, 1), 0.02), 1.0)
 
     @property
     def c(self) -> float:
-        """T_D / T_T: a level of a chain against a plain step."""
+        """T_D / T_T."""
         knots = self.chain.knots
         if len(knots) < 2:
             return self.chain(1) / self.verify(1)
@@ -171,20 +220,20 @@ class Costs:
         return max(high - low, 0.0) / (last - first) / self.verify(1)
 
     def speedup(self, alpha: float, gamma: int, rows: int = 1, context: float | None = None) -> float:
-        """Chains of ``gamma`` against plain decoding with the measured times (MagicDec's form, 2408.11049)."""
+        """Speedup of chains of ``gamma`` over the baseline, by the measured times (2408.11049)."""
         spent = self.draft_seconds(gamma, 1, rows) + self.verify_seconds(gamma + 1, rows, context)
         return expected_tokens(alpha, gamma) * self.verify_seconds(1, rows, context) / spent
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return the costs as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
-        """What ``to_dict`` gave.
+        """Read what ``to_dict`` returned.
 
         Raises:
-            ConfigError: something else.
+            ConfigError: the values are not measured costs.
         """
         try:
             curves = {
@@ -201,16 +250,16 @@ class Costs:
 
 
 def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, view: int | None = None) -> float:
-    """Tokens of context from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
+    """Context length from which chains of ``gamma`` gain (MagicDec 2408.11049, section 3).
 
-    With longer texts the KV slots, read once for all nodes, outweigh the rest, and T_V / T_T falls towards 1.
+    With longer contexts reading the KV cache, once for all nodes, dominates, and T_V / T_T falls towards 1.
 
     Args:
-        view: of a target that drafts for itself through so many slots: a draft step is then a plain step of a text of
-            that length, and need not have been measured. None: as measured.
+        view: slots that a self-drafting target attends to: a draft step then costs a baseline step of that length.
+            None: as measured.
 
     Returns:
-        0 where they gain from the start, infinity where they never do.
+        0 if they gain from the start, infinity if they never do.
     """
     tokens = expected_tokens(alpha, gamma)
     draft = costs.draft_seconds(gamma, 1, rows) if view is None else gamma * costs.verify_seconds(1, rows, view)
@@ -218,5 +267,5 @@ def inflection_length(costs: Costs, alpha: float, gamma: int, rows: int = 1, *, 
     if missing <= 0 and view is None:
         return 0.0
     gained = (tokens * costs.token_seconds(1) - costs.token_seconds(gamma + 1)) * rows
-    found = missing / gained if gained > 0 else math.inf
-    return found if view is None else max(found, float(view))
+    length = missing / gained if gained > 0 else math.inf
+    return length if view is None else max(length, float(view))

@@ -1,398 +1,348 @@
-"""How much to speculate, decided step by step from measured costs and observed acceptance.
+"""How much to draft, decided step by step: a bandit over a few sizes of drafts, by measured tokens per second.
 
-Everything is weighed in seconds. A token is worth what one takes at present; a node is worth that times its chance of
-being accepted; a level of drafting costs what the clock says. What follows is data: a ``GrowthRule`` that a tree grows
-by, or, where the shape must be blind to q or the host must not wait, a shape made of former steps alone. Where
-drafting brings less than it costs, nothing is drafted but for a short probe now and then.
+The arms are no drafts, a chain of one, a chain of two, and the *grown* tree, whose nodes are chosen while it grows by
+what they are worth (``GrowthRule``: measured costs and observed acceptance). Every arm keeps decayed sums of seconds
+and tokens of its steps. The fastest arm is played; the others are probed for two steps at intervals that double while
+nothing changes. A new request shortens the intervals and fades what earlier requests said about drafts.
 
-With the keyed match rule no decision can change the text. With rules that draw children from q, decisions look at
-former steps alone: nothing that a decision gates is drawn before it.
+With the keyed match rule no decision can change the output. For rules that draw children from q, and on a GPU, where
+the host must not wait for a tree's nodes, the grown tree is replaced by the fixed shape of the highest expected
+speed.
 
-SpecDec++ (2405.19715), Sequoia (2402.12374) and BanditSpec (2505.15141) decide parts of this.
+Deciding by a bandit: BanditSpec (2505.15141). Trees by expected worth: Sequoia (2402.12374), SpecDec++ (2405.19715).
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from draftwing.accept import Rule
 from draftwing.budget.acceptance import Acceptance, Ranks, judged
-from draftwing.budget.clock import HICCUP, JUMP, Clock
-from draftwing.budget.costs import ROWS, Costs
-from draftwing.budget.gate import KNOWN, Gate
-from draftwing.drafters.base import Budget, Traits
-from draftwing.model.target import Context, Row
-from draftwing.run.request import GrowthRule
-from draftwing.tree import Accepted, DraftTree
-
-__all__ = ["Planner"]
-
-LOOPS = 8  # decode loops that may take turns without each of their steps looking like another text's
-# When to learn.
-YOUNG = 32  # after the first so many steps what was seen is learnt from every `Gate.fresh` steps
-TOGETHER = 4  # steps that are judged at a time where much is known: the first after a forward takes as long as many
-SHARE, RAREST = 0.015, 4  # of the time, that learning takes if it can: at least one of so many steps is looked at
-FIRSTS = 5  # drafts after plain steps that tell what these take
-LOOK = 64  # steps of blind shapes, of which one is larger: what is never drafted is never learnt
-# How much at most.
-DEPTH, BRANCHES, NODES = 14, 4, 63
-COPIES, ALTERNATIVES = 16, 3  # depth and width of drafts that cost next to nothing
-GPU_CHAINS = tuple(map(Budget, (1, 2, 3, 5, 8)))  # shapes to choose among where each is recorded for itself
-GPU_TREES = (Budget(5, 8, 16), Budget(8, 10, 60))
-
-_Kept = tuple[Tensor, Tensor, Tensor | None]  # parents (B, N), accepted path (B, D), told (B, N)
+from draftwing.budget.costs import Costs
+from draftwing.methods.base import Budget, Drafter
+from draftwing.models.context import Context, Row
+from draftwing.tree import Accepted, DraftTree, GrowthRule
 
 
-class _Seen(NamedTuple):
-    """A step that was looked at; what its trees were, and became, is read as it is judged.
+@dataclass(frozen=True)
+class PlannerConfig:
+    """Constants of the planner. Units are decode steps unless stated; SmolLM2 in int8 takes about 5 ms per step."""
 
-    Attributes:
-        num_tokens: emitted, of all rows.
-        seconds: of drafting, and of all that followed.
-        decided_s: what deciding on it took.
-        was_plain: whether the one before was a plain one.
-        every: steps of which it is one.
-    """
+    decay: float = 0.985  # share of an arm's past that a step keeps: its memory is about 70 steps
+    token_decay: float = 0.998  # the same for the ratio of emitted to expected tokens: about 500 steps
+    min_gain: float = 1.06  # by which the hope for drafts must beat the baseline, whose steps between drafts run slower
+    doubt: float = 0.3  # optimism about an arm that was played once, as a share of its speed; falls with 1/sqrt(plays)
+    warmup: int = 4  # steps of the baseline, and of each chain, before the first decision
+    warmup_grown: int = 12  # steps of the grown tree before the first decision: acceptance is learned in them
+    probe: int = 2  # steps of a probe; the first one after baseline steps is slow and does not count
+    first_interval: int = 16  # steps between probes, doubled after each one that changes nothing,
+    last_interval: int = 256  # up to this: a probe that loses half of its time then costs 0.4%
+    hopeless: float = (
+        0.75  # an arm slower than the best one by more than this factor is only probed at the last interval
+    )
+    carried: float = 5.0  # plays of earlier requests that count in a new request: the next prompt may differ
+    probe_fade: float = 0.6  # share of an arm's past that counts when it is probed again
+    hiccup: float = (
+        2.0  # a step counts as at most this many average steps of its arm: other processes are not its fault
+    )
+    learn_every: int = 8  # drafted steps between updates of acceptance and growth rule (0.2 ms each)
+    skip_after: int = 3  # requests in a row without a gain, after which requests are decoded without the drafter
+    max_skipped: int = 8  # requests skipped at most before drafts are tried again
+    max_depth: int = 14  # levels of a tree
+    max_width: int = 4  # children of a node
+    max_nodes: int = 63  # nodes of a tree, the root not counted: one less than the largest measured size
 
-    tree: DraftTree
-    accepted: Accepted
-    num_tokens: int
-    seconds: tuple[float, float]
-    decided_s: float
-    was_plain: bool
-    every: int
+
+CONFIG = PlannerConfig()
+CHEAP = Budget(16, 3, 63)  # for drafters that run no net: depth, alternatives and nodes cost next to nothing to propose
+SHAPES = (*map(Budget, (3, 5, 8)), Budget(5, 8, 16), Budget(8, 10, 60))  # to choose from when trees cannot grow freely
+
+
+class Arm:
+    """Decayed seconds and tokens of one way of stepping."""
+
+    def __init__(self) -> None:
+        self.plays, self.weight, self.seconds, self.tokens = 0, 0.0, 0.0, 0.0
+        self.interval = CONFIG.first_interval
+
+    def add(self, seconds: float, tokens: float) -> None:
+        if self.plays >= 4:
+            seconds = min(seconds, CONFIG.hiccup * self.seconds / self.weight)
+        self.plays += 1
+        keep = CONFIG.decay
+        self.weight, self.seconds, self.tokens = (
+            keep * self.weight + 1,
+            keep * self.seconds + seconds,
+            keep * self.tokens + tokens,
+        )
+
+    def fade(self, share: float) -> None:
+        self.weight, self.seconds, self.tokens = share * self.weight, share * self.seconds, share * self.tokens
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of each row."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def hope(self) -> float:
+        """An upper confidence bound of the speed."""
+        return self.speed * (1 + CONFIG.doubt / math.sqrt(self.weight)) if self.weight else math.inf
+
+
+class Bandit:
+    """Which arm to play, for batches of one size. Arm 0 is the baseline, the last one the grown tree."""
+
+    def __init__(self, num_arms: int) -> None:
+        self.arms = [Arm() for _ in range(num_arms)]
+        self.best: int = 0
+        self.current: int = 0
+        self.steps, self.next_probe, self.probe_left = 0, 0, 0  # probe_left: further steps of the current probe
+        self.warmup = [*[CONFIG.warmup] * (num_arms - 1), CONFIG.warmup_grown]
+
+    def choose(self) -> int:
+        """The arm of the next step."""
+        self.steps += 1
+        if self.probe_left:
+            self.probe_left -= 1
+            return self.current
+        # Baseline first, then the grown tree, whose acceptance decides which chains are worth a look.
+        order: list[int] = [0, len(self.arms) - 1, *range(1, len(self.arms) - 1)]
+        for arm in order:
+            if self.arms[arm].plays < self.warmup[arm]:
+                self.current = arm
+                return arm
+        best = self._fastest()
+        if best != self.best:
+            self.best = best
+            self.arms[best].interval = CONFIG.first_interval
+            self.next_probe = self.steps + CONFIG.first_interval
+        self.current = best
+        if self.steps >= self.next_probe:
+            self._start_probe()
+        return self.current
+
+    def _fastest(self) -> int:
+        baseline = self.arms[0].speed * CONFIG.min_gain
+        drafts: int = max(range(1, len(self.arms)), key=lambda place: self.arms[place].hope)
+        if self.best and self.arms[drafts].hope < 1.02 * self.arms[self.best].hope:
+            drafts = self.best  # near ties are not worth a change
+        return drafts if self.arms[drafts].hope > baseline else 0
+
+    def _start_probe(self) -> None:
+        """Play the arm that was left alone longest by its own interval, unless it is hopeless."""
+        others = [place for place in range(len(self.arms)) if place != self.best]
+        top = self.arms[self.best].speed
+        able = [place for place in others if self.arms[place].hope > CONFIG.hopeless * top] or others
+        probed = min(able, key=lambda place: self.arms[place].weight)
+        arm = self.arms[probed]
+        arm.fade(CONFIG.probe_fade)
+        arm.interval = min(2 * arm.interval, CONFIG.last_interval)
+        if able is others:
+            arm.interval = CONFIG.last_interval
+        self.next_probe = self.steps + arm.interval
+        self.current, self.probe_left = probed, CONFIG.probe - 1
+
+    def begin_request(self) -> None:
+        """Believe less of what earlier requests said about drafts, and probe soon."""
+        for arm in self.arms[1:]:
+            arm.fade(min(1.0, CONFIG.carried / max(arm.weight, 1e-9)))
+            arm.interval = CONFIG.first_interval
+        self.next_probe = min(self.next_probe, self.steps + CONFIG.first_interval // 4)
 
 
 class Planner:
-    """Chooses the budget of every step; one for all requests of a model, since what it learns holds for the next.
-
-    Any number of threads may use one: a lock guards what is learnt, and a step's own data come with its tree.
+    """Chooses the budget of every step. One planner serves all requests and decode loops of a model.
 
     Args:
-        costs: of this target and drafter, measured.
-        most: the largest budget.
-        sighted: whether a tree may be shaped by what is said of its own nodes.
-        shapes: where not, budgets to choose among; none: any chain or tree up to ``most``.
-        stays_dear: see ``Gate``.
-        on_stale: called once, when steps persistently take something else than was measured.
-
-    Attributes:
-        listens: whether ``observe`` has anything to learn from the step that ``budget`` was asked for last.
+        costs: measured for this target and drafter.
+        grown: the largest tree; None if trees must not depend on their own nodes: then a fixed shape takes its place.
+        shapes: the chains and trees to choose that fixed shape from.
+        chains: lengths of the chains that are arms of their own.
     """
 
     def __init__(
         self,
         costs: Costs,
-        most: Budget,
+        grown: Budget | None,
         *,
-        sighted: bool = True,
-        shapes: tuple[Budget, ...] = (),
-        stays_dear: bool = False,
-        on_stale: Callable[[], None] | None = None,
+        shapes: tuple[Budget, ...] = SHAPES,
+        chains: tuple[int, ...] = (1, 2),
     ) -> None:
-        self.clock, self.acceptance, self.ranks = Clock(costs), Acceptance(), Ranks()
-        self.most, self.sighted, self.shapes = most, sighted, shapes
-        self._new_gate = partial(Gate, forecast=self._forecast, trusts_forecast=not sighted, stays_dear=stays_dear)
-        self.gate = self._new_gate(self.clock)
-        self._lock, self._on_stale = threading.Lock(), on_stale
-        self.listens = True
-        self._whole = most.nodes or most.depth
-        self._rows, self._size, self._most_nodes = 1, (0, self._whole), self._whole
-        self._asked: tuple[int, int | None] | None = None  # rows and limit of the latest step, as far as it is known
-        self._sizes: dict[tuple[int, int], tuple[Clock, Gate]] = {}  # what steps take, and whether drafts pay in them
-        self._texts: deque[Row] = deque(maxlen=LOOPS)  # the latest ones that were decoded alone; loops may take turns
-        self._firsts: deque[float] = deque(maxlen=FIRSTS)  # plain steps that the latest drafts after plain steps took
-        self._look_s = 0.0  # seconds that a look at a step takes,
-        self._own = 0.0  # seconds that deciding and learning take in a step, in the mean
-        self._decided_s, self._unseen = 0.0, 0  # that deciding took in the latest step; steps not looked at before it
-        self._seen: list[_Seen] = []  # steps that are still to be judged,
-        self._unlearnt: list[_Kept] = []  # and to be learnt from
-        self._nothing: dict[str, Budget] = {}
-        self._num_learnt = 0  # times that something was learnt
-        self._budget: tuple[tuple[int, str, int, int], Budget] | None = None  # and what it was made by
+        self.costs, self.most = costs, grown or max(shapes, key=_num_nodes)
+        self._grown, self._shapes, self._chains = grown, shapes, chains
+        self._acceptance, self._ranks = Acceptance(), Ranks()
+        self._bandits: dict[tuple[int, int], Bandit] = {}
+        self._key = 0, 0  # rows (by powers of two) and node limit of the latest step
+        self._bandit = Bandit(2 + len(chains))
+        self._budget: Budget | None = None  # the grown arm's, until something is learned
+        self._unlearned: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._expected = self._emitted = 30.0  # tokens by the nodes' probabilities, and as they came
+        self._request: Row | None = None
+        self._was_baseline = True
+        self._losing, self._skips, self._skip_length = 0, 0, 1
+        self._temperature = self._coolest = math.inf
+        self._lock = threading.Lock()
 
     @classmethod
-    def of(
-        cls, costs: Costs, rule: Rule, traits: Traits, *, on_cpu: bool, on_stale: Callable[[], None] | None = None
-    ) -> Planner:
-        """The planner that suits a rule and a drafter; ``on_cpu``: elsewhere a step must not wait for its own nodes."""
-        if not traits.costs_forwards:
-            sighted = rule.children in ("keyed", "top")
-            most = Budget(COPIES, ALTERNATIVES, NODES) if sighted else Budget(COPIES)
-            return cls(costs, most, sighted=sighted, stays_dear=traits.scores, on_stale=on_stale)
+    def of(cls, costs: Costs, rule: Rule, drafter: Drafter, *, on_cpu: bool) -> Planner:
+        """The planner for a rule and a drafter."""
+        may_grow = rule.children in ("keyed", "top") and on_cpu
+        if not drafter.costs_forwards:
+            return cls(costs, CHEAP if may_grow else None, shapes=(Budget(16),), chains=())
         is_tree = not rule.chain_only and costs.width > 1
-        most = Budget(DEPTH, BRANCHES, NODES) if is_tree else Budget(DEPTH)
-        if rule.children in ("keyed", "top"):
-            shapes = () if on_cpu else (*GPU_CHAINS, *(GPU_TREES if is_tree else ()))
-            return cls(costs, most, sighted=on_cpu, shapes=shapes, on_stale=on_stale)
-        return cls(costs, most, sighted=False, on_stale=on_stale)
+        grown = Budget(CONFIG.max_depth, CONFIG.max_width, CONFIG.max_nodes) if is_tree else Budget(CONFIG.max_depth)
+        shapes = SHAPES if is_tree else tuple(shape for shape in SHAPES if shape.is_chain)
+        return cls(costs, grown if may_grow else None, shapes=shapes)
 
-    # --- a step ----------------------------------------------------------------------------------------------------
+    # --- one step --------------------------------------------------------------------------------------------------
 
-    def budget(self, ctx: Context, children: str, most_nodes: int | None = None) -> Budget:
-        """For the next step; ``most_nodes``: of each row's tree, from 1 on, where that is limited."""
-        with self._lock:
-            self.clock.begin()
-            known = self._as_before(ctx, children, most_nodes)
-            if known is not None:
-                return known
-            began = time.perf_counter()
-            budget, gate = self._decided(ctx, children, most_nodes), self.gate
-            self.listens = not gate.is_open or gate.looks(gate.steps)
-            self._decided_s = time.perf_counter() - began
-            self._unseen += not self.listens
-            return budget
+    def budget(self, ctx: Context, children: str, max_nodes: int | None = None) -> Budget:
+        """The budget of the next step.
 
-    def _as_before(self, ctx: Context, children: str, most_nodes: int | None) -> Budget | None:
-        """Where the next step is like the one before and is not looked at: that should take next to nothing."""
-        rows, nothing, known = len(ctx.rows), self._nothing.get(children), self._budget
-        if (rows, most_nodes) != self._asked or (rows == 1 and ctx.rows[0] is not self._texts[-1]):
-            return None
-        self.listens = bool(nothing) and self.gate.measures()
-        if nothing and (self.listens or self.gate.sleeps()):
-            self._decided_s = 0.0
-            return nothing
-        if known is not None and known[0] == self._made_by(rows, children) and self.gate.coasts():
-            self.listens, self._decided_s = self.gate.looks(self.gate.steps), 0.0
-            self._unseen += not self.listens
-            return known[1]
-        return None
-
-    def _decided(self, ctx: Context, children: str, most_nodes: int | None) -> Budget:
-        rows, nothing = len(ctx.rows), self._nothing.get(children)
-        self._most_nodes = self._capped(most_nodes)
-        self._turn_to(rows)
-        self._asked = rows, most_nodes
-        gate, self.gate.rows = self.gate, rows
-        was_open = gate.is_open
-        if rows == 1 and not any(ctx.rows[0] is each for each in self._texts):
-            self._texts.append(ctx.rows[0])
-            self._judge()  # at the length of the text before
-            gate.begin_text()
-        self._rows, self.clock.context = rows, sum([row.length for row in ctx.rows]) / max(rows, 1)
-        if not gate.decide():
-            return nothing or self._nothing.setdefault(children, Budget(0, children=children))
-        if not self.sighted and gate.steps >= YOUNG and gate.steps % LOOK == 0:
-            return replace(self._blind(looks=True), children=children)
-        key, known = self._made_by(rows, children), self._budget
-        if known is None or known[0] != key or not was_open:
-            budget = replace(self._largest(), rule=self.rule(rows)) if self.sighted else self._blind()
-            known = self._budget = key, replace(budget, children=children)
-        return known[1]
-
-    def _made_by(self, rows: int, children: str) -> tuple[int, str, int, int]:
-        """What a budget follows from."""
-        return rows, children, self._num_learnt, self._most_nodes
-
-    def passes_over(self, num_tokens: int, temperature: float) -> bool:
-        """Whether a text of at most so many tokens, about to be decoded alone, is decoded plainly as a whole.
-
-        Its drafter then need not read its prompt or its features, and nobody asks for a budget.
+        Args:
+            ctx: the running rows.
+            children: how the rule needs children to be chosen.
+            max_nodes: limit of each row's tree, the root not counted.
         """
         with self._lock:
-            return self._gate_of_one().passes_over(num_tokens, temperature)
+            self._turn_to(len(ctx.rows), max_nodes)
+            if len(ctx.rows) == 1 and ctx.rows[0] is not self._request:
+                self._end_request()
+                self._request = ctx.rows[0]
+                self._bandit.begin_request()
+            arm = self._bandit.choose()
+            if arm == 0:
+                return Budget(0, children=children)
+            if arm <= len(self._chains):
+                length = self._chains[arm - 1]
+                return Budget(length if max_nodes is None else min(length, max_nodes), children=children)
+            if self._budget is None or len(self._unlearned) >= CONFIG.learn_every or self._bandit.steps < 64:
+                self._learn()
+                self._budget = self._shape(len(ctx.rows), max_nodes)
+            return replace(self._budget, children=children)
 
-    def passed_over(self, num_steps: int) -> None:
-        """Such a text took so many steps."""
+    def observe(self, tree: DraftTree, accepted: Accepted, num_tokens: int, draft_s: float, verify_s: float) -> None:
+        """Learn from a step.
+
+        Args:
+            tree: the proposed trees.
+            accepted: what the rule kept.
+            num_tokens: emitted tokens of all rows.
+            draft_s, verify_s: seconds of drafting, and of everything after it.
+        """
         with self._lock:
-            self._gate_of_one().rest(num_steps)
-
-    def _gate_of_one(self) -> Gate:
-        """That of a text that is decoded alone, with trees of any size."""
-        self._most_nodes = self._whole
-        self._turn_to(1)
-        self._judge()
-        return self.gate
-
-    def observe(
-        self, tree: DraftTree, accepted: Accepted, num_tokens: int, drafted_s: float, verified_s: float
-    ) -> None:
-        """What became of a step, and its seconds: of drafting, and of all that followed."""
-        with self._lock:
-            if not self.listens:
-                return
             rows, nodes = tree.tokens.shape
-            self._turn_to(rows)
-            gate, clock = self.gate, self.clock
-            if nodes == 1 and not tree.effort and gate.rests:
-                clock.run += 1
-                return
-            is_known, was_plain = nodes > 1 and clock.num_drafts > KNOWN, clock.run > 0
+            bandit = self._bandit
+            drafted = nodes > 1 or bool(tree.num_draft_forwards)
+            tokens = num_tokens / rows
+            if drafted and self._grown is not None and tree.confidence is not None:
+                # Which token comes true is luck; how likely it was says more.
+                expected = float(tree.confidence.sum()) / rows
+                keep = CONFIG.token_decay
+                self._expected, self._emitted = keep * self._expected + expected, keep * self._emitted + tokens
+                tokens = expected * self._emitted / self._expected
+            # The first draft after baseline steps reads all tokens since the last draft: it says nothing of later ones.
+            is_cold = drafted and self._was_baseline and bandit.arms[bandit.current].plays > 0
+            if not is_cold:
+                bandit.arms[bandit.current].add(draft_s + verify_s, tokens)
+            self._was_baseline = not drafted
             if nodes > 1:
-                clock.run = 0
-            decided_s, every = min(self._decided_s, drafted_s), 1 + self._unseen
-            took = drafted_s - decided_s, verified_s
-            self._unseen = 0
-            self._seen.append(_Seen(tree, accepted, num_tokens, took, decided_s, was_plain, every))
-            waits = gate.goes_on_plainly if nodes == 1 else is_known and not was_plain and len(self._seen) < TOGETHER
-            if not waits:
-                self._judge()
-            self.clock.end()
+                self._unlearned.append((tree.parents, accepted.path, tree.node_probs))
 
-    def _judge(self) -> None:
-        """What was seen of steps since it was judged last.
+    # --- what is learned -------------------------------------------------------------------------------------------
 
-        After a forward hardly any of this code is in the processor's caches: the first step takes as long as many.
-        """
-        if not self._seen:
-            return
-        began, seen, gate = time.perf_counter(), self._seen, self.gate
-        self._seen = []
-        for each in seen:
-            self._judge_step(each)
-        # Here too several at once take less than each by itself.
-        if self._unlearnt and (gate.steps < YOUNG or len(self._unlearnt) >= gate.fresh):
-            self._learn()
-        if self._on_stale is not None and self.clock.is_stale and len(seen[-1].tree.tokens) <= ROWS:
-            self._on_stale()
-            self._on_stale = None
-        steps, decided_s = sum(each.every for each in seen), sum(each.decided_s for each in seen)
-        spent = min(time.perf_counter() - began + decided_s, 1e-3)
-        self._own += min(0.05 * steps, 1.0) * (spent / steps - self._own)
-        self._look_s += 0.2 * (spent / len(seen) - self._look_s)
-        gate.every = min(1 + int(self._look_s / (SHARE * self.clock.plain_step(self._rows))), RAREST)
-
-    def _judge_step(self, seen: _Seen) -> None:
-        gate, clock, tree = self.gate, self.clock, seen.tree
-        rows, nodes = tree.tokens.shape
-        levels = float(tree.max_depth) if tree.effort is None else tree.effort
-        drafts, is_wide = nodes > 1 or levels > 0, not self.sighted and nodes > 1 and not tree.is_line
-        seconds = seen.seconds if drafts else (0.0, sum(seen.seconds))
-        took, found = clock.observe(rows, nodes, levels, is_wide, *seconds)
-        for account in (gate.all, gate.drafts):
-            account.correct(found)
-        chances = tree.confidence if self.sighted else None
-        tokens, expected = seen.num_tokens / rows, None if chances is None else sum(map(sum, chances.tolist())) / rows
-        gate.all.add(tokens, took, expected)
-        if drafts:
-            took += self._usual / clock.plain_step(rows)
-            brought = gate.drafts.add(tokens, took, expected)
-            whole = min((sum(seen.seconds) + clock.rest) / clock.plain_step(rows), JUMP * took)
-            gate.lose((self._gone(whole, took, is_first=seen.was_plain) - brought) * seen.every)
-        if nodes > 1:
-            self._unlearnt.append((tree.parents, seen.accepted.path, tree.told))
-
-    def _gone(self, whole: float, took: float, *, is_first: bool) -> float:
-        """Plain steps that a draft took, whatever it tells of those to come, without what is the machine's doing.
-
-        The first one after plain steps may take several times as long as others: that much is gone with each of them.
-        """
-        if not is_first:
-            return min(whole, HICCUP * took)
-        usual = statistics.median(self._firsts) if self._firsts else whole
-        self._firsts.append(whole)
-        return min(whole, HICCUP * usual)
-
-    def _capped(self, most_nodes: int | None) -> int:
-        """Nodes of a tree at most."""
-        return self._whole if most_nodes is None else min(most_nodes, self._whole)
-
-    def _turn_to(self, rows: int) -> None:
-        """Go on with what was learnt of batches of such a size, of 2 ** (bits - 1) + 1 to 2 ** bits rows, and limit.
-
-        Each has its own clock and gate: drafts that pay for one row may not for many, nor small ones as large ones, and
-        what many take is not measured beforehand, but follows from what few took.
-        """
-        if (size := ((rows - 1).bit_length(), self._most_nodes)) == self._size:
-            return
-        self._judge()
-        self._asked = None
-        self._sizes[self._size] = self.clock, self.gate
-        if size not in self._sizes:
-            clock = Clock(self.clock.costs)
-            self._sizes[size] = clock, self._new_gate(clock)
-        self._size, (self.clock, self.gate) = size, self._sizes[size]
+    def _turn_to(self, rows: int, max_nodes: int | None) -> None:
+        """Batches of different sizes, and limits, have bandits of their own: what pays for one row may not for many."""
+        key = (rows - 1).bit_length(), max_nodes or 0
+        if key != self._key:
+            self._bandits[self._key] = self._bandit
+            self._bandit = self._bandits.setdefault(key, Bandit(2 + len(self._chains)))
+            self._key, self._budget = key, None
 
     def _learn(self) -> None:
-        """Acceptance of the nodes whose parents were accepted, in the steps since it was learnt from last."""
-        said = judged(self._unlearnt, self.ranks)
-        self._unlearnt = []
-        self._num_learnt += 1
-        self.acceptance.observe(*said)
+        if self._unlearned:
+            self._acceptance.observe(*judged(self._unlearned, self._ranks))
+            self._unlearned = []
 
-    # --- what to draft ---------------------------------------------------------------------------------------------
+    def _pace(self, rows: int) -> float:
+        """The time of a baseline step now, relative to its measured cost."""
+        baseline = self._bandit.arms[0]
+        return baseline.seconds / baseline.weight / self.costs.verify_seconds(1, rows) if baseline.weight else 1.0
+
+    def _shape(self, rows: int, max_nodes: int | None) -> Budget:
+        """The budget of the grown arm."""
+        limit = max_nodes or CONFIG.max_nodes
+        if self._grown is None:
+            shapes = [shape for shape in self._shapes if _num_nodes(shape) <= limit] or [Budget(min(limit, 3))]
+            return max(shapes, key=lambda shape: self._expected_speed(shape, rows))
+        grown = self._grown
+        if limit < _num_nodes(grown):
+            width = min(grown.width, limit)
+            grown = Budget(min(grown.depth, limit), width, None if width == 1 else limit)
+        return replace(grown, rule=self.rule(rows))
 
     def rule(self, rows: int) -> GrowthRule:
-        """What nodes are worth at present, for so many rows."""
-        depth, nodes = self.most.depth, self.most.nodes or self.most.depth
-        knots, rates = self.acceptance.tables()
-        worth = self._token_seconds(rows)
-        continues = [self.ranks.rate(level + 1) for level in range(1, depth + 1)]
+        """The present value of nodes, for a batch of ``rows``."""
+        costs, depth, nodes = self.costs, self.most.depth, _num_nodes(self.most)
+        pace, baseline = self._pace(rows), self._bandit.arms[0].speed
+        verify = np.maximum.accumulate([pace * costs.verify_seconds(max(n, 1), rows) for n in range(nodes + 3)])
+        levels = [pace * costs.draft_seconds(level, 1, rows) for level in range(1, depth + 2)]
+        speed = max(self._bandit.arms[-1].speed, baseline)
+        worth = 1 / (speed * rows) if speed else pace * costs.verify_seconds(1, rows) / rows
+        knots, rates = self._acceptance.tables()
         return GrowthRule(
             knots,
             rates,
-            (worth * np.array(continues)).astype(np.float32),
-            self.clock.levels(depth, rows).astype(np.float32),
-            self.clock.verify_upto(nodes + 3, rows).astype(np.float32),
+            np.array([worth * self._ranks.rate(level + 1) for level in range(1, depth + 1)], np.float32),
+            np.maximum(np.diff(levels), 1e-7).astype(np.float32),
+            verify.astype(np.float32),
             worth,
-            self.clock.share,
+            costs.node_share,
         )
 
-    def _largest(self) -> Budget:
-        """The largest budget within the limit."""
-        most, nodes = self.most, self._most_nodes
-        if nodes >= (most.nodes or most.depth):
-            return most
-        width = min(most.width, nodes)
-        return replace(most, depth=min(most.depth, nodes), width=width, nodes=None if width == 1 else nodes)
+    def _expected_speed(self, shape: Budget, rows: int) -> float:
+        """Tokens per second of a fixed shape, a tree's nodes being the likeliest by rank."""
+        nodes = _num_nodes(shape)
+        chances = islice(self._ranks.likeliest(shape.depth, shape.width), nodes)
+        seconds = self.costs.draft_seconds(shape.depth, shape.width, rows) + self.costs.verify_seconds(nodes + 1, rows)
+        return (1 + sum(chance for _, chance in chances)) / seconds
 
-    def _blind(self, *, looks: bool = False) -> Budget:
-        """The shape of the greatest speedup by what was accepted in former steps; ``looks``: a larger one."""
-        most = self._most_nodes
-        shapes = [each for each in self.shapes if (each.nodes or each.depth) <= most]
-        if shapes:
-            return shapes[-1] if looks else max(shapes, key=self._expected)
-        paths, is_wide = [], False
-        tau, deepest, best, greatest = 1.0, 0, 1, 0.0
-        for path, chance in islice(self.ranks.likeliest(self.most.depth, self.most.width), most):
-            paths.append(path)
-            tau, deepest, is_wide = tau + chance, max(deepest, len(path)), is_wide or any(path)
-            speed = tau / self._takes(len(paths), deepest, is_wide)
-            if speed > greatest:
-                greatest, best = speed, len(paths)
-        if looks:
-            best = min(len(paths), 2 * best + 2)
-        paths = paths[:best]
-        if any(any(path) for path in paths):
-            return Budget(paths=tuple(paths))
-        return Budget(len(paths))
+    # --- requests that are decoded without the drafter -------------------------------------------------------------
 
-    def _expected(self, shape: Budget) -> float:
-        """Tokens in a second of a chain or dynamic tree, a tree's nodes being the likeliest by rank."""
-        nodes = shape.nodes or shape.depth
-        chances = islice(self.ranks.likeliest(shape.depth, shape.width), nodes)
-        return (1 + sum(chance for _, chance in chances)) / self._takes(nodes, shape.depth, shape.width > 1)
+    def skips(self, temperature: float) -> bool:
+        """Return True if a request that is about to run alone should be decoded without the drafter.
 
-    def _takes(self, nodes: int, levels: int, is_wide: bool) -> float:
-        """Seconds of a step with so many drafted nodes."""
-        drafting = self.clock.draft(levels, self._rows, is_wide=is_wide and not self.sighted)
-        return self.clock.verify_tilted(nodes + 1, self._rows) + drafting + self.clock.rest + self._usual
+        A drafter that is never asked still reads prompts and features, about 3% of a small model's time. A request at a
+        lower temperature than those that gained nothing is not skipped: more of its drafts come true.
+        """
+        with self._lock:
+            self._end_request()
+            if self._skips and temperature >= self._coolest:
+                self._skips -= 1
+                return True
+            self._temperature = temperature
+            return False
 
-    @property
-    def _usual(self) -> float:
-        """Seconds of a step for deciding and learning, once no more steps are looked at than must be."""
-        return min(self._own, self._look_s / self.gate.every)
+    def _end_request(self) -> None:
+        """Count requests in a row that ended without a gain from drafts."""
+        if self._request is None:
+            return
+        self._request = None
+        bandit = self._bandit if self._key == (0, 0) else self._bandits.get((0, 0), self._bandit)
+        if bandit.best or bandit.arms[-1].plays < CONFIG.warmup_grown:
+            self._losing, self._skip_length, self._coolest = 0, 1, math.inf
+            return
+        self._losing, self._coolest = self._losing + 1, min(self._coolest, self._temperature)
+        if self._losing >= CONFIG.skip_after:
+            self._skips, self._skip_length = self._skip_length, min(2 * self._skip_length, CONFIG.max_skipped)
 
-    def _forecast(self) -> float:
-        """The speedup of the best fixed chain by what has been learnt of the depths, by the costs of now."""
-        tau, path, best = 1.0, 1.0, 0.0
-        for depth in range(1, min(self._most_nodes, 16) + 1):
-            path *= self.ranks.rate(depth)
-            tau += path
-            best = max(best, tau / self._takes(depth, depth, is_wide=False))
-        return best * self.clock.plain_step(self._rows)
 
-    def _token_seconds(self, rows: int) -> float:
-        """What a token takes at present: no more than in plain decoding."""
-        return self.clock.plain_step(rows) / rows / max(self.gate.all.speedup, 1.0)
+def _num_nodes(budget: Budget) -> int:
+    return budget.nodes or budget.depth * budget.width

@@ -1,29 +1,163 @@
-"""``draftwing bench``: the field's question sets, every draft against plain decoding, with what was measured kept."""
+"""The tables of ``draftwing bench``: sets, their categories and turns, and what stands under them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from draftwing.cli import bench_tables, screen
-from draftwing.cli.drafts import AllDrafts, Drafts, drafts_compared, every_draft
-from draftwing.cli.options import Drafting, Json, Model, sampling_option, with_options
+from draftwing.cli import bench as bench_tables
+from draftwing.cli import screen
+from draftwing.cli.options import (
+    AllDrafts,
+    Drafting,
+    Drafts,
+    Json,
+    Model,
+    drafts_compared,
+    every_draft,
+    sampling_option,
+    with_options,
+)
 from draftwing.cli.progress import progress
+from draftwing.cli.screen import format_alpha, new_console, printable, put_line
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
-    from draftwing.api import LM
-    from draftwing.evaluate.bench.records import Journal
-    from draftwing.evaluate.bench.results import Group
-    from draftwing.evaluate.bench.sets import QuestionSet
-    from draftwing.evaluate.bench.settings import Method
+    from rich.console import Console
+
+    from draftwing.lab.bench import Journal, Method
+    from draftwing.lab.bench_results import Estimate, Group, Row
+    from draftwing.lab.bench_sets import QuestionSet
+    from draftwing.lm import LM
     from draftwing.sampling import Sampling
 
-__all__ = ["register"]
+
+_NAMED = 5  # skipped turns and differing texts that are named; the page has all
+_DEPTHS = 3  # of alpha; the page and the JSON have more
+
+
+def print_groups(groups: Sequence[Group]) -> None:
+    """A table for each group of equal settings."""
+    console = new_console()
+    if not groups:
+        put_line(console, "nothing is measured yet", "yellow")
+    if len(groups) > 1:
+        put_line(console, "results of different settings or machines, which do not compare: a table each", "yellow")
+    for group in groups:
+        _print_group(console, group)
+
+
+def _print_group(console: Console, group: Group) -> None:
+    put_line(console, f"\n{_title(group.settings)}", "bold")
+    console.print(_table(group.wholes, _columns(console.width)))
+    if group.parts:
+        put_line(console, "by turn and category")
+        console.print(_table(group.parts, _columns(min(console.width - 18, _WIDE - 1)), parts=True))
+    put_line(
+        console,
+        "n: questions; speedup: mean of the ratios to plain decoding, question by question, with a 95% interval; "
+        "of means: ratio of mean tokens/s; prompt: with the prompt's prefill in both times",
+        "dim",
+    )
+    settings = {key: value for key, value in group.settings.items() if key not in ("machine", "target_identity")}
+    put_line(console, f"settings: {_pairs(settings)}", "dim")
+    put_line(console, f"machine: {_pairs(group.settings['machine'])}", "dim")
+    for each in group.skipped[:_NAMED]:
+        put_line(
+            console,
+            f"skipped: {_where(each)}: {each['prompt_tokens']:,} tokens leave no room for an answer in a context of "
+            f"{each['context']:,}",
+            "yellow",
+        )
+    _put_rest(console, len(group.skipped), "turns were skipped, for want of room")
+    for each in group.differences[:_NAMED]:
+        told = "the target's law is kept, not its text" if each["promise"] == "law" else "NOT plain decoding's text"
+        style = "dim" if each["promise"] == "law" else "red"
+        what = f"{each['draft']}, {each['budget']}, from token {each['differs_at'] + 1} on"
+        put_line(console, f"differs: {_where(each)}: {what}: {told}", style)
+    _put_rest(console, len(group.differences), "texts differ; the page shows them")
+
+
+def _put_rest(console: Console, count: int, what: str) -> None:
+    if count > _NAMED:
+        put_line(console, f"in all, {count:,} {what}", "yellow")
+
+
+def _where(each: Mapping[str, Any]) -> str:
+    return f"{each['set']}, question {each['id']}, turn {each['turn']}, {each['sampling']}"
+
+
+def _title(settings: Mapping[str, Any]) -> str:
+    weights = "" if settings["quantize"] == "none" else f", {settings['quantize']}"
+    return f"{settings['target']}, {settings['dtype']}{weights}, {settings['tokens']} tokens, batch 1"
+
+
+# Terminal columns that the whole table takes, and one without all that can be worked out of the rest.
+_WIDE, _MIDDLE = 155, 110
+
+
+def _columns(width: int) -> tuple[str, ...]:
+    if width >= _WIDE:
+        return ("n", "tau", "speedup", "of means", "prompt", "tokens/s", "plain", "alpha by depth", "identical")
+    if width >= _MIDDLE:
+        return ("n", "tau", "speedup", "tokens/s", "plain", "identical")
+    return ("n", "tau", "speedup", "identical")
+
+
+def _table(rows: Sequence[Row], figures: Sequence[str], *, parts: bool = False) -> Table:
+    table = Table("set", *(("part",) if parts else ()), "sampling", "draft", "tree")
+    for name in figures:
+        is_text = name in ("alpha by depth", "identical")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        cells = _cells(row)
+        part = (Text(printable(row.part)),) if parts else ()
+        rule = "" if row.method["rule"] == "match" else f" ({row.method['rule']})"
+        named = (Text(printable(row.set)), *part, row.sampling, Text(printable(row.method["draft"]) + rule))
+        style = "bold" if row.set == "mean of sets" else ""
+        table.add_row(*named, row.method["budget"], *(cells[name] for name in figures), style=style)
+    return table
+
+
+def _cells(row: Row) -> dict[str, str | Text]:
+    more = " ..." if len(row.alpha) > _DEPTHS else ""
+    return {
+        "n": str(row.num_questions),
+        "tau": _span(row.figures["tau"]),
+        "speedup": _span(row.figures["speedup"], "x"),
+        "of means": f"{row.figures['speedup_ratio_of_means'].value:.2f}x",
+        "prompt": f"{row.figures['speedup_with_prompt'].value:.2f}x",
+        "tokens/s": f"{row.tokens_per_s:.1f}",
+        "plain": f"{row.plain_tokens_per_s:.1f}",
+        "alpha by depth": format_alpha(row.alpha[:_DEPTHS]) + more or "-",
+        "identical": _identical(row),
+    }
+
+
+def _span(estimate: Estimate, unit: str = "") -> str:
+    ends = "" if estimate.low is None or estimate.high is None else f" [{estimate.low:.2f}-{estimate.high:.2f}]"
+    return f"{estimate.value:.2f}{unit}{ends}".replace("[", "\\[")
+
+
+def _identical(row: Row) -> Text:
+    text = f"{row.num_identical} of {row.num_answers}"
+    if row.promise == "law":
+        return Text(f"{text} (same law)", style="green")
+    return Text(text if row.lossless else f"{text}, LOSSY rule", style="green" if row.keeps_promise else "red")
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in values.items() if value is not None)
+
+
+# ``draftwing bench``: the field's question sets, every draft against plain decoding, with what was measured kept.
+
 
 RESULTS, PAGE = "results.json", "index.html"
 
@@ -48,7 +182,7 @@ class Asked:
 
     def read(self, more: Sequence[str] | None) -> list[QuestionSet]:
         """The sets."""
-        from draftwing.evaluate.bench.sets import find_files, read_set
+        from draftwing.lab.bench_sets import find_files, read_set
 
         return [read_set(name, file) for name, file in find_files([*(self.sets or ()), *(more or ())]).items()]
 
@@ -82,8 +216,9 @@ class Measured:
 
     def load(self, plain: LM, model: Model) -> list[Method]:
         """Every draft with every tree, on the target of ``plain``."""
-        from draftwing.api import LM, load_drafter
-        from draftwing.evaluate.bench.settings import Method
+        from draftwing.lab.bench import Method
+        from draftwing.lm import LM
+        from draftwing.loading import load_drafter
 
         names = [name for name in dict.fromkeys(self.draft or drafts_compared(model.target)) if name != "none"]
         makers = [(name, load_drafter(name, plain.target, plain.tokenizer, device=model.device)) for name in names]
@@ -118,7 +253,7 @@ class Sampled:
 
     def to_samplings(self, folder: Path) -> list[Sampling]:
         """The checked parameters, each once; ``folder`` is the target's."""
-        from draftwing.evaluate.bench.settings import name_of_sampling, parse_sampling
+        from draftwing.lab.bench import name_of_sampling, parse_sampling
 
         parsed = [parse_sampling(each, folder) for each in self.temperature or ("0", "1")]
         found = [dataclasses.replace(each, max_tokens=self.tokens, seed=self.seed) for each in parsed]
@@ -144,7 +279,7 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure drafts on the field's question sets: MT-bench, HumanEval, GSM8K, Spec-Bench, ...
+    """Measure drafts on standard question sets: MT-bench, HumanEval, GSM8K, Spec-Bench, ...
 
     Batch 1, every turn of every question, plain decoding and each draft in alternation. Every finished answer is in the
     folder at once: stop it at any time, and the same command goes on. Settings that differ are never put in one table.
@@ -167,10 +302,8 @@ def bench(
         raise ConfigError("bench keeps what it measures in a folder: give --out, such as --out results")
     sets = asked.read(more)
     measured.check()
-    from draftwing.api import load
-    from draftwing.evaluate.bench.protocol import Plan, run
-    from draftwing.evaluate.bench.records import open_journal
-    from draftwing.evaluate.bench.settings import describe_settings
+    from draftwing.lab.bench import Plan, describe_settings, open_journal, run
+    from draftwing.loading import load
 
     plain = load(**vars(model), draft="none")
     samplings = sampled.to_samplings(plain.tokenizer.folder)
@@ -189,8 +322,7 @@ def bench(
 
 
 def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
-    """What was measured earlier, once more as tables and page."""
-    from draftwing.evaluate.bench.records import read_journal
+    from draftwing.lab.bench import read_journal
 
     journals = [read_journal(each) for each in dict.fromkeys(folders)]
     if out is None and len(folders) == 1:
@@ -205,9 +337,9 @@ def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> None
 
 def _finish(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
     """Tables on stdout; results and page in ``out``."""
-    from draftwing.evaluate.bench.page import render
-    from draftwing.evaluate.bench.results import gather, to_dict
-    from draftwing.heads.write import write_text
+    from draftwing.formats.write import write_text
+    from draftwing.lab.bench_page import render
+    from draftwing.lab.bench_results import gather, to_dict
 
     groups = gather([each for each in journals if each.answers or each.skipped])
     if out is not None and groups:
@@ -225,8 +357,3 @@ def _finish(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> 
 def _judge(groups: Sequence[Group]) -> None:
     if not all(each.keeps_promises for each in groups):
         raise typer.Exit(1)
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command()(bench)

@@ -6,14 +6,12 @@ from typing import Annotated
 
 import typer
 
-from draftwing.cli import screen, tables
-from draftwing.cli.drafts import Compared, Draft
+from draftwing.cli import screen
+from draftwing.cli import screen as tables
 from draftwing.cli.generate import namer
-from draftwing.cli.options import Drafting, Examples, Json, Model, SamplingOptions, with_options
+from draftwing.cli.options import Compared, Draft, Drafting, Examples, Json, Model, SamplingOptions, with_options
 from draftwing.cli.progress import progress
 from draftwing.errors import ConfigError
-
-__all__ = ["register"]
 
 
 @with_options
@@ -39,11 +37,11 @@ def compare(
 
     - `draftwing compare -t path/or/hub-id -d path/or/smaller -d lookup --prompts prompts.jsonl -T 0.8`
     """
-    from draftwing.evaluate.compare import compare as measure
+    from draftwing.lab.compare import compare as measure
 
     checked = sampling.to_sampling()
     drafting.check()
-    todo = examples.read()
+    todo = examples.read(model.target)
     lms = model.load_many(compared.draft, drafting, every=compared.every)
     ready = [sampling.put(each, lms[0].tokenizer) for each in todo]
     with progress("comparing") as on_progress:
@@ -68,7 +66,7 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check that the drafted text is plain decoding's, token by token; exits with 1 where it is not.
+    """Check that drafted text equals plain decoding's, token by token; exit with 1 if it does not.
 
     Of every difference it says by what margin plain decoding chose, and how far rounding alone moves a score there.
 
@@ -78,7 +76,7 @@ def verify(
 
     - `draftwing verify -t path/or/hub-id -d path/or/smaller --prompts prompts.jsonl -T 0.8 --allow-ties`
     """
-    from draftwing.evaluate.lossless import verify as check
+    from draftwing.lab.verify import verify as check
 
     checked = sampling.to_sampling()
     drafting.check()
@@ -86,7 +84,7 @@ def verify(
         raise ConfigError(
             f"rule {drafting.rule!r}: {tables.LAW_ALONE}: verify it with --temperature 0, or use --rule match"
         )
-    todo = examples.read()
+    todo = examples.read(model.target)
     lm = model.load(draft, drafting)
     ready = [sampling.put(each, lm.tokenizer) for each in todo]
     with progress("verifying") as on_progress:
@@ -97,9 +95,3 @@ def verify(
         tables.print_verification(found, namer(lm))
     if any(not (allow_ties and each.is_tie) for each in found.differences):
         raise typer.Exit(1)
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    for command in (compare, verify):
-        app.command()(command)

@@ -5,34 +5,35 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.drafts import or_of
-from draftwing.cli.options import Data, Json, Model, Target, sampling_option, taps_of, with_options
+from draftwing.cli import screen as tables
+from draftwing.cli.options import Data, Json, Model, Target, or_of, sampling_option, taps_of, with_options
 from draftwing.cli.progress import progress, token_rate
-from draftwing.drafters.kinds import method_named, methods
 from draftwing.errors import ConfigError, shown
+from draftwing.methods.registry import training_method, training_methods
 
 if TYPE_CHECKING:
-    from draftwing.api import LM
+    from draftwing.lm import LM
+    from draftwing.methods.suffix_array import Store
     from draftwing.sampling import Sampling
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.answers.server import ServerAnswerer
-    from draftwing.train.answers.tasks import Task
-    from draftwing.train.features.growing import GrowingCache
+    from draftwing.train.answer_server import ServerAnswerer
+    from draftwing.train.answers import Task
+    from draftwing.train.feature_cache import GrowingCache
 
-__all__ = ["register"]
 
-_app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`.")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`.")
 
 
 Method = Annotated[
     str,
     typer.Option(
-        "--method", help=f"Keep what it reads: {or_of(methods())}; eagle3's hidden states serve eagle1 and hass too."
+        "--method",
+        help=f"Keep what it reads: {or_of(training_methods())}; eagle3's hidden states serve eagle1 and hass too.",
     ),
 ]
 Taps = Annotated[str | None, typer.Option("--taps", help="Other hidden states than the method's, such as 2,16,29.")]
@@ -44,9 +45,9 @@ def tap_chooser(method: str, taps: str | None) -> Callable[[int], tuple[int, ...
     Raises:
         ConfigError: at once, where ``method`` or ``taps`` cannot be meant.
     """
-    if method not in methods():
-        raise ConfigError(f"--method must be one of {', '.join(methods())}, found {method!r}")
-    kind, own = method_named(method)[0], taps_of(taps)
+    if method not in training_methods():
+        raise ConfigError(f"--method must be one of {', '.join(training_methods())}, found {method!r}")
+    kind, own = training_method(method)[0], taps_of(taps)
     return lambda num_layers: own or tuple(tap for tap in kind.taps(num_layers) if tap != num_layers)
 
 
@@ -105,7 +106,7 @@ class Asked:
 
     def read(self, data: Data, out: Path, tokenizer: Tokenizer | None) -> list[Task]:
         """The data's prompts."""
-        from draftwing.train.answers.tasks import read_tasks
+        from draftwing.train.answers import read_tasks
 
         return read_tasks(data.sources, **vars(self), tokenizer=tokenizer, exclude=data.exclude, output=out)
 
@@ -127,9 +128,9 @@ class Kept:
 
     def load(self, model: Model, draft: str | None) -> tuple[LM, GrowingCache | None]:
         """The model, and the cache of its states where one is wanted."""
-        from draftwing.api import load
-        from draftwing.heads.identity import target_id
-        from draftwing.train.features.growing import GrowingCache
+        from draftwing.formats.identity import target_id
+        from draftwing.loading import load
+        from draftwing.train.feature_cache import GrowingCache
 
         taps = tap_chooser(self.method, self.taps)
         lm = load(**vars(model), draft=draft)
@@ -139,7 +140,7 @@ class Kept:
         return lm, GrowingCache(self.features, lm.target, taps(lm.target.num_layers), identity=identity)
 
 
-@_app.command("regenerate")
+@data_app.command("regenerate")
 @with_options
 def regenerate(
     model: Model,
@@ -161,9 +162,9 @@ def regenerate(
 
     - `draftwing data regenerate --data chats.jsonl -o out.jsonl --server http://localhost:8000 --served-model my-model`
     """
-    from draftwing.train.answers.local import LMAnswerer
-    from draftwing.train.answers.regenerate import regenerate as run
-    from draftwing.train.answers.server import ServerAnswerer
+    from draftwing.train.answer_local import LMAnswerer
+    from draftwing.train.answer_server import ServerAnswerer
+    from draftwing.train.answers import regenerate as run
 
     sampling = answers.to_sampling()
     answerer: LMAnswerer | ServerAnswerer
@@ -198,7 +199,7 @@ def regenerate(
 
 
 def _served(server: Server, sampling: list[Sampling]) -> ServerAnswerer:
-    from draftwing.train.answers.server import ServerAnswerer
+    from draftwing.train.answer_server import ServerAnswerer
 
     if server.served_model is None:
         raise ConfigError("--server needs --served-model: the name under which the server knows the target")
@@ -233,7 +234,7 @@ class Features:
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: cuda if there is one]")] = None
 
 
-@_app.command("cache")
+@data_app.command("cache")
 @with_options
 def cache(
     data: Data,
@@ -251,13 +252,13 @@ def cache(
 
     - `draftwing train eagle3 --data dialogues.jsonl --cache features --minutes 15 -o my-head`
     """
-    from draftwing.api import load_target
-    from draftwing.heads.identity import target_id
-    from draftwing.model.resolve import resolve
+    from draftwing.formats.identity import target_id
+    from draftwing.loading import load_target
+    from draftwing.models.catalogue import default_model
+    from draftwing.models.resolve import resolve
     from draftwing.text.tokenizer import Tokenizer
-    from draftwing.train.data.batches import Batches
-    from draftwing.train.data.files import read_examples, split
-    from draftwing.train.features.cache_writer import estimate, write_cache
+    from draftwing.train.data import Batches, read_examples, split
+    from draftwing.train.feature_cache import estimate, write_cache
 
     length, share = features.max_length, features.validation_share
     chosen = tap_chooser(features.method, features.taps)
@@ -267,7 +268,7 @@ def cache(
         corpus = read_examples(data.sources, tokenizer, max_length=length, exclude=data.exclude, on_progress=on_data)
     training, _ = split(corpus, share, features.seed)
     batches = Batches(training, features.tokens_per_batch, length, features.seed)
-    name = str(features.target or "draftwing/target")
+    name = str(features.target or default_model())
     model = load_target(folder, dtype=features.dtype, device=features.device, name=name, prepack=False)
     taps = chosen(model.num_layers)
     screen.line(f"the cache will have {estimate(model, batches, taps)}")
@@ -282,6 +283,89 @@ def cache(
     screen.line(f"train on it: draftwing train {features.method} ... --cache {out} {settings}", "dim")
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.add_typer(_app, name="data")
+# ``draftwing datastore build | info``: texts that drafts are retrieved from.
+
+
+datastore_app = typer.Typer(
+    no_args_is_help=True, help="Build and describe datastores for retrieval (REST): `build`, `info`."
+)
+
+
+@datastore_app.command("build")
+def build(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help="Text files, JSONL files of texts or dialogues (as for `train --data`), or folders of them."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must be new.")],
+    target: Target = None,
+    exclude: Annotated[
+        Path | None, typer.Option("--exclude", help="File of names (globs, or prefix/) to leave out of folders.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a datastore of texts like those that the target will write; `--draft FOLDER` then drafts from it.
+
+    It holds the texts as ids of the target's tokenizer (no weights are read), and 8 bytes on disk for each token.
+    `pip install 'draftwing[datastore]'` sorts large ones several times as fast.
+
+    Examples:
+
+    - `draftwing datastore build src docs --target path/or/hub-id --out project-store`
+
+    - `draftwing datastore build answered.jsonl -t smollm2-135m-instruct -o answers-store --json`
+
+    - `draftwing generate "def main(" --target path/or/hub-id --draft project-store`
+    """
+    from draftwing.methods.suffix_array import check_new_datastore
+    from draftwing.models.catalogue import default_model
+    from draftwing.models.resolve import resolve
+    from draftwing.text.tokenizer import Tokenizer
+    from draftwing.train.datastore import build_datastore, read_texts
+
+    check_new_datastore(out)
+    tokenizer = Tokenizer(resolve(target))
+    with progress("reading the texts, bytes") as on_progress:
+        texts = read_texts(files, tokenizer, exclude=exclude, on_progress=on_progress)
+    with progress(f"sorting {len(texts.tokens):,} tokens"):
+        store = build_datastore(out, texts, tokenizer, str(target or default_model()))
+    if as_json:
+        screen.print_json(_described(out, store))
+        return
+    about = store.about
+    screen.line(
+        f"wrote {out}: {about['num_tokens']:,} tokens in {about['num_texts']:,} texts, {store.num_bytes / 1e6:,.1f} MB"
+    )
+    screen.line(f"draft from it: draftwing generate ... --draft {out}", "dim")
+
+
+@datastore_app.command("info")
+def info(
+    folder: Annotated[Path, typer.Argument(help="A datastore.")],
+    check: Annotated[bool, typer.Option("--check", help="Read all of it, and see that nothing is damaged.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Describe a datastore: its texts, whose tokenizer it is for, and its size.
+
+    Examples:
+
+    - `draftwing datastore info project-store`
+
+    - `draftwing datastore info project-store --check --json`
+    """
+    from draftwing.methods.suffix_array import read_datastore
+
+    store = read_datastore(folder, whole=check)
+    found = _described(folder, store)
+    if as_json:
+        screen.print_json({**found, "checked": check})
+    else:
+        tables.print_info({"datastore": {**found, "checked": "all of it" if check else "in part (all with --check)"}})
+
+
+def _described(folder: Path, store: Store) -> dict[str, Any]:
+    about = store.about
+    names = ("num_tokens", "num_texts", "num_files", "target", "vocab_size", "vocab_hash", "identity")
+    return {"folder": str(folder), **{name: about.get(name) for name in names}, "num_bytes": store.num_bytes}

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.drafts import Draft
-from draftwing.cli.options import Drafting, Json, Model, Prompts, SamplingOptions, sampling_option, with_options
+from draftwing.cli.options import Draft, Drafting, Json, Model, Prompts, SamplingOptions, sampling_option, with_options
 from draftwing.errors import ConfigError, PromptError, shown
 
 if TYPE_CHECKING:
-    from draftwing.api import LM
+    from draftwing.lm import LM
     from draftwing.sampling import Sampling
     from draftwing.text.grammar import Grammar
     from draftwing.text.prompts import Prompt
-
-__all__ = ["namer", "register"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ class Form:
 
 
 def _content(given: str, option: str, *, is_file: bool) -> str:
-    """What is given, or is in the file that is."""
     from draftwing.text.grammar import LONGEST
 
     if not is_file and not os.path.isfile(given):  # which says no where a grammar is no name of a file
@@ -92,7 +88,7 @@ def generate(
     prompts: Prompts = None,
     draft: Draft = None,
 ) -> None:
-    """Write on from a prompt; colours show how many drafted tokens were accepted at once.
+    """Continue a prompt; colours show how many drafted tokens were accepted at once.
 
     Examples:
 
@@ -106,7 +102,7 @@ def generate(
 
     - `draftwing generate "Name a city." -t chat-model --json-schema '{"properties": {"city": {"type": "string"}}}'`
     """
-    from draftwing.evaluate.report import describe_run, record
+    from draftwing.lab.report import describe_run, record
 
     drafting.check()
     checked, grammar = sampling.to_sampling(beside.logprobs), form.read()
@@ -132,7 +128,7 @@ def _show(
     grammar: Grammar | None, echo: str | None, profile: bool,
 ) -> None:  # fmt: skip
     """Stream every text, and close each with its figures; ``echo`` is written in front."""
-    from draftwing.evaluate.report import record
+    from draftwing.lab.report import record
 
     screened = screen.Screen()
     for number, each in enumerate(prompts, 1):
@@ -152,7 +148,7 @@ def _show(
         if done.logprobs is not None:
             screened.logprobs(done.logprobs, namer(lm))
         screened.closing(record(done, plain, sampling, grammar), profile=profile)
-    if lm.traits.drafts:
+    if lm.drafter.drafts:
         screened.legend()
 
 
@@ -176,8 +172,3 @@ def _prompts_of(prompt: str | None, file: Path | None) -> Sequence[Prompt]:
     if not prompt:
         raise PromptError("the prompt is empty: give some text to go on from")
     return [check_text(prompt)]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command()(generate)

@@ -8,16 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from draftwing.cli import screen, tables
-from draftwing.cli.drafts import or_of
-from draftwing.cli.options import FewExamples, Json, Model, taps_of, with_options
-from draftwing.drafters.kinds import KINDS
+from draftwing.cli import screen
+from draftwing.cli import screen as tables
+from draftwing.cli.options import FewExamples, Json, Model, or_of, taps_of, with_options
 from draftwing.errors import ConfigError
-from draftwing.model.catalogue import entry_of
+from draftwing.models.catalogue import entry_of
 
-__all__ = ["register"]
-
-_LAYOUTS = dict.fromkeys(name for kind in KINDS.values() if kind.net is not None for name in kind.net.layouts)
+# Of all methods; written here, since these are classes that import PyTorch.
+_LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators", "medusa")
 Head = Annotated[Path, typer.Argument(help="Folder of a head, in any layout.")]
 
 
@@ -31,7 +29,7 @@ def convert(
     ] = None,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Draft tokens that speculators' config proposes.")] = 5,
 ) -> None:
-    """Write a head in another layout. No number changes; what a layout cannot say is an error.
+    """Convert a head to another layout without changing a number.
 
     Examples:
 
@@ -39,7 +37,7 @@ def convert(
 
     - `draftwing convert downloaded-eagle3 -o head --target path/or/hub-id`
     """
-    from draftwing.drafters.kinds import convert as run
+    from draftwing.methods.registry import convert as run
 
     run(head, out, to, target=_target_id(target), taps=taps_of(taps), depth=depth)
     screen.line(f"wrote {out} in the layout {to!r}")
@@ -54,15 +52,15 @@ def export(
     ] = None,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Draft tokens in a row.")] = 3,
 ) -> None:
-    """Write a head as an engine takes it, and print the command that serves it.
+    """Write a head in another engine's layout, and print the command that serves it.
 
     Examples:
 
     - `draftwing export my-head/head --to vllm --target path/or/hub-id -o my-head-vllm`
     """
-    from draftwing.drafters.kinds import convert as run
-    from draftwing.heads.convert import SERVED_BY, serve_command
-    from draftwing.model.resolve import fetch
+    from draftwing.formats.convert import SERVED_BY, serve_command
+    from draftwing.methods.registry import convert as run
+    from draftwing.models.resolve import fetch
 
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
@@ -86,7 +84,7 @@ def doctor(
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Decode a few prompts with it.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Look at a head for a target: every trap that fails silently elsewhere, and whether the target accepts its drafts.
+    """Check a head for a target: known causes of silent failure, and whether its drafts are accepted.
 
     A head is tried on prompts of its own kind: those that its training held out and stored with it, else questions
     through the target's chat template, else (for targets that do not chat) beginnings of Python files. Exits with 1
@@ -98,17 +96,17 @@ def doctor(
 
     - `draftwing doctor downloaded-eagle3 --target path/or/hub-id --prompts prompts.jsonl`
     """
-    from draftwing.api import load
-    from draftwing.drafters.kinds import diagnose
-    from draftwing.evaluate.fit import measure_fit, trial_of
-    from draftwing.model.resolve import resolve
+    from draftwing.lab.fit import measure_fit, trial_of
+    from draftwing.loading import load
+    from draftwing.methods.registry import diagnose
+    from draftwing.models.resolve import resolve
 
     findings = diagnose(head, resolve(model.target))
     failed = any(each.status == "fail" for each in findings)
     fit = None
     if measure and not failed:
         lm = load(**vars(model), draft=head)
-        own = examples.read() if examples.prompts else None
+        own = examples.read(model.target) if examples.prompts else None
         fit = measure_fit(lm, trial_of(head, lm.tokenizer, examples.num_prompts, own, where=str(examples.prompts)))
         failed = fit.verdict == "does not fit"
     if as_json:
@@ -121,13 +119,7 @@ def doctor(
 
 
 def _target_id(target: str | None) -> Any:
-    from draftwing.heads.identity import target_id_of_folder
-    from draftwing.model.resolve import resolve
+    from draftwing.formats.identity import target_id_of_folder
+    from draftwing.models.resolve import resolve
 
     return None if target is None else target_id_of_folder(resolve(target), target)
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    for command in (convert, export, doctor):
-        app.command()(command)

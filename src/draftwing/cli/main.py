@@ -9,35 +9,17 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from draftwing.cli import (
-    bench,
-    chat,
-    compare,
-    data,
-    datastore,
-    demo,
-    generate,
-    gguf,
-    heads,
-    info,
-    models,
-    predict,
-    screen,
-    serve,
-    train,
-    tune,
-)
+from draftwing.cli import bench, chat, compare, data, generate, heads, models, predict, screen, serve, train, tune
 from draftwing.errors import DraftwingError
 
-__all__ = ["app", "main"]
-
-# What the parser raises where an option is wrong. Some versions of typer bring a click of their own, so that there is
-# no one place to import it from.
+# The parser's error for a wrong option. Some versions of typer contain a copy of click, so that there is no one place
+# to import it from.
 _UsageError: Any = typer.BadParameter.__base__
 
 
@@ -84,7 +66,6 @@ def _refuse(error: Any) -> int:
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -108,10 +89,19 @@ def _root(
     """Speculative decoding: several tokens per forward pass of a model, and the same text."""
 
 
-_TALKING = (generate, chat, serve, demo, compare, bench, predict)
-_MAKING = (info, models, train, tune, heads, data, datastore, gguf)
-for _commands in (*_TALKING, *_MAKING):
-    _commands.register(app)
+_COMMANDS: dict[str, list[Callable[..., None]]] = {
+    "Generate text": [generate.generate, chat.chat, serve.serve, chat.demo],
+    "Measure": [compare.compare, compare.verify, bench.bench, predict.predict],
+    "Train and exchange heads": [train.train, heads.doctor, heads.convert, heads.export],
+    "Models and data": [models.info, models.import_],
+}
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(_command.__name__.strip("_"), rich_help_panel=_panel)(_command)
+app.add_typer(tune.tune_app, name="tune", rich_help_panel="Measure")
+app.add_typer(models.models_app, name="models", rich_help_panel="Models and data")
+app.add_typer(data.data_app, name="data", rich_help_panel="Models and data")
+app.add_typer(data.datastore_app, name="datastore", rich_help_panel="Models and data")
 
 
 def main() -> None:

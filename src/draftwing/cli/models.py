@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwing.cli import screen, tables
-from draftwing.cli.options import Json
-from draftwing.errors import ConfigError
-from draftwing.model.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named
+from draftwing.cli import screen
+from draftwing.cli import screen as tables
+from draftwing.cli.options import Draft, Drafting, Json, Model, with_options
+from draftwing.cli.progress import progress
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named
 
 if TYPE_CHECKING:
-    from draftwing.model.catalogue import Entry
+    from draftwing.models.catalogue import Entry
 
-__all__ = ["register"]
 
-_app = typer.Typer(invoke_without_command=True)
+models_app = typer.Typer(invoke_without_command=True)
 Name = Annotated[str, typer.Argument(help="A name of `draftwing models`.")]
 
 
-@_app.callback()
+@models_app.callback()
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """Models that have a name: where each comes from, its licence, and whether it is here.
+    """List models that have a name: source, licence, and whether they are downloaded.
 
     A name can be given wherever a target or a draft model can. The first use downloads the model, later ones need no
     network.
@@ -42,7 +45,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
         tables.print_models(rows)
 
 
-@_app.command("fetch")
+@models_app.command("fetch")
 def fetch(
     name: Name,
     check: Annotated[
@@ -61,7 +64,7 @@ def fetch(
 
     - `draftwing models fetch smollm2-135m-instruct --check`
     """
-    from draftwing.model.resolve import fetch as run
+    from draftwing.models.resolve import fetch as run
 
     entry = entry_named(name)
     path = run(entry, again=check)
@@ -71,7 +74,7 @@ def fetch(
         print(path)
 
 
-@_app.command("remove")
+@models_app.command("remove")
 def remove(name: Name, as_json: Json = False) -> None:
     """Remove a model's file from the cache.
 
@@ -79,7 +82,7 @@ def remove(name: Name, as_json: Json = False) -> None:
 
     - `draftwing models remove smollm2-135m-instruct`
     """
-    from draftwing.model.wheel import remove as run
+    from draftwing.models.fetch import remove as run
 
     entry = entry_named(name)
     if isinstance(entry.source, Shipped):
@@ -94,8 +97,7 @@ def remove(name: Name, as_json: Json = False) -> None:
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
-    """An entry, and where it lies here, for ``--json`` and the table."""
-    from draftwing.model.resolve import kept
+    from draftwing.models.resolve import kept
 
     place = kept(entry)
     return {
@@ -117,7 +119,6 @@ def _source(entry: Entry) -> str:
 
 
 def _num_bytes(entry: Entry) -> int:
-    """Of what is on the disk."""
     source = entry.source
     if isinstance(source, Wheel):
         return source.member_num_bytes
@@ -128,6 +129,87 @@ def _num_bytes(entry: Entry) -> int:
     return sum(file.stat().st_size for file in (SHIPPED / source.folder).glob("*") if file.is_file())
 
 
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.add_typer(_app, name="models")
+# ``draftwing info``: a target, its tokenizer, a drafter and this machine.
+
+
+@with_options
+def info(
+    model: Model,
+    draft: Draft = None,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure how fast memory is read: the limit of plain decoding.")
+    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure what a step costs here anew.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Describe a target, its tokenizer, a drafter and this machine.
+
+    Examples:
+
+    - `draftwing info --bandwidth`
+
+    - `draftwing info -t path/or/hub-id -d path/or/smaller --json`
+    """
+    from draftwing.lab.machine import describe_machine, read_bandwidth
+    from draftwing.lab.predict import describe_costs
+    from draftwing.lab.report import describe_lm
+
+    lm = model.load(draft, Drafting())
+    sections = {**describe_lm(lm), "machine": describe_machine()}
+    if measure or lm.drafter.drafts:
+        sections["costs"] = describe_costs(lm.costs(again=measure))
+    if bandwidth:
+        if lm.target.device.type != "cpu":
+            raise ConfigError("--bandwidth measures the processor's memory: add --device cpu")
+        speed = read_bandwidth(lm.target.num_weight_bytes)
+        limit = speed * 1e9 / lm.target.num_weight_bytes
+        sections["bandwidth"] = {"gb_per_s": round(speed, 2), "plain_decoding_limit_tokens_per_s": round(limit, 1)}
+    if as_json:
+        screen.print_json(sections)
+    else:
+        tables.print_info(sections)
+
+
+# ``draftwing import``: a GGUF file as a Hugging Face folder.
+
+
+def import_(
+    file: Annotated[str, typer.Argument(help="A GGUF file (of a split model, the first), or a name.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32 (exactly what the file says), bfloat16 or float16.")
+    ] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Write a GGUF file as a Hugging Face folder: config, tokenizer, chat template, safetensors.
+
+    Draftwing reads GGUF files as they are (`--target model.gguf`). This is for what does not.
+
+    Examples:
+
+    - `draftwing import model.Q4_K_M.gguf model-folder`
+
+    - `draftwing import model.Q8_0.gguf model-folder --dtype bfloat16`
+
+    - `draftwing import smollm2-135m-instruct model-folder`
+    """
+    from draftwing.formats.gguf_folder import LINK
+    from draftwing.formats.gguf_weights import import_gguf
+    from draftwing.models.catalogue import entry_of
+    from draftwing.models.resolve import resolve
+
+    path = Path(file)
+    if entry_of(file) is not None:
+        folder = resolve(file)
+        path = folder / LINK
+        if not path.exists():
+            raise CheckpointError(f"{file} is a folder already, no GGUF file: take {folder}")
+    with progress("importing, bytes") as show:
+        found = import_gguf(path, out, dtype, show)
+    if as_json:
+        screen.print_json({**dataclasses.asdict(found), "folder": str(found.folder)})
+    else:
+        formats = ", ".join(f"{count} in {kind}" for kind, count in sorted(found.formats.items()))
+        screen.line(
+            f"wrote {found.folder}: {found.tensors} tensors in {dtype}, {found.num_bytes / 1e6:,.0f} MB ({formats})"
+        )

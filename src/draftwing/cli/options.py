@@ -1,50 +1,142 @@
-"""The options that commands share, as dataclasses: one field, one option.
-
-``with_options`` turns a command's dataclass parameters into the options of their fields.
-"""
+"""Which drafts a command may be given, and what its help says of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from draftwing.cli.drafts import drafts_compared, every_draft
-from draftwing.errors import ConfigError, shown
+from draftwing.errors import ConfigError, DraftwingError, shown
+from draftwing.methods.registry import METHODS
+from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
-    from draftwing.api import LM
-    from draftwing.drafters.base import Budget
+    from draftwing.lm import LM
+    from draftwing.methods.base import Budget
+    from draftwing.methods.method import NewDrafter
     from draftwing.sampling import Sampling
     from draftwing.text.prompts import Prompt
     from draftwing.text.tokenizer import Tokenizer
 
-__all__ = [
-    "CHAT_MODEL",
-    "ChatModel",
-    "ChatSampling",
-    "Data",
-    "Drafting",
-    "Examples",
-    "FewExamples",
-    "Json",
-    "Model",
-    "NumPrompts",
-    "Prompts",
-    "SamplingOptions",
-    "Target",
-    "sampling_option",
-    "taps_of",
-    "with_options",
+
+def or_of(names: Iterable[str]) -> str:
+    """``a, b or c``."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _shipped(target: str | None) -> list[str]:
+    entry = entry_of(target)
+    return [name for name in METHODS if entry is not None and name in entry.heads]
+
+
+def drafts_at_hand(target: str | None) -> list[str]:
+    """The drafts that need no path: those that suit any target, and those that come with Draftwing for this one."""
+    return [*(name for name, entry in METHODS.items() if entry.needs == "nothing"), *_shipped(target)]
+
+
+def drafts_compared(target: str | None) -> list[str]:
+    """The drafts that are measured where none is named: as the help of ``Drafts`` says."""
+    return ["lookup", *_shipped(target)]
+
+
+def every_draft(
+    plain: LM, target: str | None, device: str | None, but: Sequence[str] = ()
+) -> list[tuple[str, NewDrafter]]:
+    """Name and maker of every draft that needs no path; what the target of ``plain`` cannot have is left out aloud.
+
+    Args:
+        target, device: as the command line has them.
+        but: those that are there already.
+    """
+    from draftwing.cli import screen
+    from draftwing.loading import load_drafter
+
+    brought = [name for name, entry in METHODS.items() if entry.needs == "target"]
+    entry = entry_of(target)
+    joined = [] if entry is None or entry.best_head is None else [f"{entry.best_head}+lookup"]
+    found = []
+    for name in [*drafts_at_hand(target), *joined, *brought]:
+        if name == "none" or name in but:
+            continue
+        try:
+            found.append((name, load_drafter(name, plain.target, plain.tokenizer, device=device)))
+        except DraftwingError as error:
+            screen.line(f"left out: {name}: {error}", "yellow")
+    return found
+
+
+def head_folder(target: str | None, draft: str | None) -> Path:
+    """Of a head as the command line has it, found without loading the target.
+
+    Raises:
+        ConfigError: a draft without a head's statistics.
+    """
+    from draftwing.models.resolve import resolve
+
+    entry = entry_of(target)
+    draft = draft or (entry.best_head if entry is not None else None)
+    method = METHODS.get(str(draft))
+    folder: Path | None = None
+    if entry is not None and draft is not None and draft in entry.heads:
+        folder = entry.head(draft)
+    elif draft is not None and (method is None or method.needs == "folder"):
+        folder = resolve(draft)
+    if folder is None:
+        raise ConfigError(
+            f"a forecast is made from a head's held-out statistics, and {draft or 'lookup'} has none: give a head with "
+            f"--draft, or measure with `draftwing compare` or --formulas"
+        )
+    return folder
+
+
+_DRAFTS = (
+    "Draft method: eagle3, lookup, suffix, causal-lm, none, or the folder or hub id of a head or a small model; join "
+    "several with +, as in eagle3+lookup. All methods: docs/methods.md."
+)
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        help=f"{_DRAFTS} [default: the head that ships for the target, else lookup]",
+    ),
+]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        help=f"{_DRAFTS} Repeatable. [default: lookup, and the heads that ship for the target]",
+    ),
 ]
 
 
-_TARGETS = "Folder, GGUF file, name (see draftwing models) or hub id. [default: the model that comes with Draftwing]"
+AllDrafts = Annotated[
+    bool, typer.Option("--all", help="Beside these every draft that needs no path, and that this target can have.")
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """The drafts that are measured side by side."""
+
+    draft: Drafts = None
+    every: AllDrafts = False
+
+
+# The options that commands share, as dataclasses: one field, one option.
+#
+# ``with_options`` turns a command's dataclass parameters into the options of their fields.
+
+
+_CHOSEN = "DRAFTWING_MODEL, or smollm2-135m-instruct"
+_TARGETS = f"Folder, GGUF file, name (see draftwing models) or hub id. [default: {_CHOSEN}]"
 _MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 Prompts = Annotated[
@@ -84,14 +176,15 @@ class Model:
 
     def load(self, draft: str | None, drafting: Drafting) -> LM:
         """The target with one drafter."""
-        from draftwing.api import load
+        from draftwing.loading import load
 
         budget = drafting.budget()
         return load(**vars(self), draft=draft, rule=drafting.rule, budget=budget, lossless=not drafting.lossy)
 
     def load_many(self, drafts: Sequence[str] | None, drafting: Drafting, *, every: bool = False) -> list[LM]:
         """Plain decoding, then one ``LM`` for each drafter, all on one target; ``every``: with ``every_draft``."""
-        from draftwing.api import LM, load, load_drafter
+        from draftwing.lm import LM
+        from draftwing.loading import load, load_drafter
 
         budget = drafting.budget()
         plain = load(**vars(self), draft="none")
@@ -107,16 +200,14 @@ class Model:
         return [plain, *(drafted(maker, drafting.rule, budget) for maker in makers)]
 
 
-CHAT_MODEL = "smollm2-135m-instruct"  # whom commands that talk talk to, unless they are told another target
+CHAT_MODEL = "smollm2-135m-instruct"  # the default of commands that need a chat template
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatModel(Model):
-    """The same for commands that talk: the model that comes with Draftwing writes Python only."""
+    """The same for commands that need a chat template, which a DRAFTWING_MODEL may lack."""
 
-    target: Annotated[
-        str, _model(_TARGETS.replace("the model that comes with Draftwing", CHAT_MODEL), "--target", "-t")
-    ] = CHAT_MODEL
+    target: Annotated[str, _model(_TARGETS.replace(_CHOSEN, CHAT_MODEL), "--target", "-t")] = CHAT_MODEL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +247,7 @@ class Drafting:
         Raises:
             ConfigError: it says nothing that is known.
         """
-        from draftwing.drafters.base import STATIC_TREES, Budget
+        from draftwing.methods.base import STATIC_TREES, Budget
 
         if self.tree == "auto":
             return None
@@ -180,8 +271,7 @@ class Drafting:
 
 
 def _read_paths(file: Path) -> Any:
-    """The JSON of a tree's file."""
-    from draftwing.text.records import parse_json
+    from draftwing.text.prompts import parse_json
 
     with file.open("rb") as stream:
         content = stream.read(_MOST_BYTES + 1)
@@ -286,11 +376,16 @@ class Examples:
     prompts: Prompts = None
     num_prompts: NumPrompts = 10
 
-    def read(self) -> Sequence[Prompt]:
-        """Those of the file, or those that come with Draftwing."""
-        from draftwing.text.prompts import read_prompts, shipped_prompts
+    def read(self, target: str | None) -> Sequence[Prompt]:
+        """Read the file, or the prompts that ship: questions for a chat model, else beginnings of Python files."""
+        from draftwing.models.resolve import resolve
+        from draftwing.text.prompts import read_prompts, shipped_prompts, shipped_questions
+        from draftwing.text.tokenizer import Tokenizer
 
-        return read_prompts(self.prompts, self.num_prompts) if self.prompts else shipped_prompts(self.num_prompts)
+        if self.prompts:
+            return read_prompts(self.prompts, self.num_prompts)
+        chats = Tokenizer(resolve(target)).has_chat_template
+        return shipped_questions(self.num_prompts) if chats else shipped_prompts(self.num_prompts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,20 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftwing.cli import screen, tables
-from draftwing.cli.drafts import Draft, head_folder
-from draftwing.cli.options import Drafting, Examples, Json, Model, Prompts, SamplingOptions, with_options
+from draftwing.cli import screen
+from draftwing.cli import screen as tables
+from draftwing.cli.options import (
+    Draft,
+    Drafting,
+    Examples,
+    Json,
+    Model,
+    Prompts,
+    SamplingOptions,
+    head_folder,
+    with_options,
+)
 from draftwing.cli.progress import progress
 from draftwing.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from draftwing.drafters.base import Budget
-    from draftwing.evaluate.forecast.forecast import Forecast
-    from draftwing.evaluate.forecast.held_out import HeldOut
+    from draftwing.lab.forecast import Forecast, HeldOut
     from draftwing.lm import LM
+    from draftwing.methods.base import Budget
     from draftwing.text.prompts import Prompt
 
-__all__ = ["register"]
 
 TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10", "auto")
 COLLECTED, MEASURED, FORMULAS = 40, 20, 4  # prompts, where the user names no number
@@ -92,9 +100,8 @@ class Sample:
         ),
     ] = None
 
-    def read(self, default: int) -> Sequence[Prompt]:
-        """See ``Examples.read``."""
-        return Examples(self.prompts, self.num_prompts or default).read()
+    def read(self, target: str | None, default: int) -> Sequence[Prompt]:
+        return Examples(self.prompts, self.num_prompts or default).read(target)
 
 
 @with_options
@@ -105,7 +112,7 @@ def predict(
     draft: Draft = None,
     as_json: Json = False,
 ) -> None:
-    """Forecast tau and speedup of a head for any tree, from its held-out statistics and this machine's costs.
+    """Predict tau and speedup of a head for any tree, from its held-out statistics and this machine's costs.
 
     Training leaves the statistics in the head's folder; --collect makes them for any other head.
 
@@ -125,7 +132,7 @@ def predict(
         return
     trees, folder = question.trees(), head_folder(model.target, draft)
     if question.tau_only:
-        from draftwing.evaluate.forecast.held_out import HeldOut
+        from draftwing.lab.forecast import HeldOut
 
         held_out = HeldOut.read(folder)
         _show(_forecast(held_out, trees, question), held_out, None, as_json=as_json)
@@ -142,21 +149,18 @@ def predict(
 
 
 def _prompts(model: Model, examples: Sample, question: Question) -> Sequence[Prompt]:
-    """What is decoded, if anything is."""
     if not (question.collect or question.measure):
         return ()
     if question.collect and examples.prompts is None and model.target is not None:
         raise ConfigError(
             "--collect needs held-out prompts of the kind that the head is for: give some 40 with --prompts"
         )
-    return examples.read(COLLECTED if question.collect else MEASURED)
+    return examples.read(model.target, COLLECTED if question.collect else MEASURED)
 
 
 def _held_out(lm: LM, folder: Path, todo: Sequence[Prompt], question: Question) -> HeldOut:
-    """The head's statistics, collected where that is wanted."""
-    from draftwing.evaluate.forecast.collect import collect
-    from draftwing.evaluate.forecast.held_out import HeldOut
-    from draftwing.heads.identity import head_id
+    from draftwing.formats.identity import head_id
+    from draftwing.lab.forecast import HeldOut, collect
 
     if not question.collect:
         return HeldOut.read(folder)
@@ -174,7 +178,7 @@ def _held_out(lm: LM, folder: Path, todo: Sequence[Prompt], question: Question) 
 def _forecast(
     held_out: HeldOut, trees: Mapping[str, Budget | None], question: Question, lm: LM | None = None
 ) -> list[Forecast]:
-    from draftwing.evaluate.forecast.forecast import forecast
+    from draftwing.lab.forecast import forecast
 
     temperatures = question.temperature or sorted(held_out.texts)
     return forecast(held_out, trees, temperatures, None if lm is None else lm.costs())
@@ -183,7 +187,7 @@ def _forecast(
 def _measured(
     found: list[Forecast], lm: LM, trees: Mapping[str, Budget | None], todo: Sequence[Prompt], question: Question
 ) -> list[Forecast]:
-    from draftwing.evaluate.forecast.forecast import measured
+    from draftwing.lab.forecast import measured
     from draftwing.sampling import Sampling
 
     ready = [SamplingOptions().put(each, lm.tokenizer) for each in todo]
@@ -192,7 +196,7 @@ def _measured(
 
 
 def _show(found: Sequence[Forecast], held_out: HeldOut, lm: LM | None, *, as_json: bool) -> None:
-    from draftwing.evaluate.machine import describe_machine
+    from draftwing.lab.machine import describe_machine
 
     machine = None if lm is None else describe_machine()
     if as_json:
@@ -203,14 +207,14 @@ def _show(found: Sequence[Forecast], held_out: HeldOut, lm: LM | None, *, as_jso
 
 
 def _formulas(model: Model, question: Question, examples: Sample, draft: str | None, *, as_json: bool) -> None:
-    from draftwing.evaluate.predict import predict as find
+    from draftwing.lab.predict import predict as find
     from draftwing.sampling import Sampling
 
     temperatures = question.temperature or [0.0]
     if len(temperatures) > 1:
         raise ConfigError("--formulas takes one temperature: give -T once")
     sampling = Sampling(temperature=temperatures[0], max_tokens=question.max_tokens)
-    todo = examples.read(FORMULAS)
+    todo = examples.read(model.target, FORMULAS)
     lm = model.load(draft, Drafting())
     ready = [SamplingOptions().put(each, lm.tokenizer) for each in todo]
     with progress("measuring") as on_progress:
@@ -220,8 +224,3 @@ def _formulas(model: Model, question: Question, examples: Sample, draft: str | N
         screen.print_json(found.to_dict())
     else:
         tables.print_predictions(found)
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command()(predict)

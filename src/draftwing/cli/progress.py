@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from draftwing.cli import screen
@@ -25,7 +17,6 @@ from draftwing.cli.screen import format_alpha, new_console
 if TYPE_CHECKING:
     from draftwing.train.trainer import Progress as TrainProgress
 
-__all__ = ["progress", "token_rate", "training"]
 
 # Seconds between two lines of a run that writes to a file or pipe.
 EVERY = 30.0
@@ -67,14 +58,11 @@ def token_rate(num_tokens: Callable[[], int]) -> Callable[[], str]:
 
 
 class _Detail(ProgressColumn):
-    """What a function says at the moment."""
-
     def __init__(self, text: Callable[[], str]) -> None:
         super().__init__()
         self._text = text
 
     def render(self, task: Task) -> Text:
-        """See ``ProgressColumn``."""
         return Text(self._text())
 
 
@@ -175,7 +163,6 @@ class _Training:
 
 
 def _judgement(metrics: Mapping[str, Any]) -> str:
-    """What an evaluation found; empty where there was none."""
     parts = []
     if "val_loss" in metrics:
         parts.append(f"validation loss {metrics['val_loss']:.3f}, agreement {format_alpha(metrics['val_agreement'])}")

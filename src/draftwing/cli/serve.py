@@ -9,11 +9,8 @@ from typing import Annotated
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.drafts import Draft
-from draftwing.cli.options import ChatModel, Drafting, with_options
+from draftwing.cli.options import ChatModel, Draft, Drafting, with_options
 from draftwing.errors import ConfigError, UnsupportedError
-
-__all__ = ["register"]
 
 _KEY = "DRAFTWING_API_KEY"
 _HERE = ("localhost", "127.0.0.1", "::1")
@@ -79,7 +76,7 @@ class Limits:
 
 @with_options
 def serve(model: ChatModel, drafting: Drafting, listening: Listening, limits: Limits, draft: Draft = None) -> None:
-    """Serve a model to clients of the OpenAI protocol: chats, completions, tools, JSON; metrics for Prometheus.
+    """Serve a model over the OpenAI API: chat, completions, tools, JSON schemas, Prometheus metrics.
 
     With a seed, or at temperature 0, an answer is the same whoever else is served and whatever is drafted. A request
     may choose how that is done: `"speculation": {"draft": "none"}`, or `{"tree": "chain:5"}`.
@@ -98,8 +95,7 @@ def serve(model: ChatModel, drafting: Drafting, listening: Listening, limits: Li
     drafting.check()
     keys = listening.keys()
     try:
-        from draftwing.serve.app import Settings, make_app
-        from draftwing.serve.run import run
+        from draftwing.serve.app import Settings, make_app, run
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"serving needs {error.name}, which is not installed: run pip install 'draftwing[serve]'"
@@ -119,8 +115,3 @@ def serve(model: ChatModel, drafting: Drafting, listening: Listening, limits: Li
         screen.line("whoever reaches this machine can use the model: set --api-key to change that", "yellow")
     screen.line(f"{settings.names[0]} at http://{listening.host}:{listening.port}/v1, Ctrl-C ends")
     run(app, host=listening.host, port=listening.port, patience=limits.patience)
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command()(serve)

@@ -13,19 +13,16 @@ import typer
 
 from draftwing.cli import progress as shown
 from draftwing.cli import screen
-from draftwing.cli.drafts import or_of
-from draftwing.cli.options import Data, Json, Target, taps_of, with_options
-from draftwing.drafters.kinds import methods
+from draftwing.cli.options import Data, Json, Target, or_of, taps_of, with_options
 from draftwing.errors import ConfigError, DraftwingError
+from draftwing.methods.registry import training_methods
 
 if TYPE_CHECKING:
     from draftwing.train.session import Session
     from draftwing.train.trainer import Progress, Trainer
 
-__all__ = ["register"]
 
-
-_STEPS = ", ".join(f"{name} {method.unroll_steps}" for name, (_, method) in methods().items())
+_STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_methods().items())
 
 
 def _panel(panel: str, help: str, *names: str) -> Any:
@@ -133,12 +130,12 @@ class Run:
 @with_options
 def train(
     training: Training,
-    method: Annotated[str, typer.Argument(help=f"{or_of(methods())}.")],
+    method: Annotated[str, typer.Argument(help=f"{or_of(training_methods())}.")],
     data: Data,
     run: Run,
     as_json: Json = False,
 ) -> None:
-    """Train a draft head for a target, or go on with a run that was stopped.
+    """Train a draft head for a target, or resume a stopped run.
 
     `OUT/head` is the head, ready for `--draft`; Ctrl-C writes a checkpoint first, and the same command goes on from it.
     More GPUs: `accelerate launch -m draftwing.cli.main train ...`.
@@ -191,11 +188,10 @@ def _prepared(training: Training, method: str, data: Data, run: Run) -> Session:
 
 def _regenerated(data: Data, run: Run) -> Path:
     """Have the target answer prompts spread over the data. Prompt lookup saves time, and changes no text."""
-    from draftwing.api import load
+    from draftwing.loading import load
     from draftwing.sampling import Sampling
-    from draftwing.train.answers.local import LMAnswerer
-    from draftwing.train.answers.regenerate import regenerate
-    from draftwing.train.answers.tasks import read_tasks
+    from draftwing.train.answer_local import LMAnswerer
+    from draftwing.train.answers import read_tasks, regenerate
 
     out = run.out / "regenerated.jsonl"
     lm = load(run.target, "lookup", device=run.device)
@@ -235,7 +231,6 @@ def _collect(session: Session, num_prompts: int) -> None:
 
 
 def _tell(session: Session, run: Run, done: Progress, *, finished: bool, as_json: bool) -> None:
-    """What came of it, and what to do with it."""
     from draftwing.train.curves import draw_curves
 
     head, curves = run.out / "head", draw_curves(run.out)
@@ -272,8 +267,3 @@ def _stops(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def register(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command()(train)

@@ -16,15 +16,13 @@ from draftwing.cli.options import Drafting, Examples, Json, Model, SamplingOptio
 from draftwing.cli.progress import progress
 
 if TYPE_CHECKING:
-    from draftwing.api import LM
-    from draftwing.evaluate.tune.trials import Basis, Trial
-    from draftwing.evaluate.tune.tune import Plan, Tuned
-    from draftwing.model.lean import LeanTarget
+    from draftwing.lab.tune import Basis, Plan, Trial, Tuned
+    from draftwing.lm import LM
+    from draftwing.models.lean import LeanTarget
     from draftwing.text.prompts import Prompt
 
-__all__ = ["register"]
 
-_app = typer.Typer(no_args_is_help=True, help="Choose by measuring on this machine: `layers`.")
+tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on this machine: `layers`.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +51,12 @@ class Search:
         bool, typer.Option("--measure/--no-measure", help="Decode the prompts with what was found, and without.")
     ] = True
 
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self, target: str | None) -> Sequence[Prompt]:
         """The first so many."""
-        return Examples(self.data, self.num_prompts).read()
+        return Examples(self.data, self.num_prompts).read(target)
 
 
-@_app.command()
+@tune_app.command()
 @with_options
 def layers(model: Model, search: Search, as_json: Json = False) -> None:
     """Find the layers that a target can spare while it drafts for itself (Draft & Verify, 2309.08168).
@@ -73,9 +71,9 @@ def layers(model: Model, search: Search, as_json: Json = False) -> None:
 
     - `draftwing tune layers --exits --out first-layers`, then `draftwing compare --draft first-layers`
     """
-    from draftwing.evaluate.tune.tune import tune
+    from draftwing.lab.tune import tune
 
-    prompts, best = search.prompts(), _Best()
+    prompts, best = search.prompts(model.target), _Best()
     plan = _plan(model, search, prompts)
     with progress("trying sets of layers", best.text, resumes=True) as show:
 
@@ -92,8 +90,6 @@ def layers(model: Model, search: Search, as_json: Json = False) -> None:
 
 
 class _Best:
-    """The best trial so far, for the progress line."""
-
     trial: Trial | None = None
 
     def text(self) -> str:
@@ -103,13 +99,14 @@ class _Best:
 
 
 def _plan(model: Model, search: Search, prompts: Sequence[Prompt]) -> Plan:
-    from draftwing.evaluate.tune.tune import Plan
-    from draftwing.heads.identity import target_id_of_folder
-    from draftwing.model.resolve import resolve
+    from draftwing.formats.identity import target_id_of_folder
+    from draftwing.lab.tune import Plan
+    from draftwing.models.catalogue import default_model
+    from draftwing.models.resolve import resolve
 
     digest = hashlib.sha256(json.dumps([search.max_tokens, list(map(_plain_json, prompts))]).encode())
     about = {"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]}
-    target = target_id_of_folder(resolve(model.target), str(model.target or "draftwing/target"))
+    target = target_id_of_folder(resolve(model.target), str(model.target or default_model()))
     return Plan(search.out, target, search.trials, search.seed, search.exits, about)
 
 
@@ -118,11 +115,8 @@ def _plain_json(prompt: Prompt) -> Any:
 
 
 def _basis(model: Model, search: Search, prompts: Sequence[Prompt]) -> Basis:
-    """What the target writes, and what its parts take."""
-    from draftwing.evaluate.tune.pace import measure_pace
-    from draftwing.evaluate.tune.recorded import Text
-    from draftwing.evaluate.tune.trials import Basis
-    from draftwing.model.subnet import lean_target
+    from draftwing.lab.tune import Basis, Text, measure_pace
+    from draftwing.models.subnet import lean_target
 
     lm = model.load("none", Drafting())
     target = lean_target(lm.target, "draft 'layers'")
@@ -139,10 +133,9 @@ def _put(lm: LM, prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _plain(model: Model) -> LeanTarget:
-    """The target with the weights as they are."""
-    from draftwing.api import load_target
-    from draftwing.model.resolve import resolve
-    from draftwing.model.subnet import lean_target
+    from draftwing.loading import load_target
+    from draftwing.models.resolve import resolve
+    from draftwing.models.subnet import lean_target
 
     folder = resolve(model.target)
     loaded = load_target(folder, dtype=model.dtype, device=model.device, engine=model.engine, prepack=False)
@@ -150,8 +143,7 @@ def _plain(model: Model) -> LeanTarget:
 
 
 def _measured(model: Model, search: Search, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """What is found, decoded with."""
-    from draftwing.evaluate.compare import compare
+    from draftwing.lab.compare import compare
     from draftwing.sampling import Sampling
 
     lms = model.load_many([str(search.out)], Drafting())
@@ -187,8 +179,3 @@ def _tell(plan: Plan, found: Tuned, measured: dict[str, float] | None, *, as_jso
     elif found.speedup <= 1:
         screen.line("no set is expected to be faster than plain decoding here", "yellow")
     screen.line(f"wrote {plan.out}")
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.add_typer(_app, name="tune")

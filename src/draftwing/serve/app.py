@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
 from draftwing import __version__
-from draftwing.engine.worker import Worker
 from draftwing.errors import shown
 from draftwing.lm import LM
-from draftwing.serve import refusal
-from draftwing.serve.asked import Asked, Defaults, asked_of_chat, asked_of_completion
-from draftwing.serve.fields import ChatBody, CompletionBody
-from draftwing.serve.guard import Guard
+from draftwing.serve import errors as refusal
+from draftwing.serve.auth import Guard
+from draftwing.serve.convert import Asked, Defaults, asked_of_chat, asked_of_completion
+from draftwing.serve.errors import Refusal, dumps
 from draftwing.serve.inspector import Inspector
 from draftwing.serve.metrics import Metrics
-from draftwing.serve.refusal import Refusal, dumps
-from draftwing.serve.shapes import Shape
+from draftwing.serve.models import ChatBody, CompletionBody
+from draftwing.serve.stream import Shape, Writing
 from draftwing.serve.trace import Tracer
-from draftwing.serve.writing import Writing
-
-__all__ = ["Settings", "make_app"]
+from draftwing.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,6 @@ class Settings:
 
 
 class _Server:
-    """What the paths share."""
-
     def __init__(self, lm: LM, settings: Settings) -> None:
         self.lm, self.settings, self.started = lm, settings, int(time.time())
         self.metrics = Metrics(settings.names[0])
@@ -112,7 +110,6 @@ _STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def _closing(writing: Writing) -> AsyncIterator[bytes]:
-    """A stream that ends its texts when nobody reads it any more."""
     try:
         async for event in writing.stream():
             yield event
@@ -121,7 +118,6 @@ async def _closing(writing: Writing) -> AsyncIterator[bytes]:
 
 
 async def _unless_gone(request: Request, writing: Writing) -> bytes:
-    """The whole answer, unless the client goes away in the meantime."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -184,7 +180,6 @@ _ERROR = {
 
 
 def _responses(*statuses: int, kind: str = "application/json") -> dict[int | str, dict[str, Any]]:
-    """What a path may answer, for the OpenAPI document."""
     content: dict[str, Any] = {kind: {"schema": {"type": "object" if kind == "application/json" else "string"}}}
     found: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
     for status in statuses:
@@ -193,7 +188,6 @@ def _responses(*statuses: int, kind: str = "application/json") -> dict[int | str
 
 
 def _add_answers(app: FastAPI, server: _Server) -> None:
-    """The paths that write."""
     found = _responses(400, 401, 403, 404, 408, 413, 429, 500, 503)
     event = {"type": "object", "properties": {"data": {"type": "string"}}}
     found[200]["content"]["text/event-stream"] = {"schema": event}
@@ -210,7 +204,6 @@ def _add_answers(app: FastAPI, server: _Server) -> None:
 
 
 def _add_rest(app: FastAPI, server: _Server) -> None:
-    """The paths that tell."""
 
     @app.get("/v1/models", response_class=Response, responses=_responses(401))
     async def models() -> Response:
@@ -237,3 +230,52 @@ def _add_rest(app: FastAPI, server: _Server) -> None:
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(generate_latest(server.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+# Runs an app until it is told to stop: what is under way is finished, what is new is refused.
+
+
+class _Server_run(uvicorn.Server):
+    """Ends gracefully: at the first signal the worker drains, and once it has, or time is up, the server stops."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, patience: float) -> None:
+        super().__init__(config)
+        self._worker, self._patience, self._until = worker, patience, float("inf")
+        self._is_told = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains; another one stops at once."""
+        if self._is_told:
+            self._until = 0.0
+            self.force_exit = sig == signal.SIGINT
+        else:
+            self._is_told, self._until = True, time.monotonic() + self._patience
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to stop."""
+        if self._is_told:
+            self._worker.drain()
+            if not self._worker.num_open or time.monotonic() > self._until:
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Whoever is still waiting for an answer gets what there is."""
+        if self._worker.num_open:
+            self._worker.stop(timeout=0.0)
+        await super().shutdown(sockets)  # type: ignore[arg-type]
+
+
+def run(app: FastAPI, *, host: str, port: int, patience: float = 30.0, log_level: str = "info") -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Args:
+        app: from ``make_app``.
+        host, port: to listen at.
+        patience: seconds for requests that run when the signal comes; the others are cut off.
+        log_level: of uvicorn.
+    """
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level=log_level, timeout_graceful_shutdown=5, server_header=False
+    )
+    _Server_run(config, app.state.worker, patience).run()

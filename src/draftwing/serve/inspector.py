@@ -16,18 +16,16 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from draftwing.budget.measure import known_costs
-from draftwing.drafters.base import Drafter
-from draftwing.drafters.several.parts import Parts
-from draftwing.engine.wishes import names_of
 from draftwing.errors import ConfigError, DraftwingError, shown
+from draftwing.limits import names_of
 from draftwing.lm import LM
-from draftwing.serve.asked import Defaults, asked_of_chat, asked_of_completion
-from draftwing.serve.fields import ChatBody, CompletionBody, Message
+from draftwing.methods.base import Drafter
+from draftwing.methods.ensemble import CombinedDrafter
+from draftwing.serve.convert import Defaults, asked_of_chat, asked_of_completion
+from draftwing.serve.errors import Refusal, dumps, of_error
 from draftwing.serve.lesson import lesson
-from draftwing.serve.refusal import Refusal, dumps, of_error
+from draftwing.serve.models import ChatBody, CompletionBody, Message
 from draftwing.serve.trace import Shown
-
-__all__ = ["MOST_IDS", "Inspector"]
 
 MOST_IDS = 4096  # tokens of a text that a lesson reads
 _FOLDER = Path(__file__).parent / "page"
@@ -105,11 +103,11 @@ class Inspector:
     def _drafters(self) -> Iterator[tuple[str, Callable[[], Drafter]]]:
         """By name, what requests may choose among; each maker gives one with empty state."""
         new, whole = self._lm.new_drafter, self._lm.new_drafter()
-        if not whole.traits.drafts:
+        if not whole.drafts:
             return
-        yield "+".join(whole.traits.parts) or names_of(whole)[0], new
-        for place, name in enumerate(whole.traits.parts):
-            yield name, lambda place=place: cast(Parts, new()).parts[place]  # type: ignore[misc]
+        yield "+".join(whole.part_names) or names_of(whole)[0], new
+        for place, name in enumerate(whole.part_names):
+            yield name, lambda place=place: cast(CombinedDrafter, new()).parts[place]  # type: ignore[misc]
 
     def _maker(self, name: str) -> Callable[[], Drafter]:
         known = dict(self._drafters())
@@ -127,7 +125,7 @@ class Inspector:
                 {
                     "name": name,
                     "taps": list(drafter.features.taps),
-                    "has_net": drafter.traits.costs_forwards,
+                    "has_net": drafter.costs_forwards,
                     "is_default": number == 0,
                 }
             )

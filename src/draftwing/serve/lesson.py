@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from draftwing.accept import RULES, KeyedDraws, Rule, children_of, multi_round, residual, without
-from draftwing.drafters.base import Budget, Drafter
-from draftwing.engine.decode import Decoder
+from draftwing.decode import Decoder
 from draftwing.errors import ConfigError
-from draftwing.model.target import Target
+from draftwing.methods.base import Budget, Drafter
+from draftwing.models.target import Target
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.serve.trace import Shown
 from draftwing.tree import PAD, Accepted, DraftTree
-
-__all__ = ["NUM_TOP", "lesson"]
 
 NUM_TOP = 6  # tokens of each law that are named
 CHAIN, TREE = Budget(4), Budget(2, 3)
@@ -41,7 +39,6 @@ class _Recorded(KeyedDraws):
         return self.last
 
     def accept(self, prob: float) -> bool:
-        """See ``Draws.accept``."""
         accepted = super().accept(prob)
         self.tries.append((prob, self.last, accepted))
         return accepted
@@ -52,14 +49,11 @@ class _Recorded(KeyedDraws):
 
 
 class _Watched:
-    """A rule for one row that keeps what it was given and what it decided."""
-
     def __init__(self, *, replacement: bool) -> None:
         self._replacement = replacement
         self.found: tuple[list[int], list[int], Tensor, Tensor, _Recorded, int] | None = None
 
     def __call__(self, tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
-        """See ``accept.AcceptRule``."""
         used = [node for node, token in enumerate(tree.tokens[0].tolist()) if token != PAD]
         if tree.draft_probs is None and len(used) > 1:
             raise ConfigError("this draft names tokens without a law q that they were drawn from: choose a head")
@@ -121,7 +115,6 @@ def _told(
     tokens: list[int], parents: list[int], p: Tensor, q: Tensor, draws: _Recorded, bonus: int,
     *, replacement: bool, shown: Shown,
 ) -> dict[str, Any]:  # fmt: skip
-    """The walk of ``multi_round`` once more, beside what was drawn in it."""
     tries, waiting, node, is_rest = [], iter(draws.tries), 0, False
     laws = partial(_laws, shown=shown)
     target, draft = p[0], q[0]

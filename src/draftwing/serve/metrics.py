@@ -10,11 +10,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from draftwing.engine.queue import EngineStats
-from draftwing.engine.worker import Ticket, Worker
+from draftwing.engine import EngineStats
 from draftwing.stats import Step
-
-__all__ = ["Metrics"]
+from draftwing.worker import Ticket, Worker
 
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)  # seconds
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -124,7 +122,6 @@ class Metrics(Collector):
             yield from self._of_engine(self._worker.engine.stats)
 
     def _of_engine(self, now: EngineStats) -> Iterator[Metric]:
-        """How busy the engine is."""
         used = now.num_slots_used / max(now.num_slots, 1)
         for own, theirs, text, value in (
             ("requests_running", "num_requests_running", "Requests that are decoded.", now.num_running),

@@ -12,8 +12,6 @@ from draftwing.text.stream import TextStream
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.tree import PAD
 
-__all__ = ["Shown", "Tracer", "step_trace"]
-
 _PHASES = ("draft", "verify", "accept", "commit", "host")
 
 
@@ -91,7 +89,7 @@ def step_trace(step: Step, place: int, tokenizer: Tokenizer, shown: Shown | None
     used = [node for node, token in enumerate(tokens) if token != PAD]
     number = {node: i for i, node in enumerate(used)}
     path = [node for node in step.accepted.path[place].tolist() if node != PAD]
-    told, reach = (None if each is None else each[place].tolist() for each in (tree.told, tree.confidence))
+    told, reach = (None if each is None else each[place].tolist() for each in (tree.node_probs, tree.confidence))
     nodes: list[dict[str, Any]] = []
     for i, node in enumerate(used):
         above = number.get(parents[node], -1)

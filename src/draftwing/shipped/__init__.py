@@ -6,13 +6,12 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError
 
-__all__ = ["SHIPPED", "shipped_folder", "shipped_heads"]
-
 SHIPPED = Path(__file__).parent
+TOY = SHIPPED / "toy"  # a tiny model of Python code, with heads and a draft model: for tests
 
 
 def shipped_heads(model: str, *kinds: str) -> dict[str, str]:
-    """Of these kinds those that lie in ``shipped/MODEL/KIND``, each with its folder, in the same order."""
+    """Return the folders of those ``kinds`` that exist as ``shipped/MODEL/KIND``, in the same order."""
     folders = {kind: f"{model}/{kind}" for kind in kinds}
     return {kind: folder for kind, folder in folders.items() if (SHIPPED / folder / "config.json").exists()}
 

@@ -19,8 +19,6 @@ from draftwing.constraint import State
 from draftwing.errors import ConfigError, TokenizerError, UnsupportedError, shown
 from draftwing.text.tokenizer import Tokenizer
 
-__all__ = ["DEEPEST", "Grammar", "GrammarLike", "Grammars", "as_grammar", "is_deeper"]
-
 KINDS = ("json", "regex", "lark")
 LONGEST = 1 << 18  # characters of a grammar
 DEEPEST = 64  # levels of a schema
@@ -205,19 +203,14 @@ class Grammars:
 
 
 class Compiled:
-    """See ``Constraint``."""
-
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def start(self) -> State:
-        """See ``Constraint.start``."""
         return _State(self._matcher.deep_copy())
 
 
 class _State:
-    """See ``State``: a parser of llguidance."""
-
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self._words: np.ndarray | None = None

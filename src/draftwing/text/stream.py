@@ -14,8 +14,6 @@ from typing import Protocol
 
 from draftwing.errors import ConfigError, DraftwingError
 
-__all__ = ["TextStream", "TokenDecoder"]
-
 # What every decoder writes for bytes that are no character, or not one yet.
 _BROKEN = "\ufffd"
 # Ids of the prompt that the first window starts with; doubled until they decode to something whole.
@@ -156,7 +154,6 @@ class TextStream:
         self._ragged = ""
 
     def _shown_of(self, text: str) -> int:
-        """How many characters of the window's ``text`` are out already."""
         if not self._ragged:
             return self._shown
         pairs = zip(self._ragged, text, strict=False)

@@ -21,8 +21,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from draftwing.errors import PromptError, TokenizerError
 from draftwing.text.prompts import check_text
 
-__all__ = ["Tokenizer"]
-
 # How byte-level tokenizers write bytes: printable ones as themselves, the others as characters from 256 on.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]

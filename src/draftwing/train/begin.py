@@ -6,16 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from draftwing.drafters.kinds import NewNet, kind_of_folder
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.model.config import ModelConfig, read_config
-from draftwing.model.target import Target
-from draftwing.nets.base import DraftNet
-from draftwing.nets.eagle_config import TargetId
-from draftwing.train.data.vocabulary import DraftVocabulary
+from draftwing.methods.method import NewNet
+from draftwing.methods.net import DraftNet, TargetId
+from draftwing.methods.registry import method_of_folder
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.target import Target
+from draftwing.train.data import DraftVocabulary
 from draftwing.train.options import TrainOptions
-
-__all__ = ["net_of_head", "new_net", "training_before"]
 
 
 def new_net(
@@ -24,7 +22,7 @@ def new_net(
     """A net of the target's own shape, with random weights in float32."""
     kind, shape = options.kind, _shape_of(target, folder)
     whole = len(vocabulary.target_ids) == target.vocab_size
-    return kind.new(
+    net: DraftNet = kind.new(
         NewNet(
             like=shape,
             taps=_taps_of(options, shape.num_layers),
@@ -36,10 +34,10 @@ def new_net(
             folder=folder,
         )
     )
+    return net
 
 
 def _taps_of(options: TrainOptions, num_layers: int) -> tuple[int, ...]:
-    """The hidden states that a new net reads."""
     usual, wanted = options.kind.taps(num_layers), options.taps
     if wanted is None:
         return usual
@@ -56,13 +54,13 @@ def _taps_of(options: TrainOptions, num_layers: int) -> tuple[int, ...]:
 
 def net_of_head(where: Path, model: Target, options: TrainOptions, own: TargetId) -> DraftNet:
     """The net of the head that the run starts from; the options that shape a net must be its own."""
-    kind = kind_of_folder(where)
-    if kind.net is not options.kind:
+    method = method_of_folder(where)
+    if method is not options.kind:
         raise ConfigError(
-            f"{where} holds a draft of kind {kind.name!r}, and method {options.method!r} trains another: start from "
+            f"{where} holds a draft of kind {method.name!r}, and method {options.method!r} trains another: start from "
             f"another head, from nothing, or choose another method"
         )
-    net = options.kind.read(where, model.embedding.plain().float(), model.head, own)
+    net: DraftNet = options.kind.read(where, model.embedding.plain().float(), model.head, own)
     given = [name for name in ("num_layers", "hidden_size", "num_heads") if getattr(options, name) is not None]
     if given:
         raise ConfigError(

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from draftwing.model.linear import Linear
-from draftwing.nets.calibration import NUM_COMPARED, Calibration
-from draftwing.train.features.source import FeatureBatch
-from draftwing.train.loss.batch import Scorer, Truth
-
-__all__ = ["fit_calibration"]
+from draftwing.methods.calibration import NUM_COMPARED, Calibration
+from draftwing.models.linear import Linear
+from draftwing.train.features import FeatureBatch
+from draftwing.train.loss import Scorer, Truth
 
 MAX_ROWS = 4096  # scores of so many positions and no more are drawn for one fit
 SCALES = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)  # that are tried

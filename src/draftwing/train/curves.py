@@ -8,8 +8,6 @@ from typing import Any
 
 from draftwing.train.trainer import METRICS, Progress
 
-__all__ = ["TensorBoardLog", "draw_curves", "read_metrics"]
-
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics file; empty where there is none."""

@@ -6,12 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from draftwing.drafters.kinds import NetKind, method_named, methods
 from draftwing.errors import ConfigError
-from draftwing.nets.eagle_config import Inputs
-from draftwing.nets.objectives import Objective, objective_named
-
-__all__ = ["NET_SETTINGS", "Recipe", "TrainOptions"]
+from draftwing.methods.eagle_net import Inputs
+from draftwing.methods.method import NetMethod
+from draftwing.methods.objectives import Objective, objective_named
+from draftwing.methods.registry import training_method, training_methods
 
 # Options that only some kinds have: they shape their nets, or say what text these learn from.
 NET_SETTINGS = (
@@ -33,7 +32,7 @@ class TrainOptions:
     """How a head is trained.
 
     Attributes:
-        method: one of ``drafters.kinds.methods()``: ``eagle1``, ``hass``, ``eagle3``, ``mtp``, ``causal-lm``.
+        method: one of ``training_methods()``: ``eagle1``, ``hass``, ``eagle3``, ``mtp``, ``causal-lm``.
         objective: overrides the method's own (``tv``: acceptance-aligned); see ``objective_named``.
         unroll_steps: of training-time test, or an MTP head's modules; None takes the method's own.
         later_share: share of the entries that the unroll goes on with after its first step; less is faster.
@@ -103,7 +102,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.method in methods(), "method", f"one of {', '.join(methods())}"),
+            (self.method in training_methods(), "method", f"one of {', '.join(training_methods())}"),
             (self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon"),
             (self.precision in ("bf16", "no"), "precision", "bf16 or no"),
             (self.unroll_steps is None or 1 <= self.unroll_steps <= 16, "unroll_steps", "from 1 to 16"),
@@ -140,15 +139,15 @@ class TrainOptions:
         usual = {each.name: each.default for each in dataclasses.fields(self)}
         for name in NET_SETTINGS:
             if name not in self.kind.settings and getattr(self, name) != usual[name]:
-                others = [method for method, (kind, _) in methods().items() if kind.net and name in kind.net.settings]
+                others = [way for way in training_methods() if name in training_method(way)[0].settings]
                 raise ConfigError(
                     f"training: {name} belongs to {', '.join(others)}, found method {self.method!r}: leave it out"
                 )
 
     @property
-    def kind(self) -> NetKind:
+    def kind(self) -> NetMethod:
         """What is trained."""
-        return method_named(self.method)[0]
+        return training_method(self.method)[0]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class TrainOptions:
     @property
     def recipe(self) -> Recipe:
         """The method with what was overridden."""
-        found = method_named(self.method)[1]
+        found = training_method(self.method)[1]
         objective = self.objective or found.objective
         return Recipe(
             objective_named(objective) if isinstance(objective, str) else objective,

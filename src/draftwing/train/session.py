@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,43 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
-from draftwing.api import load_target
-from draftwing.drafters.base import Budget, Drafter
-from draftwing.drafters.kinds import net_kind_of
-from draftwing.engine.decode import Decoder
-from draftwing.engine.engine import Engine
+from draftwing.decode import Decoder
+from draftwing.engine import Engine
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.evaluate.forecast.collect import collect, fitting
-from draftwing.evaluate.forecast.held_out import FILE, HeldOut
-from draftwing.evaluate.machine import describe_machine
-from draftwing.heads.card import write_card
-from draftwing.heads.identity import chat_template_hash, head_id, target_id
-from draftwing.heads.prompts import write_stored
-from draftwing.model.resolve import resolve
-from draftwing.model.target import Target
-from draftwing.nets.base import DraftNet
-from draftwing.nets.eagle_config import TargetId
+from draftwing.formats.card import write_card, write_stored
+from draftwing.formats.identity import chat_template_hash, head_id, target_id
+from draftwing.lab.forecast import FILE, HeldOut, collect, fitting
+from draftwing.lab.machine import describe_machine
+from draftwing.loading import load_target
+from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.net import DraftNet, TargetId
+from draftwing.methods.registry import method_of_net
+from draftwing.models.catalogue import default_model
+from draftwing.models.resolve import resolve
+from draftwing.models.target import Target
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.begin import net_of_head, new_net, training_before
 from draftwing.train.calibrate import fit_calibration
 from draftwing.train.curves import read_metrics
-from draftwing.train.data.batches import Batches
-from draftwing.train.data.corpus import Corpus, held_out, split
-from draftwing.train.data.files import read_examples
-from draftwing.train.data.held_out import held_out_prompts
-from draftwing.train.data.vocabulary import DraftVocabulary, coverage_of
-from draftwing.train.features.cache import CachedFeatures, CacheInfo, FeatureCache
-from draftwing.train.features.own_text import OwnText
-from draftwing.train.features.source import FeatureSource, OnlineFeatures
-from draftwing.train.loss.batch import Teacher, Truth, loss_of
+from draftwing.train.data import Batches, Corpus, DraftVocabulary, coverage_of, held_out, read_examples, split
+from draftwing.train.feature_cache import CachedFeatures, CacheInfo, FeatureCache
+from draftwing.train.features import FeatureSource, OnlineFeatures, OwnText
+from draftwing.train.held_out import held_out_prompts
+from draftwing.train.loss import Teacher, Truth, loss_of
 from draftwing.train.options import TrainOptions
 from draftwing.train.trainer import Progress, Trainer
-
-__all__ = ["RunFiles", "Session", "measure_tau", "prepare", "split_cache", "validation_prompts"]
 
 PROMPT_LENGTH = 128  # tokens of a document from which tau is measured
 VALIDATION_BATCHES = 4
@@ -146,6 +138,13 @@ class RunFiles:
     licence: str | None = None
 
 
+def check_packages() -> None:
+    """Raise ConfigError if a package of the extra ``train`` is missing."""
+    for package in ("accelerate", "tensorboard", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"training needs the package {package}: run pip install 'draftwing[train]'")
+
+
 def prepare(
     files: RunFiles,
     options: TrainOptions,
@@ -165,13 +164,16 @@ def prepare(
         ConfigError, CheckpointError, DataError, TokenizerError: what is wrong, and the fix.
         UnsupportedError: an architecture whose shape is unknown here.
     """
+    check_packages()
+    from accelerate import Accelerator
+
     accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
     data = _read(files, options, tokenizer, on_data)
     training, validation = data.training, data.validation
-    name = str(files.target or "draftwing/target")
+    name = str(files.target or default_model())
     model = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
     own = target_id(model, tokenizer)
     if data.cached is not None:
@@ -179,12 +181,12 @@ def prepare(
     net, coverage = _net_of(files.initial, folder, options, model, training, own)
     teacher = _teacher_of(model, net, training, options)
     source = _source_of(model, training, options, net.config.taps, data.cached)
-    writes, start = net_kind_of(net).as_target, net_kind_of(net).start
-    if writes is not None and options.own_text:
-        source = OwnText(source, model, net.config.taps, writes(net), options.own_text, options.seed)
-    if files.initial is None and start is not None:
+    if options.own_text:
+        writer = method_of_net(net).as_target(net)
+        source = OwnText(source, model, net.config.taps, writer, options.own_text, options.seed)
+    if files.initial is None:
         num_batches = -(-ENTRIES // options.tokens_per_batch)
-        start(net, model.head, [source.batch(number) for number in range(num_batches)])
+        method_of_net(net).start(net, model.head, (source.batch(number) for number in range(num_batches)))
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
         "tokens_in_data": training.num_tokens,
@@ -214,7 +216,6 @@ def _net_of(
 
 
 def _teacher_of(model: Target, net: DraftNet, training: Corpus, options: TrainOptions) -> Teacher:
-    """The target, as a net's losses see it."""
     if options.loss_vocab_size is None:
         return Teacher(model.head, net.target_ids)
     if net.head is not None:
@@ -271,7 +272,6 @@ def _read(
 def _read_data(
     files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: Callable[[int, int], None] | None
 ) -> tuple[Corpus, Corpus]:
-    """What to train on and what is held out."""
     corpus = read_examples(
         files.data, tokenizer, max_length=options.max_length, exclude=files.exclude, on_progress=on_data
     )
@@ -315,7 +315,6 @@ def split_cache(cached: FeatureCache, share: float, seed: int) -> tuple[FeatureC
 def _source_of(
     model: Target, training: Corpus, options: TrainOptions, taps: tuple[int, ...], cached: FeatureCache | None
 ) -> FeatureSource:
-    """The target's features: from the cache, or computed as the run goes."""
     if cached is None:
         batches = Batches(training, options.tokens_per_batch, options.max_length, options.seed)
         return OnlineFeatures(model, batches, taps)
@@ -351,7 +350,7 @@ def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
 @torch.inference_mode()
 def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
     """Decode greedily with the net as it stands, all prompts in one batch."""
-    engine = Engine(Decoder(target, net_kind_of(net).drafter(net, target, "", ""), budget=budget))
+    engine = Engine(Decoder(target, method_of_net(net).drafter(net, target, "", ""), budget=budget))
     for prompt in prompts:
         engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
     return Stats.of(engine.steps())
@@ -382,7 +381,7 @@ def _evaluate(
         loss += torch.tensor([float(s.loss) for s in sums])
         count += torch.tensor([float(s.count) for s in sums])
         agreed += torch.tensor([float(s.agreed) for s in sums if s.agreed is not None])
-    if net_kind_of(net).calibrates:
+    if method_of_net(net).calibrates:
         net.config = dataclasses.replace(net.config, calibration=fit_calibration(scorer, target.head, batches))
     result: dict[str, Any] = {
         **dataclasses.asdict(net.config.calibration),

@@ -1,7 +1,10 @@
-"""The training loop: batches by number, an unrolled loss, checkpoints that survive a kill, and tau as it will be used.
+"""Every matrix learns in the units of what it reads.
 
-What a run does next depends only on its checkpoint: the data by the iteration's number, the noise by a seed made of
-it. A killed and resumed run therefore equals an unbroken one, bit for bit on one machine.
+A target's hidden states have a few channels a hundred times larger than the rest. An optimizer that moves all weights
+of a matrix alike (Muon makes all singular values of an update equal, Adam all its entries) moves what such a channel
+adds a hundred times as far. So matrices are trained as ``W' = W diag(s)``, where s is the root mean square of each
+input channel on the first batch, as if every input had size one: around an optimizer's step weights are multiplied by
+s, and gradients divided by it. s is a power of two, so nothing is rounded. Nets and files keep W.
 """
 
 from __future__ import annotations
@@ -10,29 +13,89 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from draftwing.drafters.kinds import net_kind_of
 from draftwing.errors import CheckpointError, NumericsError
-from draftwing.nets.base import DraftNet
-from draftwing.nets.calibration import Calibration
-from draftwing.train.checkpoint import read_checkpoint, write_atomically, write_checkpoint, writing
-from draftwing.train.features.source import FeatureSource
-from draftwing.train.lock import locked
-from draftwing.train.loss.batch import Teacher, loss_of
+from draftwing.methods.calibration import Calibration
+from draftwing.methods.net import DraftNet
+from draftwing.methods.registry import method_of_net
+from draftwing.train.checkpoint import locked, read_checkpoint, write_atomically, write_checkpoint, writing
+from draftwing.train.features import FeatureSource
+from draftwing.train.loss import Teacher, loss_of
 from draftwing.train.options import TrainOptions
-from draftwing.train.units import in_units, input_sizes
 
-__all__ = ["Progress", "Trainer"]
+LEAST = 2.0**-10  # of a channel that is silent on the first batch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class _Inputs(TorchFunctionMode):
+    """Adds up the squares of what matrices are multiplied by."""
+
+    def __init__(self, matrices: Mapping[int, str]) -> None:
+        super().__init__()
+        self._matrices = matrices
+        self.squares: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and (name := self._matrices.get(id(args[1]))) is not None:
+            rows = args[0].detach().flatten(0, -2).float()
+            self.squares[name] = self.squares.get(name, 0) + rows.square().sum(0)
+            self.counts[name] = self.counts.get(name, 0) + len(rows)
+        return func(*args, **(kwargs or {}))
+
+
+def input_sizes(net: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
+    """The root mean square of each input channel of each trained matrix, to the nearest power of two.
+
+    Args:
+        run: calls the net on a batch.
+
+    Returns:
+        (in,) by the parameter's name; of matrices that ``run`` does not multiply with, nothing.
+    """
+    matrices = {id(p): name for name, p in net.named_parameters() if p.ndim == 2 and p.requires_grad}
+    with torch.no_grad(), _Inputs(matrices) as seen:
+        run()
+    means = {name: total / seen.counts[name] for name, total in seen.squares.items()}
+    return {name: mean.sqrt().clamp(min=LEAST).log2().round().exp2() for name, mean in means.items()}
+
+
+@contextmanager
+def in_units(net: nn.Module, sizes: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it, weights and gradients are those of matrices that read inputs of size one."""
+    with torch.no_grad():
+        scaled = [(p, sizes[name].to(p.dtype)) for name, p in net.named_parameters() if name in sizes]
+        for p, size in scaled:
+            p.mul_(size)
+            if p.grad is not None:
+                p.grad.div_(size)
+        try:
+            yield
+        finally:
+            for p, size in scaled:
+                p.div_(size)
+
+
+# The training loop: batches by number, an unrolled loss, checkpoints that survive a kill, and tau as it will be used.
+#
+# What a run does next depends only on its checkpoint: the data by the iteration's number, the noise by a seed made of
+# it. A killed and resumed run therefore equals an unbroken one, bit for bit on one machine.
+
 
 METRICS = "metrics.jsonl"
 _JUDGED = ("iteration", "val_loss", "val_agreement", "tau", "alpha")  # what is said of an evaluation in the head
@@ -86,6 +149,8 @@ class Trainer:
         describe: dict[str, Any] | None = None,
     ) -> None:
         self.net, self.source, self.options, self.out = net, source, options, out
+        from accelerate import Accelerator
+
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
         self._teacher, self._evaluate = teacher, evaluate
         self.on_progress: Callable[[Progress], None] | None = None
@@ -180,7 +245,7 @@ class Trainer:
             training = {**self._describe, "iterations": self.iteration}
             judged = {name: self._judged[name] for name in _JUDGED if name in self._judged}
             training |= {"held_out": judged} if judged else {}
-            net_kind_of(self.net).write(self.out / "head", self.net, training=training)
+            method_of_net(self.net).write(self.out / "head", self.net, training=training)
         if self.on_saved is not None:
             self.on_saved(self.out / "head")
 
@@ -212,7 +277,6 @@ class Trainer:
             return input_sizes(self.net, partial(self._loss.eval(), found, truth))
 
     def _update(self) -> dict[str, Any]:
-        """One update; returns its metrics."""
         options, accelerator = self.options, self.accelerator
         began, tokens = time.perf_counter(), 0
         rate = self._rate()
@@ -267,7 +331,6 @@ class Trainer:
         return {**metrics, "agreement": agreement} if agreement else metrics
 
     def _everywhere(self, value: Tensor) -> Tensor:
-        """The sum over all processes."""
         found: Tensor = self.accelerator.reduce(value, "sum") if self.accelerator.num_processes > 1 else value
         return found
 
@@ -360,7 +423,6 @@ class _Swapped:
 
 
 def _mixed(seed: int, number: int, rank: int) -> int:
-    """A seed of its own for each batch and process."""
     return (seed * 1_000_003 + number) * 1_009 + rank
 
 

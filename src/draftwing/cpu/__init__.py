@@ -1,0 +1,1 @@
+"""The CPU kernel: compiled code and the programs that it runs."""

@@ -1,0 +1,209 @@
+"""The compiled CPU kernel: a whole forward in one call.
+
+Decoding a small model through PyTorch spends most of its time between the operators. In the kernel the layers of a
+decoder are one *program*, a list of operations over buffers of rows, which runs in one parallel region. The bits of a
+row do not depend on the other rows or on the tree, so speculative decoding is exact to the bit in float32 and in int8.
+
+The C++ in ``native`` is compiled at first use (``cpu.build``). Without a compiler everything runs in PyTorch, slower;
+``DRAFTWING_KERNEL=off`` requests that.
+
+Shape suffixes: B rows, K heads, S slots, D head dimension or depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.cpu.build import KernelProblem, with_library
+from draftwing.cpu.layout import AcceptArgs, Batch, Draft, Op, VerifyArgs
+from draftwing.cpu.memory import HugePageArena
+from draftwing.cpu.selftest import fault_of
+from draftwing.errors import ConfigError
+from draftwing.models.paged import SlotTable
+
+_SYSTEMS = ("linux", "darwin")
+
+
+class Kernel:
+    """The compiled library.
+
+    Attributes:
+        name: identifies the code.
+        has_tiles: whether products of 8 and 16 bits run on the processor's tiles (AMX); never with
+            ``DRAFTWING_KERNEL_AMX=off``.
+        has_int8: whether 8-bit products are faster than 32-bit ones.
+        run: runs operations: ops, their number, a ``Batch``, threads (``draftwing_run``).
+        accept: applies ``accept.match`` to trees (``draftwing_accept``).
+        verify: both, and moves the kept nodes to their KV slots (``draftwing_verify``).
+        draft: grows trees with a program, verifies them if given ``VerifyArgs``, and returns the number of nodes
+            (``draftwing_draft``).
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.name = name
+        self.run, self._commit = library.draftwing_run, library.draftwing_commit
+        self.run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
+        self.run.restype = None
+        self.draft = library.draftwing_draft
+        self.draft.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_int32]
+        self._commit.argtypes = [
+            ctypes.c_void_p, *[ctypes.c_int32] * 3, ctypes.c_void_p, *[ctypes.c_int32] * 2,
+        ]  # fmt: skip
+        self._commit.restype = None
+        self.noise_new, self.noise_free = library.draftwing_noise_new, library.draftwing_noise_free
+        self.noise_new.argtypes, self.noise_new.restype = [ctypes.c_int64] * 2, ctypes.c_void_p
+        self.noise_free.argtypes, self.noise_free.restype = [ctypes.c_void_p], None
+        self.noise_copy, self.accept = library.draftwing_noise_copy, library.draftwing_accept
+        self.noise_copy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+        self.noise_copy.restype = None
+        self.accept.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 3]
+        self.accept.restype = None
+        self.verify = library.draftwing_verify
+        self.verify.argtypes = [ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int32]
+        self.verify.restype = None
+        self._pack = library.draftwing_pack
+        self._pack.argtypes = [
+            ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, *[ctypes.c_int64] * 2,
+        ]  # fmt: skip
+        library.draftwing_advise.argtypes, library.draftwing_advise.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        self._pages = HugePageArena(library.draftwing_advise)
+        self._rows = library.draftwing_rows
+        self._rows.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 2, ctypes.c_int64]
+        self._rows.restype = None
+        self.max_ops: int = library.draftwing_sizes(2)
+        self._use_tiles = library.draftwing_use_tiles
+        self.has_tiles = self.use_tiles(os.environ.get("DRAFTWING_KERNEL_AMX") != "off")
+        self.has_int8 = bool(library.draftwing_has_int8())
+
+    @property
+    def costs_like(self) -> str:
+        """Identifies code and instructions: measurements are valid for one such string."""
+        return f"{self.name} AMX" if self.has_tiles else self.name
+
+    def use_tiles(self, wanted: bool) -> bool:
+        """Turn the processor's tiles (AMX) for products of 8 and 16 bits on or off; returns whether they are on.
+
+        Results with packed weights do not change. Weights packed while tiles are on multiply float32 rows in parts
+        (``RowForm.SPLIT``). The first call tries tiles in a child process, and leaves them off if they do not work.
+        """
+        self.has_tiles = bool(self._use_tiles(wanted))
+        return self.has_tiles
+
+    def room(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor for weights."""
+        return self._pages.take(*shape, dtype=dtype)
+
+    def pack(self, code: int, rows: Tensor, tiles: Tensor, at: int, groups: int) -> bool:
+        """Copy numbers of rows (out, blocks, bytes) into tiles (tiles, blocks, numbers * 64), padded with zeros.
+
+        Args:
+            code: format of plain numbers, or any other for 32-bit words.
+            rows: uint8; ``groups`` numbers of each block are copied, from byte ``at`` on.
+
+        Returns:
+            True if all numbers are finite, as words always are.
+        """
+        num_out, blocks, _ = rows.shape
+        is_finite: int = self._pack(
+            code, rows.data_ptr() + at, rows.stride(0), num_out, blocks, rows.stride(1), groups, tiles.data_ptr(),
+            tiles.stride(0) * tiles.element_size(), tiles.stride(1) * tiles.element_size(),
+        )  # fmt: skip
+        return bool(is_finite)
+
+    def rows(self, code: int, tiles: Tensor, num_in: int, outputs: Tensor) -> Tensor:
+        """(R, in) float32: the weights of outputs (R,) int64, which must exist, from tiles of a format."""
+        outputs, weights = outputs.contiguous(), torch.empty(len(outputs), num_in)
+        self._rows(code, tiles.data_ptr(), num_in, outputs.data_ptr(), weights.data_ptr(), len(outputs))
+        return weights
+
+    def commit(self, data: Tensor, lengths: Tensor, path: Tensor, table: SlotTable | None = None) -> None:
+        """Move the kept nodes of every row, (B, D) padded with PAD, to the slots after ``lengths`` (B,).
+
+        Args:
+            data: (L, 2, B, K, S, D) keys, transposed by 16 slots, and values.
+            table: lists the pages of the slots, if there are any.
+        """
+        batch = Batch(rows=path.shape[0])
+        layers, _, _, heads, _, dim = data.shape
+        batch.set_cache(data, table)
+        lengths, path = lengths.contiguous(), path.contiguous()
+        batch.lengths = lengths.data_ptr()
+        self._commit(ctypes.byref(batch), layers, heads, dim, path.data_ptr(), path.shape[1], path.shape[1])
+
+
+class _Loaded(NamedTuple):
+    kernel: Kernel | None
+    problem: str  # why there is no kernel
+    not_kept: str  # why it will be compiled again
+
+
+def get_kernel() -> Kernel | None:
+    """The kernel, compiled if necessary; None if it cannot run here (see ``kernel_problem``)."""
+    return None if _is_off() else _load().kernel
+
+
+def required_kernel() -> Kernel:
+    """The kernel, for weights in its layout. Raises ConfigError if it was turned off after they were loaded."""
+    kernel = get_kernel()
+    if kernel is None:
+        raise ConfigError("DRAFTWING_KERNEL was turned off after a model was loaded: load the model again")
+    return kernel
+
+
+def kernel_problem() -> str:
+    """Why ``get_kernel`` returns None, and how to fix it; empty if it does not."""
+    return "DRAFTWING_KERNEL is off" if _is_off() else _load().problem
+
+
+def kernel_notice() -> str:
+    """Why decoding on this CPU is slow, or slow to start; empty if not, or if the kernel is off or unsupported."""
+    if _is_off() or sys.platform not in _SYSTEMS:
+        return ""
+    found = _load()
+    if found.kernel is None:
+        return (
+            f"PyTorch runs what the CPU kernel would run faster: {found.problem} (DRAFTWING_KERNEL=off turns this "
+            f"warning off)"
+        )
+    return f"the CPU kernel is compiled again by every process: {found.not_kept}" if found.not_kept else ""
+
+
+def _is_off() -> bool:
+    return os.environ.get("DRAFTWING_KERNEL") == "off"
+
+
+@cache
+def _load() -> _Loaded:
+    if sys.platform not in _SYSTEMS:
+        return _Loaded(None, f"the CPU kernel runs on Linux and macOS, this is {platform.system()}", "")
+    try:
+        kernel, not_kept = with_library(open_library)
+    except KernelProblem as problem:
+        return _Loaded(None, str(problem), "")
+    return _Loaded(kernel, "", not_kept)
+
+
+def open_library(path: str, name: str) -> Kernel:
+    """Load a library and test it."""
+    try:
+        library = ctypes.CDLL(path)
+        if not library.draftwing_runs_here():
+            raise KernelProblem("DRAFTWING_KERNEL_ARCH names instructions that this processor lacks: unset it")
+        sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3, 4, 5))
+        if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft, AcceptArgs, VerifyArgs))):
+            raise KernelProblem(f"the compiled CPU kernel lays its structures out otherwise: {sizes}")
+        kernel = Kernel(library, name)
+    except (OSError, AttributeError) as error:
+        raise KernelProblem(f"the compiled CPU kernel cannot be loaded: {error}") from None
+    wrong = fault_of(library)
+    if wrong:
+        raise KernelProblem(f"the compiled CPU kernel gets {wrong} wrong on this machine: set CXX to another compiler")
+    return kernel

@@ -1,0 +1,305 @@
+// Attention of a tree's nodes over all or some committed slots and over their ancestors.
+
+#pragma once
+
+#include <algorithm>
+
+#include "products.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr bool WIDE = true;  // enough registers for the sums of four vectors for each of six queries
+#else
+constexpr bool WIDE = false;
+#endif
+
+thread_local Scratch attention_queries, attention_scores, attention_path, attention_block, attention_depths;
+
+// Keys of 16 slots are stored transposed, (dim, 16); values slot by slot, (dim).
+
+inline void rotate(const float* x, const float* norm, float eps, const float* rotation, int half, int dim, float* out) {
+    float normed[1024];
+    if (norm != nullptr) {
+        norm_row(x, norm, dim, eps, normed);
+        x = normed;
+    }
+    for (int i = 0; i < half; ++i) {
+        const float real = rotation[2 * i], imaginary = rotation[2 * i + 1];
+        out[i] = fused(x[i], real, -(x[half + i] * imaginary));
+        out[half + i] = fused(x[i], imaginary, x[half + i] * real);
+    }
+    for (int i = 2 * half; i < dim; ++i) out[i] = x[i];
+}
+
+// B blocks of keys at a time: enough independent sums to hide the latency of an addition.
+template <int Q, int B>
+inline void score_blocks(const float* queries, int dim, const float* keys, float* scores, size_t stride) {
+    v16 sum[Q][B] = {};
+    for (int d = 0; d < dim; ++d) {
+        v16 key[B];
+        for (int b = 0; b < B; ++b) key[b] = load(keys + (b * dim + d) * KEYS);
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; ++q) {
+            const v16 value = spread_from(queries + q * dim + d);
+#pragma GCC unroll 4
+            for (int b = 0; b < B; ++b) sum[q][b] += key[b] * value;
+        }
+    }
+    for (int q = 0; q < Q; ++q)
+        for (int b = 0; b < B; ++b) store(scores + q * stride + b * KEYS, sum[q][b]);
+}
+
+// Adds the values of contiguous slots, times `weights`, to `out` (dim), in the order of the slots.
+template <int Q, int P>
+inline void mix_parts(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
+    v16 sum[Q][P];
+    for (int q = 0; q < Q; ++q)
+        for (int p = 0; p < P; ++p) sum[q][p] = load(out + q * dim + 16 * p);
+    for (int s = 0; s < count; ++s, values += dim) {
+        v16 value[P];
+        for (int p = 0; p < P; ++p) value[p] = load(values + 16 * p);
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; ++q) {
+            const v16 weight = spread_from(weights + q * stride + s);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p) sum[q][p] += value[p] * weight;
+        }
+    }
+    for (int q = 0; q < Q; ++q)
+        for (int p = 0; p < P; ++p) store(out + q * dim + 16 * p, sum[q][p]);
+}
+
+template <int Q>
+inline void mix(const float* weights, size_t stride, const float* values, int count, int dim, float* out) {
+    constexpr int P = WIDE ? 4 : Q > 3 ? 1 : 2;  // as many sums as fit in registers
+    int d = 0;
+    for (; d + 16 * P <= dim; d += 16 * P) mix_parts<Q, P>(weights, stride, values + d, count, dim, out + d);
+    for (; d < dim; d += 32) mix_parts<Q, 2>(weights, stride, values + d, count, dim, out + d);
+}
+
+inline void mix_all(int count, const float* weights, size_t stride, const float* values, int slots, int dim, float* out) {
+    int q = 0;
+    for (; q + 6 <= count; q += 6) mix<6>(weights + q * stride, stride, values, slots, dim, out + q * dim);
+    for (; q + 3 <= count; q += 3) mix<3>(weights + q * stride, stride, values, slots, dim, out + q * dim);
+    for (; q < count; ++q) mix<1>(weights + q * stride, stride, values, slots, dim, out + q * dim);
+}
+
+// Exponentiates the scores of one query at positions `low` to `last` in place; returns their sum.
+float softmax(float* scores, int low, int last) {
+    const int begin = low / 16 * 16, end = (last + 16) / 16 * 16;
+    for (int i = begin; i < low; ++i) scores[i] = -INFINITY;
+    for (int i = last + 1; i < end; ++i) scores[i] = -INFINITY;
+    v16 largest = spread(-INFINITY);
+    for (int i = begin; i < end; i += 16) {
+        largest = larger(load(scores + i), largest);
+    }
+    float top = largest[0];
+    for (int i = 1; i < 16; ++i) top = largest[i] > top ? largest[i] : top;
+    v16 sum{};
+    for (int i = begin; i < end; i += 16) {
+        const v16 part = exp_of(load(scores + i) - top);
+        store(scores + i, part);
+        sum += part;
+    }
+    return sum_of(sum);
+}
+
+// The committed slots that a row's queries attend to in one layer, for one KV head.
+struct Seen {
+    const int32_t* slots;  // ascending; null for all of them
+    int count;
+
+    int slot(int place) const { return slots == nullptr ? place : slots[place]; }
+
+    // Index of the first slot at or past a position.
+    int from(int position) const {
+        if (slots == nullptr) return position < count ? position : count;
+        return static_cast<int>(std::lower_bound(slots, slots + count, position) - slots);
+    }
+
+    // End of a contiguous range of slots in one page, small enough that their values stay in the cache for all queries.
+    int run(int begin) const {
+        const int room = PAGE - slot(begin) % PAGE, most = begin + room < count ? begin + room : count;
+        if (slots == nullptr) return most;
+        int end = begin + 1;
+        while (end < most && slots[end] == slots[end - 1] + 1) ++end;
+        return end;
+    }
+};
+
+Seen seen_of(const Batch& batch, int row, int layer, int kv_head) {
+    if (batch.view == nullptr) return {nullptr, static_cast<int>(batch.lengths[row])};
+    const int32_t* slots = batch.view + row * batch.view_row + layer * batch.view_layer + kv_head * batch.view_head;
+    return {slots, static_cast<int>(batch.viewed[row])};
+}
+
+template <int B = 1>
+inline void score(const float* queries, int count, int dim, const float* keys, float* scores, size_t stride) {
+    int q = 0;
+    for (; q + 6 <= count; q += 6) score_blocks<6, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q + 3 <= count; q += 3) score_blocks<3, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
+    for (; q < count; ++q) score_blocks<1, B>(queries + q * dim, dim, keys, scores + q * stride, stride);
+}
+
+// Computes the scores of the slots from index `begin` on, followed by those of the tree's slots.
+void score_view(const Seen& seen, int begin, int length, int nodes, const float* queries, int count, int dim,
+                const float* keys, const Slots& at_slot, float* scores, size_t stride) {
+    float* some = attention_block.get<float>(static_cast<size_t>(count) * KEYS);
+    const auto take = [&](int slot, int num, int place) {  // `num` slots of one block
+        const int block = slot / KEYS * KEYS;
+        const bool in_tree = place >= seen.count;
+        score(queries, count, dim, keys + at_slot(block) * dim, some, KEYS);
+        for (int q = 0; q < count; ++q)
+            for (int i = 0; i < num; ++i)
+                scores[q * stride + place + i] = some[q * KEYS + (in_tree ? slot + i : seen.slots[place + i]) - block];
+    };
+    for (int at = begin; at < seen.count;) {
+        const int slot = seen.slots[at], next = slot / KEYS * KEYS + KEYS;
+        int end = at + 1;
+        while (end < seen.count && seen.slots[end] < next) ++end;
+        if (end - at == KEYS)
+            score(queries, count, dim, keys + at_slot(slot) * dim, scores + at, stride);
+        else
+            take(slot, end - at, at);
+        at = end;
+    }
+    for (int node = 0; node < nodes;) {
+        const int slot = length + node, room = KEYS - slot % KEYS, num = room < nodes - node ? room : nodes - node;
+        take(slot, num, seen.count + node);
+        node += num;
+    }
+}
+
+// Depth of each node of a row's tree.
+void depths_of(const Batch& batch, int row, int32_t* depths) {
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    for (int node = 0; node < batch.tree_nodes; ++node)
+        depths[node] = parents[node] < 0 ? 0 : depths[parents[node]] + 1;
+}
+
+// The rotation factors of a row's node.
+inline const float* rotation_of(const Batch& batch, int row, int i, const int32_t* depths) {
+    const size_t angle = batch.rotation_by_row ? static_cast<size_t>(row) * batch.nodes + i
+                                               : static_cast<size_t>(batch.lengths[row] + depths[batch.first_node + i]);
+    return batch.rotation + angle * 2 * batch.rotary_half;
+}
+
+// Writes the keys and values of a row's nodes into their slots, for one KV head.
+void write_slots(const Op& op, const Batch& batch, int row, int kv_head) {
+    if (batch.watch != nullptr) return;
+    const int dim = op.head_dim, width = batch.widths[op.source];
+    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+    float* values = keys + batch.value_stride;
+    const Slots at = slots_of(batch, row);
+    int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
+    depths_of(batch, row, depths);
+    float turned[1024];
+    for (int i = 0; i < batch.nodes; ++i) {
+        const int slot = static_cast<int>(batch.lengths[row]) + batch.first_node + i;
+        const float* in = batch.buffers[op.source] + (static_cast<size_t>(row) * batch.nodes + i) * width;
+        const float* own = in + (op.num_heads + kv_head) * dim;
+        rotate(own, op.k_norm, op.eps, rotation_of(batch, row, i, depths), batch.rotary_half, dim, turned);
+        float* key = keys + at(slot / KEYS * KEYS) * dim + slot % KEYS;
+        for (int d = 0; d < dim; ++d) key[d * KEYS] = turned[d];
+        memcpy(values + at(slot) * dim, own + op.num_kv_heads * dim, dim * sizeof(float));
+    }
+}
+
+// Attention of a row's nodes from `begin` to before `end`, for one KV head; keys and values are in their slots already.
+void attend(const Op& op, const Batch& batch, int row, int kv_head, int begin, int end) {
+    const int dim = op.head_dim, groups = op.num_heads / op.num_kv_heads, nodes = batch.nodes;
+    const int length = static_cast<int>(batch.lengths[row]);
+    const Seen seen = seen_of(batch, row, op.layer, kv_head);
+    const int upto = batch.first_node + end;  // ancestors precede a node
+    const int padded = (seen.count + upto + KEYS - 1) / KEYS * KEYS;
+    const size_t stride = padded + 16;
+    const int64_t* parents = batch.parents + static_cast<size_t>(row) * batch.tree_nodes;
+    float* keys = batch.cache + op.layer * batch.layer_stride + row * batch.row_stride + kv_head * batch.head_stride;
+    float* values = keys + batch.value_stride;
+    const Slots at = slots_of(batch, row);
+    const float* qkv = batch.buffers[op.source];
+    const int width = batch.widths[op.source], out_width = batch.widths[op.target];
+    const int num_queries = (end - begin) * groups;
+    float* queries = attention_queries.get<float>(static_cast<size_t>(2) * num_queries * dim);
+    float* mixed = queries + static_cast<size_t>(num_queries) * dim;
+    float* scores = attention_scores.get<float>(num_queries * stride);
+    int32_t* depths = attention_depths.get<int32_t>(batch.tree_nodes);
+    depths_of(batch, row, depths);
+    for (int i = begin; i < end; ++i) {
+        const float* in = qkv + (static_cast<size_t>(row) * nodes + i) * width;
+        const float* rotation = rotation_of(batch, row, i, depths);
+        for (int g = 0; g < groups; ++g) {
+            float* query = queries + (static_cast<size_t>(i - begin) * groups + g) * dim;
+            rotate(in + (kv_head * groups + g) * dim, op.q_norm, op.eps, rotation, batch.rotary_half, dim, query);
+            for (int d = 0; d < dim; ++d) query[d] *= op.scale;
+        }
+    }
+
+    // With a window, slots that no query sees are not scored: positions increase with the queries' depths.
+    const int lowest = op.window > 0 && length >= op.window ? (length - op.window + 1) / KEYS * KEYS : 0;
+    if (seen.slots == nullptr)
+        for (int block = lowest; block < padded;) {
+            const float* some = keys + at(block) * dim;
+            const int together = WIDE ? std::min(padded - block, PAGE - block % PAGE) / KEYS : 1;  // in one page
+            if (together == 4) score<4>(queries, num_queries, dim, some, scores + block, stride);
+            else if (together > 1) score<2>(queries, num_queries, dim, some, scores + block, stride);
+            else score(queries, num_queries, dim, some, scores + block, stride);
+            block += (together == 3 ? 2 : together) * KEYS;
+        }
+    else
+        score_view(seen, seen.from(lowest), length, upto, queries, num_queries, dim, keys, at, scores, stride);
+
+    // The scores of a node's ancestors, by depth, follow those of the committed slots.
+    int* path = attention_path.get<int>(batch.tree_nodes);
+    for (int i = begin; i < end; ++i) {
+        const int depth = depths[batch.first_node + i], last = length + depth;
+        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        const int first = low < length ? seen.from(low) : seen.count + low - length;
+        for (int g = 0; g < groups; ++g) {
+            const size_t query = static_cast<size_t>(i - begin) * groups + g;
+            float* own = scores + query * stride;
+            for (int d = 0; d <= depth; ++d) own[seen.count + d] = own[seen.count + path[d]];
+            const float sum = softmax(own, first, seen.count + depth);
+            float* out = mixed + query * dim;
+            memset(out, 0, dim * sizeof(float));
+            own[padded] = sum;  // stored after the scores until the values are summed
+            if (batch.watch == nullptr) continue;
+            float* watched = batch.watch + op.layer * batch.watch_layer + kv_head * batch.watch_head;
+            for (int place = first; place < seen.count; ++place) watched[seen.slot(place)] += own[place] / sum;
+        }
+    }
+    if (op.window == 0) {
+        for (int from = 0, to; from < seen.count; from = to) {  // all queries use a block of values while it is in the cache
+            to = seen.run(from);
+            const float* some = values + at(seen.slot(from)) * dim;
+            mix_all(num_queries, scores + from, stride, some, to - from, dim, mixed);
+        }
+    }
+    for (int i = begin; i < end; ++i) {
+        const int depth = depths[batch.first_node + i], last = length + depth;
+        for (int d = depth, node = batch.first_node + i; d >= 0; --d, node = static_cast<int>(parents[node])) path[d] = node;
+        const int low = op.window > 0 && last >= op.window ? last - op.window + 1 : 0;
+        const size_t place = static_cast<size_t>(row) * nodes + i;
+        for (int g = 0; g < groups; ++g) {
+            const size_t query = static_cast<size_t>(i - begin) * groups + g;
+            float* own = scores + query * stride;
+            float* sums = mixed + query * dim;
+            for (int from = op.window > 0 ? seen.from(low) : seen.count, to; from < seen.count; from = to) {
+                to = seen.run(from);
+                mix<1>(own + from, stride, values + at(seen.slot(from)) * dim, to - from, dim, sums);
+            }
+            for (int d = low > length ? low - length : 0; d <= depth; ++d) {
+                const float* value = values + at(length + path[d]) * dim;
+                const v16 weight = spread(own[seen.count + d]);
+                for (int part = 0; part < dim; part += 16) store(sums + part, load(sums + part) + load(value + part) * weight);
+            }
+            const float whole = own[padded];
+            float* out = batch.buffers[op.target] + place * out_width + op.column + (kv_head * groups + g) * dim;
+            for (int part = 0; part < dim; part += 16) store(out + part, load(sums + part) / whole);
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,255 @@
+// Gumbel noise by seed and position, and acceptance of a tree's nodes with it.
+
+#pragma once
+
+#include <list>
+#include <mutex>
+#include <unordered_map>
+
+#include "filters.h"
+#include "products.h"
+
+namespace {
+
+// --- keyed noise -----------------------------------------------------------------------------------------------------
+
+// A register of doubles.
+typedef double dn __attribute__((vector_size(REGISTER)));
+typedef uint64_t un __attribute__((vector_size(REGISTER)));
+typedef float fn __attribute__((vector_size(REGISTER / 2)));
+constexpr int DOUBLES = REGISTER / sizeof(double);
+
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull, MIX1 = 0xBF58476D1CE4E5B9ull, MIX2 = 0x94D049BB133111EBull;
+constexpr int SIDES = 4;  // independent vectors: a logarithm is one long chain of products
+
+// The finaliser of splitmix64, for a number or a vector.
+template <typename T> inline T mixed(T x) {
+    x = (x ^ (x >> 30)) * MIX1;
+    x = (x ^ (x >> 27)) * MIX2;
+    return x ^ (x >> 31);
+}
+
+// x = 2^e * m with m in [sqrt(1/2), sqrt(2)); log m = 2 artanh((m - 1) / (m + 1)).
+inline void log_of(const dn* x, dn* out) {
+    dn e[SIDES], s[SIDES], z[SIDES], p[SIDES];
+    for (int i = 0; i < SIDES; ++i) {
+        const un bits = (un)x[i] - 0x3fe6a09e667f3bcdull;
+        const dn m = (dn)((bits & 0x000fffffffffffffull) + 0x3fe6a09e667f3bcdull);
+        e[i] = __builtin_convertvector((bits + (1023ull << 52)) >> 52, dn) - 1023.0;
+        s[i] = (m - 1.0) / (m + 1.0);
+        z[i] = s[i] * s[i];
+        p[i] = dn{} + 1.0 / 23;
+    }
+#pragma GCC unroll 10
+    for (int k = 21; k >= 3; k -= 2)
+#pragma GCC unroll 4
+        for (int i = 0; i < SIDES; ++i) p[i] = p[i] * z[i] + 1.0 / k;
+    for (int i = 0; i < SIDES; ++i)
+        out[i] = e[i] * 6.93147180369123816490e-01 +
+                 (2.0 * s[i] + (2.0 * s[i] * z[i] * p[i] + e[i] * 1.90821492927058770002e-10));
+}
+
+// Standard Gumbel noise of ids 0, 1, ... under a key: -log(-log(u)) of hashed bits, in double, then rounded to float.
+void gumbel(uint64_t key, int64_t count, float* out) {
+    constexpr int STEP = DOUBLES * SIDES;
+    un hash;
+    for (int i = 0; i < DOUBLES; ++i) hash[i] = key + (i + 1) * GOLDEN;
+    for (int64_t start = 0; start < count; start += STEP, hash += STEP * GOLDEN) {
+        dn x[SIDES], y[SIDES];
+        fn noise[SIDES];
+        for (int i = 0; i < SIDES; ++i)
+            x[i] = (__builtin_convertvector(mixed(hash + i * DOUBLES * GOLDEN) >> 12, dn) + 0.5) * 0x1p-52;
+        log_of(x, y);
+        for (int i = 0; i < SIDES; ++i) y[i] = -y[i];
+        log_of(y, x);
+        for (int i = 0; i < SIDES; ++i) noise[i] = __builtin_convertvector(-x[i], fn);
+        if (start + STEP <= count) {
+            memcpy(out + start, noise, sizeof(noise));
+        } else {
+            memcpy(out + start, noise, (count - start) * sizeof(float));
+        }
+    }
+}
+
+struct Place {  // of noise
+    int64_t seed, position;
+    bool operator==(const Place& other) const { return seed == other.seed && position == other.position; }
+};
+
+// The key that is mixed with the ids: `hash_bits(seed, (TARGET, position), ids)` of noise.py.
+inline uint64_t key_of(const Place& place) {
+    uint64_t key = mixed(static_cast<uint64_t>(place.seed) + GOLDEN);
+    key = mixed((key + GOLDEN) ^ mixed(GOLDEN));  // the stream TARGET is 0
+    return mixed((key + GOLDEN) ^ mixed(static_cast<uint64_t>(place.position) * MIX2 + GOLDEN));
+}
+
+struct KeyOf {
+    size_t operator()(const Place& place) const { return key_of(place); }
+};
+
+// A least-recently-used cache of noise over the whole vocabulary. Functions called from Python take a `turn`; noise that is
+// requested during a turn stays valid until it ends, even beyond the capacity.
+class NoiseStore {
+  public:
+    NoiseStore(int64_t vocab, int64_t capacity) : vocab(vocab), capacity_(capacity) {}
+
+    std::unique_lock<std::mutex> turn() {
+        auto lock = hold();
+        ++call_;
+        return lock;
+    }
+
+    // Takes the lock again within a turn.
+    std::unique_lock<std::mutex> hold() { return std::unique_lock<std::mutex>(turn_); }
+
+    // (vocab)
+    const float* at(int64_t seed, int64_t position) {
+        const Place place{seed, position};
+        const auto known = places_.find(place);
+        if (known != places_.end()) {
+            entries_.splice(entries_.begin(), entries_, known->second);
+        } else {
+            make_room();
+            entries_.front().place = place;
+            gumbel(key_of(place), vocab, entries_.front().memory.get<float>(vocab));
+            places_[place] = entries_.begin();
+        }
+        entries_.front().call = call_;
+        return static_cast<const float*>(entries_.front().memory.data);
+    }
+
+    const int64_t vocab;
+
+  private:
+    struct Entry {
+        Place place;
+        uint64_t call;  // that used it last
+        Scratch memory;
+    };
+
+    bool may_go() const { return !entries_.empty() && entries_.back().call != call_; }
+
+    // A free entry at the front.
+    void make_room() {
+        for (; static_cast<int64_t>(entries_.size()) > capacity_ && may_go(); entries_.pop_back())
+            places_.erase(entries_.back().place);
+        if (static_cast<int64_t>(entries_.size()) >= capacity_ && may_go()) {
+            places_.erase(entries_.back().place);
+            entries_.splice(entries_.begin(), entries_, std::prev(entries_.end()));
+        } else {
+            entries_.emplace_front();
+        }
+    }
+
+    const int64_t capacity_;
+    std::mutex turn_;
+    uint64_t call_ = 0;
+    std::list<Entry> entries_;
+    std::unordered_map<Place, std::list<Entry>::iterator, KeyOf> places_;
+};
+
+// --- acceptance --------------------------------------------------------------------------------------------------------
+
+// argmax(scores + noise), the first among equals; noise may be null. The first NaN precedes every number. Clears `finite` if
+// the choice is NaN or infinite: such scores are not a distribution.
+template <bool NOISY> int32_t drawn_from(const float* scores, const float* noise, int32_t count, bool* finite) {
+    v16 best = spread(-INFINITY);
+    i16 place{}, which = counted(), odd{};
+    int32_t i = 0;
+    for (; i + 16 <= count; i += 16, which += 16) {
+        const v16 score = NOISY ? load(scores + i) + load(noise + i) : load(scores + i);
+        odd |= score != score;
+        place = select(score > best, which, place);
+        best = select(score > best, score, best);
+    }
+    float top = best[0];
+    int32_t chosen = place[0], num_odd = odd[0];
+    for (int lane = 1; lane < 16; ++lane) {
+        num_odd |= odd[lane];
+        if (best[lane] > top || (best[lane] == top && place[lane] < chosen)) top = best[lane], chosen = place[lane];
+    }
+    for (; i < count; ++i) {
+        const float score = NOISY ? scores[i] + noise[i] : scores[i];
+        num_odd |= score != score;
+        if (score > top) top = score, chosen = i;
+    }
+    for (i = 0; num_odd && i < count; ++i)
+        if (scores[i] != scores[i]) {
+            chosen = i;
+            break;
+        }
+    if (!std::isfinite(scores[chosen])) *finite = false;
+    return chosen;
+}
+
+thread_local Scratch accept_levels, walk_scores;
+
+// Applies a row's temperature and filters to a node's logits.
+const float* filtered(const Filter& filter, const float* scores, int32_t vocab) {
+    float* own = walk_scores.get<float>(vocab);
+    for (int32_t i = 0; i < vocab; ++i) own[i] = scores[i] / filter.temperature;
+    const float cut = cut_of<true>(filter, own, vocab);
+    for (int32_t i = 0; i < vocab; ++i) own[i] = own[i] < cut ? -INFINITY : own[i];
+    return own;
+}
+
+struct Drawing {  // of a row
+    Filter filter;
+    int64_t seed, start;  // seed -1: greedy; start: position of the token after the root
+};
+
+// How the tokens after a batch of trees are drawn, and where the accepted nodes are written.
+struct AcceptArgs {
+    NoiseStore* noise;
+    const int64_t* seeds;  // (rows) -1: greedy
+    const int64_t* starts;  // (rows) positions of the tokens after the roots
+    const Filter* filters;  // (rows) make scores from logits; null if these are scores
+    int64_t* found;  // (rows, 5 + 2 * nodes): see `draftwing_accept`
+    int32_t logits, out;  // the target's buffers; out -1: none
+    int32_t layers, kv_heads, dim;  // of the target's KV slots
+};
+
+inline int64_t found_width(int32_t nodes) { return 5 + 2 * static_cast<int64_t>(nodes); }
+
+// Fills `found` for one row: see `draftwing_accept`.
+void accept_row(NoiseStore& store, const float* scores, int32_t nodes, const int64_t* tokens, const int64_t* parents,
+              const Drawing& drawing, int32_t* own, int64_t* found) {
+    int32_t *drawn = own, *depths = own + nodes, *level = own + 2 * nodes;  // drawn: -1 for nodes that were not reached
+    int32_t used = 0, deepest = 0;
+    for (int32_t node = 0; node < nodes; ++node) {
+        drawn[node] = -1;
+        depths[node] = node > 0 && parents[node] >= 0 ? depths[parents[node]] + 1 : 0;
+        deepest = depths[node] > deepest ? depths[node] : deepest;
+        used += tokens[node] >= 0;
+    }
+    bool finite = true;
+    int32_t count = 1, last = 0, num = 0;
+    for (level[0] = 0;; ++num) {  // more than one node per level only if siblings are equal
+        last = level[0];
+        const float* noise = drawing.seed < 0 ? nullptr : store.at(drawing.seed, drawing.start + num);
+        const int32_t vocab = static_cast<int32_t>(store.vocab);
+        for (int32_t i = 0; i < count; ++i) {
+            const float* own_scores = scores + static_cast<int64_t>(level[i]) * vocab;
+            if (drawing.filter.changes()) own_scores = filtered(drawing.filter, own_scores, vocab);
+            drawn[level[i]] = noise == nullptr ? drawn_from<false>(own_scores, noise, vocab, &finite)
+                                               : drawn_from<true>(own_scores, noise, vocab, &finite);
+        }
+        count = 0;
+        for (int32_t node = 1; node < nodes; ++node) {
+            const int64_t parent = parents[node];
+            if (parent >= 0 && drawn[node] < 0 && drawn[parent] >= 0 && drawn[parent] == tokens[node]) level[count++] = node;
+        }
+        if (count == 0) break;
+    }
+    int64_t *path = found + 5, *emitted = path + nodes;
+    for (int32_t i = num + 1; i < nodes; ++i) path[i] = emitted[i] = -1;
+    path[num] = last;
+    emitted[num] = drawn[last];
+    for (int32_t i = num; i > 0; --i) {
+        emitted[i - 1] = tokens[path[i]];
+        path[i - 1] = parents[path[i]];
+    }
+    found[0] = num, found[1] = drawn[last], found[2] = used, found[3] = deepest, found[4] = finite;
+}
+
+}  // namespace

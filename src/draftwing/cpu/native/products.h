@@ -1,0 +1,268 @@
+// The arithmetic of one forward: matrices times rows, norms. Attention over a tree: attention.h.
+//
+// The order in which a row's numbers are computed depends on the row alone: products run along their inputs, attention
+// along positions. So a row's bits do not depend on other rows: alone, in a chain, in any tree. None of this may be compiled
+// with reassociation (-ffast-math).
+
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+constexpr int KEYS = 16;  // slots whose keys are stored transposed together
+constexpr int MAX_OPS = 1024;
+constexpr int NUM_BUFFERS = 16;
+
+enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ATTEND = 3, COPY = 4 };
+enum RowForm : int32_t { AS_THEY_ARE = 0, ROUNDED = 1, SPLIT = 2 };  // see layout.py
+
+}  // namespace
+
+extern "C" {
+
+struct Op {
+    int32_t kind, source, target, column;  // column: first column of the result in the target's rows
+    int32_t num_in, num_out, epilogue, format;  // format: of the weight
+    int32_t num_heads, num_kv_heads, head_dim, layer;
+    int32_t window;  // 0: none
+    int32_t first;  // of NORM and COPY: first column to read
+    int32_t row_form;  // of LINEAR in BFLOAT16: whether rows are rounded to bfloat16, or split into several
+    float eps, scale;
+    const float* norm;  // (num_in): RMSNorm applied to the source; null: none
+    const void* weight;  // packed
+    const float* scales;  // (padded num_out), of int8
+    const int32_t* sums;  // (padded num_out), of int8: contribution of the rows' offset of 128
+    const float* bias;  // (padded num_out)
+    const int64_t* places;  // (num_out): target column of each output; null: consecutive
+    const float* q_norm;  // (head_dim)
+    const float* k_norm;
+};
+
+struct Batch {
+    int32_t rows, nodes, first_node, tree_nodes;  // nodes run per row, from first_node on, of tree_nodes
+    int32_t rotary_half, rotation_by_row;
+    const int64_t* tokens;  // (rows * nodes)
+    const int64_t* parents;  // (rows, tree_nodes)
+    const int64_t* lengths;  // (rows) committed slots
+    const float* rotation;  // (positions or rows * nodes, rotary_half, 2)
+    float* cache;  // of this batch's first row: keys, then values
+    int64_t layer_stride, value_stride, row_stride, head_stride;
+    const int32_t* pages;  // pages of each row's slots, in order; null: a row's slots are contiguous
+    int64_t page_stride;  // pages from one row to the next
+    const int32_t* view;  // committed slots to attend to, ascending, by row, layer and KV head; null: all
+    const int64_t* viewed;  // (rows) their number
+    int64_t view_row, view_layer, view_head;  // strides; 0: the same for all
+    float* watch;  // sums of one row's attention weights, by layer and KV head; slots are then not written. Null: none
+    int64_t watch_layer, watch_head;
+    float* buffers[NUM_BUFFERS];
+    int32_t widths[NUM_BUFFERS];
+};
+
+constexpr int PAGE = 64;  // slots per page: whole blocks of keys
+
+// The slots of a row: index of each, counted from `keys` or `values` of its layer and KV head.
+struct Slots {
+    const int32_t* pages;  // null: contiguous
+
+    size_t operator()(int64_t slot) const {
+        return pages == nullptr ? slot : static_cast<size_t>(pages[slot / PAGE]) * PAGE + slot % PAGE;
+    }
+};
+
+inline Slots slots_of(const Batch& batch, int row) {
+    return {batch.pages == nullptr ? nullptr : batch.pages + row * batch.page_stride};
+}
+}
+
+namespace {
+
+thread_local Scratch prepared_rows, normed_row, byte_row;
+
+// --- a matrix times rows ---------------------------------------------------------------------------------------------
+
+void norm_row(const float* x, const float* weight, int width, float eps, float* out) {
+    v16 squares{};
+    int i = 0;
+    for (; i + 16 <= width; i += 16) {
+        const v16 part = load(x + i);
+        squares += part * part;
+    }
+    float total = sum_of(squares);
+    for (; i < width; ++i) total += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
+    for (i = 0; i + 16 <= width; i += 16) store(out + i, load(x + i) * factor * load(weight + i));
+    for (; i < width; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// Quantises to 8 bits, 128 for zero; returns the value of a level.
+float quantise_row(const float* x, int width, int padded, uint8_t* out) {
+    v16 mosts[4] = {}, checks[4] = {};  // a comparison never selects NaN, which must not be lost
+    int i = 0;
+    const auto look = [&](int which) __attribute__((always_inline)) {
+        const v16 part = load(x + i + 16 * which);
+        mosts[which] = larger(larger(part, -part), mosts[which]);
+        checks[which] += part * 0.0f;
+    };
+    for (; i + 64 <= width; i += 64)
+        for (int which = 0; which < 4; ++which) look(which);
+    for (; i + 16 <= width; i += 16) look(0);
+    const v16 most = larger(larger(mosts[0], mosts[1]), larger(mosts[2], mosts[3]));
+    float largest = 0.0f, unusual = sum_of((checks[0] + checks[1]) + (checks[2] + checks[3]));
+    for (int lane = 0; lane < 16; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+    for (int k = i; k < width; ++k) {
+        largest = std::fmax(largest, std::fabs(x[k]));
+        unusual += x[k] * 0.0f;
+    }
+    const float levels = largest > 0.0f ? 127.0f / largest : 0.0f;
+    for (i = 0; i + 16 <= width; i += 16) {
+        store_bytes(out + i, whole_of(load(x + i) * levels + 128.5f));
+    }
+    for (; i < width; ++i) out[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i] * levels + 128.5f));
+    for (; i < padded; ++i) out[i] = 128;
+    return largest / 127.0f + unusual;
+}
+
+struct Rows {  // of a product, in the form that its weight needs
+    void* data;
+    size_t stride;
+    float* scales;
+};
+
+inline bool needs_preparing(const Op& op) { return op.format == INT8 || op.row_form || op.norm != nullptr; }
+
+// Number of rows to compute for `count` rows.
+inline int multiplied_rows(const Op& op, int count) { return op.row_form == SPLIT ? SPLIT_PARTS * count : count; }
+
+// Row stride: an odd number of cache lines, so that rows do not map to the same cache sets.
+inline size_t row_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
+
+// Bytes of a prepared row.
+inline size_t prepared_row(const Op& op) {
+    if (op.row_form) return row_bytes(rounded_inputs(op.num_in) * sizeof(uint16_t));
+    return row_bytes(op.format == INT8 ? static_cast<size_t>(padded_inputs(op.num_in)) * ROW_WORDS : op.num_in * sizeof(float));
+}
+
+// Prepared rows in `memory` of `prepared_bytes`.
+inline size_t prepared_bytes(const Op& op, int count) {
+    const size_t scales = op.format == INT8 ? (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64 : 0;
+    return scales + padded_rows(multiplied_rows(op, count)) * prepared_row(op);
+}
+
+inline Rows prepared_at(const Op& op, int count, char* memory) {
+    if (op.row_form) return {memory, prepared_row(op) / sizeof(uint16_t), nullptr};
+    if (op.format != INT8) return {memory, prepared_row(op) / sizeof(float), nullptr};
+    const size_t scales = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
+    return {memory + scales, prepared_row(op), reinterpret_cast<float*>(memory)};
+}
+
+// Normalises and narrows the rows from `first` to before `last`.
+void prepare(const Op& op, const Batch& batch, int first, int last, const Rows& rows) {
+    const bool is_narrow = op.format == INT8 || op.row_form;
+    float* normed = is_narrow && op.norm != nullptr ? normed_row.get<float>(op.num_in) : nullptr;
+    for (int r = first; r < last; ++r) {
+        const float* row = batch.buffers[op.source] + static_cast<size_t>(r) * batch.widths[op.source];
+        if (!is_narrow) {
+            norm_row(row, op.norm, op.num_in, op.eps, static_cast<float*>(rows.data) + r * rows.stride);
+            continue;
+        }
+        if (op.norm != nullptr) {
+            norm_row(row, op.norm, op.num_in, op.eps, normed);
+            row = normed;
+        }
+        if (op.row_form) {
+            uint16_t* out = static_cast<uint16_t*>(rows.data) + multiplied_rows(op, r) * rows.stride;
+            if (op.row_form == ROUNDED) round_row(row, op.num_in, static_cast<int>(rows.stride), out);
+            else split_row(row, op.num_in, static_cast<int>(rows.stride), rows.stride, out);
+            continue;
+        }
+        uint8_t* out = static_cast<uint8_t*>(rows.data) + r * rows.stride;
+        uint8_t* bytes = ROW_WORDS == 1 ? out : byte_row.get<uint8_t>(rows.stride / ROW_WORDS);
+        rows.scales[r] = quantise_row(row, op.num_in, static_cast<int>(rows.stride) / ROW_WORDS, bytes);
+        if constexpr (ROW_WORDS > 1) spread_fours(bytes, padded_inputs(op.num_in), reinterpret_cast<uint32_t*>(out));
+    }
+}
+
+// The rows of a product, prepared by this thread or, in `shared` memory, by all threads.
+Rows rows_for(const Op& op, const Batch& batch, char* shared) {
+    const int count = batch.rows * batch.nodes;
+    if (!needs_preparing(op)) return {batch.buffers[op.source], static_cast<size_t>(batch.widths[op.source]), nullptr};
+    if (shared != nullptr) return prepared_at(op, count, shared);
+    const Rows rows = prepared_at(op, count, prepared_rows.get<char>(prepared_bytes(op, count)));
+    prepare(op, batch, 0, count, rows);
+    return rows;
+}
+
+thread_local Scratch sums_of_rows;
+
+// Bytes of a tile of weights for narrow rows.
+inline size_t narrow_tile_bytes(const Op& op) {
+    return op.row_form ? tile_bytes<BFloat16>(op.num_in) : static_cast<size_t>(padded_inputs(op.num_in)) * TILE;
+}
+
+// One tile of a product with bias: (count, 64) at `out`, which has room for `multiplied_rows`.
+void product(const Op& op, const Rows& rows, int count, int tile, v16 (*out)[PARTS]) {
+    const char* w = static_cast<const char*>(op.weight) + tile * narrow_tile_bytes(op);
+    if (op.row_form) {
+        const int multiplied = multiplied_rows(op, count);
+        rounded_product(static_cast<const uint16_t*>(rows.data), rows.stride, w, op.num_in, multiplied, out);
+        for (int r = 0; multiplied > count && r < count; ++r)
+            for (int c = 0; c < PARTS; ++c) out[r][c] = out[3 * r][c] + (out[3 * r + 1][c] + out[3 * r + 2][c]);
+    } else if (op.format != INT8) {
+        float_tile(op.format, op.weight, tile, op.num_in, static_cast<const float*>(rows.data), rows.stride, count, out);
+    } else {
+        i16(*sums)[PARTS] = reinterpret_cast<i16(*)[PARTS]>(out);
+        byte_sums(static_cast<const uint8_t*>(rows.data), rows.stride, reinterpret_cast<const int8_t*>(w),
+                  padded_inputs(op.num_in), count, sums);
+        for (int c = 0; c < PARTS; ++c) {
+            const int at = tile * TILE + 16 * c;
+            const i16 offset = from_memory<i16>(op.sums + at);
+            const v16 scale = load(op.scales + at);
+            for (int r = 0; r < count; ++r) {
+                const v16 found = numbers_of(sums[r][c] - offset) * rows.scales[r] * scale;
+                out[r][c] = found;
+            }
+        }
+    }
+    if (op.bias != nullptr)
+        for (int c = 0; c < PARTS; ++c) {
+            const v16 bias = load(op.bias + tile * TILE + 16 * c);
+            for (int r = 0; r < count; ++r) out[r][c] += bias;
+        }
+}
+
+inline void put(float* to, v16 value, int room, bool add) {
+    if (room >= 16) {
+        store(to, add ? load(to) + value : value);
+        return;
+    }
+    for (int i = 0; i < room; ++i) to[i] = add ? to[i] + value[i] : value[i];
+}
+
+void linear(const Op& op, const Batch& batch, const Rows& rows, int first_tile, int last_tile) {
+    const int count = batch.rows * batch.nodes, width = batch.widths[op.target];
+    const bool gated = op.epilogue >= SILU;
+    const size_t room = padded_rows(multiplied_rows(op, count));
+    v16(*found)[PARTS] = reinterpret_cast<v16(*)[PARTS]>(sums_of_rows.get<float>(2 * room * TILE));
+    v16(*up)[PARTS] = found + room;
+    for (int tile = first_tile; tile < last_tile; ++tile) {
+        product(op, rows, count, gated ? 2 * tile : tile, found);
+        if (gated) product(op, rows, count, 2 * tile + 1, up);  // the values for the gates of the previous tile
+        for (int r = 0; r < count; ++r) {
+            float* row = batch.buffers[op.target] + static_cast<size_t>(r) * width + op.column + tile * TILE;
+            for (int c = 0; c < PARTS; ++c) {
+                const int room = op.num_out - tile * TILE - 16 * c;
+                if (room <= 0) break;
+                const v16 value = gated ? activate(op.epilogue, found[r][c]) * up[r][c] : found[r][c];
+                if (op.places == nullptr) {
+                    put(row + 16 * c, value, room, op.epilogue == ADD);
+                    continue;
+                }
+                const int64_t* places = op.places + tile * TILE + 16 * c;
+                for (int i = 0; i < 16 && i < room; ++i) row[places[i] - tile * TILE] = value[i];
+            }
+        }
+    }
+}
+
+}  // namespace

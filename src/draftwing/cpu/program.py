@@ -1,0 +1,361 @@
+"""Programs of the CPU kernel, and how a network is traced into one.
+
+Called with ``Traced`` values instead of tensors, a network records its operations instead of running them: a list over
+buffers of rows, which the kernel runs in one call (``native/programs.h``).
+
+Shape suffixes: R rows, B rows of a batch, N nodes, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, get_num_threads
+
+from draftwing.cpu.layout import NUM_BUFFERS, AcceptArgs, Batch, Op
+from draftwing.cpu.library import Kernel
+from draftwing.cpu.packed import Packed
+from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.models.attention import Heads
+
+ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4}
+_EMBED, _NORM, _LINEAR, _ATTEND, _COPY = range(5)
+_STORE, _ADD = 0, 1
+_NO_SOURCE = -1
+
+
+class NormLike(Protocol):
+    """An RMSNorm with weight (H,)."""
+
+    weight: Any
+    eps: float
+
+
+class Program:
+    """Operations over buffers of rows, shared by all runners of a network.
+
+    While operations are added, each value has its own number. ``finish`` lets values that are not needed at the
+    same time share memory; ``place`` then returns the memory of each.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.widths: list[int] = []  # by place, after ``finish``
+        self.is_given: list[bool] = []  # by place: provided by the caller of every run
+        self.ops: Any = None  # a ctypes array, after ``finish``
+        self.num_ops = 0
+        self._ops: list[Op] = []
+        self.values: list[_Value] = []
+        self._places: list[int] = []
+        self._kept: list[Tensor] = []  # tensors that the operations point to
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def given(self, width: int) -> Traced:
+        """A value (R, width) that the caller of every run provides."""
+        return Traced(self, self._new(width, is_given=True), width)
+
+    def scratch(self, width: int) -> int:
+        """A new value (R, width)."""
+        return self._new(-(-width // 16) * 16, is_given=False)
+
+    def output(self, value: Traced) -> int:
+        """Make ``value`` an output, for which every run provides memory; returns its number."""
+        buffer = value.settled().buffer
+        self.values[buffer].is_given, self.values[buffer].width = True, value.width
+        return buffer
+
+    def _new(self, width: int, *, is_given: bool) -> int:
+        self.values.append(_Value(width, is_given))
+        return len(self.values) - 1
+
+    def add(self, target: int, source: int = _NO_SOURCE, **fields: Any) -> None:
+        """Add one operation; tensors among its fields are kept alive."""
+        if len(self._ops) >= self.kernel.max_ops:
+            raise UnsupportedError(
+                f"a net of more than {self.kernel.max_ops} operations does not fit the CPU kernel: set is_traceable = "
+                f"False in a custom net, or load a model this deep with DRAFTWING_KERNEL=off in the environment"
+            )
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                kept = value.detach().contiguous()
+                self._kept.append(kept)
+                fields[name] = kept.data_ptr()
+        for number in (target, source):
+            if number >= 0:
+                self.values[number].see(len(self._ops))
+        self._ops.append(Op(target=target, source=target if source < 0 else source, **fields))
+
+    def finish(self) -> Program:
+        """Assign places to the values; no operation may be added afterwards."""
+        free: dict[int, list[int]] = {}
+        ending: dict[int, list[_Value]] = {}
+        for value in self.values:
+            ending.setdefault(value.last, []).append(value)
+        for value in self.values:
+            if value.is_given or value.last < 0:
+                value.place = self._lay_out(value)
+        starting = {value.first: value for value in self.values if value.place < 0}
+        for number in range(len(self._ops)):
+            begun = starting.get(number)
+            if begun is not None:
+                room = free.get(begun.width)
+                begun.place = room.pop() if room else self._lay_out(begun)
+            for ended in ending.get(number, ()):
+                if not ended.is_given:
+                    free.setdefault(ended.width, []).append(ended.place)
+        self._places = [value.place for value in self.values]
+        for op in self._ops:
+            op.source, op.target = self._places[op.source], self._places[op.target]
+        self.ops, self.num_ops = (Op * len(self._ops))(*self._ops), len(self._ops)
+        return self
+
+    def _lay_out(self, value: _Value) -> int:
+        if len(self.widths) >= NUM_BUFFERS:
+            raise UnsupportedError(
+                f"a net that needs more than {NUM_BUFFERS} values at a time does not fit the CPU kernel: use values "
+                f"sooner, or set is_traceable = False"
+            )
+        self.widths.append(value.width)
+        self.is_given.append(value.is_given)
+        return len(self.widths) - 1
+
+    def place(self, buffer: int) -> int:
+        """The place of a value: its key in ``Workspace.run``."""
+        return self._places[buffer]
+
+
+@dataclass
+class _Value:
+    """A value of a program, and the first and last operation that use it."""
+
+    width: int
+    is_given: bool
+    first: int = -1
+    last: int = -1
+    place: int = -1
+    version: int = 0
+
+    def see(self, number: int) -> None:
+        self.first = number if self.first < 0 else self.first
+        self.last = number
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Stands for a tensor (R, width) while a network is traced.
+
+    Some values are lazy: an embedding's rows, or the norm of another value. The operation that reads such a value
+    computes it: a matrix norms its input, a concatenation writes it into place.
+
+    Attributes:
+        buffer, column: number of the value that holds it, and the first column.
+        norm: weight and eps of an RMSNorm still to be applied.
+        table: packed (V, width), whose rows are still to be read.
+        version: a sum overwrites its residual, which invalidates older handles.
+    """
+
+    program: Program = field(repr=False)
+    buffer: int
+    width: int
+    column: int = 0
+    norm: tuple[Tensor, float] | None = None
+    table: Packed | None = None
+    version: int = 0
+
+    @classmethod
+    def embedding(cls, ids: TracedIds, table: Packed) -> Traced:
+        """The rows of ``table`` (V, H) for the tokens."""
+        return cls(ids.program, -1, table.num_in, table=table)
+
+    def _check(self) -> None:
+        if self.buffer >= 0 and self.program.values[self.buffer].version != self.version:
+            raise ConfigError(
+                "a net read a value after it was the residual of a matrix, which overwrites it with the sum: read the "
+                "matrix's result instead, or set is_traceable = False"
+            )
+
+    def write(self, target: int, column: int = 0) -> None:
+        """Compute it into the columns of another buffer."""
+        self._check()
+        if self.table is not None:
+            code = self.table.format.code
+            self.program.add(
+                target, kind=_EMBED, column=column, num_out=self.width, weight=self.table.weight, format=code
+            )
+            return
+        read: dict[str, Any] = {"column": column, "first": self.column, "num_in": self.width}
+        if self.norm is None:
+            self.program.add(target, self.buffer, kind=_COPY, **read)
+        else:
+            self.program.add(target, self.buffer, kind=_NORM, norm=self.norm[0], eps=self.norm[1], **read)
+
+    def settled(self) -> Traced:
+        """The same value, computed and at column 0."""
+        if self.buffer >= 0 and self.norm is None and not self.column:
+            return self
+        settled = Traced(self.program, self.program.scratch(self.width), self.width)
+        self.write(settled.buffer)
+        return settled
+
+    def normed(self, norm: NormLike) -> Traced:
+        """RMSNorm, computed by the operation that reads it."""
+        source = self.settled() if self.table is not None or self.norm is not None else self
+        return replace(source, norm=(norm.weight.detach(), norm.eps))
+
+    def columns(self, start: int, stop: int) -> Traced:
+        """(R, stop - start) of its columns."""
+        return replace(self.settled(), column=start, width=stop - start)
+
+    def to(self, dtype: torch.dtype) -> Traced:
+        """Unchanged: the kernel computes in float32."""
+        return self
+
+    def linear(
+        self,
+        packed: Packed | Sequence[Packed],
+        residual: Traced | None = None,
+        *,
+        activation: str | None = None,
+        spread: tuple[Tensor, int] | None = None,
+    ) -> Traced:
+        """A matrix times it, added to ``residual``; with ``activation`` a gated one.
+
+        Args:
+            packed: the matrix, or matrices whose outputs are concatenated.
+            spread: (num_out,) int64 the column of (R, width) for each output, and the width; other columns stay.
+        """
+        parts = (packed,) if isinstance(packed, Packed) else packed
+        if any(part.gated != (activation is not None) for part in parts):
+            raise ConfigError(
+                "the gate_up matrix of a GatedMLP has a layout that only the GatedMLP reads: call the GatedMLP instead"
+            )
+        source = self.settled() if self.table is not None or self.column else self
+        source._check()
+        program, width = self.program, sum(part.num_out for part in parts) if spread is None else spread[1]
+        epilogue = ACTIVATIONS[activation] if activation is not None else _STORE if residual is None else _ADD
+        out = Traced(program, program.scratch(width), width) if residual is None else residual._overwritten()
+        norm, eps = source.norm or (None, 0.0)
+        column = 0
+        for part in parts:
+            places = None if spread is None else spread[0][column : column + part.num_out]
+            program.add(
+                out.buffer, source.buffer, kind=_LINEAR, num_in=part.num_in, num_out=part.num_out, epilogue=epilogue,
+                format=part.format.code, row_form=part.row_form, eps=eps, norm=norm, weight=part.weight,
+                scales=part.scales, sums=part.sums,
+                bias=part.bias, places=places, column=0 if places is not None else column,
+            )  # fmt: skip
+            column += part.num_out
+        return out
+
+    def _overwritten(self) -> Traced:
+        """A value that may be overwritten: this one, or a copy if it is lazy or provided by the caller."""
+        self._check()
+        value = self.program.values[self.buffer] if self.buffer >= 0 else None
+        if value is None or value.is_given or self.norm is not None or self.column:
+            copy = Traced(self.program, self.program.scratch(self.width), self.width)
+            self.write(copy.buffer)
+            return copy
+        value.version += 1
+        return replace(self, version=value.version)
+
+
+def join(parts: Sequence[Traced]) -> Traced:
+    """Concatenate columns."""
+    width, program, column = sum(part.width for part in parts), parts[0].program, 0
+    joined = Traced(program, program.scratch(width), width)
+    for part in parts:
+        part.write(joined.buffer, column)
+        column += part.width
+    return joined
+
+
+@dataclass(frozen=True)
+class TracedIds:
+    """Stands for token ids (R,)."""
+
+    program: Program
+
+
+class TracedAttention:
+    """An ``Attend`` for tracing: the kernel rotates, writes KV slots and attends in one operation."""
+
+    def __init__(self, windows: Any) -> None:
+        self._windows = windows
+
+    def __call__(self, layer: int, qkv: Traced, heads: Heads) -> Traced:
+        """(R, (heads + 2 * KV heads) * D) -> (R, heads * D)."""
+        program, width = qkv.program, heads.num_heads * heads.head_dim
+        out = Traced(program, program.scratch(width), width)
+        both = heads.q_norm is not None and heads.k_norm is not None
+        norms = {"q_norm": heads.q_norm.weight, "k_norm": heads.k_norm.weight, "eps": heads.q_norm.eps} if both else {}
+        program.add(
+            out.buffer, qkv.settled().buffer, kind=_ATTEND, layer=layer, window=self._windows[layer] or 0,
+            scale=heads.head_dim**-0.5, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim, **norms,
+        )  # fmt: skip
+        return out
+
+
+class Workspace:
+    """Memory for the values of a program; a run overwrites the values of the last one.
+
+    Attributes:
+        batch: the fields that stay the same from run to run; the kernel copies it.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.batch = program, Batch()
+        self._memory, self._capacity = torch.empty(0), 0
+        for place, width in enumerate(program.widths):
+            self.batch.widths[place] = width
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for R rows."""
+        if num_rows <= self._capacity:
+            return
+        self._capacity, program = max(num_rows, 2 * self._capacity), self.program
+        widths = [(place, width) for place, width in enumerate(program.widths) if not program.is_given[place]]
+        self._memory = torch.empty(self._capacity * sum(width for _, width in widths))
+        address = self._memory.data_ptr()
+        for place, width in widths:
+            self.batch.buffers[place] = address
+            address += 4 * width * self._capacity
+
+    def run(
+        self,
+        rows: int,
+        nodes: int,
+        given: Mapping[int, Tensor],
+        *,
+        first_op: int = 0,
+        num_ops: int | None = None,
+        accept: AcceptArgs | None = None,
+    ) -> None:
+        """Run the operations from ``first_op`` to before ``num_ops``.
+
+        Args:
+            rows, nodes: R = rows * nodes. Tokens, KV slots and other inputs are fields of ``batch``.
+            given: float32 tensors of R rows by place, for the given values that these operations use.
+            accept: apply ``accept.match`` to the trees afterwards, and commit the kept nodes.
+        """
+        self.reserve(rows * nodes)
+        batch, program = self.batch, self.program
+        batch.rows, batch.nodes = rows, nodes
+        for place, tensor in given.items():
+            batch.buffers[place] = tensor.data_ptr()
+        count = (program.num_ops if num_ops is None else num_ops) - first_op
+        kernel, ops, threads = (
+            program.kernel,
+            ctypes.byref(program.ops, first_op * ctypes.sizeof(Op)),
+            get_num_threads(),
+        )
+        if accept is None:
+            kernel.run(ops, count, ctypes.byref(batch), threads)
+        else:
+            kernel.verify(ops, count, ctypes.byref(batch), ctypes.byref(accept), threads)

@@ -1,0 +1,394 @@
+"""Networks in the CPU kernel: forwards, whole drafts, and a target's verification in the call that drafts its trees.
+
+A network is traced once into a program (``cpu.program``), which runs over the KV slots of one decoder. A whole draft is
+one call (``native/drafts.h``): the unread entries, then a tree level by level, then the target's verification.
+
+Shape suffixes: B rows, W entries, N nodes, F features, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.cpu.layout import Adjust, Batch, Draft, KernelArgs, Op, VerifyArgs
+from draftwing.cpu.library import Kernel
+from draftwing.cpu.memory import BufferPool, BumpAllocator
+from draftwing.cpu.noise import AcceptResult
+from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
+from draftwing.errors import ConfigError
+from draftwing.models.cache import KVCache
+from draftwing.noise import AcceptArgs
+from draftwing.runtime.forward import Entries, Net, Runner, pick
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
+from draftwing.torch_utils import filled
+from draftwing.tree import PAD, DraftTree
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network's program, and the places of its values; -1 for values that it does not have.
+
+    Attributes:
+        num_fuse: first operations, which compute ``states`` from ``features``; 0 if these are the same.
+        num_hidden: operations before those that compute ``logits`` from ``read``.
+        out: the network's second output.
+    """
+
+    program: Program
+    num_fuse: int
+    num_hidden: int
+    features: int
+    states: int
+    read: int
+    out: int
+    logits: int
+
+    @classmethod
+    def of(cls, net: Net, kernel: Kernel) -> Built:
+        """Trace a network."""
+        program = Program(kernel)
+        shape = net.shape
+        features = program.given(shape.feature_width) if shape.feature_width else None
+        states = fused = None if features is None else net.fuse(features)
+        if fused is not None and fused is not features:
+            states = program.given(shape.state_width)
+            fused.write(states.buffer)
+        num_fuse = len(program)
+        read, out = net.forward(TracedIds(program), states, TracedAttention(shape.windows))
+        written = -1 if out is None else program.output(out)
+        num_hidden = len(program)
+        logits = program.output(net.logits(read))
+        program.finish()
+        place = program.place
+        return cls(
+            program, num_fuse, num_hidden,
+            features=-1 if features is None else place(features.buffer),
+            states=-1 if states is None else place(states.buffer),
+            read=place(read.buffer), out=-1 if out is None else place(written), logits=place(logits),
+        )  # fmt: skip
+
+
+class FusedStep:
+    """A target's part of the kernel call that drafts and verifies.
+
+    Attributes:
+        address: of the ``VerifyArgs``.
+    """
+
+    def __init__(
+        self,
+        args: VerifyArgs,
+        arrays: KernelArgs,
+        logits: Tensor,
+        out: Tensor | None,
+        result: AcceptResult,
+        began: float,
+    ) -> None:
+        self._args, self._arrays, self._logits, self._out, self._result = args, arrays, logits, out, result
+        self.address = ctypes.addressof(args)
+        self._prepared = time.perf_counter() - began
+
+    def read(self, tree: DraftTree) -> Verified:
+        """The result for the drafted trees; its seconds include the preparation and this call."""
+        began = time.perf_counter()
+        rows, nodes = tree.num_rows, tree.num_nodes
+
+        def shaped(values: Tensor) -> Tensor:  # the memory has room for larger trees
+            width = values.shape[1]
+            return values.as_strided((rows, nodes, width), (nodes * width, width, 1))
+
+        logits, out = shaped(self._logits), None if self._out is None else shaped(self._out)
+        accepted, seconds = self._result.read(nodes), self._args.seconds + self._prepared
+        return Verified(logits, out, tree, accepted, seconds + time.perf_counter() - began)
+
+
+class KernelRunner(Runner):
+    """See ``Runner``. The bits of a row do not depend on the other rows of its batch."""
+
+    def __init__(self, net: Net, built: Built, cache: KVCache | None = None) -> None:
+        super().__init__(net, cache)
+        self._shape, self._built, self._space = net.shape, built, Workspace(built.program)
+        self._reserved = (0, 0)  # rows and slots of the cache
+        self._data: Tensor | None = None  # the cache's slots; a new tensor when they have moved, for whichever runner
+        self._rotation: Tensor | None = None  # by position; None if it depends on more
+        self._drafts_trees = net.shape.is_shifted and net.rotary.config.position_only
+        # Temporary outputs of drafts. Tokens that a sparse net leaves out are never written: they hold -inf.
+        self._logits = torch.empty(0, net.shape.vocab_size)
+        self._states = torch.empty(2, 0, net.shape.state_width)
+        self._taps = torch.empty(0, net.shape.out_width)
+        self._num_draft_rows = 0
+        self._numbers, self._probs = BumpAllocator(np.int64), BumpAllocator(np.float32)
+        self._draft = Draft(  # the fields that are the same for every draft
+            vocab_size=net.shape.vocab_size, num_fuse=built.num_fuse, num_hidden=built.num_hidden,
+            logits=built.logits, read=built.read, states=built.states,
+            fed_back=-1 if built.states < 0 else built.out, kept_out=built.out if built.states < 0 else -1,
+        )  # fmt: skip
+        program = built.program
+        self._verify_args = VerifyArgs(
+            ctypes.addressof(program.ops) + built.num_fuse * ctypes.sizeof(Op), ctypes.addressof(self._space.batch),
+            num_ops=program.num_ops - built.num_fuse,
+        )  # fmt: skip
+        self._verified_logits, self._verified_out = BufferPool(), BufferPool()
+
+    # --- forwards --------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        outputs = self._run(entries, want_logits=want_logits)
+        return outputs if last is None or entries.tokens.shape[1] == 1 else pick(outputs, last)
+
+    def verify(
+        self,
+        tree: DraftTree,
+        lengths: Sequence[int],
+        prompt_lengths: Sequence[int] | None = None,
+        accept: AcceptArgs | None = None,
+    ) -> Verified:
+        result = None if accept is None else self._accept_result(accept, tree.num_rows, tree.num_nodes)
+        logits, out = self._run(Entries(tree, lengths, prompt_lengths=prompt_lengths), accept=result)
+        assert logits is not None
+        return Verified(logits, out, tree, None if result is None else result.read())
+
+    def _run(
+        self, entries: Entries, *, want_logits: bool = True, accept: AcceptResult | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        built, shape, tree, batch = self._built, self._shape, entries.tree, self._space.batch
+        tokens, first_row, arrays = entries.tokens, entries.first_row, KernelArgs()
+        rows, nodes = tokens.shape
+        self._make_room(first_row + rows, entries.upto)
+        table = self.cache.table
+        if table is not None:
+            table.hold(first_row, entries.lengths, tree.num_nodes)
+            batch.pages = table.address + first_row * 4 * table.stride
+        if self._rotation is None:
+            positions = torch.tensor(entries.lengths)[:, None] + tree.depths[:, entries.first_node :]
+            prompts = None if entries.prompt_lengths is None else torch.tensor(entries.prompt_lengths)[:, None]
+            rotation = self.net.rotary.cis(positions, prompts).flatten(0, 1).contiguous()
+            batch.rotation, batch.rotary_half = arrays.tensor(rotation), rotation.shape[-1]
+        batch.cache = self.cache.data.data_ptr() + first_row * batch.row_stride * 4
+        batch.first_node, batch.tree_nodes = entries.first_node, tree.num_nodes
+        batch.parents, batch.tokens = arrays.tensor(tree.parents.contiguous()), arrays.tensor(tokens.contiguous())
+        batch.lengths = arrays.int64(entries.lengths)
+        arrays.set_view(batch, entries.view, entries.watched)
+        given, out = {}, None
+        if entries.states is not None:
+            states = given[built.states] = entries.states.contiguous()
+            if states.shape != (rows, nodes, shape.state_width):
+                raise ConfigError(
+                    f"a net's states must be {shape.state_width} wide, as its shape says, found {tuple(states.shape)}"
+                )
+        if built.out >= 0:
+            out = given[built.out] = torch.empty(rows, nodes, shape.out_width)
+        if want_logits:
+            given[built.logits] = self._new_logits(rows, nodes)
+        num_ops = None if want_logits else built.num_hidden
+        args = None if accept is None else accept.args
+        self._space.run(rows, nodes, given, first_op=built.num_fuse, num_ops=num_ops, accept=args)
+        return given[built.logits] if want_logits else None, out
+
+    def fuse(self, features: Tensor) -> Tensor:
+        built = self._built
+        if built.features == built.states:
+            return features
+        rows, count, _ = features.shape
+        states = torch.empty(rows, count, self._shape.state_width)
+        given = {built.features: features.contiguous(), built.states: states}
+        self._space.run(rows, count, given, num_ops=built.num_fuse)
+        return states
+
+    def commit(self, lengths: Sequence[int], path: Tensor) -> None:
+        self._built.program.kernel.commit(self.cache.data, torch.tensor(lengths), path, self.cache.table)
+
+    def _new_logits(self, *shape: int) -> Tensor:
+        shape = *shape, self._shape.vocab_size
+        return filled(shape, -torch.inf) if self._shape.is_sparse else torch.empty(shape)
+
+    def _make_room(self, num_rows: int, num_slots: int) -> None:
+        """``reserve`` if there is less room, or another runner has moved the slots."""
+        if num_rows > self._reserved[0] or num_slots > self._reserved[1] or self.cache.data is not self._data:
+            self.reserve(num_rows, num_slots)
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """See ``Runner.reserve``. Updates the fields that depend on the address of the slots."""
+        super().reserve(num_rows, num_slots)
+        if self.cache.data is self._data:
+            return
+        self._data = self.cache.data
+        self._reserved = self.cache.num_rows, self.cache.num_slots
+        batch, rotary = self._space.batch, self.net.rotary
+        batch.set_cache(self.cache.data, self.cache.table)
+        batch.rotation_by_row = int(not rotary.config.position_only)
+        if rotary.config.position_only:
+            self._rotation = rotary.table(self._reserved[1]).contiguous()
+            batch.rotation, batch.rotary_half = self._rotation.data_ptr(), self._rotation.shape[-1]
+
+    # --- drafts ----------------------------------------------------------------------------------------------------
+
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        """See ``Runner.draft``: in one call, if the kernel can grow such trees."""
+        limits = request.kernel_limits() if self._drafts_trees else None
+        if limits is None:
+            return super().draft(request)
+        (depth, max_nodes), width, arrays = limits, request.budget.width, KernelArgs()
+        rows, entries, program = len(request.tokens), request.num_entries, self._built.program
+        levels, unread = self._draft_batches(request, depth, arrays)
+        draft = self._draft_args(request, depth, max_nodes, arrays)
+        room = 1 + width + (depth - 1) * width * width  # most nodes of a row
+        numbers, address = self._numbers.take(3 * rows * room)
+        draft.tokens, draft.parents, draft.places = address, address + 8 * rows * room, address + 16 * rows * room
+        probs, address = self._probs.take(2 * rows * room)
+        draft.room, draft.node_probs, draft.path_probs = room, address, address + 4 * rows * room
+        outs = None
+        if draft.kept_out >= 0:
+            passes = 1 + (depth - 1) * width
+            outs = torch.empty(max(passes, entries), rows, self._shape.out_width)
+            levels.buffers[draft.kept_out] = unread.buffers[draft.kept_out] = outs.data_ptr()
+        fused = None
+        if verify is not None and isinstance(verify.runner, KernelRunner) and verify.runner is not self:
+            fused = verify.runner.fused_step(verify, 1 + min(max_nodes, room - 1))
+        draft.verify_args = None if fused is None else fused.address
+        nodes = program.kernel.draft(
+            program.ops, program.num_ops, ctypes.byref(levels), ctypes.byref(unread), ctypes.byref(draft),
+            arrays.int64(request.roots), torch.get_num_threads(),
+        )  # fmt: skip
+        (tokens, parents, places), (node_probs, path_probs) = (
+            torch.from_numpy(block.reshape(count, -1)[:, : rows * nodes].reshape(count, rows, nodes)).unbind()
+            for block, count in ((numbers, 3), (probs, 2))
+        )
+        tree = DraftTree(
+            tokens, parents, path_probs, node_probs=node_probs, num_draft_forwards=draft.num_forwards,
+            is_line=bool(draft.is_chain), depth=draft.deepest,
+        )  # fmt: skip
+        verified = None if fused is None else fused.read(tree)
+        if width > 1:
+            return Drafted(tree, places, draft.num_levels - 1, verified=verified)
+        states = None if outs is None or entries > 1 else outs[: draft.num_levels].transpose(0, 1)
+        return Drafted(tree, None, draft.num_levels - 1, states, verified)
+
+    def _draft_batches(self, request: DraftRequest, depth: int, arrays: KernelArgs) -> tuple[Batch, Batch]:
+        """The batch of a level, and that of the unread entries."""
+        built, rows, batch, width = self._built, len(request.tokens), self._space.batch, request.budget.width
+        entries, tree_slots, table = request.num_entries, 1 + depth * width, self.cache.table
+        self._make_room(rows, max(max(request.root_slots) + tree_slots, max(request.lengths) + entries))
+        if table is not None:
+            ends = [length + len(ids) for length, ids in zip(request.lengths, request.tokens, strict=True)]
+            table.hold(0, ends, 0)
+            table.hold(0, request.root_slots, tree_slots)
+            batch.pages = table.address
+        count = rows * max(entries, width)
+        if count > self._num_draft_rows:
+            count = self._num_draft_rows = max(count, 2 * self._num_draft_rows, 16)
+            self._space.reserve(count)
+            self._logits, self._states = self._new_logits(count), torch.empty(2, count, self._shape.state_width)
+            self._taps = torch.empty(count, self._shape.out_width)
+        batch.rows, batch.cache, batch.lengths = rows, self.cache.data.data_ptr(), arrays.int64(request.root_slots)
+        batch.buffers[built.logits] = self._logits.data_ptr()
+        arrays.set_view(batch, request.view)
+        if request.features is not None:
+            start, half = self._states.data_ptr(), self._states.stride(0) * 4
+            batch.buffers[built.states], batch.buffers[built.out] = start, start + half
+        elif built.out >= 0:  # taps of a target that drafts for itself: not read
+            batch.buffers[built.out] = self._taps.data_ptr()
+        unread = Batch.from_buffer_copy(batch)
+        if request.features is not None:  # of one row, the unread entries come first
+            features = request.features if rows == 1 else request.features[:, :entries]
+            unread.buffers[built.features] = arrays.tensor(features.contiguous())
+        padded = [[*ids, *[PAD] * (entries - len(ids))] for ids in request.tokens]
+        unread.nodes = unread.tree_nodes = entries
+        unread.first_node = 0
+        unread.tokens, unread.lengths = arrays.int64(chain.from_iterable(padded)), arrays.int64(request.lengths)
+        unread.parents = arrays.int64([*range(-1, entries - 1)] * rows)
+        return batch, unread
+
+    def _draft_args(self, request: DraftRequest, depth: int, max_nodes: int, arrays: KernelArgs) -> Draft:
+        """The request as the kernel reads it, all but where trees are written."""
+        sampling, calibration, rule = request.sampling, request.calibration, request.budget.rule
+        temperatures, top_k, top_p, min_p = sampling.all_filters
+        seeds = sampling.drawing_seeds if request.budget.children == "keyed" else [-1] * len(temperatures)
+        draft = Draft.from_buffer_copy(self._draft)
+        draft.depth, draft.width, draft.max_nodes = depth, request.budget.width, max_nodes
+        draft.sharpness, draft.hit_rate, draft.scale = calibration.sharpness, 1 - calibration.miss, calibration.scale
+        draft.noise, draft.seeds, draft.starts = (
+            sampling.noise.handle,
+            arrays.int64(seeds),
+            arrays.int64(request.starts),
+        )
+        draft.active, draft.counts = arrays.int64(request.active), arrays.int64(map(len, request.tokens))
+        draft.temperatures, draft.top_p, draft.min_p = map(arrays.float32, (temperatures, top_p, min_p))
+        draft.top_k = arrays.int32(min(k, self._shape.vocab_size) for k in top_k)
+        if sampling.adjusts:
+            adjusts = []
+            for row, own, biases in zip(request.ctx.rows, sampling.rows, sampling.token_biases, strict=True):
+                tokens = row.tokens[: row.length] if own.penalises else []
+                adjusts.append(Adjust(
+                    own.repetition_penalty, own.presence_penalty, own.frequency_penalty, len(biases),
+                    arrays.int64(tokens), len(tokens), row.prompt_length, arrays.int64(biases),
+                    arrays.float32(biases.values()),
+                ))  # fmt: skip
+            draft.adjusts = arrays.structures(adjusts)
+        if rule is not None:
+            draft.num_tables, draft.num_knots = rule.knots.shape
+            tables = (rule.knots, rule.rates, rule.gains, rule.costs, rule.verify)
+            draft.knots, draft.rates, draft.gains, draft.costs, draft.verify = (table.ctypes.data for table in tables)
+            draft.worth, draft.share = rule.worth, rule.share
+        return draft
+
+    def fused_step(self, request: VerifyRequest, nodes: int) -> FusedStep | None:
+        """Prepare to verify trees of at most ``nodes`` nodes in the call that drafts them.
+
+        None if the rotations depend on more than the lengths, or the largest trees need more pages than are free.
+        """
+        began, rows, table, built = time.perf_counter(), len(request.lengths), self.cache.table, self._built
+        self._make_room(rows, max(request.lengths) + nodes)
+        if self._rotation is None or self._shape.is_sparse:
+            return None
+        batch, args = self._space.batch, self._verify_args
+        if table is not None:
+            if table.num_missing(request.lengths, nodes) > table.num_available:
+                return None
+            table.hold(0, request.lengths, nodes)
+            batch.pages = table.address
+        self._space.reserve(rows * nodes)
+        arrays, result = KernelArgs(), self._accept_result(request.accept, rows, nodes)
+        args.accept = ctypes.addressof(result.args)
+        arrays.set_view(batch, None)
+        batch.rows, batch.cache, batch.lengths = rows, self.cache.data.data_ptr(), arrays.int64(request.lengths)
+        logits, batch.buffers[built.logits] = self._verified_logits.take(rows * nodes, self._shape.vocab_size)
+        out = None
+        if built.out >= 0:
+            out, batch.buffers[built.out] = self._verified_out.take(rows * nodes, self._shape.out_width)
+        return FusedStep(args, arrays, logits, out, result, began)
+
+    def _accept_result(self, accept: AcceptArgs, rows: int, nodes: int) -> AcceptResult:
+        result, built, shape = AcceptResult(accept, rows, nodes, self._numbers), self._built, self._shape
+        args = result.args
+        args.logits, args.out = built.logits, built.out
+        args.layers, args.kv_heads, args.dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        return result
+
+
+class KernelRuntime:
+    name = "kernel"
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._built: weakref.WeakKeyDictionary[Net, Built] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> KernelRunner:
+        with self._lock:
+            built = self._built.get(net)
+            if built is None:
+                built = self._built[net] = Built.of(net, self.kernel)
+        return KernelRunner(net, built, cache)

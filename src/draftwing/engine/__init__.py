@@ -1,1 +1,0 @@
-"""The decode loop and the requests in it."""

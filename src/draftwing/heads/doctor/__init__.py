@@ -1,1 +1,0 @@
-"""What is wrong with a head, before it is blamed on speculative decoding."""

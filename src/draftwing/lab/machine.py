@@ -1,0 +1,52 @@
+"""The machine that a figure was measured on, named by its hardware, and how fast it reads memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwing.cpu.library import get_kernel
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, threads used, memory, GPU and versions."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
+    """GB/s of a plain float32 sum over so many freshly written bytes, the median of ``repeats``.
+
+    The limit of plain decoding is this over the bytes of weights that a token reads.
+    """
+    count, kernel = max(num_bytes // 4, 1), get_kernel()
+    seconds = []
+    for _ in range(repeats):
+        # In large pages, as weights lie: in small ones a sum waits for where they are as much as for what is in them.
+        fresh = (torch.empty(count) if kernel is None else kernel.room(count, dtype=torch.float32)).fill_(1.0)
+        began = time.perf_counter()
+        fresh.sum()
+        seconds.append(time.perf_counter() - began)
+    return 4 * count / statistics.median(seconds) / 1e9

@@ -1,0 +1,228 @@
+"""``load``: a target and a drafter by name, as an ``LM``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.lm import LM
+from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.registry import drafter_maker
+from draftwing.models.adapter import AdapterTarget
+from draftwing.models.catalogue import default_model, entry_of
+from draftwing.models.config import LEAN_MODEL_TYPES, read_config
+from draftwing.models.lean import LeanTarget
+from draftwing.models.resolve import resolve
+from draftwing.models.target import Target
+from draftwing.text.tokenizer import Tokenizer
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+Dtype = str | torch.dtype
+
+
+class ModelOptions(TypedDict, total=False):
+    """How ``load`` loads a target.
+
+    Attributes:
+        dtype: of the computation: ``float32``, ``bfloat16``, ``float16`` or ``float64``, as a name or a
+            ``torch.dtype``. The default is float32 for every checkpoint, so that results are the same on every machine.
+            On a CPU, weights stay in the checkpoint's precision, which only affects speed. ``"auto"``: the
+            checkpoint's dtype, except that 16-bit checkpoints compute in float32 on a CPU.
+        quantize: ``int8`` quantizes the matrices of target and drafter: up to three times as fast on a CPU. The output
+            is that of the quantized model, with or without drafts. None: as ``dtype`` says.
+        device: ``cpu`` or ``cuda``; None takes a GPU if there is one.
+        engine: ``lean``, ``transformers`` (any architecture, slower), or ``auto``: lean if it supports the model.
+        revision: of a hub id.
+    """
+
+    dtype: Dtype
+    quantize: str | None
+    device: str | torch.device | None
+    engine: str
+    revision: str | None
+
+
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    rule: str = "match",
+    budget: Budget | None = None,
+    lossless: bool = True,
+    draft_options: Mapping[str, Any] | None = None,
+    **model: Unpack[ModelOptions],
+) -> LM:
+    """Load a target and a drafter.
+
+    Args:
+        target: a folder, a GGUF file, a hub id, or a name of the catalogue (``draftwing models``), which is downloaded
+            once; None is the default chat model.
+        draft: an EAGLE head (in any layout) or a smaller causal LM with the same tokenizer, given like a target;
+            ``"lookup"`` or ``"none"``; for long texts ``"self-window"`` or ``"self-snapkv"``; several at once as
+            ``"eagle3+lookup"``. None takes the head that comes with Draftwing for this target, otherwise ``"lookup"``,
+            or ``"none"`` for a target with recurrent layers, which cannot roll back drafted tokens.
+        rule, lossless: see ``Decoder``.
+        budget: how much to draft in every step; None decides step by step.
+        draft_options: for the drafter, such as ``{"min_match": 3}``, the shortest repetition that lookup drafts from;
+            ``{"draft": "lookup"}``: lookup drafts for the draft model; ``{"budget": 512}``: KV slots that
+            self-speculation attends to; ``{"online": True}``: a head learns while it serves, in a tenth of the time or
+            the given share.
+        model: ``dtype``, ``quantize``, ``device``, ``engine`` and ``revision``: see ``ModelOptions``.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: the message names the cause and the fix.
+    """
+    if budget is not None and not isinstance(budget, Budget):
+        raise ConfigError(f"budget must be a Budget or None, found {budget!r:.60}: write Budget(5) for chains of 5")
+    if target is not None:
+        _check_name("target", target)
+    if draft is not None:
+        _check_name("draft", draft)
+    unknown = sorted(model.keys() - ModelOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"load() got an unexpected keyword argument {unknown[0]!r}")
+    device = model.get("device")
+    entry, folder = entry_of(target), resolve(target, model.get("revision"))
+    loaded = load_target(
+        folder,
+        dtype=model.get("dtype", "float32"),
+        quantize=model.get("quantize"),
+        device=device,
+        engine=model.get("engine", "auto"),
+        name=str(target or default_model()),
+    )
+    tokenizer = Tokenizer(folder)
+    if draft is None:
+        best = entry.best_head if entry is not None else None
+        draft = best or ("lookup" if loaded.supports_trees else "none")
+    new_drafter = load_drafter(draft, loaded, tokenizer, device=device, options=draft_options)
+    return LM(loaded, tokenizer, new_drafter, rule, budget, lossless=lossless)
+
+
+def load_target(
+    folder: Path,
+    *,
+    dtype: Dtype = "float32",
+    quantize: str | None = None,
+    device: str | torch.device | None = None,
+    engine: str = "auto",
+    name: str | None = None,
+    prepack: bool = True,
+) -> Target:
+    """Load a folder as a ``Target``. See ``load``; ``prepack=False`` keeps the weights as tensors."""
+    if engine not in ("auto", "lean", "transformers"):
+        raise ConfigError(f"unknown engine {engine!r}: choose auto, lean or transformers")
+    where, config = _device(device), read_config(folder)
+    lean = config.get("model_type") in LEAN_MODEL_TYPES
+    is_lean = engine == "lean" or (engine == "auto" and lean)
+    numbers = _dtype(dtype, config)
+    if dtype == "auto" and is_lean and where.type == "cpu" and numbers.itemsize == 2:
+        numbers = torch.float32  # the lean decoder computes in float32 with 16-bit weights there
+    model: Target
+    if is_lean:
+        model = LeanTarget.from_folder(folder, numbers, where, prepack=prepack, name=name, quantize=quantize)
+    elif quantize is not None:
+        raise UnsupportedError(
+            f"quantize={quantize!r} needs the lean decoder, and {folder} would run on transformers: "
+            f"{'choose engine=' + repr('lean') + ', or ' if lean else ''}leave quantize out"
+        )
+    else:
+        model = AdapterTarget.from_folder(folder, numbers, where, name=name)
+    model.folder = folder
+    model.eos_ids = tuple(dict.fromkeys([*model.eos_ids, *_generation_eos(folder)]))
+    return model
+
+
+def load_drafter(
+    draft: str | Path,
+    target: Target,
+    tokenizer: Tokenizer | None,
+    *,
+    device: str | torch.device | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[[], Drafter]:
+    """Return a function that makes drafters for ``target``.
+
+    Args:
+        draft: ``"none"``, ``"lookup"`` or another method's name, a head or a causal LM as a folder, name or hub id, or
+            several of them joined by ``+``. ``"eagle3"``, ``"eagle1"`` and ``"causal-lm"`` are those that come with
+            Draftwing for this target. Drafters are quantized like their target, and also for a float32 target if the
+            CPU kernel then drafts faster; the output is the target's in any case.
+        tokenizer: the target's; without it only vocabulary sizes are compared.
+        device: of a draft model; a head is on the target's device.
+        options: see ``load``'s ``draft_options``; each of several drafts takes its own.
+
+    Raises:
+        ConfigError: an option that this drafter does not have.
+        TokenizerError: the draft model's tokenizer is not the target's.
+        CheckpointError: a head that was trained for another target, or is damaged.
+        UnsupportedError: the draft model is not one of the lean decoder's families.
+    """
+    return drafter_maker(draft, target, tokenizer, device=partial(_device, device), options=options)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def _check_name(what: str, value: object) -> None:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ConfigError(f"{what} must be a folder or a hub id, found {value!r:.60}: give a string or a Path")
+
+
+def _dtype(dtype: object, config: Mapping[str, Any]) -> torch.dtype:
+    if dtype == "auto":
+        # Newer files call it dtype. Other types, such as float8, belong to quantized checkpoints.
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        return DTYPES.get(stored, torch.float32)
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r:.60}: choose one of {', '.join(DTYPES)}, or auto")
+    return DTYPES[dtype]
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"unknown device {device!r:.60}: use cpu or cuda") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(device)!r} is not supported: use cpu or cuda")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ConfigError(
+            f"device {str(device)!r}: PyTorch sees {count or 'no'} CUDA device{'s' * (count != 1)} here: "
+            f"use {'a lower number' if count else 'device=' + repr('cpu')}"
+        )
+    return chosen
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    """Return the end tokens of generation_config.json (Llama 3 has three)."""
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return []
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not readable as a JSON object ({error}): download it again") from error
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(
+            f"{file}: `eos_token_id` must be a token id, a list of them or null, found {eos!r:.60}: correct it, or "
+            f"download the file again"
+        )
+    return ids

@@ -1,0 +1,318 @@
+"""Nets that guess several tokens in one pass: shared by Medusa, Hydra, DFlash and DSpark.
+
+Like EAGLE, they pair the feature at position i with the token after it. From the last such entry, whose token is
+pending, one pass opens a *block*: everything needed to guess the next K tokens. A tree then grows without another pass
+of the net. Level k takes its distribution from the block: one for all nodes of the level, or one per node that a small
+step (``guess``) computes from the block and the tokens on the node's path. As long as a level has a single
+distribution, a path's probability is the product of its tokens' probabilities, so level-by-level growth finds the
+best-first tree of DDTree (2604.12989).
+
+Shape suffixes: B rows, T tokens, C entries that blocks start from, W nodes of a level, N = 1 + masks, R = B * C,
+K levels, H hidden, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.methods.base import Drafter
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.method import NetMethod, NewNet
+from draftwing.methods.net import DraftNet, Scored
+from draftwing.methods.objectives import (
+    CHUNK,
+    GPU_CHUNK,
+    Objective,
+    StepGuesses,
+    StepSums,
+    TruthLike,
+    product_dtype,
+    step_sums,
+    tv,
+)
+from draftwing.models.attention import Attend
+from draftwing.models.linear import Linear
+from draftwing.models.target import Target
+from draftwing.runtime.forward import Entries
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
+from draftwing.torch_utils import on_device
+from draftwing.tree import DraftTree
+
+
+class Guess(NamedTuple):
+    """The distribution of the tokens after the nodes of a level.
+
+    Attributes:
+        logits: (B, W, V) over the target's tokens, or (B, 1, V) if all nodes of the level share one distribution.
+        carried: (B, W, ...) state that the nodes' children need, or None.
+        confidence: (B, W) how far the distribution can be trusted, in (0, 1], or None.
+    """
+
+    logits: Tensor
+    carried: Tensor | None = None
+    confidence: Tensor | None = None
+
+
+class BlockNet(DraftNet):
+    """A net that guesses ``num_levels`` tokens in one pass.
+
+    Attributes:
+        num_masks: mask tokens that a second pass reads after the pending token, in the same slots as the entries;
+            0 if the last entry's state is all that a block needs.
+        share: fraction of a text's entries from which training starts blocks.
+    """
+
+    num_masks: int = 0
+    share: float = 1.0
+
+    @property
+    @abstractmethod
+    def num_levels(self) -> int:
+        """K."""
+
+    def start_from(self, target_head: Linear) -> Self:
+        """Initialise a new net from the target's LM head; by default the weights stay random."""
+        return self
+
+    @property
+    def mask_id(self) -> int:
+        """The id that stands for an unknown token."""
+        vocab_size: int = self.config.vocab_size
+        return vocab_size
+
+    @property
+    def is_traceable(self) -> bool:
+        """False: the CPU kernel grows trees by one pass per level."""
+        return False
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """Return each entry's state unchanged: the default for nets without attention."""
+        return states, states
+
+    # --- drafting --------------------------------------------------------------------------------------------------
+
+    def open(self, out: Tensor, depth: int) -> Tensor:
+        """Make every row's block from the output of the pass; only its first ``depth`` levels will be used.
+
+        Args:
+            out: (B, 1, H) of the last entry, or (B, N, H) of the pending token and the masks.
+        """
+        return out
+
+    @abstractmethod
+    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
+        """Guess the tokens after the nodes of a level.
+
+        Args:
+            level: 0 for the root.
+            block: from ``open``.
+            tokens: (B, W) of the nodes; unused nodes hold any token.
+            carried: (B, W, ...) of each node's parent, None for the root.
+        """
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def levels(
+        self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, level by level, what the LM head reads for all of ``entries`` (C,), with the text's tokens as drafted.
+
+        Level k of entry i guesses the token at i + 2 + k.
+
+        Args:
+            ids: (B, T), padded far enough that every block lies in it.
+            features: (B, T, F) the target's, of the same tokens.
+
+        Yields:
+            (R, H) and the LM head's matrix (V_draft, H).
+        """
+
+    def level_head(self, level: int) -> Linear:
+        """Return the LM head of a level."""
+        return self.read_head
+
+    def level_logits(self, level: int, read: Tensor) -> Tensor:
+        """(R, H) of ``levels`` -> (R, V) over the target's tokens."""
+        head = self.level_head(level)
+        logits: Tensor = head.spread(read.to(head.dtype), self.target_ids, self.config.vocab_size)
+        return logits
+
+    def confidence_logits(self, read: Tensor) -> Tensor | None:
+        """(R, H) of ``levels`` -> (R,) log odds of 1 - TV(p, q), for nets that learn to predict it."""
+        return None
+
+
+def check_one_tap(taps: tuple[int, ...], net: str) -> None:
+    """Raise ConfigError if a net that reads a single hidden state is configured with several."""
+    if len(taps) != 1:
+        raise ConfigError(f"{net} reads one hidden state of the target, found taps {taps}: give the last one alone")
+
+
+# --- drafting --------------------------------------------------------------------------------------------------------
+
+
+class BlockDrafter(EagleDrafter):
+    """Drafts with a ``BlockNet``: keeps the same row state as ``EagleDrafter``, and grows trees from the block."""
+
+    net: BlockNet
+
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        net, request = self.net, request.within(self.net.num_levels)
+        chain, last, states = self._runner.catch_up(request)
+        entries = Entries(chain, request.lengths, states=states)
+        _, out = self._runner.forward(entries, want_logits=False, last=last)
+        assert out is not None
+        if net.num_masks:
+            out = self._read_masks(request)
+        block, builder, start = net.open(out, request.budget.depth), request.builder(), 0
+        guess = net.guess(0, block, on_device([request.roots], net.device).T, None)
+        for level in count(1):
+            builder.extend(guess.logits, guess.confidence)
+            if builder.done:
+                break
+            tree, first, carried = builder.expanded(), builder.first, guess.carried
+            if carried is not None:
+                parents = tree.parents[:, first:].clamp(min=start) - start  # an unused node may have any parent
+                carried = carried.gather(1, parents[:, :, None].expand(-1, -1, carried.shape[2]))
+            guess, start = net.guess(level, block, tree.tokens[:, first:].clamp(min=0), carried), first
+        return builder.finish()
+
+    def _read_masks(self, request: DraftRequest) -> Tensor:
+        """(B, N, H) of the pending token and the masks, which all see each other and every entry."""
+        net, nodes, roots = self.net, 1 + self.net.num_masks, request.roots
+        tokens = on_device([[root, *[net.mask_id] * net.num_masks] for root in roots], net.device)
+        order = torch.arange(nodes, device=net.device).expand(len(roots), -1)
+        everything = torch.ones(len(roots), nodes, nodes, dtype=torch.bool, device=net.device)
+        tree = DraftTree(tokens, order - 1, paths=(everything, order))
+        _, out = self._runner.forward(Entries(tree, [root + 1 for root in request.root_slots]), want_logits=False)
+        assert out is not None
+        return out
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class BlockLoss(nn.Module):
+    """The loss of a ``BlockNet``; called like ``train.loss.UnrolledLoss``.
+
+    Each level counts as a step of an unroll: it is scored by the same objectives and weighted by ``Objective.decay``.
+    Nothing is fed back; later levels read the text's own tokens, if any.
+
+    Args:
+        num_steps: must equal ``net.num_levels``.
+        noise: width of the uniform noise added to the features in training.
+        later_share: thins out the entries that blocks start from (``BlockNet.share``); less is faster.
+
+    Raises:
+        ConfigError: a net with another number of levels, or an objective that compares features.
+    """
+
+    def __init__(
+        self,
+        net: BlockNet,
+        objective: Objective,
+        num_steps: int,
+        noise: float = 0.0,
+        later_share: float = 1.0,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if num_steps != net.num_levels:
+            raise ConfigError(
+                f"this {net.kind} head guesses {net.num_levels} tokens, and the run asks for {num_steps}: give "
+                f"unroll_steps {net.num_levels}, or start from nothing"
+            )
+        if objective.feature_weight:
+            raise ConfigError(
+                f"a {net.kind} head predicts no features, and the objective compares them: use medusa, dflash or tv"
+            )
+        self.net, self.objective, self.num_steps, self.noise = net, objective, num_steps, noise
+        self._share = net.share * later_share
+        self._narrowed = target_ids if net.target_ids is None else None
+
+    def forward(self, found: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        """Return the sums of every level; see ``UnrolledLoss.forward``."""
+        dtype = product_dtype(found.features, self.net.dtype)
+        entries, sums = self.entries(found), []
+        for level, (read, weight) in enumerate(self._levels(found, entries, self.num_steps)):
+            weight = weight if self._narrowed is None else weight[self._narrowed]
+            rows, positions = truth.rows(level, entries, of_text=self.objective.of_text)
+            read = read[rows]
+            scored = step_sums(read, weight, truth, positions, self.objective, dtype, agreement=agreement)
+            confidence = self.net.confidence_logits(read.detach())
+            if confidence is not None:
+                overlap = _overlap(read.detach().to(dtype), weight.to(dtype), truth.probs, positions)
+                miss = F.binary_cross_entropy_with_logits(confidence.float(), overlap.float(), reduction="sum")
+                scored = replace(scored, loss=scored.loss + miss)
+            sums.append(scored)
+        return sums
+
+    def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        entries = self.entries(found)
+        levels = self._levels(found, entries, min(num_steps, self.num_steps))
+        for level, (read, _) in enumerate(levels):
+            yield StepGuesses(level, entries, read)
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        return self.net.level_logits(index, read)
+
+    def entries(self, found: Scored) -> Tensor:
+        """(C,) entries that blocks start from: random ones in training, evenly spaced ones in evaluation."""
+        total = found.batch.ids.shape[1] - 2
+        chosen = max(1, round(self._share * total))
+        if chosen >= total:
+            entries = torch.arange(total)
+        elif self.training:
+            entries = torch.randperm(total)[:chosen].sort().values
+        else:
+            entries = torch.arange(chosen) * total // chosen
+        return entries.to(found.batch.ids.device)
+
+    def _levels(self, found: Scored, entries: Tensor, num_levels: int) -> Iterator[tuple[Tensor, Tensor]]:
+        features = found.features.to(self.net.dtype)
+        if self.noise and self.training:
+            features = features + (torch.rand_like(features) - 0.5) * self.noise
+        ids = F.pad(found.batch.ids, (0, self.net.num_levels))  # the last entries' blocks reach beyond the text
+        return self.net.levels(ids, features, entries, num_levels)
+
+
+@torch.no_grad()
+def _overlap(read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor) -> Tensor:
+    """(R,) 1 - TV of softmax(read @ weight.T) and ``probs[rows]``: how often speculative sampling keeps a guess."""
+    chunk, overlaps = CHUNK.get(read.device.type, GPU_CHUNK), []
+    for start in range(0, len(read), chunk):
+        logits = (read[start : start + chunk] @ weight.T).to(probs.dtype)
+        overlaps.append(1 - tv(logits, probs[rows[start : start + chunk]]))
+    return torch.cat(overlaps) if overlaps else probs.new_zeros(0)
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+class BlockMethod(NetMethod):
+    """A method whose net guesses several tokens in one forward; ``unroll_steps`` is how many."""
+
+    settings: tuple[str, ...] = ("unroll_steps", "num_layers")
+    options: ClassVar = {}
+    loss = BlockLoss
+
+    def new(self, new: NewNet) -> Any:
+        """As many levels as the run has steps; by default as many as the config has."""
+        fields = {name: value for name, value in new.settings.items() if value is not None}
+        levels = fields.pop("unroll_steps", None)
+        if levels is not None:
+            fields |= self.config.of_levels(levels)
+        return super().new(replace(new, settings=fields)).start_from(new.head)
+
+    def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
+        return BlockDrafter(net, target, name, identity)

@@ -1,0 +1,811 @@
+"""A smaller causal LM as the drafter (Leviathan et al. 2211.17192; trees as in SpecInfer 2305.09781).
+
+It has its own KV slots, for the same rows as the target: accepted nodes are committed here too, as far as they were
+run, so that the next draft reads only what is missing. Three parts:
+
+    CausalLMDrafter    drafts with any model that shares the target's tokenizer
+    StagedDrafter      the same draft in fewer passes, because prompt lookup guesses the draft model's tokens (staged
+                       speculation, Spector and Re, 2308.04623)
+    CausalLMNet        the model in training: distilled from its target (DistillSpec 2310.08461)
+
+On disk it is a Hugging Face folder that transformers, vLLM and ``load(draft=...)`` read:
+
+    config.json         the model's own, with ``{"draftwing": {"kind": "causal-lm", "target": ..., "training": ...}}``
+    model.safetensors   the weights in float32, named as its family names them
+    tokenizer.json ...  the target's tokenizer
+
+Shape suffixes: B rows, T tokens, R rows of entries, W entries read at once, C children of each, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError, DraftwingError, TokenizerError, UnsupportedError, shown
+from draftwing.formats.doctor import Finding
+from draftwing.formats.head import checked_training
+from draftwing.formats.identity import differences, has_tokenizer, made_for, target_id_of_folder
+from draftwing.formats.read import is_head
+from draftwing.formats.settings import FORMAT
+from draftwing.formats.write import write_folder
+from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.calibration import Calibration
+from draftwing.methods.ensemble import Proposal, Union, together, unite
+from draftwing.methods.lookup import SuffixAutomaton
+from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
+from draftwing.methods.net import DraftNet, Scored, TargetId
+from draftwing.methods.net_drafter import NetDrafter
+from draftwing.methods.objectives import Objective, StepSums, TruthLike, known_positions, product_dtype, step_sums
+from draftwing.models.attention import Attend, CausalAttention
+from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, RopeConfig, read_config
+from draftwing.models.context import Context, Row, TargetOutput
+from draftwing.models.families import Reader, read_layer
+from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm
+from draftwing.models.lean import LeanTarget, TappedNet
+from draftwing.models.linear import Embedding, Layout, Linear
+from draftwing.models.rope import Rotary
+from draftwing.models.target import Target
+from draftwing.models.weights import Stored, WeightFiles, Weights
+from draftwing.runtime.forward import Entries, Net, NetShape, Runtime, TorchRuntime
+from draftwing.runtime.tree_builder import AcceptRates, Children, Drafted, DraftRequest, prune_by_rule
+from draftwing.sampling import SamplingBatch
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.torch_utils import inference
+from draftwing.tree import PAD, Accepted, DraftTree
+
+# --- drafting --------------------------------------------------------------------------------------------------------
+
+
+class DraftModel(Protocol):
+    """A model that reads tokens alone, such as a ``LeanTarget``.
+
+    Attributes:
+        name: for reports.
+        vocab_size: of its logits.
+        max_length: the most tokens of a row.
+        runs: makes the runners of its ``net``.
+        num_weight_bytes: read by a pass over one token.
+        runs_as: what computes its matrices.
+    """
+
+    name: str
+    vocab_size: int
+    max_length: int
+
+    @property
+    def net(self) -> Net: ...
+    @property
+    def runs(self) -> Runtime: ...
+    @property
+    def num_weight_bytes(self) -> int: ...
+    @property
+    def runs_as(self) -> str: ...
+
+
+class CausalLMDrafter(NetDrafter):
+    """Drafts with ``model``, which must share the target's tokenizer.
+
+    Args:
+        calibration: how its scores become probabilities at T > 0.
+
+    Raises:
+        TokenizerError: the vocabularies differ in size (``load`` compares the tokenizers themselves).
+    """
+
+    grows_by_rule = resumes = True
+
+    def __init__(self, model: DraftModel, target_vocab_size: int, calibration: Calibration | None = None) -> None:
+        if model.vocab_size != target_vocab_size:
+            raise TokenizerError(
+                f"draft model {model.name} has a vocabulary of {model.vocab_size}, the target {target_vocab_size}: "
+                f"a draft model must share the target's tokenizer; choose another, or draft='lookup'"
+            )
+        self.model, self._calibration = model, calibration or Calibration()
+        self.name = f"causal-lm ({model.name})"
+        self.num_bytes, self.runs_as = model.num_weight_bytes, model.runs_as
+        self.identity = f"{self.name}, {self.num_bytes}"
+        self._runner = model.runs.runner(model.net, self)
+        self._read: list[int] = []  # tokens of each row that lie in its slots here
+        self._drafted: Drafted | None = None  # the tree that is being verified
+
+    @inference
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        """Prefill the new row; one that exceeds this model's context stays empty here and is not drafted for."""
+        row, fits = ctx.rows[-1], self._room(ctx.rows[-1]) > 0
+        if fits or not row.resumed:
+            self._prefill(row, row.length if fits else 0)
+        self._read.append(row.length if fits else 0)
+
+    @property
+    def num_read(self) -> list[int]:
+        return list(self._read)
+
+    @inference
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        if self._room(row) > 0:
+            self._prefill(row, stop)
+
+    def _prefill(self, row: Row, stop: int) -> None:
+        tokens, start, prompt = row.tokens[row.resumed : stop], row.resumed, row.prompt_length
+        self._runner.prefill(len(self._read), tokens, prompt_length=prompt, start=start)
+
+    @inference
+    def remove(self, ctx: Context, row: int) -> None:
+        """Drop the row's slots; the last row takes its place."""
+        self._runner.cache.move_row(len(self._read) - 1, row)
+        self._read[row] = self._read[-1]
+        self._read.pop()
+
+    def _room(self, row: Row) -> int:
+        """How deep a tree this model's context allows for a row; once below 1 it stays there."""
+        return self.model.max_length - row.length - 2
+
+    @inference
+    def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
+        """Ask for trees as deep as this model's context allows."""
+        rooms = [self._room(row) for row in ctx.rows]
+        room = min((room for room in rooms if room > 0), default=0)
+        self._drafted = None
+        if min(room, budget.depth) <= 0:
+            return None
+        fits = [room > 0 for room in rooms]
+        # Read the accepted tokens that are missing here, including the pending one. A row without room reads its
+        # pending token alone, and gets no tree.
+        starts = [read if fit else row.length for row, read, fit in zip(ctx.rows, self._read, fits, strict=True)]
+        missing = [row.tokens[start : row.length + 1] for row, start in zip(ctx.rows, starts, strict=True)]
+        return DraftRequest(
+            ctx, fits, sampling, budget, self._calibration, missing, starts, ctx.lengths, wants_places=True
+        ).within(room)
+
+    def receive(self, ctx: Context, drafted: Drafted) -> DraftTree:
+        self._drafted = drafted
+        self._read = [
+            row.length if self._room(row) > 0 else read for row, read in zip(ctx.rows, self._read, strict=True)
+        ]
+        return drafted.tree
+
+    @inference
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Commit the accepted path as far as it was run here: leaves never were."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is None:
+            return
+        # The deepest level was never run: its nodes have no slots, and near the end there is no room for any.
+        path = drafted.slots_of(accepted.own_path)[:, : 1 + drafted.num_levels]
+        if drafted.places is not None:  # even the nodes of a single path may be apart here
+            self._runner.commit(ctx.lengths, path)
+        num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has already returned its tokens
+        for place, (row, num) in enumerate(zip(ctx.rows, num_kept, strict=True)):
+            if self._room(row) > 0:
+                self._read[place] += min(num, 1 + drafted.num_levels)
+
+
+# --- drafting for the draft model by lookup --------------------------------------------------------------------------
+
+MIN_MATCH = 2  # tokens that must repeat before lookup guesses
+MAX_GUESSES = 8  # tokens guessed in one pass: at most one per matched token
+
+
+@dataclass
+class StagedRow:
+    """A row as far as the ``StagedDrafter`` has read it.
+
+    Attributes:
+        guesses: indexes the first ``num_indexed`` tokens of the row.
+        start: the row's length at the last draft.
+        run: the tokens whose slots lie from ``start`` on.
+    """
+
+    guesses: SuffixAutomaton
+    num_indexed: int = 0
+    start: int = 0
+    run: list[int] = field(default_factory=list)
+
+    def read(self, row: Row) -> None:
+        """Index the new tokens."""
+        self.guesses.extend_all(row.tokens[self.num_indexed :])
+        self.num_indexed = len(row.tokens)
+
+    def num_kept(self, row: Row) -> int:
+        """Return the number of slots that still hold the row's own tokens."""
+        kept = 0
+        for token, own in zip(self.run, row.tokens[self.start :], strict=False):
+            if token != own:
+                break
+            kept += 1
+        return self.start + kept
+
+
+@dataclass
+class StagedDraft:
+    """A row's growing draft: the draft model's own tokens, and after each of them the likely children.
+
+    Attributes:
+        read: slots that hold the row's tokens and the draft's.
+        fresh: the tokens to run next, ending with the newest drafted one.
+        guess: lookup's guesses, run behind them.
+        reached: probability that the whole draft is accepted.
+    """
+
+    read: int
+    fresh: list[int]
+    is_open: bool
+    tokens: list[int] = field(default_factory=list)
+    children: list[list[tuple[int, float]]] = field(default_factory=list)
+    guess: list[int] = field(default_factory=list)
+    reached: float = 1.0
+
+    def extend(self, levels: Sequence[Sequence[tuple[int, float]]], depth: int) -> None:
+        """Take the children after the last fresh token and after each guess, as long as guesses hold."""
+        self.read += len(self.fresh)
+        for number, children in enumerate(levels):
+            self.children.append(list(children))
+            self.tokens.append(children[0][0])
+            if len(self.tokens) == depth or number == len(self.guess) or self.guess[number] != self.tokens[-1]:
+                break
+            self.read += 1
+        self.fresh = self.tokens[-1:]
+        self.is_open = len(self.tokens) < depth
+
+    def proposal(self, root: int) -> Proposal:
+        """Return the draft with all siblings as a tree."""
+        tokens, parents, probs, trunk = [root], [-1], [1.0], 0
+        for children in self.children:
+            first = len(tokens)
+            for token, prob in [children[0], *(child for child in children[1:] if child[1] > 0)]:
+                tokens.append(token)
+                parents.append(trunk)
+                probs.append(prob)
+            trunk = first
+        return Proposal(tokens, parents, probs)
+
+
+class StagedDrafter(CausalLMDrafter):
+    """A draft model that is itself drafted for by lookup (2308.04623).
+
+    The draft model's next tokens often appeared in the text before. Lookup guesses them, one pass scores all guesses,
+    and those that the model would have drafted itself join the draft; the first wrong one is replaced by the model's
+    own token. The draft is the one that the model makes alone, in fewer passes; the other likely tokens of each pass
+    become siblings. Static trees, children drawn from q, and penalties are drafted as by ``CausalLMDrafter``.
+    """
+
+    def __init__(self, model: DraftModel, target_vocab_size: int) -> None:
+        super().__init__(model, target_vocab_size)
+        self.name = f"causal-lm ({model.name}, drafted for by lookup)"
+        self._rows: list[StagedRow] = []
+
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        super().admit(ctx, features)
+        self._rows.append(StagedRow(SuffixAutomaton(), start=self._read[-1]))
+
+    def remove(self, ctx: Context, row: int) -> None:
+        super().remove(ctx, row)
+        self._rows[row] = self._rows[-1]
+        self._rows.pop()
+
+    @inference
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Draft like the model alone, in as few passes as the guesses allow."""
+        for place, (row, staged) in enumerate(zip(ctx.rows, self._rows, strict=True)):
+            staged.read(row)
+            if staged.run:
+                self._read[place], staged.run = min(staged.num_kept(row), row.length), []
+        rooms = [self._room(row) for row in ctx.rows]
+        depth = min(budget.depth, min((room for room in rooms if room > 0), default=0))
+        if depth < 1 or budget.paths or budget.children not in ("keyed", "top") or sampling.penalises:
+            return super().propose(ctx, sampling, budget)
+        if budget.rule is not None:
+            depth = min(depth, len(budget.rule.gains))
+        self._drafted = None
+        drafts = []
+        for row, room, read in zip(ctx.rows, rooms, self._read, strict=True):
+            start = read if room > 0 else row.length
+            drafts.append(StagedDraft(start, row.tokens[start : row.length + 1], room > 0))
+        num_passes = 0
+        while any(draft.is_open for draft in drafts):
+            self._pass(ctx, sampling, budget, drafts, depth)
+            num_passes += 1
+        for place, (row, draft, room) in enumerate(zip(ctx.rows, drafts, rooms, strict=True)):
+            if room > 0:
+                self._read[place], staged = row.length, self._rows[place]
+                staged.start, staged.run = row.length, [row.tokens[-1], *draft.tokens][: draft.read - row.length]
+        # Keep the siblings that the budget has room for, or that its rule finds worth their verification.
+        unions: list[Union] = []
+        for row, draft in zip(ctx.rows, drafts, strict=True):
+            union = unite([draft.proposal(row.tokens[-1])])
+            union.weigh(lambda union, node: union.claims[node][0])
+            unions.append(union)
+        is_free = budget.rule is not None and budget.width > 1
+        kept = [union.ordered() if is_free else union.within(budget) for union in unions]
+        tree = together(unions, kept, ctx.device, float(num_passes))
+        return tree if budget.rule is None else prune_by_rule(tree, budget.rule)
+
+    def _pass(
+        self, ctx: Context, sampling: SamplingBatch, budget: Budget, drafts: Sequence[StagedDraft], depth: int
+    ) -> None:
+        """Run every row's fresh tokens with guesses behind them, and extend the drafts by the model's own choices."""
+        for staged, draft in zip(self._rows, drafts, strict=True):
+            room = depth - len(draft.tokens) - 1
+            length, guess = (
+                staged.guesses.after(draft.tokens, min(MAX_GUESSES, room), MIN_MATCH) if draft.is_open else (0, [])
+            )
+            draft.guess = guess[:length]
+        runs = [[*draft.fresh, *draft.guess] for draft in drafts]
+        width = max(map(len, runs))
+        chain = DraftTree.chain(ctx.tensor([[*run, *[PAD] * (width - len(run))] for run in runs]))
+        logits, _ = self._runner.forward(Entries(chain, [draft.read for draft in drafts]))
+        assert logits is not None
+        levels = [[max(len(draft.tokens) + i - len(draft.fresh) + 1, 0) for i in range(width)] for draft in drafts]
+        tokens, probs = self._best_children(ctx, sampling, budget, logits, levels)
+        rule = budget.rule
+        rates = None if rule is None else AcceptRates(rule.knots, rule.rates)
+        for draft, row_tokens, row_probs in zip(drafts, tokens, probs, strict=True):
+            if not draft.is_open:
+                continue
+            first, before = len(draft.fresh) - 1, len(draft.tokens)
+            children = [list(zip(*pair, strict=True)) for pair in zip(row_tokens, row_probs, strict=True)]
+            draft.extend(children[first : first + 1 + len(draft.guess)], depth)
+            if rule is not None and rates is not None:
+                for level in range(before, len(draft.tokens)):
+                    draft.reached *= rates(draft.children[level][0][1], level)
+                last = len(draft.tokens) - 1
+                draft.is_open &= draft.reached * float(rule.gains[last]) > float(rule.costs[last])
+
+    def _best_children(
+        self, ctx: Context, sampling: SamplingBatch, budget: Budget, logits: Tensor, levels: Sequence[Sequence[int]]
+    ) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
+        """Return the likeliest children of every entry (B, W, C), best first, and their probabilities."""
+        starts = [row.length + 1 for row in ctx.rows]
+        scores = sampling.scores(logits, ctx.roots(), None)
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)
+        ranked = scores
+        if budget.children == "keyed":
+            ranked = sampling.perturb(scores, ctx.tensor(levels), starts, max(map(max, levels)))
+        tokens = ranked.topk(min(budget.width, scores.shape[-1]), dim=-1).indices
+        children = Children(sampling, budget.children, self._calibration, starts)
+        return tokens.tolist(), children.log_prob(scores, ranked, tokens).exp().clamp(max=1.0).tolist()
+
+
+# --- the model in training -------------------------------------------------------------------------------------------
+
+INIT_STD = 0.02  # of a new model's weights
+HEAD_DIM = 64  # of a new model, unless given
+
+
+@dataclass(frozen=True)
+class CausalLMConfig:
+    """The config of a draft model: a ``methods.net.NetConfig``.
+
+    Attributes:
+        shape: as the lean decoder reads it.
+        source: the contents of its ``config.json``.
+        target: the target that it was trained for.
+    """
+
+    shape: ModelConfig
+    source: Mapping[str, Any]
+    calibration: Calibration = field(default_factory=Calibration)
+    target: TargetId | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """It reads none of the target's hidden states."""
+        return ()
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.shape.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.shape.hidden_size
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The rotation of its positions."""
+        return self.shape.rope
+
+
+def new_config(
+    like: ModelConfig, num_layers: int | None = None, hidden_size: int | None = None, num_heads: int | None = None
+) -> dict[str, Any]:
+    """Return the ``config.json`` of a new Llama that drafts for a target of the shape ``like``.
+
+    Args:
+        num_layers: defaults to a quarter of the target's.
+        hidden_size: defaults to half of the target's, in whole heads.
+        num_heads: defaults to heads of 64 channels.
+
+    Raises:
+        ConfigError: heads that do not share the width evenly.
+    """
+    hidden = hidden_size or max(HEAD_DIM, like.hidden_size // 2 // HEAD_DIM * HEAD_DIM)
+    count = num_heads or max(1, hidden // HEAD_DIM)
+    if hidden % count or hidden // count % 2:
+        raise ConfigError(
+            f"training: {count} heads cannot share a hidden size of {hidden}: heads of an even width are needed, give "
+            f"--num-heads {max(1, hidden // HEAD_DIM)} with --hidden-size {max(1, hidden // HEAD_DIM) * HEAD_DIM}, say"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": like.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": -(-8 * hidden // 3 // 64) * 64,
+        "num_hidden_layers": num_layers or max(1, like.num_layers // 4),
+        "num_attention_heads": count,
+        "num_key_value_heads": count,
+        "head_dim": hidden // count,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": like.context_length,
+        "tie_word_embeddings": True,
+        "bos_token_id": like.bos_id,
+        "eos_token_id": list(like.eos_ids) or None,
+        "pad_token_id": like.pad_id,
+        "torch_dtype": "float32",
+    }
+
+
+class CausalLMNet(DraftNet):
+    """A lean decoder with gradients for all its weights, embedding and LM head included.
+
+    Args:
+        lean: its parts, not prepacked; they become the net's own.
+        files: the tokenizer's files, which are copied into every folder that the net is written to.
+
+    Raises:
+        UnsupportedError: a mixture of experts.
+    """
+
+    kind = "causal-lm"
+
+    def __init__(self, config: CausalLMConfig, lean: TappedNet, files: Sequence[Path] = ()) -> None:
+        if config.shape.moe is not None:
+            raise UnsupportedError(
+                "a mixture of experts is not trained as a draft model: start from a dense model, or from nothing"
+            )
+        table = nn.Parameter(lean.embedding.plain().detach().clone())  # a clone: it may be mapped from the file
+        super().__init__(config, Embedding(table), dtype=table.dtype)
+        self.layers, self.norm, self.head = nn.ModuleList(lean.layers), lean.norm, lean.head
+        for parameter in [*self.layers.parameters(), *self.norm.parameters(), *self.head.parameters()]:
+            parameter.data = parameter.data.clone()
+            parameter.requires_grad_(True)
+        if config.shape.tie_word_embeddings:
+            self.head.weight = self.embedding.table  # type: ignore[assignment]  # a Parameter, see above
+        layers = cast(Sequence[DecoderLayer], self.layers)
+        self._lean = replace(lean, embedding=self.embedding, layers=layers, head=self.head, taps=())
+        self.files = tuple(files)
+
+    @classmethod
+    def new(
+        cls, source: Mapping[str, Any], device: torch.device, *, target: TargetId, files: Sequence[Path] = ()
+    ) -> CausalLMNet:
+        """Return a net with small random weights, in the shape given by the ``config.json`` ``source``."""
+        shape = ModelConfig.from_hf(dict(source), "the new draft model")
+        reader = Reader(_RandomWeights(), torch.float32, device, Layout())
+        layers = [read_layer(reader, shape, index) for index in range(shape.num_layers)]
+        norm = RMSNorm(reader.tensor("model.norm.weight", shape.hidden_size), shape.rms_norm_eps)
+        size = shape.vocab_size, shape.hidden_size
+        table = reader.tensor("model.embed_tokens.weight", *size)
+        head = Linear(table if shape.tie_word_embeddings else reader.tensor("lm_head.weight", *size))
+        rotary = Rotary(shape.rope, torch.float32, device)
+        lean = TappedNet(shape, Embedding(table), layers, norm, head, rotary)
+        return cls(CausalLMConfig(shape, source, target=target), lean, files)
+
+    @property
+    def shape(self) -> NetShape:
+        return self._lean.shape
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """(R,) -> (R, H) the LM head's input, and nothing to feed back."""
+        return self._lean.forward(ids, states, attend)
+
+    def as_target(self) -> LeanTarget:
+        """Return a model that decodes with these weights, including later updates."""
+        return LeanTarget(self._lean, TorchRuntime(), "draft model in training")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copy its tensors, under the names of its family's Hugging Face folders."""
+        shape = self.config.shape
+        tensors = {"model.embed_tokens.weight": self.embedding.plain(), "model.norm.weight": self.norm.weight}
+        if not shape.tie_word_embeddings:
+            tensors["lm_head.weight"] = self.head_weight
+        for index, layer in enumerate(self.layers):
+            tensors.update(_layer_tensors(shape, cast(DecoderLayer, layer), f"model.layers.{index}."))
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _layer_tensors(shape: ModelConfig, layer: DecoderLayer, base: str) -> Iterator[tuple[str, Tensor]]:
+    mlp, inner = cast(GatedMLP, layer.mlp), shape.intermediate_size
+    norms = {
+        "input_layernorm": layer.input_norm,
+        "post_attention_layernorm": layer.post_norm,
+        "self_attn.q_norm": layer.q_norm,
+        "self_attn.k_norm": layer.k_norm,
+    }
+    yield from ((f"{base}{name}.weight", norm.weight) for name, norm in norms.items() if norm is not None)
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    if shape.model_type == "phi3":
+        qkv, gate_up = {"self_attn.qkv_proj": query + 2 * key}, {"mlp.gate_up_proj": 2 * inner}
+    out, down = {"self_attn.o_proj": shape.hidden_size}, {"mlp.down_proj": shape.hidden_size}
+    matrices = ((layer.out, out), (mlp.down, down), (layer.qkv, qkv), (mlp.gate_up, gate_up))
+    for matrix, sizes in matrices:
+        for kind, whole in (("weight", matrix.weight), ("bias", matrix.bias)):
+            if whole is not None:
+                parts = torch.split(whole, list(sizes.values()))
+                yield from ((f"{base}{name}.{kind}", part) for name, part in zip(sizes, parts, strict=True))
+
+
+class _RandomWeights(Weights):
+    """Provides any tensor that is read: norms of ones, biases of zeros, and small random numbers."""
+
+    folder = Path("a new model")
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return ()
+
+    def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """See ``Weights``; sampled on the CPU, so that a seed gives the same model on every device."""
+        size = shape or ()
+        if name.endswith("norm.weight"):
+            return torch.ones(size, dtype=dtype)
+        if name.endswith("bias"):
+            return torch.zeros(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype).normal_(0, INIT_STD)
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
+        tensor = self.get(name, torch.float32, shape)
+        return Stored("float32", tensor.shape[-1], tensor)
+
+    def drop(self, stored: Stored) -> None:
+        pass
+
+
+class CausalLoss(nn.Module):
+    """A divergence from the target after every token that counts; called like ``train.loss.UnrolledLoss``.
+
+    One causal forward over the batch and no unroll: a draft model reads only tokens, which are the same whether it
+    drafted them or not.
+
+    Args:
+        objective: a divergence.
+        num_steps, later_share: 1.
+        noise, target_ids: ignored; a draft model reads no features and has its own LM head.
+
+    Raises:
+        ConfigError: an objective that compares features, or an unroll.
+    """
+
+    def __init__(
+        self,
+        net: CausalLMNet,
+        objective: Objective,
+        num_steps: int = 1,
+        noise: float = 0.0,
+        later_share: float = 1.0,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if objective.feature_weight:
+            raise ConfigError(
+                "training: a draft model has no features to compare with the target's: choose --objective fkl, rkl, "
+                "jsd or tv"
+            )
+        if num_steps != 1 or later_share != 1:
+            raise ConfigError(
+                "training: a draft model learns from every position at once: leave --unroll-steps and --later-share out"
+            )
+        self.net, self.objective = net, objective
+
+    def forward(self, found: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        """Return the sums over all predictions that count.
+
+        Args:
+            agreement: also count how often the net's best token is the target's.
+        """
+        net, ids = self.net, found.batch.ids
+        rows, length = ids.shape
+        positions = torch.arange(length, device=ids.device).repeat(rows)
+        # Every text is read as one prompt, like ``runtime.eager.score`` reads it.
+        cis = net.rotary.cis(positions, torch.full_like(positions, length), upto=length).view(rows * length, 1, -1)
+        attend: Any = CausalAttention(rows, length, net.shape.windows, net.shape.head_dim**-0.5, cis)
+        where = known_positions(truth, length, ids.device, of_text=self.objective.of_text)
+        read = net.forward(ids.reshape(-1), None, attend)[0][where]
+        dtype = product_dtype(ids, net.dtype)
+        return [step_sums(read, net.head_weight, truth, where, self.objective, dtype, agreement=agreement)]
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a model folder that belong to its tokenizer."""
+    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def read_causal_lm(
+    folder: Path, target: TargetId | None, device: torch.device, dtype: torch.dtype = torch.float32
+) -> CausalLMNet:
+    """Read the model in a folder, to train it.
+
+    Args:
+        target: the target that it is to draft for; None skips the check.
+
+    Raises:
+        CheckpointError, ConfigError: no such folder, or one that cannot be read.
+        UnsupportedError: a family that the lean decoder does not have, or a mixture of experts.
+        TokenizerError: its tokenizer is not the target's.
+    """
+    folder = Path(folder)
+    source = read_config(folder)
+    model_type = source.get("model_type")
+    if model_type not in LEAN_MODEL_TYPES:
+        raise UnsupportedError(
+            f"{folder}: a model of type {model_type!r} is not trained as a draft model: start from one of "
+            f"{', '.join(sorted(LEAN_MODEL_TYPES))}, or from nothing"
+        )
+    WeightFiles(folder).close()  # safetensors alone: a GGUF file's blocks have no gradients
+    own = target_id_of_folder(folder)
+    if target is not None:
+        same = own.vocab_size == target.vocab_size
+        if not same or (own.vocab_hash and target.vocab_hash and own.vocab_hash != target.vocab_hash):
+            raise TokenizerError(
+                f"{folder}: the draft model has another tokenizer than the target (vocabularies of {own.vocab_size} "
+                f"and {target.vocab_size}): start from a model that shares the target's, or from nothing"
+            )
+    kept = {name: value for name, value in source.items() if name not in ("draftwing", "dtype", "torch_dtype")}
+    model = LeanTarget.from_folder(folder, dtype, device, prepack=False)
+    config = CausalLMConfig(model.config, kept, target=target or made_for(folder))
+    return CausalLMNet(config, model.net, tokenizer_files(folder))
+
+
+def write_causal_lm(folder: Path, net: CausalLMNet, *, training: Mapping[str, Any] | None = None) -> None:
+    """Write a draft model; an older one in the folder is replaced, whole or not at all.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or holds another model.
+        ConfigError: ``training`` is not JSON.
+    """
+    target = net.config.target
+    block = {
+        "format": FORMAT,
+        "kind": net.kind,
+        "target": None if target is None else dataclasses.asdict(target),
+        "training": checked_training(training),
+    }
+    config = {**net.config.source, "torch_dtype": str(net.dtype).removeprefix("torch."), "draftwing": block}
+    copies = [file for file in net.files if file.parent != Path(folder)]
+    write_folder(Path(folder), config, net.tensors(), copies=copies)
+
+
+def diagnose_causal_lm(folder: Path, target: Path | None) -> list[Finding]:
+    """Check that a draft model can be read and shares the target's tokenizer, for ``draftwing doctor``.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
+    """
+    own = None if target is None else target_id_of_folder(target)
+    try:
+        net = read_causal_lm(folder, None, torch.device("cpu"))
+    except DraftwingError as error:
+        return [Finding("head", "fail", str(error), "give a folder of a causal LM or of a head, or download it again")]
+    size = sum(parameter.numel() for parameter in net.parameters())
+    findings = [Finding("head", "ok", f"a {net.config.shape.model_type} causal LM of {size:,} numbers")]
+    if target is None or own is None or not has_tokenizer(folder) or not has_tokenizer(target):
+        return [*findings, Finding("target", "unknown", "no target was given, or one of both has no tokenizer")]
+    try:
+        Tokenizer(target).check_same(Tokenizer(folder), folder.name)
+    except TokenizerError as error:
+        return [*findings, Finding("target", "fail", str(error), "draft with a model that shares its tokenizer")]
+    trained_for = made_for(folder)
+    odd = differences(trained_for, own) if trained_for is not None else []
+    if odd:
+        detail = f"it was trained for another target ({'; '.join(odd)})"
+        return [*findings, Finding("target", "warn", detail, "train it for this one: it will agree more often")]
+    return [*findings, Finding("target", "ok", "it shares the target's tokenizer")]
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+def _draft_option(value: Any) -> str:
+    if value not in ("lookup", "none"):
+        raise ConfigError(
+            f"draft_options: draft says what drafts for the draft model, found {shown(value)}: choose lookup or none"
+        )
+    return str(value)
+
+
+class CausalLM(NetMethod):
+    """A smaller causal LM, as it is or trained for the target."""
+
+    layouts = ()
+    settings = ("num_layers", "hidden_size", "num_heads", "own_text")
+    options: ClassVar = {"draft": _draft_option}
+    loss = CausalLoss
+    calibrates = False
+
+    def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
+        return super().recognises(config, folder) or not is_head(config, folder)
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        folder, target = source.folder, source.target
+        if source.tokenizer is not None:
+            source.tokenizer.check_same(Tokenizer(folder), source.name)
+        model_type = read_config(folder).get("model_type")
+        if model_type not in LEAN_MODEL_TYPES:
+            raise UnsupportedError(
+                f"draft model {source.name} is of type {model_type!r}: a draft model must be one of "
+                f"{', '.join(sorted(LEAN_MODEL_TYPES))}; or use draft='lookup'"
+            )
+        model = LeanTarget.from_folder(
+            folder, target.dtype, source.device(), name=folder.name, quantize=target.quantized, fast=True
+        )
+        drafter = StagedDrafter if source.options.get("draft") == "lookup" else CausalLMDrafter
+        return partial(drafter, model, target.vocab_size)
+
+    def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
+        return CausalLMDrafter(net.as_target(), target.vocab_size)
+
+    def read(
+        self,
+        folder: Path,
+        embedding: Embedding | Tensor,
+        target_head: Linear | None = None,
+        target: TargetId | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> DraftNet:
+        return read_causal_lm(folder, target, embedding.device, dtype or torch.float32)
+
+    def write(self, folder: Path, net: CausalLMNet, *, training: Mapping[str, Any] | None = None) -> None:
+        write_causal_lm(folder, net, training=training)
+
+    def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
+        raise UnsupportedError(
+            f"{source}: holds a causal LM, which has no other layout: Draftwing, transformers and vLLM read the folder "
+            f"as it is"
+        )
+
+    def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
+        return diagnose_causal_lm(folder, target)
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        return ()
+
+    def new(self, new: NewNet) -> DraftNet:
+        shape = {name: new.settings.get(name) for name in ("num_layers", "hidden_size", "num_heads")}
+        files = tokenizer_files(new.folder)
+        return CausalLMNet.new(new_config(new.like, **shape), new.embedding.device, target=new.target, files=files)
+
+    def as_target(self, net: CausalLMNet) -> Target:
+        return net.as_target()

@@ -1,0 +1,108 @@
+"""DSpark (2607.05147): DFlash whose places see the token before them, and predict how far they can be trusted.
+
+    logits of a place = LM head(x) + B a(t)      t the token before it on a node's path, a(t) and B of low rank
+    confidence        = sigmoid(w [x; a(t)])     trained on 1 - TV(p, q): how often a guess from q is kept
+
+A block guessed in one pass is then no longer a product of independent distributions, for the price of a thin matrix
+per node, and a draft is cut short where the net does not trust itself.
+
+Shape suffixes: see ``methods.block``; S rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.methods.block import BlockMethod, Guess
+from draftwing.methods.dflash import DFlashConfig, DFlashNet, dflash_taps
+from draftwing.models.linear import Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DFlashConfig):
+    """The shape of a DSpark net.
+
+    Attributes:
+        rank: S, of the bias by the token before.
+
+    Raises:
+        ConfigError: see ``DFlashConfig``; or a rank below 1.
+    """
+
+    rank: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise ConfigError(f"a DSpark net needs a rank of at least 1, found {self.rank}: 256 is usual")
+
+
+class DSparkNet(DFlashNet):
+    """A DFlash net with a bias by the token before, and confidence."""
+
+    kind = "dspark"
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, *parts: Any, **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        place: dict[str, Any] = {"dtype": self._new_dtype, "device": self.embedding.device}
+        self.embedding_before = nn.Parameter(torch.randn(config.vocab_size, config.rank, **place) * 0.02)
+        self.head_after = self.new_matrix(config.vocab_size, config.rank)
+        self.trust = self.new_matrix(1, config.hidden_size + config.rank, bias=True)
+
+    @torch.no_grad()
+    def start_from(self, target_head: Linear) -> Self:
+        """Start as a DFlash net: the token before has no influence yet."""
+        self.head_after.weight.zero_()
+        return self
+
+    def open(self, out: Tensor, depth: int) -> Tensor:
+        """(B, N, H) -> (B, depth, V + H): each mask's logits, and the state that they were read from."""
+        masks = out[:, 1 : 1 + depth]
+        logits: Tensor = self.logits(masks.flatten(0, 1))
+        return torch.cat([logits.view(*masks.shape[:2], -1), masks], -1)
+
+    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
+        rows, nodes = tokens.shape
+        vocab, place = self.config.vocab_size, block[:, level : level + 1]
+        logits, x = place[..., :vocab], place[..., vocab:]
+        before = self.embedding_before[tokens]
+        bias = self.head_after.forward(before.flatten(0, 1)).view(rows, nodes, -1)
+        read = torch.cat([x.expand(-1, nodes, -1), before], -1)
+        return Guess(logits + bias, None, self.confidence_logits(read.flatten(0, 1)).sigmoid().view(rows, nodes))
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def levels(
+        self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """See ``BlockNet``: the state and the token before side by side, and so both matrices."""
+        weight = torch.cat([self.head_weight.to(self.dtype), self.head_after.weight], 1)
+        for level, (read, _) in enumerate(super().levels(ids, features, entries, num_levels)):
+            before = self.embedding_before[ids[:, entries + 1 + level].flatten()]
+            yield torch.cat([read, before], -1), weight
+
+    def level_logits(self, level: int, read: Tensor) -> Tensor:
+        x, before = read[:, : self.config.hidden_size], read[:, self.config.hidden_size :]
+        logits: Tensor = self.logits(x) + self.head_after.forward(before)
+        return logits
+
+    def confidence_logits(self, read: Tensor) -> Tensor:
+        logits: Tensor = self.trust.forward(read)[:, 0]
+        return logits
+
+
+class DSpark(BlockMethod):
+    """A block of masks over the target's features: see ``DSparkNet``."""
+
+    net = DSparkNet
+    config = DSparkConfig
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        return dflash_taps(num_layers)

@@ -1,0 +1,412 @@
+"""The networks of EAGLE: one decoder layer over the target's features and the embeddings of the tokens after them.
+
+    EAGLE-1 (2401.15077; EAGLE-2, 2406.16858, has the same network): fc(embedding, feature) -> layer -> the next
+        feature, read by the target's LM head. The feature is the target's last hidden state.
+    EAGLE-3 (2503.01840): three taps fused by fc; the layer attends over (embedding, state), each normed; a norm and
+        its own LM head over a draft vocabulary. EAGLE-3.1: every tap is normed, and the normed state is fed back.
+
+Entry i pairs the feature at position i with the token at position i + 1 (the "shifted" token), has position i, and
+predicts the token at i + 2. The network's output replaces the feature in the next entry.
+
+Shape suffixes: R rows (any entries of any sequences), H hidden, F features (all taps together), V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.methods.calibration import Calibration
+from draftwing.methods.net import DraftNet, TargetId
+from draftwing.models.attention import Attend
+from draftwing.models.config import Activation, ModelConfig, RopeConfig
+from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm, columns, concat
+from draftwing.models.linear import Embedding, Linear
+from draftwing.runtime.forward import NetShape
+
+# The inputs of an entry, named as in the EAGLE paper's ablation.
+Inputs = Literal["token", "feature", "feature-unshifted", "feature-shifted"]
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """Return EAGLE-3's low, middle and high tap: the inputs of layers 2, L // 2 and L - 3, the default of all engines.
+
+    Raises:
+        ConfigError: the target has fewer than 3 layers.
+    """
+    if num_layers < 3:
+        raise ConfigError(
+            f"EAGLE-3's usual taps need a target of 3 layers or more, found {num_layers}: give taps (from 0 to "
+            f"{num_layers}), or use EAGLE-1, which reads the last hidden state"
+        )
+    return 2, num_layers // 2, num_layers - 3
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of an EAGLE network.
+
+    Attributes:
+        version: 1 or 3.
+        taps: the target's hidden states that are read, counted as transformers' ``hidden_states``.
+        vocab_size, draft_vocab_size: of the target, and of this net's own head.
+        inputs: of an entry; all but ``feature-shifted`` are for the ablation.
+        fc_bias: EAGLE-1's fc has a bias.
+        norm_before_residual: the layer's residual is the normed state (some engines' variant of EAGLE-3).
+        norm_before_fc: one RMSNorm over all taps together before fc.
+        fc_norm, norm_output: EAGLE-3.1: an RMSNorm for each tap; the normed state is what is fed back.
+        num_layers: decoder layers; the first is the widened one, the others are plain.
+        qkv_bias: queries, keys and values of every layer have biases.
+        target_hidden_size: width of the target's features in EAGLE-3, where it is not ``hidden_size``.
+        own_embedding: the network has its own token embedding instead of the target's.
+        calibration: converts scores to probabilities at T > 0.
+        target: the target it was trained for; None in other projects' heads that do not name it.
+
+    Raises:
+        ConfigError: values that do not go together.
+    """
+
+    version: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    activation: Activation
+    rope: RopeConfig
+    max_position_embeddings: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    inputs: Inputs = "feature-shifted"
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    num_layers: int = 1
+    qkv_bias: bool = False
+    target_hidden_size: int | None = None
+    own_embedding: bool = False
+    calibration: Calibration = field(default_factory=Calibration)
+    target: TargetId | None = None
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3):
+            raise ConfigError(f"an EAGLE net is of version 1 or 3, found {self.version}")
+        if self.inputs not in get_args(Inputs):
+            raise ConfigError(f"unknown draft inputs {self.inputs!r}: choose one of {', '.join(get_args(Inputs))}")
+        if self.version == 1 and (len(self.taps) != 1 or self.draft_vocab_size != self.vocab_size):
+            raise ConfigError("an EAGLE-1 net reads one tap and the target's own LM head: one tap, no draft vocabulary")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ConfigError(
+                f"the draft vocabulary must have 1 to {self.vocab_size} tokens, found {self.draft_vocab_size}"
+            )
+        if self.num_layers < 1:
+            raise ConfigError(f"an EAGLE net needs at least 1 layer, found {self.num_layers}")
+        if self.target_hidden_size is not None and self.target_hidden_size < 1:
+            raise ConfigError(f"target_hidden_size must be at least 1, found {self.target_hidden_size}")
+        if self.feature_size != self.hidden_size and self.version == 1:
+            raise ConfigError(
+                f"an EAGLE-1 net predicts the target's features and must be as wide as they are ({self.feature_size}), "
+                f"found hidden_size {self.hidden_size}"
+            )
+        if self.feature_size != self.hidden_size and not self.own_embedding:
+            raise ConfigError(
+                f"a net of width {self.hidden_size} cannot read the embedding of a target of width "
+                f"{self.feature_size}: give it its own embedding"
+            )
+
+    @classmethod
+    def for_target(
+        cls, version: int, like: ModelConfig, draft_vocab_size: int | None = None, **changes: Any
+    ) -> EagleConfig:
+        """Return the usual config for a target: one layer of the target's shape, the default taps.
+
+        Args:
+            like: the target's shape.
+            changes: any other field, such as ``inputs`` or ``fc_norm``.
+
+        Raises:
+            ConfigError: EAGLE-3's default taps for a target of fewer than 3 layers.
+        """
+        if "taps" not in changes:
+            changes["taps"] = (like.num_layers,) if version == 1 else default_taps(like.num_layers)
+        shape: dict[str, Any] = {
+            "version": version,
+            "hidden_size": like.hidden_size,
+            "intermediate_size": like.intermediate_size,
+            "num_heads": like.num_heads,
+            "num_kv_heads": like.num_kv_heads,
+            "head_dim": like.head_dim,
+            "rms_norm_eps": like.rms_norm_eps,
+            "activation": like.activation,
+            "rope": like.rope,
+            "max_position_embeddings": like.max_position_embeddings,
+            "vocab_size": like.vocab_size,
+            "draft_vocab_size": (draft_vocab_size if version == 3 else None) or like.vocab_size,
+            **changes,
+        }
+        return cls(**shape)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of each of the target's hidden states."""
+        return self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
+
+    @property
+    def has_draft_vocab(self) -> bool:
+        """True if draft ids differ from target ids."""
+        return self.draft_vocab_size < self.vocab_size
+
+
+# --- the tensors of a head -------------------------------------------------------------------------------------------
+#
+# Names are EAGLE's, and vLLM's for what EAGLE lacks. The network has fewer parameters, since matrices with the same
+# input are merged: a name stands for some rows of a parameter.
+#
+#     EAGLE-1   layers.{i}.*; the first layer has no input_layernorm
+#     EAGLE-3   midlayer.* for the first layer, layers.{i}.* (i from 1) for more, fc_norm and input_norm (EAGLE-3.1)
+#     both      *.self_attn.{q,k,v}_proj.bias, embed_tokens.weight if the network has its own embedding
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rows from ``start`` on of the parameter at ``path``, as many as ``shape`` has."""
+
+    path: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+
+def tensor_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a head."""
+    return {name: place.shape for name, place in _places(config).items()}
+
+
+def _views(net: nn.Module, config: EagleConfig) -> dict[str, Tensor]:
+    return {
+        name: attrgetter(place.path)(net).data[place.start : place.start + place.shape[0]]
+        for name, place in _places(config).items()
+    }
+
+
+def _places(config: EagleConfig) -> dict[str, _Place]:
+    is_third, hidden = config.version == 3, config.hidden_size
+    taps = config.feature_size * len(config.taps)
+    places = {"fc.weight": _Place("fc.weight", (hidden, taps if is_third else 2 * hidden))}
+    if config.fc_bias:
+        places["fc.bias"] = _Place("fc.bias", (hidden,))
+    for index in range(config.num_layers):
+        places |= _layer_places(config, index)
+    if is_third:
+        places |= {
+            "midlayer.input_layernorm.weight": _Place("token_norm.weight", (hidden,)),
+            "midlayer.hidden_norm.weight": _Place("state_norm.weight", (hidden,)),
+            "norm.weight": _Place("norm.weight", (hidden,)),
+            "lm_head.weight": _Place("head.weight", (config.draft_vocab_size, hidden)),
+        }
+    if config.norm_before_fc:
+        places["input_norm.weight"] = _Place("input_norm.weight", (taps,))
+    if config.fc_norm:
+        for index in range(len(config.taps)):
+            places[f"fc_norm.{index}.weight"] = _Place(f"tap_norms.{index}.weight", (config.feature_size,))
+    if config.own_embedding:
+        places["embed_tokens.weight"] = _Place("embedding.table", (config.vocab_size, hidden))
+    return places
+
+
+def _layer_places(config: EagleConfig, index: int) -> dict[str, _Place]:
+    is_first = index == 0
+    base = "midlayer" if is_first and config.version == 3 else f"layers.{index}"
+    path = f"layers.{index}"
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    width = 2 * hidden if is_first and config.version == 3 else hidden
+    places = {
+        f"{base}.self_attn.o_proj.weight": _Place(f"{path}.out.weight", (hidden, query)),
+        f"{base}.mlp.gate_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden)),
+        f"{base}.mlp.up_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden), inner),
+        f"{base}.mlp.down_proj.weight": _Place(f"{path}.mlp.down.weight", (hidden, inner)),
+        f"{base}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,)),
+    }
+    for name, rows, start in (("q", query, 0), ("k", key, query), ("v", key, query + key)):
+        places[f"{base}.self_attn.{name}_proj.weight"] = _Place(f"{path}.qkv.weight", (rows, width), start)
+        if config.qkv_bias:
+            places[f"{base}.self_attn.{name}_proj.bias"] = _Place(f"{path}.qkv.bias", (rows,), start)
+    if not is_first:
+        places[f"{base}.input_layernorm.weight"] = _Place(f"{path}.input_norm.weight", (hidden,))
+    return places
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+class EagleNet(DraftNet):
+    """An EAGLE-1 or EAGLE-3 network.
+
+    Args:
+        config: its shape.
+        embedding: (V, H) the target's, frozen and never saved with the head; the start of a network's own embedding.
+        target_head: the target's LM head, frozen; EAGLE-1 uses it, EAGLE-3 does not.
+        target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
+        dtype: of its weights.
+
+    Raises:
+        ConfigError: embedding, head or ids that do not fit ``config``.
+    """
+
+    config: EagleConfig
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        embedding: Tensor | Embedding,
+        target_head: Linear | None = None,
+        target_ids: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        expected = (config.vocab_size, config.hidden_size)
+        if tuple(embedding.shape) != expected:
+            raise ConfigError(
+                f"the head is made for an embedding of {expected}, the target's is {tuple(embedding.shape)}: a head "
+                f"only fits the target that it was trained for"
+            )
+        if config.version == 1 and target_head is None:
+            raise ConfigError("an EAGLE-1 net needs the target's LM head")
+        if config.has_draft_vocab != (target_ids is not None) or (
+            target_ids is not None and target_ids.shape != (config.draft_vocab_size,)
+        ):
+            raise ConfigError(
+                f"the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens, and target_ids "
+                f"{None if target_ids is None else tuple(target_ids.shape)}: give one id for each, or None for all"
+            )
+        super().__init__(config, embedding, None if config.version == 3 else target_head, target_ids, dtype)
+        if config.own_embedding:
+            table = embedding.plain() if isinstance(embedding, Embedding) else embedding
+            self.embedding = Embedding(nn.Parameter(table.detach().to(dtype).clone()))
+        hidden, is_third = config.hidden_size, config.version == 3
+        taps_width = config.feature_size * len(config.taps)
+        self.fc = self.new_matrix(hidden, taps_width if is_third else 2 * hidden, bias=config.fc_bias)
+        self.layers = nn.ModuleList([self._new_layer(index) for index in range(config.num_layers)])
+        self.token_norm = self.new_norm(hidden) if is_third else None
+        self.state_norm = self.new_norm(hidden) if is_third else None
+        self.input_norm = self.new_norm(taps_width) if config.norm_before_fc else None
+        self.tap_norms = (
+            nn.ModuleList([self.new_norm(config.feature_size) for _ in config.taps]) if config.fc_norm else None
+        )
+        self.norm = self.new_norm(hidden) if is_third else None
+        if is_third and config.inputs == "token":  # these get no gradient, for which DistributedDataParallel waits
+            for unread in (self.fc, self.tap_norms, self.input_norm):
+                if unread is not None:
+                    unread.requires_grad_(False)
+        self.head = self.new_matrix(config.draft_vocab_size, hidden) if is_third else None
+
+    def _new_layer(self, index: int) -> DecoderLayer:
+        config, new = self.config, self.new_matrix
+        hidden, wide, is_widened = config.hidden_size, config.intermediate_size, config.version == 3 and index == 0
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return DecoderLayer(
+            input_norm=None if index == 0 else self.new_norm(hidden),
+            qkv=new(query + 2 * key, 2 * hidden if is_widened else hidden, bias=config.qkv_bias),
+            out=new(hidden, query),
+            post_norm=self.new_norm(hidden),
+            mlp=GatedMLP(new(2 * wide, hidden), new(hidden, wide), config.activation),
+            heads=(config.num_heads, config.num_kv_heads, config.head_dim),
+        )
+
+    # --- the forward pass ------------------------------------------------------------------------------------------
+
+    def fuse(self, features: Any) -> Any:
+        """Map the target's features (R, F) to states (R, H): EAGLE-3's fc, the identity for EAGLE-1."""
+        return features if self.config.version == 1 else self.fc.forward(self.fc_input(features))
+
+    def fc_input(self, features: Any) -> Any:
+        """(R, F) -> (R, F) the input of EAGLE-3's fc, normed if the config says so."""
+        if self.tap_norms is not None:
+            taps = columns(features, self.config.feature_size)
+            norms = [cast(RMSNorm, norm) for norm in self.tap_norms]
+            features = concat([norm.forward(tap) for norm, tap in zip(norms, taps, strict=True)])
+        return features if self.input_norm is None else self.input_norm.forward(features)
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """See ``DraftNet.forward``; which token an entry has: ``config.inputs``."""
+        config = self.config
+        tokens = self.embedding.forward(ids)
+        if config.inputs == "token":
+            states = torch.zeros_like(states)
+        elif config.inputs == "feature":
+            tokens = torch.zeros_like(tokens)
+        first, *others = (cast(DecoderLayer, layer) for layer in self.layers)
+        if self.token_norm is None or self.state_norm is None or self.norm is None:
+            x = first.forward(self.fc.forward(concat([tokens, states])), attend, 0)
+        else:
+            normed = self.state_norm.forward(states)
+            both = concat([self.token_norm.forward(tokens), normed])
+            x = first.mix(both, normed if config.norm_before_residual else states, attend, 0)
+        for index, layer in enumerate(others, 1):
+            x = layer.forward(x, attend, index)
+        if self.norm is None:
+            return x, x
+        read = self.norm.forward(x)
+        return read, read if config.norm_output else x
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]  # one class, two methods
+        return f"eagle{self.config.version}"
+
+    @property
+    def layer(self) -> DecoderLayer:
+        """The first layer, which reads tokens and states."""
+        return cast(DecoderLayer, self.layers[0])
+
+    @property
+    def shape(self) -> NetShape:
+        config = self.config
+        return replace(
+            self.attention_shape([None] * config.num_layers),
+            feature_width=config.feature_size * len(config.taps),
+            is_shifted=config.inputs != "feature-unshifted",
+        )
+
+    @property
+    def is_traceable(self) -> bool:
+        """False for the ablation's networks that read half of an entry."""
+        return self.config.inputs.startswith("feature-")
+
+    # --- tensors ---------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of the head's tensors under EAGLE's names; the network must not have been prepacked."""
+        return {name: view.clone() for name, view in _views(self, self.config).items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> EagleNet:
+        """Load tensors named as in ``tensors``: all of them, and no others.
+
+        Raises:
+            CheckpointError: a name is missing, unknown, or has another shape.
+        """
+        views = _views(self, self.config)
+        missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())
+        if missing or unknown:
+            what = f"lacks {missing[0]!r}" if missing else f"has a tensor {unknown[0]!r} that no such net has"
+            raise CheckpointError(
+                f"{where} {what} (missing {len(missing)}, unknown {len(unknown)}): its config.json and its weights do "
+                f"not belong together; `draftwing doctor` names what differs"
+            )
+        for name, view in views.items():
+            if tensors[name].shape != view.shape:
+                raise CheckpointError(
+                    f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(view.shape)}: was it "
+                    f"trained for another target?"
+                )
+        for name, view in views.items():
+            view.copy_(tensors[name])
+        return self

@@ -1,0 +1,211 @@
+"""Layer skipping: the target drafts for itself with some of its layers.
+
+    Draft & Verify (2309.08168)    skips attentions and MLPs that a search found (`draftwing tune layers`)
+    LayerSkip (2404.16710)         exits early: the first layers and the LM head
+
+The drafting passes read the target's own keys and values of every committed token, and write those of the drafted nodes
+into the slots of the tree, which the target's forward writes again. So no state is kept: nothing is prefilled, nothing
+is committed, and weights and slots are the target's. When an early exit drafts a chain, the target's forward continues
+from the stream that its first layers left (``models.subnet.StartedForward``).
+
+Draft & Verify stops a draft below a confidence that it adapts to the acceptance rate. Here the growth rule does that,
+by a table per depth of how often drafts of such a confidence were accepted. LayerSkip trains the target for early
+exits; here any target is used unchanged.
+
+The set of layers that a search chose is a folder that ``--draft`` takes, with no weights and one file:
+
+    config.json   {"draftwing": {"format": 1, "kind": "layers", "target": {...}, "skip_attention": [...],
+                                 "skip_mlp": [...], "tuning": {...}}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from draftwing.errors import CheckpointError, ConfigError, shown
+from draftwing.formats.identity import differences, made_for, target_id
+from draftwing.formats.settings import FORMAT
+from draftwing.formats.write import check_destination, write_fix, write_text
+from draftwing.methods.base import Budget
+from draftwing.methods.calibration import Calibration
+from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
+from draftwing.methods.net import TargetId
+from draftwing.methods.net_drafter import NetDrafter
+from draftwing.models.config import read_config
+from draftwing.models.context import Context, TargetOutput, own_context
+from draftwing.models.lean import LeanContext, LeanTarget
+from draftwing.models.subnet import Parts, StartedForward, SubNet, lean_target, runner_over
+from draftwing.runtime.forward import Runner
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
+from draftwing.sampling import SamplingBatch
+from draftwing.torch_utils import inference
+from draftwing.tree import Accepted, DraftTree
+
+LAYERS = "layers"
+
+
+class LayerSkipDrafter(NetDrafter):
+    """Drafts with ``net``, a sub-net of ``target``.
+
+    Args:
+        name: for reports.
+    """
+
+    grows_by_rule = True
+
+    def __init__(self, net: SubNet, target: LeanTarget, name: str) -> None:
+        self.name, self._net, self._target = f"{name} ({net.parts})", net, target
+        self.identity = f"{name} {net.parts!r}"
+        self.num_bytes, self.runs_as = net.num_bytes, target.runs_as
+        self._over_slots: Runner | None = None
+        self._rest: Runner | None = None  # of the layers behind an early exit
+
+    def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
+        """Ask for trees from the pending tokens."""
+        if budget.depth == 0:
+            return None
+        lengths, roots = ctx.lengths, [[row.tokens[row.length]] for row in ctx.rows]
+        everywhere = [True] * ctx.num_rows
+        return DraftRequest(
+            ctx, everywhere, sampling, budget, Calibration(), roots, lengths, lengths, wants_places=True
+        )
+
+    @inference
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        ctx = own_context(request.ctx, LeanContext)
+        runner = self._runner_over(ctx)
+        drafted = runner.draft(request)
+        if drafted.states is not None and self._rest is not None:
+            lengths = tuple(request.lengths)
+            resume = StartedForward(runner, self._rest, drafted.tree, drafted.states, lengths)
+            drafted = drafted._replace(resume=resume)
+        if self._net.dtype == torch.float16:
+            # Without some layers the stream may overflow when the target's own does not, and a NaN that stays in a
+            # slot reaches every row that looks there, masked or not.
+            slots = ctx.cache.data[..., min(request.lengths) if ctx.cache.table is None else 0 :, :]
+            slots.copy_(slots.nan_to_num(nan=0.0))
+        return drafted
+
+    def _runner_over(self, ctx: LeanContext) -> Runner:
+        if self._over_slots is None or self._over_slots.cache is not ctx.cache:
+            self._over_slots, rest = runner_over(self._net, self._target, ctx), self._net.rest
+            self._rest = None if rest is None else runner_over(rest, self._target, ctx)
+        return self._over_slots
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """The parts of a target that draft for it, as a folder.
+
+    Attributes:
+        parts: those that run.
+        target: for which they were chosen.
+        tuning: how they were found, for people; any JSON.
+    """
+
+    parts: Parts
+    target: TargetId
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write a folder, whole or not at all; an older set in it is replaced.
+
+        Raises:
+            CheckpointError: it cannot be written, or holds another model.
+        """
+        folder = Path(folder)
+        check_destination(folder)
+        block = {
+            "format": FORMAT,
+            "kind": LAYERS,
+            "target": dataclasses.asdict(self.target),
+            "skip_attention": list(self.parts.skipped_attention),
+            "skip_mlp": list(self.parts.skipped_mlp),
+            "tuning": dict(self.tuning),
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be made ({error}): {write_fix(error)}") from error
+        write_text(folder / "config.json", json.dumps({"draftwing": block}, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> LayerSet:
+        """Read a folder.
+
+        Raises:
+            CheckpointError: it cannot be read, or was written by another version.
+            ConfigError: it holds something else, or layers that the target does not have.
+        """
+        block, where = read_config(folder).get("draftwing"), f"{Path(folder) / 'config.json'}: draftwing"
+        if not isinstance(block, dict) or block.get("kind") != LAYERS:
+            raise ConfigError(
+                f"{where}: expected a set of layers, found {shown(block)}: give a folder of `draftwing tune layers`"
+            )
+        if block.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{where}: expected format {FORMAT}, found {shown(block.get('format'))}: it was written by another "
+                f"version of Draftwing; use that one, or tune again"
+            )
+        target = made_for(folder)
+        if target is None or type(target.num_layers) is not int:
+            raise ConfigError(f"{where}: target must say for which model the layers are: tune again")
+        skipped = []
+        for name in ("skip_attention", "skip_mlp"):
+            layers = block.get(name)
+            if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+                raise ConfigError(
+                    f"{where}: {name} must be a list of layers such as [3, 7], found {shown(layers)}: tune again"
+                )
+            skipped.append(tuple(layers))
+        try:
+            parts = Parts.without(target.num_layers, *skipped)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        tuning = block.get("tuning")
+        return cls(parts, target, tuning if isinstance(tuning, dict) else {})
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+class Layers(DraftMethod):
+    """Draft with the layers of a ``LayerSet``."""
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        layers, target = LayerSet.read(source.folder), lean_target(source.target, "draft 'layers'")
+        own = target_id(target, source.tokenizer)
+        wrong = differences(layers.target, own)
+        if wrong:
+            raise CheckpointError(
+                f"{source.folder}: these layers are of {layers.target.name}, not of {own.name} ({'; '.join(wrong)}): "
+                f"tune the layers of {own.name}"
+            )
+        return partial(LayerSkipDrafter, SubNet.of(target.net, layers.parts), target, LAYERS)
+
+
+class EarlyExit(DraftMethod):
+    """Draft with the target's first layers."""
+
+    options: ClassVar = {"layers": integer_option("layers", 1)}
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        target = lean_target(source.target, "draft 'early-exit'")
+        count = source.options.get("layers", max(1, target.num_layers // 4))
+        if count > target.num_layers:
+            raise ConfigError(
+                f"draft_options: layers must be at most {target.num_layers}, all that {target.name} has, found {count}"
+            )
+        net = SubNet.of(target.net, Parts.first(target.num_layers, count))
+        return partial(LayerSkipDrafter, net, target, "early-exit")

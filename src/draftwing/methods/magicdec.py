@@ -1,0 +1,325 @@
+"""MagicDec (2408.11049): the target drafts for itself through a view of its KV slots.
+
+With long contexts most of a step's time goes into reading keys and values. A draft that looks at a few hundred slots
+costs a baseline step of a short context, and the forward that verifies several tokens reads the slots once for all of
+them. Which slots:
+
+    WindowSlots    the first slots (sinks) and the last ones    StreamingLLM 2309.17453
+    SnapKVSlots    those that the last tokens attend to most    SnapKV 2404.14469
+
+Either is an index; no slots are copied, and the draft's own land where the verification writes again. Differs from
+SnapKV: slots are chosen in groups of 16 by default, as the CPU kernel stores keys, and chosen again while decoding.
+
+Shape suffixes: B rows, L layers, K KV heads, S slots, M slots of a view.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwing.errors import ConfigError, UnsupportedError, shown
+from draftwing.methods.base import Budget
+from draftwing.methods.calibration import Calibration
+from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
+from draftwing.methods.net_drafter import NetDrafter
+from draftwing.models.cache import View
+from draftwing.models.context import Context, TargetOutput
+from draftwing.models.target import Target
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
+from draftwing.sampling import SamplingBatch
+from draftwing.torch_utils import inference
+from draftwing.tree import Accepted, DraftTree
+
+# --- which slots -----------------------------------------------------------------------------------------------------
+
+
+class SlotPolicy(Protocol):
+    """Chooses slots for every row. It keeps a state per row, in the order of ``ctx.rows``.
+
+    Attributes:
+        name: the policy and its budget.
+        settings: its other options.
+        budget: the most slots of a view, without those written since they were chosen.
+    """
+
+    name: str
+    settings: str
+    budget: int
+
+    def admit(self, target: Target) -> None:
+        """Add a row at the end."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """Drop a row; the last row takes its place."""
+        ...
+
+    def view(self, target: Target, ctx: Context) -> View:
+        """Return the slots that the next draft looks at."""
+        ...
+
+
+class WindowSlots:
+    """The first ``sinks`` slots and the last ones, ``budget`` in all, the same in all layers."""
+
+    def __init__(self, budget: int = 512, sinks: int = 4) -> None:
+        self.budget, self._sinks = budget, sinks
+        self.name, self.settings = f"self-window:{budget}", f"{sinks} sinks"
+        self._slots = torch.zeros(0, 1, 1, budget, dtype=torch.int32)
+
+    def admit(self, target: Target) -> None:
+        fresh = torch.arange(self.budget, dtype=torch.int32, device=target.device)
+        self._slots = torch.cat([self._slots.to(target.device), fresh[None, None, None]])
+
+    def remove(self, row: int) -> None:
+        self._slots[row] = self._slots[-1]
+        self._slots = self._slots[:-1]
+
+    def view(self, target: Target, ctx: Context) -> View:
+        sinks, size = self._sinks, self.budget - self._sinks
+        for slots, length in zip(self._slots, ctx.lengths, strict=True):
+            start = max(length - size, sinks)
+            torch.arange(start, start + size, out=slots[0, 0, sinks:])
+        return View(self._slots, [min(length, self.budget) for length in ctx.lengths])
+
+
+class _SlotChoice(NamedTuple):
+    """A row's choice: ``num`` chosen slots and then all from ``start`` on; made when the row had ``length`` tokens."""
+
+    num: int = 0
+    start: int = 0
+    length: int = 0
+
+
+class SnapKVSlots:
+    """The slots that a row's last tokens attend to most, these tokens, and everything written since.
+
+    They are chosen when a row first drafts, and again after every ``refresh`` tokens, by a forward of ``window``
+    tokens. A row of at most ``budget`` tokens looks at all of them.
+
+    Args:
+        budget: slots of a choice, including the last tokens'.
+        window: last tokens whose attention chooses.
+        pool: width of the max pooling over neighbouring slots.
+        grain: adjacent slots that are chosen together. The CPU kernel stores the keys of 16 slots together; the paper
+            chooses single ones.
+        refresh: tokens after which slots are chosen again; 0: never.
+        per_head: each KV head has its own slots; else those of a layer share theirs.
+    """
+
+    def __init__(
+        self,
+        budget: int = 512,
+        window: int = 32,
+        pool: int = 7,
+        grain: int = 16,
+        refresh: int = 128,
+        *,
+        per_head: bool = True,
+    ) -> None:
+        self.budget, self._window, self._pool, self._grain = budget, window, pool, grain
+        self._refresh, self._per_head = refresh, per_head
+        shared = "each KV head's own" if per_head else "each layer's"
+        self.name = f"self-snapkv:{budget}"
+        self.settings = f"{shared}, {grain} at a time by the last {window}, pool {pool}, refresh {refresh}"
+        self._choices: list[_SlotChoice] = []
+        self._slots: Tensor | None = None  # (B, L, K, M) the chosen slots, then all from ``start`` on
+
+    def admit(self, target: Target) -> None:
+        self._choices.append(_SlotChoice())
+        if self._slots is not None:
+            self._slots = torch.cat([self._slots, self._slots[:1]])
+            self._fill(len(self._choices) - 1)
+
+    def remove(self, row: int) -> None:
+        self._choices[row] = self._choices[-1]
+        self._choices.pop()
+        if self._slots is not None:
+            self._slots[row] = self._slots[-1]
+            self._slots = self._slots[:-1] if self._choices else None
+
+    def view(self, target: Target, ctx: Context) -> View:
+        for row, length in enumerate(ctx.lengths):
+            choice = self._choices[row]
+            is_old = length < choice.length or (self._refresh and length - choice.length >= self._refresh)
+            if choice.num and length <= self.budget:
+                self._choices[row] = _SlotChoice()
+                self._fill(row)
+            elif length > self.budget and (not choice.num or is_old):
+                self._choose(target, ctx, row, length)
+        lengths = zip(self._choices, ctx.lengths, strict=True)
+        counts = [choice.num + length - choice.start for choice, length in lengths]
+        return View(self._with_room(target, max(counts)), counts)
+
+    def _choose(self, target: Target, ctx: Context, row: int, length: int) -> None:
+        start = (length - self._window) // self._grain * self._grain  # everything after it is always looked at
+        watched = target.watch(ctx, row, start)
+        if not self._per_head:
+            watched = watched.sum(1, keepdim=True)
+        chosen = snapkv_slots(watched, self.budget - (length - start), self._pool, self._grain)
+        num = chosen.shape[2]
+        if self._slots is None:
+            self._slots = chosen.new_zeros(len(self._choices), *chosen.shape[:2], 0)
+        slots = self._with_room(target, num + length - start)
+        self._choices[row] = _SlotChoice(num, start, length)
+        slots[row, :, :, :num] = chosen
+        self._fill(row)
+
+    def _with_room(self, target: Target, count: int) -> Tensor:
+        """Return the slots with room for ``count`` of each row."""
+        slots = self._slots
+        if slots is None:  # nothing was ever chosen: rows look at all that they have
+            size = max(count, self.budget) + 64
+            everything = torch.arange(size, dtype=torch.int32, device=target.device)
+            return everything.repeat(len(self._choices), 1, 1, 1)
+        if count > slots.shape[3]:
+            self._slots = slots = F.pad(slots, (0, max(count, self.budget) + 64 - slots.shape[3]))
+            for row in range(len(self._choices)):
+                self._fill(row)
+        return slots
+
+    def _fill(self, row: int) -> None:
+        """Put all slots from the row's start on behind the chosen ones."""
+        if self._slots is not None:
+            num, start, _ = self._choices[row]
+            rest = self._slots.shape[3] - num
+            self._slots[row, :, :, num:] = torch.arange(start, start + rest, device=self._slots.device)
+
+
+def snapkv_slots(watched: Tensor, count: int, pool: int, grain: int = 1) -> Tensor:
+    """Return the slots that are attended to most, (L, K, at most ``count``), ascending (SnapKV, listing 1).
+
+    Args:
+        watched: (L, K, S) the attention that each slot gets.
+        pool: odd width of the max pooling over neighbouring slots; 1: none.
+        grain: slots that are chosen together; S must be a multiple.
+    """
+    layers, heads, size = watched.shape
+    pooled = F.max_pool1d(watched.reshape(1, layers * heads, size), pool, 1, pool // 2) if pool > 1 else watched
+    groups = pooled.view(layers, heads, size // grain, grain).sum(3)
+    num = min(count // grain, groups.shape[2])
+    best = groups.topk(num, dim=2).indices.sort(2).values
+    return (best[..., None] * grain + torch.arange(grain, device=best.device)).flatten(2).int()
+
+
+# --- the drafter -----------------------------------------------------------------------------------------------------
+
+
+class SelfDrafter(NetDrafter):
+    """Drafts with the target through the slots that ``policy`` chooses.
+
+    Raises:
+        UnsupportedError: the target does not run on the lean decoder.
+    """
+
+    grows_by_rule = True
+
+    def __init__(self, target: Target, policy: SlotPolicy) -> None:
+        _check_views(target)
+        self._target, self._policy = target, policy
+        self.name = policy.name
+        self.identity, self.context = policy.settings, policy.budget
+        self.num_bytes, self.runs_as = target.num_weight_bytes, target.runs_as
+
+    @inference
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        self._policy.admit(self._target)
+
+    @inference
+    def remove(self, ctx: Context, row: int) -> None:
+        self._policy.remove(row)
+
+    @inference
+    def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
+        """Ask for trees as deep as every row's context allows."""
+        rooms = [self._target.max_length - row.length - 2 for row in ctx.rows]
+        room = min((room for room in rooms if room > 0), default=0)
+        if min(room, budget.depth) <= 0:
+            return None
+        return DraftRequest(
+            ctx,
+            [room > 0 for room in rooms],
+            sampling,
+            budget,
+            Calibration(),
+            [[row.tokens[row.length]] for row in ctx.rows],
+            ctx.lengths,
+            ctx.lengths,
+            view=self._policy.view(self._target, ctx),
+            prompt_lengths=[row.prompt_length for row in ctx.rows],
+        ).within(room)
+
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        return self._target.draft(request)
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Nothing to keep: the slots are the target's."""
+
+
+def _check_views(target: Target) -> None:
+    if not target.supports_views:
+        raise UnsupportedError(
+            f"{target.name} runs in transformers and cannot draft for itself, which takes the lean decoder: load it "
+            f"with engine='lean' if that knows its family, or choose draft='lookup'"
+        )
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+_MAX = 1 << 16  # of any option: a larger view saves nothing
+
+
+def _odd(value: Any) -> int:
+    pool = integer_option("pool", 1, _MAX)(value)
+    if pool % 2 == 0:
+        raise ConfigError(f"draft_options: pool must be odd, found {pool}: a slot is in the middle of its pool")
+    return pool
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"draft_options: per_head must be True or False, found {shown(value)}")
+    return value
+
+
+class SelfWindow(DraftMethod):
+    """Draft with the target, which sees its first and last tokens."""
+
+    options: ClassVar = {"budget": integer_option("budget", 2, _MAX), "sinks": integer_option("sinks", 0, _MAX)}
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        budget, sinks = (source.options.get(name, default) for name, default in (("budget", 512), ("sinks", 4)))
+        if sinks >= budget:
+            raise ConfigError(
+                f"draft_options: sinks must be fewer than budget, found {sinks} of {budget}: leave room for a window"
+            )
+        _check_views(source.target)
+        return lambda: SelfDrafter(source.target, WindowSlots(budget, sinks))
+
+
+class SelfSnapKV(DraftMethod):
+    """Draft with the target, which sees the tokens that matter most."""
+
+    options: ClassVar = {
+        "budget": integer_option("budget", 2, _MAX),
+        "window": integer_option("window", 1, _MAX),
+        "pool": _odd,
+        "grain": integer_option("grain", 1, _MAX),
+        "refresh": integer_option("refresh", 0, _MAX),
+        "per_head": _boolean,
+    }
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        defaults = {"budget": 512, "window": 32, "grain": 16}
+        budget, window, grain = ({**defaults, **source.options}[name] for name in defaults)
+        if window + 2 * grain > budget:
+            raise ConfigError(
+                f"draft_options: budget must hold the window and twice the grain, found {budget} for {window} and "
+                f"{grain}: give a budget of at least {window + 2 * grain}"
+            )
+        _check_views(source.target)
+        return lambda: SelfDrafter(source.target, SnapKVSlots(**source.options))

@@ -1,0 +1,410 @@
+"""Medusa (2401.10774): K heads on the target's last hidden state; head k guesses the k-th drafted token.
+
+    head k:  x = h + SiLU(W1 h), once per residual block;  logits = W2 x
+
+h is the feature that the pending token was sampled from. A new head starts as the target's own: W1 is zero, W2 its LM
+head. The target stays frozen (the paper's Medusa-1), and acceptance is exact rather than "typical".
+
+Heads are read and written in three layouts, as of vLLM 0.10 and Medusa's own code:
+
+               config.json                                   tensors
+    draftwing  see ``formats.plain``                         blocks.H.L.weight and .bias, heads.H.weight; draft_ids
+    vllm       model_type "medusa", num_heads,               blocks.H.layers.L.weight, lm_heads.H.weight; token_map:
+               num_hidden_layers, truncated_vocab_size       the target's ids of a draft vocabulary
+    medusa     medusa_num_heads, medusa_num_layers           H.L.linear.weight and .bias, then H.LAYERS.weight, the LM
+                                                             head; in medusa_lm_head.pt
+
+The last two name no target. Tensors are counted, because the authors' first configs name fewer heads than there are.
+
+Shape suffixes: see ``methods.block``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, UnsupportedError
+from draftwing.formats.card import copy_card, copy_stored
+from draftwing.formats.doctor import Finding
+from draftwing.formats.identity import target_id_of_folder
+from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, save_plain
+from draftwing.formats.read import read_pickled, read_tensors
+from draftwing.formats.write import write_folder
+from draftwing.methods.block import BlockMethod, BlockNet, Guess, check_one_tap
+from draftwing.methods.net import DraftNet, PlainConfig, TargetId
+from draftwing.models.config import RopeConfig, read_config
+from draftwing.models.linear import Embedding, Linear
+from draftwing.models.weights import check_finite
+
+MAX_HEADS = 64  # heads, and layers of each: more is a mistake in a config
+
+
+@dataclass(frozen=True)
+class HeadsConfig(PlainConfig):
+    """The shape of heads on the target's last hidden state, Medusa's or Hydra's.
+
+    Attributes:
+        num_heads: K.
+        num_layers: layers of each head.
+
+    Raises:
+        ConfigError: see ``PlainConfig``; several taps, or a count outside 1 to ``MAX_HEADS``.
+    """
+
+    name: ClassVar[str]
+    num_heads: int = 5
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_tap(self.taps, f"a {self.name} head")
+        if not (1 <= self.num_heads <= MAX_HEADS and 1 <= self.num_layers <= MAX_HEADS):
+            raise ConfigError(
+                f"a {self.name} net has from 1 to {MAX_HEADS} heads of 1 to {MAX_HEADS} layers, found "
+                f"{self.num_heads} and {self.num_layers}: correct num_heads and num_layers"
+            )
+
+    @staticmethod
+    def of_levels(num_levels: int) -> dict[str, int]:
+        """Return the fields of a net that guesses ``num_levels`` tokens."""
+        return {"num_heads": num_levels}
+
+
+@dataclass(frozen=True)
+class MedusaConfig(HeadsConfig):
+    """The shape of a Medusa net: ``num_heads`` heads of ``num_layers`` residual blocks.
+
+    Attributes:
+        has_bias: the residual blocks have biases.
+        own_heads: every head has its own LM head; False: all use the target's.
+    """
+
+    name = "Medusa"
+    has_bias: bool = True
+    own_heads: bool = True
+
+
+class MedusaNet(BlockNet):
+    """K independent heads."""
+
+    kind = "medusa"
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, *parts: Any, **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        width = config.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(self.new_matrix(width, width, bias=config.has_bias) for _ in range(config.num_layers))
+            for _ in range(config.num_heads)
+        )
+        self.heads = nn.ModuleList()
+        if config.own_heads:
+            self.heads.extend(self.new_matrix(self.num_draft_tokens, width) for _ in range(config.num_heads))
+            self.head = self.level_head(0)
+
+    @torch.no_grad()
+    def start_from(self, target_head: Linear) -> Self:
+        """Start every head as the target's LM head, as in the paper."""
+        for level in range(self.num_levels):
+            for layer in self._blocks(level):
+                layer.weight.zero_()
+        weight = heads_weight(self, target_head)
+        for head in self.heads:
+            cast(Linear, head).weight.copy_(weight)
+        return self
+
+    @property
+    def num_levels(self) -> int:
+        return self.config.num_heads
+
+    def level_head(self, level: int) -> Linear:
+        return cast(Linear, self.heads[level]) if self.config.own_heads else self.read_head
+
+    def _blocks(self, level: int) -> list[Linear]:
+        return [cast(Linear, layer) for layer in cast(nn.ModuleList, self.blocks[level])]
+
+    def residual(self, level: int, state: Tensor) -> Tensor:
+        """(R, H) -> (R, H) the input of a level's LM head."""
+        for layer in self._blocks(level):
+            state = state + F.silu(layer.forward(state))
+        return state
+
+    def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
+        """See ``BlockNet``: heads do not see each other's tokens, so a level has one distribution."""
+        logits = self.level_logits(level, self.residual(level, block.flatten(0, 1)))
+        return Guess(logits[:, None])
+
+    def levels(
+        self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        states = features[:, entries].flatten(0, 1)
+        for level in range(num_levels):
+            yield self.residual(level, states), self.level_head(level).weight
+
+
+def heads_weight(net: DraftNet, target_head: Linear) -> Tensor:
+    """(V_draft, H) the rows of the target's LM head that belong to a net's draft vocabulary."""
+    weight = target_head.plain()
+    return weight if net.target_ids is None else weight[net.target_ids.to(weight.device)]
+
+
+# --- reading heads ---------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("draftwing", "vllm", "medusa")
+PICKLE = "medusa_lm_head.pt"
+_STORED = re.compile(r"(?:medusa_heads?\.)?(.+)")
+_NAMES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"blocks\.(\d+)\.(\d+)\.(weight|bias)|heads\.(\d+)\.weight",
+        r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)|lm_heads\.(\d+)\.weight",
+        r"(\d+)\.(\d+)\.linear\.(weight|bias)|(\d+)\.\d+\.weight",
+    )
+)
+_NO_ROPE = RopeConfig("default", 10000.0, 2, 2, 1 << 20)  # the heads have no attention
+
+
+def is_medusa(config: Mapping[str, Any], folder: Path | None = None) -> bool:
+    """Return True if a ``config.json`` describes a Medusa head, in any layout."""
+    block = config.get("draftwing")
+    if isinstance(block, dict):
+        return block.get("kind") == "medusa"
+    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+
+
+def load_medusa(folder: Path, target: TargetId | None = None) -> PlainHead:
+    """Read a head in any layout.
+
+    Args:
+        target: the head's target, for layouts that do not name it.
+
+    Raises:
+        CheckpointError: weights that are missing, damaged, of unknown names or shapes, or of another target.
+        ConfigError: an invalid config, or no target named and none given.
+    """
+    folder = Path(folder)
+    config, where = read_config(folder), str(folder)
+    stored = read_pickled(folder / PICKLE) if (folder / PICKLE).exists() else read_tensors(folder)
+    tensors = {}
+    for name, tensor in stored.items():
+        bare = _STORED.fullmatch(name)[1]  # type: ignore[index]  # it matches anything
+        if bare in (DRAFT_IDS, "token_map"):
+            tensors[DRAFT_IDS] = tensor
+            continue
+        match = next((match for pattern in _NAMES if (match := pattern.fullmatch(bare))), None)
+        if match is None:
+            raise CheckpointError(
+                f"{where}: has a tensor that no Medusa head has: {name!r}: give the heads alone, without the model "
+                f"that they belong to"
+            )
+        block, layer, part, head = match.groups()
+        tensors[f"heads.{head}.weight" if block is None else f"blocks.{block}.{layer}.{part}"] = tensor
+    if isinstance(config.get("draftwing"), dict):
+        medusa = load_plain(folder, "medusa", MedusaConfig, tensors)
+    else:
+        medusa = _from_other_layout(config, tensors, target, where)
+    medusa.check_target(target, where)
+    return medusa
+
+
+def _from_other_layout(
+    config: Mapping[str, Any], tensors: dict[str, Tensor], target: TargetId | None, where: str
+) -> PlainHead:
+    """Deduce the shape from the tensors."""
+    if target is None:
+        raise ConfigError(f"{where}: the head does not say for which target it is: give its target (--target)")
+    ids = tensors.pop(DRAFT_IDS, None)
+    for name, tensor in tensors.items():
+        check_finite(f"{name} of {where}", tensor)
+    blocks = [tuple(map(int, name.split(".")[1:3])) for name in tensors if name.startswith("blocks.")]
+    first = tensors.get("blocks.0.0.weight")
+    if first is None or first.ndim != 2:
+        raise CheckpointError(
+            f"{where}: lacks the first head's block: take a Medusa head from its original place again"
+        )
+    num_heads = 1 + max(head for head, _ in blocks)
+    shared = tensors.get("heads.0.weight")
+    if config.get("original_lm_head") and shared is not None:
+        tensors |= {f"heads.{head}.weight": shared for head in range(num_heads)}
+    if ids is not None:  # others may list the ids in any order; the LM heads' rows follow them
+        ids, order = ids.long().sort()
+        check_ids(ids, target.vocab_size, where)
+        for name in [name for name in tensors if name.startswith("heads.")]:
+            rows = len(tensors[name])
+            if rows not in (len(ids), target.vocab_size):
+                raise CheckpointError(
+                    f"{where}: {name} has {rows} rows, and the draft vocabulary {len(ids)} tokens: its tensors do not "
+                    f"belong together"
+                )
+            tensors[name] = tensors[name][order if rows == len(ids) else ids]
+    elif shared is not None and shared.shape[0] != target.vocab_size:
+        raise CheckpointError(
+            f"{where}: its LM heads have {shared.shape[0]} tokens, and {target.name} has {target.vocab_size}: load it "
+            f"with the target that it was trained for"
+        )
+    if first.shape[1] != target.hidden_size:
+        raise CheckpointError(
+            f"{where}: its heads read {first.shape[1]} numbers, and {target.name} has a hidden size of "
+            f"{target.hidden_size}: load it with the target that it was trained for"
+        )
+    shape = MedusaConfig(
+        taps=(target.num_layers,),
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        rope=_NO_ROPE,
+        num_heads=num_heads,
+        num_layers=1 + max(layer for _, layer in blocks),
+        has_bias="blocks.0.0.bias" in tensors,
+        own_heads=shared is not None,
+    )
+    return PlainHead("medusa", shape, tensors, ids)
+
+
+# --- writing heads ---------------------------------------------------------------------------------------------------
+
+
+def convert_medusa(source: Path, destination: Path, to: str, *, target: TargetId | None = None, **_: Any) -> None:
+    """Write a head in another layout; see ``formats.convert.convert``.
+
+    Raises:
+        CheckpointError: a source that cannot be read, or a destination that cannot be written or is the source.
+        ConfigError: an unknown layout, or a source that does not name its target and none is given.
+        UnsupportedError: a head that the layout cannot express.
+    """
+    source, destination = Path(source), Path(destination)
+    if to not in LAYOUTS:
+        raise ConfigError(f"unknown layout {to!r} of a Medusa head: choose one of {', '.join(LAYOUTS)}")
+    if destination.exists() and source.exists() and destination.samefile(source):
+        raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
+    head = load_medusa(source, target)
+    if to == "draftwing":
+        save_plain(destination, head)
+    elif not head.config.own_heads:
+        raise UnsupportedError(
+            f"{source}: uses the target's LM head, which the layout {to!r} would have to hold: keep it as draftwing"
+        )
+    else:
+        config, tensors, file = _vllm(head) if to == "vllm" else _authors(head)
+        write_folder(destination, {**config, "draftwing": own_block(head)}, tensors, file)
+    copy_stored(source, destination)
+    if to != "medusa":  # cards are not written for pickled files
+        copy_card(source, destination, to)
+
+
+def _vllm(head: PlainHead) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = head.config
+    written: dict[str, Any] = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "medusa_fc_bias": config.has_bias,
+    }
+    tensors = _renamed(head, "blocks.{}.layers.{}.{}", "lm_heads.{}.weight")
+    if head.target_ids is not None:
+        written["truncated_vocab_size"] = len(head.target_ids)
+        tensors["token_map"] = head.target_ids
+    return written, tensors, "model.safetensors"
+
+
+def _authors(head: PlainHead) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    config = head.config
+    if head.target_ids is not None:
+        raise UnsupportedError("the layout 'medusa' has no draft vocabulary, and this head has one: use vllm")
+    written = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "base_model_name_or_path": "" if config.target is None else config.target.name,
+    }
+    tensors = _renamed(head, "{}.{}.linear.{}", f"{{}}.{config.num_layers}.weight")
+    if not config.has_bias:  # the authors' code requires biases
+        blocks = [name for name in tensors if name.endswith("linear.weight")]
+        tensors |= {name.replace("weight", "bias"): torch.zeros(len(tensors[name])) for name in blocks}
+    return written, tensors, PICKLE
+
+
+def _renamed(medusa: PlainHead, block: str, head: str) -> dict[str, Tensor]:
+    """Return the tensors under names made from two patterns, for residual blocks and LM heads."""
+    tensors = {}
+    for name, tensor in medusa.tensors.items():
+        first, *rest = name.split(".")
+        tensors[head.format(rest[0]) if first == "heads" else block.format(*rest)] = tensor
+    return tensors
+
+
+# --- draftwing doctor ------------------------------------------------------------------------------------------------
+
+
+def diagnose_medusa(folder: Path, target: Path | None) -> list[Finding]:
+    """Check that a head can be read, belongs to the target in the folder ``target``, and matches its config.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
+    """
+    target_id = None if target is None else target_id_of_folder(target)
+    try:
+        head = load_medusa(folder, target_id)
+    except CheckpointError as error:
+        return [Finding("head", "fail", str(error), "give the head that was trained for this target, whole")]
+    except DraftwingError as error:
+        return [Finding("head", "fail", str(error), "give its target, or download the head again")]
+    config, count = head.config, head.config.num_heads
+    num_weights = sum(tensor.numel() for tensor in head.tensors.values())
+    findings = [Finding("head", "ok", f"{count} heads of {num_weights:,} numbers in all")]
+    source = read_config(folder)
+    stated = source.get("medusa_num_heads", source.get("num_heads"))
+    if stated in (None, count):
+        findings.append(Finding("count", "ok", f"{count} heads, as its config says" if stated else f"{count} heads"))
+    else:  # the first published configs name 2 heads of 5: some engines then use 2
+        detail = f"its config says {stated} heads, and it has {count}: Draftwing uses all that are there"
+        fix = f"for engines that go by the config, write {count} there, or convert the head"
+        findings.append(Finding("count", "warn", detail, fix))
+    if config.target is None:
+        findings.append(Finding("target", "unknown", "the head does not say for which target it was trained"))
+    elif target_id is None:
+        findings.append(Finding("target", "unknown", f"it is for {config.target.name}, and no target was given"))
+    else:
+        findings.append(Finding("target", "ok", "the one that it was trained for"))
+    if head.target_ids is not None:
+        share = f"{len(head.target_ids):,} of {config.vocab_size:,} tokens"
+        findings.append(Finding("vocabulary", "ok", f"drafts {share}, the others never"))
+    return findings
+
+
+class Medusa(BlockMethod):
+    """One head per token to guess."""
+
+    net = MedusaNet
+    config = MedusaConfig
+    settings = ("unroll_steps", "draft_vocab_size", "num_layers")
+    layouts = LAYOUTS
+
+    def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
+        return is_medusa(config, folder)
+
+    def read(
+        self,
+        folder: Path,
+        embedding: Tensor | Embedding,
+        target_head: Linear | None = None,
+        target: TargetId | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Read a head in any layout."""
+        return self.build(load_medusa(folder, target), embedding, target_head, str(folder), dtype)
+
+    def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
+        convert_medusa(source, destination, to, **options)
+
+    def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
+        return diagnose_medusa(folder, target)

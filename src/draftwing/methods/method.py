@@ -1,0 +1,271 @@
+"""Base classes of draft methods: how one is recognised on disk, loaded, run, trained, written and examined.
+
+A method is one class in one file, and one line in ``methods.registry``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError, ConfigError, shown
+from draftwing.formats.card import copy_card, copy_stored
+from draftwing.formats.doctor import Finding
+from draftwing.formats.identity import head_id, target_id
+from draftwing.formats.plain import PlainHead, diagnose_plain, load_plain, save_plain
+from draftwing.methods.base import Drafter
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net import DraftNet, Scored, TargetId
+from draftwing.models.config import ModelConfig
+from draftwing.models.linear import Embedding, Linear
+from draftwing.models.target import Target
+
+if TYPE_CHECKING:
+    from draftwing.text.tokenizer import Tokenizer
+
+NewDrafter = Callable[[], Drafter]
+
+
+def integer_option(name: str, least: int, most: int | None = None) -> Callable[[Any], int]:
+    """Return a check for ``DraftMethod.options``: an integer in a range. The check raises ConfigError."""
+
+    def check(value: Any) -> int:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or value < least or (most is not None and value > most):
+            allowed = f"at least {least:,}" if most is None else f"from {least:,} to {most:,}"
+            raise ConfigError(f"draft_options: {name} must be {allowed}, found {shown(value)}: give a whole number")
+        return int(value)
+
+    return check
+
+
+def _learning_share(value: Any) -> float:
+    if isinstance(value, bool):
+        return 0.1 if value else 0.0
+    if isinstance(value, int | float) and 0 < value <= 1:
+        return float(value)
+    raise ConfigError(
+        f"draft_options: online must be True, False, or the share of the time that learning may take, above 0 and up "
+        f"to 1, found {shown(value)}"
+    )
+
+
+def _learning_rate(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ConfigError(f"draft_options: online_lr must be between 0 and 1, found {shown(value)}: 1e-4 is usual")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The arguments of ``DraftMethod.new_drafter``.
+
+    Attributes:
+        target: the model to draft for.
+        tokenizer: the target's; None if unknown.
+        name: the draft as the user wrote it.
+        folder: of the draft, if it has one.
+        device: returns the device of a draft model; a head is on the target's device.
+        options: the user's ``draft_options`` for this method, checked.
+    """
+
+    target: Target
+    tokenizer: Tokenizer | None
+    name: str
+    folder: Path
+    device: Callable[[], torch.device]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class NewNet:
+    """The arguments of ``NetMethod.new``.
+
+    Attributes:
+        like: the target's shape.
+        taps: the target's hidden states to read.
+        target: which target the net is for.
+        embedding, head: the target's, not prepacked.
+        target_ids: (V_draft,) ascending, or None for the whole vocabulary.
+        settings: the training options named in ``NetMethod.settings``.
+        folder: the target's.
+    """
+
+    like: ModelConfig
+    taps: tuple[int, ...]
+    target: TargetId
+    embedding: Tensor
+    head: Linear
+    target_ids: Tensor | None
+    settings: Mapping[str, Any]
+    folder: Path = Path()
+
+
+class DraftMethod:
+    """A draft method; a subclass overrides ``new_drafter`` and what else differs.
+
+    Attributes:
+        name: set by the registry.
+        options: the ``draft_options`` it takes, each with a check that returns the value or raises ConfigError.
+    """
+
+    name: str = ""
+    options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        """Return a function that makes drafters with empty state. Called once per ``load``."""
+        raise NotImplementedError
+
+    def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
+        """Return True if a folder with this ``config.json`` holds such a draft; by default by ``draftwing.kind``."""
+        block = config.get("draftwing")
+        return isinstance(block, dict) and block.get("kind") == self.name
+
+    def own_folder(self, target: Target) -> Path:
+        """Return the folder of the draft that comes with a target's checkpoint.
+
+        Raises:
+            CheckpointError: the target has none.
+        """
+        raise NotImplementedError
+
+
+class NetMethod(DraftMethod):
+    """A method that drafts with a trained network.
+
+    By default heads are written in Draftwing's own layout (``formats.plain``), and the network is unrolled on the
+    target's features as an EAGLE head is.
+
+    Attributes:
+        net: class of the network; its ``kind`` is the method's name.
+        config: class of its config, by default a ``PlainConfig``.
+        layouts: head layouts that it can be written in.
+        settings: training options that shape the network (``train.options.NET_SETTINGS``); a network with its own LM
+            head may have ``draft_vocab_size``.
+        loss: makes the training loss from the arguments of ``train.loss.UnrolledLoss``, the default (None).
+        calibrates: fit scores to probabilities during training (``train.calibrate``).
+    """
+
+    net: type[Any]
+    config: type[Any]
+    layouts: tuple[str, ...] = ("draftwing",)
+    settings: tuple[str, ...] = ()
+    loss: Callable[..., Any] | None = None
+    calibrates: bool = True
+    options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"online": _learning_share, "online_lr": _learning_rate}
+
+    # --- drafting --------------------------------------------------------------------------------------------------
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        target, options = source.target, source.options
+        net = self.load(source).prepack(target.quantized, fast=True)
+        make = partial(self.drafter, net, target, source.folder.name, head_id(source.folder))
+        if options.get("online"):
+            from draftwing.methods.online import (  # which also serves other networks
+                Learner,
+                LearningPace,
+                OnlineDrafter,
+            )
+
+            rows = target.embedding if target.embedding.dtype == torch.float32 else target.embedding.plain().float()
+            own = target_id(target, source.tokenizer)
+            copy = self.read(source.folder, rows, target.head, own, dtype=torch.float32)
+            learner = Learner(
+                net, copy, LearningPace(share=options["online"], lr=options.get("online_lr", LearningPace.lr))
+            )
+            return lambda: OnlineDrafter(make(), learner)
+        if "online_lr" in options:
+            raise ConfigError("draft_options: online_lr goes with online: say {'online': True} too, or leave it out")
+        return make
+
+    def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
+        """Return a drafter for a loaded network; ``identity`` is its ``formats.identity.head_id``."""
+        return EagleDrafter(net, target, name, identity)
+
+    # --- on disk ---------------------------------------------------------------------------------------------------
+
+    def load(self, source: Source) -> Any:
+        """Read the network of ``source``, in the precision of its target."""
+        target, own = source.target, target_id(source.target, source.tokenizer)
+        return self.read(source.folder, target.embedding, target.head, own, dtype=target.embedding.dtype)
+
+    def read(
+        self,
+        folder: Path,
+        embedding: Tensor | Embedding,
+        target_head: Linear | None = None,
+        target: TargetId | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Read a head's folder as a network.
+
+        Args:
+            embedding, target_head: the target's.
+            target: which target these belong to, to be compared with the head's.
+        """
+        head = load_plain(folder, self.name, self.config)
+        head.check_target(target, str(folder))
+        return self.build(head, embedding, target_head, str(folder), dtype)
+
+    def build(
+        self,
+        head: PlainHead,
+        embedding: Tensor | Embedding,
+        target_head: Linear | None,
+        where: str,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Return the network of a head. Raises CheckpointError if it does not fit the target's embedding."""
+        expected = (head.config.vocab_size, head.config.hidden_size)
+        if tuple(embedding.shape) != expected:
+            raise CheckpointError(
+                f"{where}: the head is made for a target with an embedding of {expected}, this one's is "
+                f"{tuple(embedding.shape)}: load it with the target that it was trained for"
+            )
+        ids = None if head.target_ids is None else head.target_ids.to(embedding.device)
+        net: DraftNet = self.net(head.config, embedding, target_head, ids, dtype or torch.float32)
+        net.load_tensors(head.tensors, where)
+        return net
+
+    def write(self, folder: Path, net: Any, *, training: Mapping[str, Any] | None = None) -> None:
+        """Write a network that has not been prepacked; ``training`` is stored as JSON."""
+        save_plain(folder, PlainHead.from_net(net, training))
+
+    def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
+        """Write a head in another layout; see ``formats.convert.convert`` for the options."""
+        if to != "draftwing":
+            raise ConfigError(f"unknown head layout {to!r}: a {self.name} head is written as draftwing alone")
+        head = load_plain(source, self.name, self.config)
+        head.check_target(options.get("target"), str(source))
+        save_plain(destination, head)
+        copy_stored(source, destination)
+        copy_card(source, destination, to)
+
+    def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
+        """Examine a head, given the folder of its target or None, for ``draftwing doctor``."""
+        return diagnose_plain(folder, target, self.name, self.config)
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        """Return the hidden states that a new network reads of a target with ``num_layers``; by default the last."""
+        return (num_layers,)
+
+    def new(self, new: NewNet) -> Any:
+        """Return an untrained network."""
+        shape = {name: value for name, value in new.settings.items() if name != "draft_vocab_size"}
+        config = self.config.for_target(new.like, new.taps, target=new.target, **shape)
+        return self.net(config, new.embedding, new.head, new.target_ids)
+
+    def start(self, net: Any, target_head: Linear, batches: Iterable[Scored]) -> None:
+        """Set a new network's weights from texts that the target scored; by default they stay random."""
+
+    def as_target(self, net: Any) -> Target:
+        """Return the network as a model that generates by itself, for the training option ``own_text``."""
+        raise NotImplementedError

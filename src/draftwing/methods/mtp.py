@@ -1,0 +1,600 @@
+"""Multi-token prediction (DeepSeek-V3, 2412.19437): a chain of modules, each of which guesses one token further ahead.
+
+    h0 (target, position i) --+                      h1 --+                      h2 ...
+                              v                           v
+    token i + 1 ------> [module 1] --> token i + 2  [module 2] --> token i + 3
+                                        token i + 2 ----^
+
+A module is RMSNorm(token), RMSNorm(state) -> join -> decoder layer -> RMSNorm, read by the target's own LM head. The
+next module reads the same state as the LM head: h0 is the target's last hidden state after its final norm, and later
+ones come out of a module's norm. Checkpoints were trained so, and engines run them so.
+
+Entry i of module k pairs the state at position i with the token at i + k. The first module alone is an EAGLE net whose
+own states take the place of the target's; that is the default drafter. ``ChainDrafter`` runs them all. Modules come
+from a trained head, or from the target's own checkpoint in the layouts of ``models.mtp``.
+
+Shape suffixes: R rows (any entries of any sequences), B rows of a batch, T tokens, E = T - 2 entries, W entries read at
+once, H hidden, D modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.formats.identity import head_id
+from draftwing.formats.source import open_weights
+from draftwing.methods.base import Drafter
+from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
+from draftwing.methods.net import DraftNet, PlainConfig, Scored, TargetId
+from draftwing.methods.objectives import Objective, StepGuesses, StepSums, TruthLike, product_dtype, step_sums
+from draftwing.models.attention import Attend, CausalAttention
+from draftwing.models.config import Activation, ModelConfig, read_config
+from draftwing.models.context import Context, TargetOutput
+from draftwing.models.layers import DecoderLayer, RMSNorm, concat
+from draftwing.models.linear import Embedding, Linear
+from draftwing.models.mtp import MtpNames, architecture_of, module_names
+from draftwing.models.target import Target
+from draftwing.models.weights import Weights, check_finite
+from draftwing.runtime.forward import Entries, NetShape
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
+from draftwing.torch_utils import inference, on_device
+from draftwing.tree import PAD, Accepted, DraftTree
+
+# --- the net ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(PlainConfig):
+    """The shape of a chain of modules, which reads one tap: the target's last hidden state.
+
+    Attributes:
+        num_modules: D of the paper.
+        qkv_bias, o_bias, mlp_bias: the decoder layers' matrices have biases.
+        qk_norm: each head's queries and keys are normed.
+        window: the sliding window of the decoder layers, or None.
+
+    Raises:
+        ConfigError: values that do not go together.
+    """
+
+    num_modules: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    activation: Activation
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_modules", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"an MTP head's {name} must be at least 1, found {getattr(self, name)}")
+        if len(self.taps) != 1:
+            raise ConfigError(f"an MTP head reads one hidden state of the target, found taps {self.taps}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"an MTP head's {self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim != self.rope.head_dim:
+            raise ConfigError(f"an MTP head of width {self.head_dim} cannot be rotated as one of {self.rope.head_dim}")
+
+    @classmethod
+    def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
+        """One module whose decoder layer has the shape of the target's dense layers; ``changes``: any field."""
+        names = (
+            "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "activation", "qkv_bias",
+            "o_bias", "mlp_bias", "qk_norm",
+        )  # fmt: skip
+        shape = {name: getattr(like, name) for name in names}
+        return super().for_target(like, taps, **{"num_modules": 1, **shape, **changes})
+
+
+class MtpModule(nn.Module):
+    """One module.
+
+    Args:
+        token_norm, state_norm: norms of its two inputs.
+        join: (H, 2 H), tokens first.
+        block: its decoder layer.
+        norm: of its output.
+    """
+
+    def __init__(
+        self, token_norm: RMSNorm, state_norm: RMSNorm, join: Linear, block: DecoderLayer, norm: RMSNorm
+    ) -> None:
+        super().__init__()
+        self.token_norm, self.state_norm, self.join, self.block, self.norm = token_norm, state_norm, join, block, norm
+
+    def forward(self, tokens: Any, states: Any, attend: Attend) -> Any:
+        """Embeddings (R, H) and states (R, H) -> the states (R, H) that the LM head and the next module read."""
+        both = concat([self.token_norm.forward(tokens), self.state_norm.forward(states)])
+        return self.norm.forward(self.block.forward(self.join.forward(both), attend, 0))
+
+
+class MtpNet(DraftNet):
+    """A chain of modules over the target's embedding and LM head. Its first arguments are ``DraftNet``'s.
+
+    Args:
+        chain: the modules; new ones unless given.
+
+    Attributes:
+        chain: the modules. ``forward`` runs the first, on its own states after its first step.
+
+    Raises:
+        ConfigError: an embedding of another size than the config's, or no LM head.
+    """
+
+    kind = "mtp"
+    config: MtpConfig
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        embedding: Tensor | Embedding,
+        target_head: Linear | None = None,
+        target_ids: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        chain: Sequence[MtpModule] = (),
+    ) -> None:
+        if tuple(embedding.shape) != (config.vocab_size, config.hidden_size):
+            raise ConfigError(
+                f"the head is made for an embedding of {(config.vocab_size, config.hidden_size)}, the target's is "
+                f"{tuple(embedding.shape)}: a head only fits the target that it was trained for"
+            )
+        if target_head is None:
+            raise ConfigError("an MTP net reads the target's LM head: give it")
+        super().__init__(config, embedding, target_head, target_ids, dtype)
+        self.chain = nn.ModuleList(chain or [self._new_module() for _ in range(config.num_modules)])
+
+    def _new_module(self) -> MtpModule:
+        config, hidden = self.config, self.config.hidden_size
+        biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+        block = self.new_decoder_layer(**biases, qk_norm=config.qk_norm)
+        token_norm, state_norm, norm = (self.new_norm(hidden) for _ in range(3))
+        return MtpModule(token_norm, state_norm, self.new_matrix(hidden, 2 * hidden), block, norm)
+
+    @property
+    def shape(self) -> NetShape:
+        return self.attention_shape((self.config.window,))
+
+    @property
+    def modules_in_order(self) -> list[MtpModule]:
+        """The chain, typed."""
+        return [cast(MtpModule, module) for module in self.chain]
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        states = self.modules_in_order[0].forward(self.embedding.forward(ids), states, attend)
+        return states, states
+
+    def part(self, first: int = 0, count: int = 1) -> MtpNet:
+        """Return a net of some of the modules, which shares their weights and their runtime."""
+        if count == len(self.chain):
+            return self
+        config, chain = replace(self.config, num_modules=count), self.modules_in_order[first : first + count]
+        part = MtpNet(config, self.embedding, self._target_head[0], self.target_ids, self._new_dtype, chain=chain)
+        part.runs = self.runs
+        return part
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+LAMBDA = 0.3  # for most of DeepSeek-V3's training; here the target is frozen, so that it weighs against nothing
+
+
+class MtpLoss(nn.Module):
+    """lambda / D times the sum of the modules' cross-entropies (eq. 24-25); called like ``train.loss.UnrolledLoss``.
+
+    Module k (1 to D) reads at entry i the state that module k - 1 left there, or the target's, and the token at i + k.
+    Its attention is causal over its own entries; its label is the text's token at i + k + 1.
+
+    Args:
+        objective: ``next-token`` for the text's own tokens; others compare with the target's distribution.
+        num_steps: must equal the number of modules.
+        noise: width of the uniform noise added to the target's states in training.
+        later_share: must be 1: later modules read every entry of a module.
+        target_ids: the tokens that losses look at; None for all.
+
+    Raises:
+        ConfigError: another number of modules, a regression onto states, or a share.
+    """
+
+    def __init__(
+        self,
+        net: MtpNet,
+        objective: Objective,
+        num_steps: int,
+        noise: float = 0.0,
+        later_share: float = 1.0,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if num_steps != len(net.chain):
+            raise ConfigError(
+                f"the head has {len(net.chain)} MTP modules, and unroll_steps is {num_steps}: a step is a module; give "
+                f"{len(net.chain)}"
+            )
+        if later_share != 1:
+            raise ConfigError(
+                f"later_share is {later_share}, and later MTP modules read what earlier ones leave at every entry: "
+                f"leave it out"
+            )
+        if objective.feature_weight:
+            raise ConfigError("an MTP module is not trained to predict states: choose another objective")
+        self.net, self.objective, self._noise = net, objective, noise
+        self._ids = target_ids
+
+    def forward(self, found: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        """Return the sums of every module, whose means over entries add up to the loss.
+
+        Args:
+            agreement: also count how often a module's best token is the target's.
+        """
+        net, dtype = self.net, product_dtype(found.features, self.net.dtype)
+        weight = net.head_weight if self._ids is None else net.head_weight[self._ids]
+        sums, share = [], LAMBDA / len(net.chain)
+        for guesses in self.steps(found, len(net.chain)):
+            rows, positions = truth.rows(guesses.index, guesses.entries, of_text=self.objective.of_text)
+            read = guesses.read[rows]
+            scored = step_sums(read, weight, truth, positions, self.objective, dtype, agreement=agreement)
+            sums.append(replace(scored, loss=scored.loss * share))
+        return sums
+
+    def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        """Yield what the LM head reads after each module, (B * E, H)."""
+        net, ids = self.net, found.batch.ids
+        rows, count, shape = ids.shape[0], ids.shape[1] - 2, net.shape
+        states = found.features[:, :count].to(net.dtype)
+        if self._noise and self.training:
+            states = states + (torch.rand_like(states) - 0.5) * self._noise
+        states = states.reshape(rows * count, -1)
+        padded, entries = F.pad(ids, (0, len(net.chain))), torch.arange(count, device=ids.device)
+        positions = entries.repeat(rows)
+        for step, module in enumerate(islice(net.modules_in_order, num_steps)):
+            cis = net.rotary.cis(positions + step, upto=count + len(net.chain)).view(len(positions), 1, -1)
+            attend = CausalAttention(rows, count, shape.windows, shape.head_dim**-0.5, cis)
+            tokens = net.embedding.forward(padded[:, 1 + step : 1 + step + count].reshape(-1))
+            states = module.forward(tokens, states, attend)
+            yield StepGuesses(step, entries, states)
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        logits: Tensor = self.net.logits(read)
+        return logits
+
+
+# --- modules in the target's own checkpoint --------------------------------------------------------------------------
+
+# Copies of the target's embedding and LM head that DeepSeek's checkpoints contain, and their originals.
+_COPIES = {
+    "embed_tokens.weight": ("model.embed_tokens.weight",),
+    "shared_head.head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
+}
+_ADVICE = "draft with lookup, or train a head for it (`draftwing train`)"
+
+
+def read_modules(
+    folder: Path,
+    embedding: Tensor | Embedding,
+    target_head: Linear | None = None,
+    target: TargetId | None = None,
+    dtype: torch.dtype | None = None,
+) -> MtpNet:
+    """Read the modules in a target's folder.
+
+    Args:
+        folder: the target's.
+        embedding, target_head, target: the same target's.
+        dtype: of the net's weights.
+
+    Raises:
+        CheckpointError: no modules in the checkpoint, or ones with missing tensors, other shapes or NaN.
+        ConfigError: an invalid config.
+        UnsupportedError: decoder layers that Draftwing does not have: experts, latent attention, gates.
+    """
+    folder = Path(folder)
+    config, where = read_config(folder), str(folder / "config.json")
+    with open_weights(folder) as files:
+        names = module_names(config, files.keys(), where)
+        if names is None:
+            raise CheckpointError(
+                f"{folder}: this checkpoint of {architecture_of(config)} has no MTP modules: {_ADVICE}, or give the "
+                f"folder of an MTP head"
+            )
+        try:
+            like = ModelConfig.from_hf(dict(config), where)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{folder}: the MTP modules of {architecture_of(config)} cannot be run: Draftwing has no decoder layer "
+                f"as that architecture's are. {_ADVICE[0].upper()}{_ADVICE[1:]}"
+            ) from error
+        window, size = like.sliding_windows[-1], names.num_modules
+        shape = MtpConfig.for_target(like, (like.num_layers,), num_modules=size, window=window, target=target)
+        sources = {
+            f"chain.{module}.{name}": parts
+            for module in range(size)
+            for name, parts in _source_names(names, module, shape, is_fused=like.model_type == "phi3").items()
+        }
+        _check_dense(config, names, {part for parts in sources.values() for part in parts}, files)
+        _check_copies(names, files)
+        net = MtpNet(shape, embedding, target_head, None, dtype or torch.float32)
+        tensors = {}
+        for name, parts in sources.items():
+            stored = [files.get(part, net.dtype) for part in parts]
+            for part, tensor in zip(parts, stored, strict=True):
+                check_finite(part, tensor)
+            tensors[name] = torch.cat(stored) if len(stored) > 1 else stored[0]
+            if names.states_first and name.endswith(".join.weight"):
+                states, tokens = tensors[name].chunk(2, 1)
+                tensors[name] = torch.cat([tokens, states], 1)
+    net.load_tensors(tensors, str(folder))
+    return net
+
+
+def _source_names(names: MtpNames, module: int, shape: MtpConfig, *, is_fused: bool) -> dict[str, list[str]]:
+    """Map a module's parameters to the checkpoint's tensors that are stacked to make each of them.
+
+    Args:
+        is_fused: the checkpoint has one matrix for queries, keys and values, and one for gate and up (Phi-3).
+    """
+    base, block = names.base_of(module), names.block_of(module)
+    attention, mlp = f"{block}self_attn.", f"{block}mlp."
+    qkv = ["qkv_proj"] if is_fused else ["q_proj", "k_proj", "v_proj"]
+    gate_up = ["gate_up_proj"] if is_fused else ["gate_proj", "up_proj"]
+    sources = {
+        "token_norm.weight": [f"{base}{names.token_norm}.weight"],
+        "state_norm.weight": [f"{base}{names.state_norm}.weight"],
+        "join.weight": [f"{base}{names.join}.weight"],
+        "norm.weight": [f"{base}{names.norm}.weight"],
+        "block.input_norm.weight": [f"{block}input_layernorm.weight"],
+        "block.post_norm.weight": [f"{block}post_attention_layernorm.weight"],
+    }
+    if shape.qk_norm:
+        sources |= {f"block.{x}_norm.weight": [f"{attention}{x}_norm.weight"] for x in "qk"}
+    matrices = (
+        ("qkv", [f"{attention}{name}" for name in qkv], shape.qkv_bias),
+        ("out", [f"{attention}o_proj"], shape.o_bias),
+        ("mlp.gate_up", [f"{mlp}{name}" for name in gate_up], shape.mlp_bias),
+        ("mlp.down", [f"{mlp}down_proj"], shape.mlp_bias),
+    )
+    for name, parts, has_bias in matrices:
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            sources[f"block.{name}.{kind}"] = [f"{part}.{kind}" for part in parts]
+    return sources
+
+
+def _check_dense(config: Mapping[str, Any], names: MtpNames, used: set[str], files: Weights) -> None:
+    """Raise UnsupportedError if a module has tensors that a dense decoder layer does not have."""
+    for name in files.unused(used):
+        if names.owns(name) and not name.endswith((*_COPIES, "rotary_emb.inv_freq")):
+            raise UnsupportedError(
+                f"{files.folder}: an MTP module of {architecture_of(config)} has {name!r}, which the dense decoder "
+                f"layers that Draftwing runs modules with do not have: {_ADVICE}"
+            )
+
+
+def _check_copies(names: MtpNames, files: Weights) -> None:
+    """Raise UnsupportedError if a module's embedding or LM head differs from the target's."""
+    for module in range(names.num_modules):
+        for name, originals in _COPIES.items():
+            copy = names.base_of(module) + name
+            original = next((original for original in originals if original in files), None)
+            if copy in files and original and not torch.equal(files.get(copy), files.get(original)):
+                raise UnsupportedError(
+                    f"{files.folder}: {copy} is not the target's {original}, and Draftwing runs MTP modules with the "
+                    f"target's own embedding and LM head: {_ADVICE}"
+                )
+
+
+def _folder_of(target: Target) -> Path:
+    """Return the folder of a target whose checkpoint has modules."""
+    folder = target.folder
+    if folder is None:
+        raise CheckpointError(f"{target.name} was not loaded from a folder: give the folder of an MTP head")
+    config = read_config(folder)
+    with open_weights(folder) as files:
+        if module_names(config, files.keys(), str(folder / "config.json")) is None:
+            raise CheckpointError(
+                f"{target.name} ({architecture_of(config)}) has no MTP modules in its checkpoint: give the folder of a "
+                f"trained head (`draftwing train mtp`), or draft with lookup"
+            )
+    return folder
+
+
+# --- drafting with the whole chain -----------------------------------------------------------------------------------
+
+
+class ChainDrafter(EagleDrafter):
+    """Drafts with several modules: each token by the module trained for it, later ones by the last on its own states.
+
+    Costs a pass of every module over the accepted tokens, and of all later modules over each level.
+
+    Each module has its own KV slots. Entry i of module k pairs the state that the module before left at i with the
+    token at i + k, so the root, whose token is the pending one, lies k - 1 slots earlier than in the first module's.
+
+    Args:
+        parts: a net of each module, in order.
+
+    Raises:
+        ConfigError: see ``EagleDrafter``.
+    """
+
+    resumes = False  # a module continues from states that no slot keeps
+
+    def __init__(self, parts: Sequence[MtpNet], target: Target, name: str = "", identity: str = "") -> None:
+        super().__init__(parts[0], target, name, f"{identity} {len(parts)} modules")
+        head_bytes = target.head.num_bytes
+        self.num_bytes = len(parts) * (self.num_bytes - head_bytes) + head_bytes
+        self.name += f", {len(parts)} modules"
+        self._runners = [self._runner, *(part.runs.runner(part, self) for part in parts[1:])]
+        # (B, D, H) each module's state at the last entry that it read; and the same once this step counts.
+        self._left = torch.zeros(0, len(parts), self.net.shape.state_width, dtype=self._dtype, device=self.net.device)
+        self._next_left: Tensor | None = None
+
+    def _prefill(self, row: int, ids: Sequence[int], features: Tensor, start: int) -> None:
+        """Feed a prompt to every module: each has one entry less than the one before."""
+        states, left = features, []
+        for module, runner in enumerate(self._runners):
+            out = runner.prefill(row, ids[module:], states[:, : max(len(ids) - module, 0)])
+            states = states.new_zeros(1, 0, states.shape[2]) if out is None else out
+            left.append(states[:, -1] if states.shape[1] else states.new_zeros(1, states.shape[2]))
+        self._left, self._next_left = torch.cat([self._left, torch.stack(left, 1)]), None
+
+    @inference
+    def remove(self, ctx: Context, row: int) -> None:
+        last = len(self._fed) - 1
+        super().remove(ctx, row)
+        for runner in self._runners[1:]:
+            runner.cache.move_row(last, row)
+        left, self._next_left = self._left, None
+        self._left = torch.cat([left[:row], left[last:], left[row + 1 : last]])[:last]
+
+    def _active(self, ctx: Context) -> list[bool]:
+        """Rows whose root has an entry in every module."""
+        return [row.length >= len(self._runners) for row in ctx.rows]
+
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        """Grow trees level by level; see ``NetDrafter.draft``."""
+        logits, self._next_left = self._read_pending(request)
+        level = 0
+
+        def run_level(
+            tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            nonlocal level
+            assert states is not None
+            level += 1
+            return self._level(request.root_slots, tree, first, states, level)
+
+        return request.builder().grow(logits, self._next_left.flatten(1)[:, None], run_level, shifted=True)
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        if self._read is not None and self._next_left is not None:
+            self._left, self._next_left = self._next_left, None
+        super().observe(ctx, tree, accepted, output)
+
+    def _read_pending(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """Feed the accepted entries to every module.
+
+        A module reads the states that the one before left one entry earlier; none exists before a row's first entry.
+
+        Returns:
+            The first module's logits (B, 1, V) after the roots, and (B, D, H) all modules' states there.
+        """
+        device, features = self.net.device, request.features
+        assert features is not None
+        states, left, logits = features[:, : request.num_entries], [], None
+        for module, runner in enumerate(self._runners):
+            starts = [max(fed, module) for fed in request.lengths]
+            skipped = [start - fed for start, fed in zip(starts, request.lengths, strict=True)]
+            tokens = [ids[skip:] for ids, skip in zip(request.tokens, skipped, strict=True)]
+            width = max(1, *map(len, tokens))
+            if module:  # the states before the first of these entries, and at all but the last of them
+                before = torch.cat([self._left[:, None, module - 1], states], 1)
+                first = on_device([int(fed < module) for fed in request.lengths], device)[:, None]
+                place = (first + torch.arange(width, device=device)).clamp(max=before.shape[1] - 1)
+                states = before.gather(1, place[:, :, None].expand(-1, -1, before.shape[2]))
+            chain = DraftTree.chain(on_device([[*ids, *[PAD] * (width - len(ids))] for ids in tokens], device))
+            entries = Entries(chain, [start - module for start in starts], states=states)
+            module_logits, out = runner.forward(entries, want_logits=not module)
+            assert out is not None
+            last = on_device([max(len(ids), 1) - 1 for ids in tokens], device)[:, None, None]
+            if module_logits is not None:
+                logits = module_logits.gather(1, last.expand(-1, 1, module_logits.shape[2]))
+            states = out
+            none = on_device([not ids for ids in tokens], device).bool()[:, None]
+            left.append(torch.where(none, self._left[:, module], out.gather(1, last.expand(-1, 1, out.shape[2]))[:, 0]))
+        assert logits is not None
+        return logits, torch.stack(left, 1)
+
+    def _level(
+        self, roots: Sequence[int], tree: DraftTree, first: int, states: Tensor, level: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run the nodes from ``first`` on, ``level`` below the root, through the guessing module and all later ones.
+
+        Args:
+            states: (B, W, D * H) the modules' states at the nodes' parents.
+
+        Returns:
+            Logits (B, W, V), and the modules' states at the nodes; undefined for modules that are no longer needed.
+        """
+        above, deepest = states.chunk(len(self._runners), 2), len(self._runners) - 1
+        left, guessing, logits = list(above), min(level, deepest), None
+        for module in range(guessing, deepest + 1):
+            lengths = [max(root - module, 0) for root in roots]
+            read = above[module - 1 if level <= module else module]
+            entries = Entries(tree, lengths, 0, first, None, read)
+            module_logits, out = self._runners[module].forward(entries, want_logits=module == guessing)
+            assert out is not None
+            left[module] = out
+            logits = module_logits if module == guessing else logits
+        assert logits is not None
+        return logits, torch.cat(left, 2)
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+def _num_modules(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"draft_options: modules must be at least 1, found {shown(value)}: give a whole number")
+    return value
+
+
+class Mtp(NetMethod):
+    """The MTP modules of a target's checkpoint, or of a trained head."""
+
+    net = MtpNet
+    config = MtpConfig
+    settings = ("unroll_steps",)
+    options: ClassVar = {"modules": _num_modules}
+    loss = MtpLoss
+
+    def own_folder(self, target: Target) -> Path:
+        return _folder_of(target)
+
+    def new_drafter(self, source: Source) -> NewDrafter:
+        if (count := source.options.get("modules", 1)) == 1:
+            return super().new_drafter(source)
+        target, folder = source.target, source.folder
+        net = self.load(source).prepack(target.quantized, fast=True)
+        parts: list[Any] = []  # shared by all drafters, so that each is traced once
+
+        def make() -> Drafter:
+            parts.extend(net.part(place) for place in range(len(parts), count))
+            return ChainDrafter(parts, target, folder.name, head_id(folder))
+
+        return make
+
+    def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
+        """Draft with the first module, on its own states after its first token."""
+        return EagleDrafter(net.part(), target, name, identity)
+
+    def load(self, source: Source) -> Any:
+        net, count = super().load(source), source.options.get("modules", 1)
+        if count > net.config.num_modules:
+            raise ConfigError(
+                f"draft_options: modules is {count}, and {source.name} has {net.config.num_modules}: ask for fewer"
+            )
+        return net.part(count=count)
+
+    def read(self, folder: Path, *args: Any, **options: Any) -> Any:
+        is_head = self.recognises(read_config(folder), folder)
+        return super().read(folder, *args, **options) if is_head else read_modules(folder, *args, **options)
+
+    def new(self, new: NewNet) -> Any:
+        count = new.settings["unroll_steps"] or 1
+        config = MtpConfig.for_target(new.like, new.taps, target=new.target, num_modules=count)
+        return MtpNet(config, new.embedding, new.head, new.target_ids)

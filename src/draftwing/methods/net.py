@@ -1,0 +1,325 @@
+"""The base class of draft networks: modules that are trained in PyTorch and run by any runtime.
+
+PyTorch runs ``forward`` directly, the CPU kernel runs the program recorded when it is traced, and a GPU replays its
+graph.
+
+Shape suffixes: B rows, T tokens, R entries (of any sequences), H hidden, F features (all taps together), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.methods.calibration import Calibration
+from draftwing.models.attention import Attend
+from draftwing.models.config import ModelConfig, RopeConfig
+from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm
+from draftwing.models.linear import Embedding, Layout, Linear, has_exact_int8
+from draftwing.models.rope import Rotary
+from draftwing.runtime.choose import Needs, runtime_for
+from draftwing.runtime.forward import NetShape, Runtime, TorchRuntime
+
+
+@dataclass(frozen=True)
+class TargetId:
+    """Identifies the target that a head was trained for: its name, and what can be checked."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    vocab_hash: str = ""
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """The usual config of a network, stored in a head's ``config.json``; subclasses add fields.
+
+    A subclass is a frozen dataclass too; its fields are numbers, strings, tuples of them, or such dataclasses.
+
+    Attributes:
+        taps: the target's hidden states that are read, counted as transformers' ``hidden_states``.
+        vocab_size: of the target.
+        hidden_size: of the target, and of a state.
+        rope: the rotation of its positions; unused without attention.
+        calibration: converts scores to probabilities at T > 0.
+        target: the target it was trained for.
+
+    Raises:
+        ConfigError: no taps, or a size below 1.
+    """
+
+    taps: tuple[int, ...]
+    vocab_size: int
+    hidden_size: int
+    rope: RopeConfig
+    calibration: Calibration = field(default_factory=Calibration)
+    target: TargetId | None = None
+
+    def __post_init__(self) -> None:
+        if not self.taps or min(self.taps) < 0:
+            raise ConfigError(f"taps must name at least 1 hidden state of the target, from 0 on, found {self.taps}")
+        if min(self.vocab_size, self.hidden_size) < 1:
+            raise ConfigError(
+                f"vocab_size and hidden_size must be at least 1, found {self.vocab_size} and {self.hidden_size}"
+            )
+
+    @classmethod
+    def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
+        """Return the config of a new network for a target of this shape; ``changes`` set other fields."""
+        sizes = {"vocab_size": like.vocab_size, "hidden_size": like.hidden_size, "rope": like.rope}
+        return cls(taps=taps, **{**sizes, **changes})
+
+
+class TokenBatch(Protocol):
+    """Tokens of a batch of the training data."""
+
+    @property
+    def ids(self) -> Tensor:
+        """(B, T)."""
+        ...
+
+    @property
+    def real(self) -> Tensor:
+        """(B, T) bool: False for padding."""
+        ...
+
+
+class Scored(Protocol):
+    """A batch with the target's hidden states."""
+
+    @property
+    def batch(self) -> TokenBatch: ...
+
+    @property
+    def features(self) -> Tensor:
+        """(B, T, F) the taps that the network reads."""
+        ...
+
+    @property
+    def last(self) -> Tensor:
+        """(B, T, H) the input of the target's LM head."""
+        ...
+
+
+class DraftNet(nn.Module, ABC):
+    """A network that drafts from the target's features: a ``runtime.forward.Net``.
+
+    Args:
+        config: a ``PlainConfig``, or another frozen dataclass with its fields.
+        embedding: (V, H) the target's, frozen and never saved with the network.
+        target_head: the target's LM head, frozen, unless the network has its own (``head``).
+        target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
+        dtype: of the matrices that ``new_matrix`` makes.
+
+    Attributes:
+        kind: the name of its method in ``methods.registry``.
+        head: its own LM head, or None; set it after ``super().__init__``.
+        runs: the runtime, chosen by ``prepack``.
+    """
+
+    kind: str = ""
+    embedding: Embedding
+    target_ids: Tensor | None
+    head: Linear | None
+
+    def __init__(
+        self,
+        config: Any,
+        embedding: Tensor | Embedding,
+        target_head: Linear | None = None,
+        target_ids: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config, self.head, self._new_dtype = config, None, dtype
+        self.embedding = embedding.view() if isinstance(embedding, Embedding) else Embedding(embedding)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+        # In a list, so that the target's head is not a parameter of this module.
+        self._target_head = [] if target_head is None else [target_head]
+        self.runs = cast(Runtime, TorchRuntime())
+        self._rotary: tuple[tuple[torch.dtype, torch.device], Rotary] | None = None
+
+    def new_matrix(self, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+        """Return a new random matrix; a bias starts at zero."""
+        place: dict[str, Any] = {"dtype": self._new_dtype, "device": self.embedding.device}
+        weight = torch.empty(num_out, num_in, **place).normal_(0, num_in**-0.5)
+        zeros = torch.zeros(num_out, requires_grad=True, **place) if bias else None
+        return Linear(weight.requires_grad_(), zeros)
+
+    def new_norm(self, size: int) -> RMSNorm:
+        """Return a new norm of ones, with the config's ``rms_norm_eps``."""
+        ones = torch.ones(size, dtype=self._new_dtype, device=self.embedding.device, requires_grad=True)
+        return RMSNorm(ones, self.config.rms_norm_eps)
+
+    def new_decoder_layer(
+        self, *, qkv_bias: bool = False, o_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False
+    ) -> DecoderLayer:
+        """Return a new decoder layer of the config's sizes."""
+        config, new = self.config, self.new_matrix
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return DecoderLayer(
+            input_norm=self.new_norm(hidden),
+            qkv=new(query + 2 * key, hidden, bias=qkv_bias),
+            out=new(hidden, query, bias=o_bias),
+            post_norm=self.new_norm(hidden),
+            mlp=GatedMLP(new(2 * inner, hidden, bias=mlp_bias), new(hidden, inner, bias=mlp_bias), config.activation),
+            heads=(config.num_heads, config.num_kv_heads, config.head_dim),
+            norms=(self.new_norm(config.head_dim), self.new_norm(config.head_dim)) if qk_norm else None,
+        )
+
+    # --- the forward pass ------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> NetShape:
+        """The sizes; by default of a network without attention that reads all taps, each of the hidden size."""
+        return self.attention_shape(())
+
+    def attention_shape(self, windows: Sequence[int | None]) -> NetShape:
+        """Return the shape of a net with one attention layer per sliding window (None: unlimited)."""
+        config, width = self.config, self.config.hidden_size
+        num_heads, num_kv_heads, head_dim = (
+            (config.num_heads, config.num_kv_heads, config.head_dim) if windows else (0, 0, 0)
+        )
+        return NetShape(
+            num_layers=len(windows),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            windows=windows,
+            vocab_size=config.vocab_size,
+            feature_width=width * len(config.taps),
+            state_width=width,
+            out_width=width,
+            is_sparse=self.target_ids is not None,
+        )
+
+    def fuse(self, features: Any) -> Any:
+        """Map the target's features (R, F) to states (R, H); by default the identity, for one tap."""
+        return features
+
+    @abstractmethod
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """Run one draft step of R entries.
+
+        Args:
+            ids: (R,) the token of each entry.
+            states: (R, H) from ``fuse``, or fed back by the step before.
+            attend: attention over the entries that each one sees; called once for each layer of ``shape``.
+
+        Returns:
+            The input of ``logits`` (R, H), and the states (R, H) to feed back.
+        """
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V) over the target's tokens; -inf outside the draft vocabulary."""
+        head = self.read_head
+        return head.spread(read.to(head.dtype), self.target_ids, self.config.vocab_size)
+
+    def draft_logits(self, read: Tensor) -> Tensor:
+        """(R, H) -> (R, V_draft) in the draft vocabulary."""
+        head = self.read_head
+        logits: Tensor = head.forward(read.to(head.dtype))
+        return logits
+
+    @property
+    def read_head(self) -> Linear:
+        """The LM head of ``logits``: its own, or the target's."""
+        return self._target_head[0] if self.head is None else self.head
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """V_draft."""
+        return self.config.vocab_size if self.target_ids is None else len(self.target_ids)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V_draft, H) of ``read_head``."""
+        return self.read_head.weight
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights and states, which may be wider than the target's."""
+        return next(module.dtype for module in self.modules() if isinstance(module, Linear))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of its positions."""
+        key = self.dtype, self.device
+        if self._rotary is None or self._rotary[0] != key:  # the net was moved
+            self._rotary = key, Rotary(self.config.rope, *key)
+        return self._rotary[1]
+
+    @property
+    def is_traceable(self) -> bool:
+        """True if ``forward`` only uses what can be traced for the CPU kernel (``models.layers``)."""
+        return True
+
+    def prepack(self, quantize: str | None = None, *, fast: bool = False) -> Any:
+        """Choose a runtime and lay out the matrices for it, quantized by ``quantize`` (see ``Linear``).
+
+        ``fast`` also quantizes to 8 bits if the CPU kernel then drafts faster, which changes drafts a little and never
+        the output. The network cannot be trained or saved afterwards.
+        """
+        self.requires_grad_(False)
+        mlps = [module for module in self.modules() if isinstance(module, GatedMLP)]
+        activation, head_dim = mlps[0].activation_name if mlps else "silu", self.shape.head_dim
+        needs = Needs(self.dtype, self.device, head_dim, activation, self.is_traceable)
+        runtime, layout = runtime_for(needs, quantize=quantize, fast=fast)
+        if runtime.name == "kernel" and self._target_head:
+            head = self._target_head[0].for_drafts(layout.quantize)
+            if head is None:  # laid out for PyTorch, which must then run this network too
+                runtime, layout = TorchRuntime(), Layout("torch", self._target_head[0].quantized)
+            else:
+                self._target_head = [head]
+        if layout.runs != "kernel" and not has_exact_int8():
+            layout = replace(layout, quantize=None)  # AVX2 only: exact 8-bit products are slower there
+        gates = [mlp.gate_up for mlp in mlps]
+        self.embedding.lay_out(layout)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.lay_out(layout, gated=any(module is gate for gate in gates))
+        self.runs = runtime
+        return self
+
+    # --- tensors ---------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of all tensors, by their names in a head's file."""
+        return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> Any:
+        """Load tensors named as in ``tensors``: all of them, and no others.
+
+        Raises:
+            CheckpointError: a name is missing, unknown, or has another shape.
+        """
+        own = dict(self.named_parameters())
+        odd = sorted(own.keys() ^ tensors.keys())
+        if odd:
+            what = "lacks" if odd[0] in own else "has a tensor that no such net has:"
+            raise CheckpointError(f"{where} {what} {odd[0]!r}: its config.json and its weights do not belong together")
+        for name, parameter in own.items():
+            if parameter.shape != tensors[name].shape:
+                raise CheckpointError(
+                    f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}: was "
+                    f"it trained for another target?"
+                )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(tensors[name])
+        return self

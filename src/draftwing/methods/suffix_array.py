@@ -1,0 +1,521 @@
+"""Suffix arrays over token ids, the trees grown from them, and their files: the index of retrieval drafters.
+
+The sorted suffixes of some texts that begin alike are adjacent. So the occurrences of a pattern are found by two binary
+searches, and what follows them is sorted too: a trie that needs no building.
+
+An index of texts (``SuffixArray``, ``lookup.SuffixAutomaton``, ``retrieval.Memory``) answers one question: which tokens
+follow at a place, and how often. The places below a match form the trie of its continuations; ``grow_tree`` visits only
+the part of it that is drafted.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import struct
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import heappop, heappush, nlargest
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftwing.errors import CheckpointError, ConfigError, TokenizerError, shown
+from draftwing.formats.write import write_fix
+from draftwing.methods.base import ListTree
+from draftwing.models.config import read_config
+from draftwing.text.tokenizer import Tokenizer
+
+END = -1  # follows every text: no pattern contains it
+_MAX_OCCURRENCES = 1024  # of more occurrences, as many are sampled at even distances, so that counts are shares
+
+Ids = NDArray[np.int32]
+Order = NDArray[Any]  # int32, or int64 for more tokens than int32 counts
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+
+class Follower(NamedTuple):
+    """A token that follows at a place.
+
+    Attributes:
+        times: how often it follows there.
+        place: the place after it; only the index that returned it can interpret it.
+    """
+
+    token: int
+    times: int
+    place: Any
+
+
+class TextIndex(Protocol):
+    """Texts in which places can be found."""
+
+    def followers(self, place: Any) -> Sequence[Follower]:
+        """Return the distinct tokens that follow at a place; none where every text ends."""
+        ...
+
+
+@dataclass(frozen=True)
+class Match:
+    """A suffix of the sequence that occurs in ``texts``.
+
+    Attributes:
+        length: its number of tokens.
+        place: the place after it.
+    """
+
+    texts: TextIndex
+    length: int
+    place: Any
+
+
+class _Occurrences(NamedTuple):
+    """The place of a ``SuffixArray``: where the matches start, sorted by suffix, and how many tokens matched."""
+
+    starts: NDArray[np.int64]
+    length: int
+
+
+class SuffixArray:
+    """Texts and the sorted starts of their suffixes. Both may lie in a mapped file; neither ever changes.
+
+    Args:
+        tokens: (T,) texts, each followed by ``END``.
+        order: (T,) from ``sort_suffixes``; None sorts them.
+        vocab_size: larger ids, which only a damaged file contains, end a text like ``END``.
+    """
+
+    def __init__(self, tokens: Ids, order: Order | None = None, vocab_size: int | None = None) -> None:
+        self.tokens: Ids = tokens
+        self.order: Order = sort_suffixes(tokens) if order is None else order
+        self._vocab_size = vocab_size or 2**31
+
+    def __len__(self) -> int:
+        """Tokens, including the ends of texts."""
+        return len(self.tokens)
+
+    def find(self, pattern: Sequence[int]) -> tuple[int, int]:
+        """Return the range of ``order`` whose suffixes begin with ``pattern``."""
+        ids, prefix = list(pattern), self._prefix(len(pattern))
+        low = bisect_left(self.order, ids, key=prefix)
+        return low, bisect_right(self.order, ids, lo=low, key=prefix)
+
+    def _prefix(self, size: int) -> Callable[[int], list[int]]:
+        def first_tokens(start: int) -> list[int]:
+            ids: list[int] = self.tokens[start : int(start) + size].tolist()
+            return ids
+
+        return first_tokens
+
+    def longest(self, ending: Sequence[int], min_length: int, max_length: int) -> int:
+        """Return the length of the longest suffix of ``ending`` that something follows here, 0 without one."""
+        low, high = min_length, min(max_length, len(ending))  # the longer, the rarer
+        if high < low or not self._is_continued(ending[-low:]):
+            return 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._is_continued(ending[-middle:]) else (low, middle - 1)
+        return low
+
+    def _is_continued(self, pattern: Sequence[int]) -> bool:
+        """Return True if ``pattern`` occurs before the end of a text. Ends sort first, so the last occurrence tells."""
+        ids, size = list(pattern), len(pattern)
+        last = bisect_right(self.order, ids, key=self._prefix(size)) - 1
+        if last < 0:
+            return False
+        *prefix, following = self._prefix(size + 1)(self.order[last]) or [END]
+        return prefix == ids and following != END
+
+    def place(self, pattern: Sequence[int]) -> _Occurrences:
+        """Return the place after ``pattern``, for ``followers``."""
+        low, high = self.find(pattern)
+        if high - low <= _MAX_OCCURRENCES:
+            return _Occurrences(self.order[low:high].astype(np.int64), len(pattern))
+        even = np.linspace(low, high - 1, _MAX_OCCURRENCES).astype(np.int64)
+        return _Occurrences(self.order[even].astype(np.int64), len(pattern))
+
+    def match(self, ending: Sequence[int], min_length: int, max_length: int) -> Match | None:
+        """Return the longest suffix of ``ending`` that something follows here, or None."""
+        length = self.longest(ending, min_length, max_length)
+        return Match(self, length, self.place(ending[-length:])) if length else None
+
+    def followers(self, place: _Occurrences) -> list[Follower]:
+        starts, length = place
+        if len(starts) == 1:  # most places inside a draft
+            position = int(starts[0]) + length
+            token = int(self.tokens[position]) if 0 <= position < len(self.tokens) else END
+            is_token = 0 <= token < self._vocab_size
+            return [Follower(token, 1, _Occurrences(starts, length + 1))] if is_token else []
+        positions = starts + length
+        tokens = np.where(positions < len(self.tokens), self.tokens.take(positions, mode="clip"), END)
+        bounds = [0, *(np.flatnonzero(tokens[1:] != tokens[:-1]) + 1).tolist(), len(tokens)]
+        runs = ((int(tokens[low]), low, high) for low, high in pairwise(bounds) if high > low)
+        return [
+            Follower(token, high - low, _Occurrences(starts[low:high], length + 1))
+            for token, low, high in runs
+            if 0 <= token < self._vocab_size
+        ]
+
+
+def join_texts(texts: Iterable[Sequence[int] | Ids]) -> Ids:
+    """Concatenate texts, each followed by ``END``."""
+    parts = [np.append(text, END).astype(np.int32) for text in texts]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+
+def sort_suffixes(tokens: Ids) -> Order:
+    """Return the starts of the suffixes of ``tokens`` in lexicographic order; a prefix sorts before longer suffixes.
+
+    Uses pydivsufsort (``pip install 'draftwing[datastore]'``) if installed, else prefix doubling in NumPy, which takes
+    several times as long and more memory.
+    """
+    if len(tokens) < 2:
+        return np.arange(len(tokens), dtype=np.int32)
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError:
+        return sort_by_doubling(tokens)
+    order = np.asarray(divsufsort(np.ascontiguousarray(tokens, dtype=np.int32)))
+    return order.astype(np.int32 if len(tokens) < 2**31 else np.int64, copy=False)
+
+
+def sort_by_doubling(tokens: Ids) -> Order:
+    """Sort by the ranks of prefixes of 1, 2, 4, ... tokens, until all of them differ (Manber and Myers, 1990)."""
+    size = len(tokens)
+    _, rank = np.unique(tokens, return_inverse=True)
+    rank, length = rank.astype(np.int64) + 1, 1  # 0 lies behind the end
+    while True:
+        second = np.zeros(size, dtype=np.int64)
+        if length < size:
+            second[:-length] = rank[length:]
+        keys = rank * (size + 1) + second
+        order = np.argsort(keys, kind="stable")
+        ordered = keys[order]
+        fresh = np.concatenate([[1], ordered[1:] != ordered[:-1]]).cumsum()
+        rank = np.empty(size, dtype=np.int64)
+        rank[order] = fresh
+        length *= 2
+        if fresh[-1] == size:
+            return order.astype(np.int32) if size < 2**31 else order
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+def grow_tree(root: int, match: Match, max_nodes: int, max_depth: int, width: int) -> ListTree:
+    """Grow the tree of a match's likeliest continuations, best first.
+
+    A token that followed ``times`` of ``total`` times has the probability times / total, discounted the more, the
+    shorter the match (including the path's tokens) and the rarer it is. A match that occurred once counts like in
+    prompt lookup.
+
+    Args:
+        root: the pending token.
+        max_nodes: nodes besides the root.
+        width: the most children of a node; 1 is a chain.
+    """
+    tree, serial = ListTree([root]), count()
+    candidates: list[tuple[float, int, int, int, float, Follower]] = []
+    node, level, reached, place = 0, 0, 1.0, match.place
+    while True:
+        if level < max_depth:
+            followers = match.texts.followers(place)
+            total = sum(follower.times for follower in followers)
+            for follower in nlargest(width, followers, key=lambda follower: follower.times):
+                prob = follower.times / total * (1 - 1 / (match.length + level + total))
+                heappush(candidates, (-reached * prob, next(serial), node, level + 1, prob, follower))
+        if not candidates or len(tree.tokens) > max_nodes:
+            return tree
+        negative, _, parent, level, prob, (token, _, place) = heappop(candidates)
+        node, reached = len(tree.tokens), -negative
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.node_probs.append(prob)
+        tree.depth, tree.score = max(tree.depth, level), tree.score + reached
+
+
+# --- files: texts and their suffix arrays, mapped, for datastores and memories ---------------------------------------
+#
+#     8 bytes   MAGIC
+#     8 bytes   the length of the header and its CRC-32, two little-endian uint32
+#     header    JSON: version, the texts' tokenizer, the number of tokens of each part
+#     parts     each: its tokens (int32), then the order of its suffixes (int32, from 2**31 tokens on int64)
+#     blocks    the CRC-32 of every 4 MiB of the parts, uint32
+#
+# Each part, each half of it and the blocks begin at a multiple of 64 bytes. A file is written under another name and
+# renamed when it is complete.
+
+MAGIC, VERSION = b"DWTEXTS\n", 1
+_ALIGN, BLOCK_BYTES = 64, 4 << 20
+NUM_CHECKED = 64  # blocks that are checked when a file is opened: the first, the last, and evenly spaced ones
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Store:
+    """An open file.
+
+    Attributes:
+        about: its header: ``vocab_size``, ``vocab_hash`` and further fields of the writer.
+    """
+
+    path: Path
+    about: Mapping[str, Any]
+    parts: tuple[SuffixArray, ...]
+    num_bytes: int
+
+
+def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, Any]) -> None:
+    """Write a file; an existing one is replaced only once the new one is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header = json.dumps({**about, "version": VERSION, "sizes": [len(part) for part in parts]}).encode()
+    remove_leftovers(path)
+    partial = partial_name(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(MAGIC + struct.pack("<II", len(header), zlib.crc32(header)) + header)
+            blocks = _BlockWriter(file)
+            for part in parts:
+                blocks.write(part.tokens, np.dtype("<i4"))
+                blocks.write(part.order, _order_type(len(part)))
+            blocks.finish()
+            file.flush()
+            os.fsync(file.fileno())  # else the name might reach the disk before the data
+        os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def partial_name(path: Path) -> Path:
+    """Return the name under which a file or folder is written before it is complete, different for each writer."""
+    return path.with_name(f".{path.name}.{next(_NUMBERS)}.{os.getpid()}.partial")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the partial files of writers of ``path`` that were killed."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        if not _is_running(leftover.suffixes[-2].removeprefix(".")):
+            with suppress(OSError):
+                leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover)
+
+
+def _is_running(process: str) -> bool:
+    if os.name != "posix" or not process.isdigit():
+        return True
+    try:
+        os.kill(int(process), 0)
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+class _BlockWriter:
+    """Writes aligned arrays and a checksum for every block."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._sum, self._filled, self._sums = file, 0, 0, list[int]()
+        file.write(bytes(-file.tell() % _ALIGN))
+
+    def write(self, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        """Write an array, padded to the next multiple of 64 bytes."""
+        step = BLOCK_BYTES // dtype.itemsize
+        for start in range(0, len(values), step):
+            self._put(np.ascontiguousarray(values[start : start + step], dtype=dtype).tobytes())
+        self._put(bytes(-len(values) * dtype.itemsize % _ALIGN))
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(data)
+        while data:
+            head, data = data[: BLOCK_BYTES - self._filled], data[BLOCK_BYTES - self._filled :]
+            self._sum, self._filled = zlib.crc32(head, self._sum), self._filled + len(head)
+            if self._filled == BLOCK_BYTES:
+                self._close()
+
+    def _close(self) -> None:
+        self._sums.append(self._sum)
+        self._sum = self._filled = 0
+
+    def finish(self) -> None:
+        """Write the checksums."""
+        if self._filled:
+            self._close()
+        self._file.write(np.array(self._sums, dtype="<u4").tobytes())
+
+
+def _order_type(size: int) -> np.dtype[Any]:
+    return np.dtype("<i4" if size < 2**31 else "<i8")
+
+
+def read_store(path: Path, *, whole: bool = False) -> Store:
+    """Open a file. Its arrays are mapped, and read on use.
+
+    Args:
+        whole: check all of it; by default only the header, the size and up to 64 blocks of 4 MiB.
+
+    Raises:
+        CheckpointError: no such file, one of another kind or of a newer version, or a damaged one.
+    """
+    try:
+        with path.open("rb") as file:
+            about, begin = _read_header(path, file)
+            sizes = about["sizes"]
+            offsets, end = _part_offsets(sizes, begin)
+            num_bytes = end + 4 * -(-(end - begin) // BLOCK_BYTES)
+            actual = path.stat().st_size
+            if actual != num_bytes:
+                raise _damaged(path, f"it should have {num_bytes:,} bytes, and has {actual:,}")
+            _check_blocks(path, file, begin, end, whole=whole)
+        parts = []
+        for size, (tokens, order) in zip(sizes, offsets, strict=True):
+            mapped = [
+                np.memmap(path, dtype, "r", offset, (size,)) if size else np.zeros(0, dtype)
+                for dtype, offset in ((np.dtype("<i4"), tokens), (_order_type(size), order))
+            ]
+            parts.append(SuffixArray(mapped[0], mapped[1], about["vocab_size"]))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}): check the path and its permissions") from error
+    return Store(path, about, tuple(parts), num_bytes)
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return the header, and the offset of the first part."""
+    start = file.read(16)
+    if start[:8] != MAGIC:
+        raise CheckpointError(
+            f"{path}: expected a file that `draftwing datastore build` or draft 'suffix' has written, found another "
+            f"one: check the path"
+        )
+    length, crc = struct.unpack("<II", start[8:]) if len(start) == 16 else (0, 0)
+    header = file.read(length)
+    if not header or len(header) != length or zlib.crc32(header) != crc:
+        raise _damaged(path, "its header is not what was written")
+    about = json.loads(header)
+    if about["version"] != VERSION:
+        raise CheckpointError(
+            f"{path}: expected version {VERSION} of the format, found {shown(about['version'])}: update Draftwing, or "
+            f"make the file again"
+        )
+    return about, 16 + length + -(16 + length) % _ALIGN
+
+
+def _part_offsets(sizes: Sequence[int], begin: int) -> tuple[list[tuple[int, int]], int]:
+    """Return the offsets of the tokens and the order of each part, and the end of all parts."""
+    offsets = []
+    for size in sizes:
+        order = begin + 4 * size + -4 * size % _ALIGN
+        offsets.append((begin, order))
+        num_bytes = _order_type(size).itemsize * size
+        begin = order + num_bytes + -num_bytes % _ALIGN
+    return offsets, begin
+
+
+def _check_blocks(path: Path, file: BinaryIO, begin: int, end: int, *, whole: bool) -> None:
+    num_blocks = -(-(end - begin) // BLOCK_BYTES)
+    file.seek(end)
+    sums = np.frombuffer(file.read(4 * num_blocks), dtype="<u4")
+    spaced = np.linspace(0, num_blocks - 1, min(num_blocks, NUM_CHECKED)).astype(int).tolist()
+    for number in range(num_blocks) if whole else sorted(set(spaced)):
+        file.seek(begin + number * BLOCK_BYTES)
+        data = file.read(min(BLOCK_BYTES, end - begin - number * BLOCK_BYTES))
+        if zlib.crc32(data) != sums[number]:
+            raise _damaged(path, f"block {number} of {num_blocks} is not what was written")
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path}: this file is damaged ({why}): copy it again, or delete it and recreate it")
+
+
+def check_tokenizer(
+    path: Path, about: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, fix: str
+) -> None:
+    """Raise TokenizerError unless a file's ids are those of the target's tokenizer.
+
+    Args:
+        tokenizer: the target's; without one only the number of ids is compared.
+        vocab_size: the target's.
+        fix: ends the message.
+    """
+    theirs, ours = about["vocab_hash"], "" if tokenizer is None else tokenizer.vocab_hash
+    if (theirs and ours and theirs != ours) or about["vocab_size"] > vocab_size:
+        raise TokenizerError(
+            f"{path}: holds ids of the tokenizer of {about['target']} ({about['vocab_size']:,} tokens), which is not "
+            f"this target's ({vocab_size:,}): {fix}"
+        )
+
+
+# --- datastores: a folder with such a file, and a config.json like other drafts --------------------------------------
+
+DATASTORE_KIND = "rest"
+TEXTS_FILE = "texts.bin"
+
+
+def is_datastore(config: Mapping[str, Any], folder: Path | None = None) -> bool:
+    """Return True if a folder with this ``config.json`` is a datastore."""
+    block = config.get("draftwing")
+    return isinstance(block, dict) and block.get("kind") == DATASTORE_KIND
+
+
+def check_new_datastore(folder: Path) -> None:
+    """Raise ConfigError if the folder exists, before any work is done. Removes the leftovers of killed writers."""
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{folder}: is there already: choose another folder, or delete it first")
+    remove_leftovers(folder)
+
+
+def write_datastore(folder: Path, texts: SuffixArray, about: Mapping[str, Any]) -> Store:
+    """Write a new folder, under another name until it is complete.
+
+    Args:
+        about: ``target``, ``vocab_hash``, ``vocab_size``, ``num_texts``, and any further fields.
+
+    Raises:
+        ConfigError: the folder exists.
+        CheckpointError: it cannot be written.
+    """
+    check_new_datastore(folder)
+    identity = hashlib.sha256(np.ascontiguousarray(texts.tokens).data).hexdigest()[:16]
+    about = {**about, "num_tokens": len(texts) - about["num_texts"], "identity": identity}
+    partial = partial_name(folder)
+    try:
+        partial.mkdir(parents=True)
+        write_store(partial / TEXTS_FILE, [texts], about)
+        config = {"draftwing": {"kind": DATASTORE_KIND, **about}}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        partial.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the datastore cannot be written ({error}): {write_fix(error)}") from error
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(partial, ignore_errors=True)
+    return read_datastore(folder)
+
+
+def read_datastore(folder: Path, *, whole: bool = False) -> Store:
+    """Open a datastore; see ``read_store``.
+
+    Raises:
+        CheckpointError: not a datastore, or a damaged one.
+    """
+    if not is_datastore(read_config(folder)):
+        raise CheckpointError(f"{folder}: is no datastore: give a folder that `draftwing datastore build` has written")
+    store = read_store(folder / TEXTS_FILE, whole=whole)
+    if len(store.parts) != 1:
+        raise CheckpointError(f"{store.path}: expected one part, found {len(store.parts)}: it is not a datastore's")
+    return store

@@ -1,0 +1,128 @@
+"""KV slots: row b's committed token at position i lies in slot i, node i of its tree in slot length_b + i.
+
+A ragged batch needs no special case, and committing an accepted path is one gather.
+
+Shape suffixes: L layers, B rows, N nodes, K heads, S slots, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.torch_utils import clear, put
+from draftwing.tree import PAD
+
+KEY_BLOCK = 64  # slots are made so many at a time
+SPARE = 256  # and so many more than are asked for: a text goes on, and to move slots takes as long as some steps
+_ALIGNMENT = 64  # bytes, as PyTorch aligns its own memory
+
+
+def round_up(number: int, block: int) -> int:
+    """To whole blocks."""
+    return -(-number // block) * block
+
+
+@dataclass(frozen=True)
+class View:
+    """The committed slots that a forward looks at, of those that its rows have: an index, and no copy of anything.
+
+    Attributes:
+        slots: (B, L, K, M) int32, rising along M; L or K is 1 where all layers or all KV heads look at the same. M is
+            at least 1.
+        counts: how many of the M are each row's; what stands behind them means nothing.
+    """
+
+    slots: Tensor
+    counts: Sequence[int]
+
+
+class KVCache:
+    """Keys and values of all layers in one tensor (L, 2, B, K, S, D), grown by doubling.
+
+    Memory: ``2 * L * K * D * itemsize`` bytes per slot and row.
+    """
+
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shape = (num_layers, 2, num_kv_heads, head_dim)
+        self.table: Any = None  # a ``paged.SlotTable``, where slots lie in pages
+        self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._written: set[int] = set()  # rows that have been somebody's
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that there is room for."""
+        return self.data.shape[2]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each row."""
+        return self.data.shape[4]
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Make room for at least so many; what is stored stays. Unused slots are zero, never NaN."""
+        if num_rows <= self.num_rows and num_slots <= self.num_slots:
+            return
+        rows, slots = self.num_rows, self.num_slots
+        new_rows = rows if num_rows <= rows else max(num_rows, 2 * rows)
+        new_slots = (
+            slots if num_slots <= slots else max(round_up(num_slots + SPARE, KEY_BLOCK), min(2 * slots, slots + 4096))
+        )
+        layers, two, heads, dim = self._shape
+        grown = _zeros((layers, two, new_rows, heads, new_slots, dim), self.data)
+        put(grown[:, :, :rows, :, :slots], self.data)
+        self.data = grown
+
+    def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
+        """Make room for the rows from ``first_row`` on: for so many slots of each, and ``extra`` more."""
+        self.reserve(first_row + len(lengths), max(lengths) + extra)
+
+    def place(self, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Where slots of rows lie, as an index of the third and the fifth dimension of ``data``."""
+        return rows, slots
+
+    def clear(self, row: int) -> None:
+        """Zero a row's slots: a former request may have left NaN there, which no mask keeps out (0 * NaN is NaN)."""
+        if row in self._written or self.data.device.type != "cpu":
+            clear(self.data[:, :, row])
+        self._written.add(row)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy one row over another: how a batch stays dense when a row leaves."""
+        if source != target:
+            put(self.data[:, :, target], self.data[:, :, source])
+
+    def commit(self, lengths: Tensor, path: Tensor) -> None:
+        """Gather the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,)."""
+        width = path.shape[1]
+        if width <= 1:
+            return
+        order = torch.arange(width, device=path.device)
+        target = lengths[:, None] + order
+        source = torch.where(path == PAD, target, lengths[:, None] + path)
+        rows = torch.arange(path.shape[0], device=path.device)[:, None]
+        into, at = self.place(rows, target)
+        came, was = self.place(rows, source)
+        self.data[:, :, into, :, at] = self.data[:, :, came, :, was]
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Of the dtype and on the device of ``like``.
+
+    What a system hands out is zero, and takes no time and no memory before it is touched. PyTorch would write it all,
+    by threads that a forked process does not have.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(like.dtype).view(shape)

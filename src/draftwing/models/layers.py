@@ -1,0 +1,196 @@
+"""Decoder layers, for targets and draft networks.
+
+A layer has matrices but no cache, mask or batch: it passes queries, keys and values to an ``Attend``. Decoding passes
+one that writes KV slots and attends over a tree, training a causal one, tracing one that records the operation.
+
+Code that uses ``Embedding``, ``concat``, ``columns``, ``RMSNorm``, ``Linear``, ``GatedMLP`` and an ``Attend`` runs on
+tensors; on ``Traced`` values it records a program for the CPU kernel.
+
+Shape suffixes: R rows (batch and tokens flattened), H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.cpu.program import Traced, join
+from draftwing.models.attention import Attend
+from draftwing.models.linear import Linear
+
+# The operators themselves: their Python wrappers cost more than the work on a handful of rows.
+_split = torch.split_with_sizes
+_vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
+
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def settled(x: Any) -> Any:
+    """Compute a traced value now, because several operations read it; tensors are returned unchanged."""
+    return x.settled() if isinstance(x, Traced) else x
+
+
+def concat(parts: Sequence[Any]) -> Any:
+    """Concatenate (R, H) values along H."""
+    first = parts[0]
+    return join(parts) if isinstance(first, Traced) else torch.cat(list(parts), -1)
+
+
+def columns(x: Any, width: int) -> list[Any]:
+    """Split (R, n * width) into n values (R, width)."""
+    if isinstance(x, Traced):
+        return [x.columns(start, start + width) for start in range(0, x.width, width)]
+    return list(torch.split(x, width, -1))
+
+
+class Taps:
+    """Collects hidden states of some layers during a forward; a traced stream is overwritten later.
+
+    Args:
+        taps: indices of hidden states, in the order in which they are concatenated.
+    """
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        self._taps = taps
+        self._states: dict[int, Any] = {}
+
+    def see(self, number: int, x: Any) -> None:
+        """Take hidden state ``number`` (R, H) if it is a tap."""
+        if number not in self._taps:
+            return
+        if not isinstance(x, Traced):
+            self._states[number] = x
+            return
+        joined = self._states.get(-1)
+        if joined is None:
+            width = x.width * len(self._taps)
+            joined = self._states[-1] = Traced(x.program, x.program.scratch(width), width)
+        for place, tap in enumerate(self._taps):
+            if tap == number:
+                x.write(joined.buffer, place * x.width)
+
+    def joined(self) -> Any:
+        """(R, n * H), or None without taps."""
+        if not self._taps:
+            return None
+        traced = self._states.get(-1)
+        return torch.cat([self._states[tap] for tap in self._taps], -1) if traced is None else traced
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (1910.07467)."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.requires_grad)
+        self.eps = eps
+        self._root, self._floor = math.sqrt(weight.shape[0]), weight.shape[0] * eps
+
+    def forward(self, x: Any) -> Any:
+        """(..., H) -> (..., H). In half precision the norm is taken in float32 and rounded before the weight."""
+        if isinstance(x, Traced):
+            return x.normed(self)
+        # On a CPU ``F.rms_norm`` takes several times as long for a few rows.
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        length: Tensor = _vector_norm(wide, dim=-1, keepdim=True)
+        unit = wide * (self._root * torch.rsqrt(length * length + self._floor))
+        return (unit if unit.dtype == x.dtype else unit.to(x.dtype)) * self.weight
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU or GeGLU (2002.05202) with gate and up in one matrix (2 * intermediate, H)."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.activation, self.activation_name = ACTIVATIONS[activation], activation
+        self._width = gate_up.num_out // 2
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        """(R, H) -> (R, H), plus ``residual`` if given."""
+        if isinstance(x, Traced):
+            return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
+        both = self.gate_up.forward(x)
+        gate, up = _split(both, (self._width, self._width), 1)
+        mixed = self.activation(gate) * up
+        return self.down.forward(mixed, residual)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: softmax router, the top k experts of each row, weighted (Mixtral 2401.04088)."""
+
+    def __init__(self, router: Linear, experts: list[GatedMLP], num_per_token: int, *, normalise: bool) -> None:
+        super().__init__()
+        self.router, self.experts = router, nn.ModuleList(experts)
+        self.num_per_token, self.normalise = num_per_token, normalise
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(R, H) -> (R, H), plus ``residual`` if given. Each row's sum runs in the order of the experts."""
+        probs = self.router.forward(x).float().softmax(-1)  # float32 in every precision, as the models were trained
+        weights, chosen = probs.topk(self.num_per_token, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        out = torch.zeros_like(x)
+        for index in sorted(set(chosen.flatten().tolist())):
+            rows, places = (chosen == index).nonzero(as_tuple=True)
+            out.index_add_(0, rows, self.experts[index](x[rows]) * weights[rows, places, None])
+        return out if residual is None else residual + out
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream.
+
+    Args:
+        input_norm: before attention, or None (EAGLE-1).
+        qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
+        out: attention output.
+        mlp: a ``GatedMLP`` or ``Experts``.
+        heads: number of query heads and of KV heads, and their width.
+        norms: for each head's queries and keys (Qwen3), or None.
+    """
+
+    def __init__(
+        self,
+        input_norm: RMSNorm | None,
+        qkv: Linear,
+        out: Linear,
+        post_norm: RMSNorm,
+        mlp: GatedMLP | Experts,
+        heads: tuple[int, int, int],
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_norm, self.post_norm = input_norm, post_norm
+        self.qkv, self.out, self.mlp = qkv, out, mlp
+        self.q_norm: RMSNorm | None = norms[0] if norms else None
+        self.k_norm: RMSNorm | None = norms[1] if norms else None
+        self.num_heads, self.num_kv_heads, self.head_dim = heads
+
+    def forward(self, x: Any, attend: Attend, layer: int) -> Any:
+        """(R, H) -> (R, H). ``layer`` is passed to ``attend``."""
+        return self.transform(self.look(x, attend, layer))
+
+    def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
+        """The layer with a given attention input ``normed`` (R, H_in): draft networks read more than the stream x."""
+        return self.transform(self.out.forward(attend(layer, self.qkv.forward(normed), self), x))
+
+    def look(self, x: Any, attend: Attend, layer: int) -> Any:
+        """The attention alone, added to the stream (R, H)."""
+        normed = x if self.input_norm is None else self.input_norm.forward(x)
+        return self.out.forward(attend(layer, self.qkv.forward(normed), self), x)
+
+    def transform(self, x: Any) -> Any:
+        """The MLP alone, added to the stream (R, H)."""
+        return self.mlp.forward(self.post_norm.forward(x), x)

@@ -1,0 +1,352 @@
+"""The lean decoder: a target for the Llama family with static KV slots, tree attention and taps.
+
+It loads Hugging Face folders and computes transformers' logits with less overhead: one matrix for queries, keys and
+values, one for gate and up, and a runtime that is chosen when they are loaded: on a CPU all layers as one program
+(``cpu``) or, if that is impossible, PyTorch with prepacked weights; on a GPU recorded CUDA graphs.
+
+Shape suffixes: B rows, N nodes, T tokens, R rows of a forward, F features, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.formats.source import open_weights
+from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.net_drafter import drafts_at_once
+from draftwing.models.attention import Attend
+from draftwing.models.cache import KVCache
+from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
+from draftwing.models.families import Reader, read_layer
+from draftwing.models.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
+from draftwing.models.linear import Embedding, Linear, check_quantize, runs_as
+from draftwing.models.mtp import module_names, num_modules
+from draftwing.models.rope import Rotary
+from draftwing.models.target import Target
+from draftwing.noise import AcceptArgs
+from draftwing.runtime.choose import Needs, record_with, runtime_for
+from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, score
+from draftwing.runtime.graphs import Record
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
+from draftwing.sampling import SamplingBatch
+from draftwing.torch_utils import inference
+from draftwing.tree import Accepted, DraftTree
+
+
+@dataclass(eq=False)
+class TappedNet:
+    """A lean model as a ``Net``, which returns its logits and some hidden states."""
+
+    config: ModelConfig
+    embedding: Embedding
+    layers: Sequence[DecoderLayer]
+    norm: RMSNorm
+    head: Linear
+    rotary: Rotary
+    taps: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> NetShape:
+        config = self.config
+        return NetShape(
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.sliding_windows,
+            config.vocab_size,
+            out_width=config.hidden_size * len(self.taps),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def fuse(self, features: Any) -> Any:
+        """Unchanged: it reads tokens alone."""
+        return features
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """(R,) -> (R, H) after the final norm, and the taps (R, F) or None."""
+        x, taps = settled(self.embedding.forward(ids)), Taps(self.taps)
+        for index, layer in enumerate(self.layers):
+            taps.see(index, x)
+            x = layer.forward(x, attend, index)
+        read = self.norm.forward(x)
+        taps.see(self.config.num_layers, read)
+        return read, taps.joined()
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        return self.head.forward(read)
+
+
+@dataclass
+class LeanContext(Context):
+    """Rows, and the runner of the network that returns the context's features, over their KV slots."""
+
+    runner: Runner = None  # type: ignore[assignment]  # set by new_context
+
+    @property
+    def cache(self) -> KVCache:
+        """The rows' KV slots."""
+        return self.runner.cache
+
+
+class LeanTarget(Target):
+    supports_views = supports_pages = True
+
+    def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model", dtype: torch.dtype | None = None) -> None:
+        config = net.config
+        self.config, self.name, self._runtime = config, name, runtime
+        self._nets = {net.taps: net}
+        self._net = net
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers, self.max_length = config.num_layers, config.context_length
+        self.dtype, self.device = dtype or net.dtype, net.device
+        self.eos_ids = config.eos_ids
+        num_experts = config.moe.num_experts_per_token if config.moe else 0
+        active = [attention_bytes(layer) + mlp_bytes(layer, num_experts) for layer in net.layers]
+        self._num_weight_bytes = net.head.num_bytes + sum(active)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        *,
+        prepack: bool = True,
+        name: str | None = None,
+        quantize: str | None = None,
+        fast: bool = False,
+        expand: bool = False,
+    ) -> LeanTarget:
+        """Load a Hugging Face folder.
+
+        On a CPU weights keep the format of the file, with float32 arithmetic. In bfloat16 the CPU kernel rounds the
+        rows and weights of its products; states, KV slots and logits are float32.
+
+        Args:
+            quantize: how matrices are quantised, all but the routers of experts.
+            fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
+            expand: convert weights to float32.
+
+        Raises:
+            ConfigError, UnsupportedError: the config cannot be run here, or not with this quantisation.
+            CheckpointError: weights missing, truncated, of other shapes, unknown or not finite.
+        """
+        device = torch.device(device)
+        check_quantize(quantize, dtype, device)
+        source, where = read_config(folder), str(folder / "config.json")
+        config = ModelConfig.from_hf(source, where)
+        is_dense = config.moe is None
+        needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=is_dense, may_round=True)
+        runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
+        check_quantize(quantize, dtype, device, layout.runs)
+        states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel, bfloat16 is for products alone
+        reader = Reader(open_weights(folder), states, device, replace(layout, expand=expand))
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
+            layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
+        norm = RMSNorm(reader.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+        embedding, head = _read_ends(reader, config)
+        unused = [key for key in reader.files.unused(reader.used) if not key.endswith("rotary_emb.inv_freq")]
+        if unused and num_modules(source, where):  # MTP modules in the same files, for `--draft mtp`
+            modules = module_names(source, unused, where)
+            unused = [key for key in unused if modules is None or not modules.owns(key)]
+        if unused:
+            raise CheckpointError(
+                f"{folder}: {len(unused)} weights have no place in a {config.model_type} model, first {unused[0]!r}: "
+                f"is config.json that of another model?"
+            )
+        rotary = Rotary(config.rope, states, device)
+        return cls(TappedNet(config, embedding, layers, norm, head, rotary), runtime, name or folder.name, dtype)
+
+    @property
+    def quantized(self) -> str | None:
+        """How the matrices are quantised; None if they are not."""
+        return self._net.head.quantized
+
+    @property
+    def runs_as(self) -> str:
+        parts = [part for layer in self._net.layers for part in layer.modules()]
+        return runs_as([*(part for part in parts if isinstance(part, Linear)), self._net.head])
+
+    @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        """The decoder layers."""
+        return self._net.layers
+
+    @property
+    def runtime(self) -> str:
+        return self._runtime.name
+
+    @property
+    def applies_match(self) -> bool:  # type: ignore[override]  # depends on the instance
+        return self._runtime.name == "kernel"
+
+    @property
+    def runs(self) -> Runtime:
+        """The runtime, for drafters that run like the target."""
+        return self._runtime
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of weights read by one forward of one token."""
+        return self._num_weight_bytes
+
+    @property
+    def embedding(self) -> Embedding:
+        return self._net.embedding
+
+    @property
+    def head(self) -> Linear:
+        return self._net.head
+
+    @property
+    def is_prefix_free(self) -> bool:
+        """True if a KV slot depends only on the tokens up to it, so that requests can share prefixes."""
+        return self._net.rotary.config.position_only
+
+    @property
+    def net(self) -> TappedNet:
+        """The network without taps."""
+        return self._net
+
+    def use_graphs(self, record: Record | None) -> None:
+        """Record the forwards of new contexts with ``record`` (``runtime.graphs``), or run them eagerly if it is None.
+
+        No effect on mixtures of experts, which wait for the device, and on the CPU kernel.
+        """
+        self._runtime = record_with(self._runtime, record, is_dense=self.config.moe is None)
+
+    def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
+        if taps not in self._nets:
+            self._nets[taps] = replace(self._net, taps=taps)
+        return self._nets[taps]
+
+    def new_context(self, features: FeatureSpec = NO_FEATURES) -> LeanContext:
+        """See ``Target.new_context``. Slots are allocated as rows join, or reused with their recorded graphs."""
+        ctx = LeanContext(self.device, features=features)
+        ctx.runner = self._runtime.runner(self._tapped(features.taps), ctx)
+        return ctx
+
+    @inference
+    def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
+        """See ``Target.prefill``. In chunks, one row at a time, so that its bits do not depend on other rows."""
+        ctx = own_context(ctx, LeanContext)
+        self.check_prompt(prompt_ids)
+        ids = list(prompt_ids)
+        row = Row(ids, len(ids) - 1, len(ids))
+        features = self.read(ctx, row, 0, row.length)
+        ctx.rows.append(row)
+        return features
+
+    @inference
+    def read(self, ctx: Context, row: Row, start: int, stop: int) -> Tensor | None:
+        ctx = own_context(ctx, LeanContext)
+        ids, prompt, width = row.tokens[start:stop], row.prompt_length, ctx.runner.net.shape.out_width
+        features = ctx.runner.prefill(ctx.num_rows, ids, prompt_length=prompt, start=start)
+        if features is None and width:
+            return torch.zeros(1, 0, width, dtype=self._net.dtype, device=self.device)
+        return features
+
+    def propose(
+        self, drafter: Drafter, ctx: Context, sampling: SamplingBatch, budget: Budget, accept: AcceptArgs | None
+    ) -> Drafted:
+        """See ``Target.propose``. If the draft is one request to a kernel runner, the same call verifies the trees."""
+        if not drafts_at_once(drafter):
+            return super().propose(drafter, ctx, sampling, budget, accept)
+        request = drafter.request(ctx, sampling, budget)
+        if request is None:
+            return Drafted(ctx.roots())
+        ctx = own_context(ctx, LeanContext)
+        drafted = drafter.draft(request, None if accept is None else VerifyRequest(ctx.runner, ctx.lengths, accept))
+        tree = drafter.receive(ctx, drafted)
+        return drafted if tree is drafted.tree else drafted._replace(tree=tree)
+
+    @inference
+    def forward(self, ctx: Context, tree: DraftTree, accept: AcceptArgs | None = None) -> TargetOutput:
+        runner, prompts = own_context(ctx, LeanContext).runner, [row.prompt_length for row in ctx.rows]
+        verified = runner.verify(tree, ctx.lengths, prompts, accept)
+        return TargetOutput(verified.logits, verified.out, verified.tree, runner.keeps_outputs, verified.accepted)
+
+    @torch.no_grad()
+    def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
+        net = self._tapped(features.taps)
+        if self._runtime.name == "torch":
+            logits, features_BTF = score(net, ids)
+            return TargetOutput(logits, features_BTF)
+        runner, rows = self._runtime.runner(net, self), ids.shape[0]
+        outputs = []
+        for start in range(0, ids.shape[1], PREFILL_CHUNK):
+            tree, prompts = DraftTree.chain(ids[:, start : start + PREFILL_CHUNK]), [ids.shape[1]] * rows
+            outputs.append(runner.forward(Entries(tree, [start] * rows, prompt_lengths=prompts)))
+        logits = torch.cat([chunk for chunk, _ in outputs if chunk is not None], 1)
+        taps = [chunk for _, chunk in outputs if chunk is not None]
+        return TargetOutput(logits, torch.cat(taps, 1) if taps else None)
+
+    @inference
+    def commit(self, ctx: Context, tree: DraftTree, accepted: Accepted) -> None:
+        """See ``Target.commit``. The nodes of a chain are in their final slots already."""
+        ctx = own_context(ctx, LeanContext)
+        if not tree.is_line:
+            ctx.runner.commit(ctx.lengths, accepted.path)
+
+    @inference
+    def draft(self, request: DraftRequest) -> Drafted:
+        return own_context(request.ctx, LeanContext).runner.draft(request)
+
+    @inference
+    def watch(self, ctx: Context, row: int, start: int) -> Tensor:
+        ctx = own_context(ctx, LeanContext)
+        state = ctx.rows[row]
+        return ctx.runner.watch(row, state.tokens[start : state.length], start, state.prompt_length)
+
+    @inference
+    def remove(self, ctx: Context, row: int) -> None:
+        ctx = own_context(ctx, LeanContext)
+        ctx.cache.move_row(ctx.num_rows - 1, row)
+        ctx.rows[row] = ctx.rows[-1]
+        ctx.rows.pop()
+
+
+def attention_bytes(layer: DecoderLayer) -> int:
+    """Weight bytes that one token reads in a layer's attention."""
+    return layer.qkv.num_bytes + layer.out.num_bytes
+
+
+def mlp_bytes(layer: DecoderLayer, num_experts: int) -> int:
+    """Weight bytes that one token reads in a layer's MLP; in a mixture, those of its experts."""
+    if isinstance(layer.mlp, Experts):
+        expert = layer.mlp.experts[0]
+        assert isinstance(expert, GatedMLP)
+        return layer.mlp.router.num_bytes + num_experts * (expert.gate_up.num_bytes + expert.down.num_bytes)
+    return layer.mlp.gate_up.num_bytes + layer.mlp.down.num_bytes
+
+
+def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
+    """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once."""
+    size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens.weight"
+    if not config.tie_word_embeddings:
+        return reader.embedding(name, *size), reader.linear(["lm_head"], [size[0]], size[1])
+    reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
+    if reader.layout.runs == "kernel":
+        head = reader.linear([name.removesuffix(".weight")], [size[0]], size[1])
+        return Embedding.shared_with(head) if head.quantized is None else reader.embedding(name, *size), head
+    embedding = reader.embedding(name, *size)
+    return embedding, Linear(embedding.plain()).lay_out(reader.layout)

@@ -1,0 +1,247 @@
+"""Sub-networks of the target: some of its layers, or only the attention or the MLP of a layer.
+
+They share the target's modules and KV slots. Their nodes use the slots of the tree, which the target's next forward
+writes again in every layer.
+
+Shape suffixes: R rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import ConfigError, UnsupportedError
+from draftwing.models.attention import Attend
+from draftwing.models.layers import settled
+from draftwing.models.lean import LeanContext, LeanTarget, TappedNet, attention_bytes, mlp_bytes
+from draftwing.models.rope import Rotary
+from draftwing.models.target import Target
+from draftwing.runtime.forward import Entries, NetShape, Runner
+from draftwing.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a decoder that run.
+
+    Attributes:
+        num_layers: layers of the whole decoder.
+        attention, mlp: layers whose attention and whose MLP run, ascending.
+
+    Raises:
+        ConfigError: a layer does not exist, or is listed twice.
+    """
+
+    num_layers: int
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, layers in (("attention", self.attention), ("mlp", self.mlp)):
+            if sorted(set(layers)) != list(layers) or not set(layers) <= set(range(self.num_layers)):
+                raise ConfigError(
+                    f"{name}: layers must be from 0 to {self.num_layers - 1}, ascending and each once, found "
+                    f"{list(layers)!r:.80}: correct them"
+                )
+
+    @classmethod
+    def first(cls, num_layers: int, count: int) -> Parts:
+        """The first ``count`` layers: an early exit."""
+        return cls(num_layers, tuple(range(count)), tuple(range(count)))
+
+    @classmethod
+    def without(cls, num_layers: int, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Parts:
+        """All but these sublayers: Draft & Verify."""
+        check = cls(num_layers, attention, mlp)
+        every = range(num_layers)
+        return cls(
+            num_layers,
+            tuple(layer for layer in every if layer not in check.attention),
+            tuple(layer for layer in every if layer not in check.mlp),
+        )
+
+    @property
+    def num_first(self) -> int:
+        """Number of layers before an early exit; 0 if this is none, or the whole decoder."""
+        count = len(self.attention)
+        return count if self == Parts.first(self.num_layers, count) and count < self.num_layers else 0
+
+    @property
+    def skipped_attention(self) -> tuple[int, ...]:
+        """Layers whose attention does not run."""
+        return tuple(sorted(set(range(self.num_layers)) - set(self.attention)))
+
+    @property
+    def skipped_mlp(self) -> tuple[int, ...]:
+        """Layers whose MLP does not run."""
+        return tuple(sorted(set(range(self.num_layers)) - set(self.mlp)))
+
+    def __str__(self) -> str:
+        both = set(self.attention) & set(self.mlp)
+        if both == set(range(len(both))) and len(self.attention) == len(self.mlp) == len(both):
+            return f"the first {len(both)} of {self.num_layers} layers"
+        return f"{len(self.attention)} attentions and {len(self.mlp)} MLPs of {self.num_layers} layers"
+
+
+class _OfTarget:
+    """A part of a target: a ``Net`` with the target's dtype, device and rotation."""
+
+    net: TappedNet
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.net.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.net.device
+
+    @property
+    def rotary(self) -> Rotary:
+        return self.net.rotary
+
+
+@dataclass(eq=False)
+class SubNet(_OfTarget):
+    """Some ``parts`` of a decoder as a ``Net``, followed by its final norm and LM head.
+
+    Attributes:
+        gives_stream: whether the second output is the residual stream (R, H) after the last part.
+        rest: the layers after an early exit, if ``gives_stream``.
+    """
+
+    net: TappedNet
+    parts: Parts
+    gives_stream: bool = False
+    rest: RestNet | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.gives_stream and self.parts.num_first:
+            self.rest = RestNet(self.net, self.parts.num_first)
+
+    @classmethod
+    def of(cls, net: TappedNet, parts: Parts) -> SubNet:
+        """The network that drafts with ``parts``; after an early exit it returns the stream too."""
+        return cls(net, parts, gives_stream=parts.num_first > 0)
+
+    @property
+    def shape(self) -> NetShape:
+        return replace(self.net.shape, out_width=self.net.config.hidden_size if self.gives_stream else 0)
+
+    def fuse(self, features: Any) -> Any:
+        """Unchanged: it reads tokens alone."""
+        return features
+
+    def stream(self, ids: Any, attend: Attend) -> Any:
+        """(R,) -> the residual stream (R, H) after the last part."""
+        x, attention, mlp = settled(self.net.embedding.forward(ids)), set(self.parts.attention), set(self.parts.mlp)
+        for index, layer in enumerate(self.net.layers):
+            if index in attention:
+                x = layer.look(x, attend, index)
+            if index in mlp:
+                x = layer.transform(x)
+        return x
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """(R,) -> (R, H) after the final norm, and the stream before it or None."""
+        x = self.stream(ids, attend)
+        return self.net.norm.forward(x), x if self.gives_stream else None
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        return self.net.head.forward(read)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a forward of one token reads, the LM head included."""
+        moe, layers = self.net.config.moe, self.net.layers
+        num_experts = moe.num_experts_per_token if moe else 0
+        attention = sum(attention_bytes(layers[index]) for index in self.parts.attention)
+        return self.net.head.num_bytes + attention + sum(mlp_bytes(layers[i], num_experts) for i in self.parts.mlp)
+
+
+@dataclass(eq=False)
+class RestNet(_OfTarget):
+    """The layers after the first ``count``, as a network that reads the residual stream after these."""
+
+    net: TappedNet
+    count: int
+
+    @property
+    def shape(self) -> NetShape:
+        hidden = self.net.config.hidden_size
+        return replace(self.net.shape, feature_width=hidden, state_width=hidden, out_width=0)
+
+    def fuse(self, features: Any) -> Any:
+        """Unchanged."""
+        return features
+
+    def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
+        """(R, H) after the first layers -> (R, H) after the final norm."""
+        for index in range(self.count, self.net.config.num_layers):
+            states = self.net.layers[index].forward(states, attend, index)
+        return self.net.norm.forward(states), None
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        return self.net.head.forward(read)
+
+
+@dataclass(frozen=True)
+class StartedForward:
+    """The forward of a chain whose first layers ran while it was drafted: their keys and values lie in its slots.
+
+    A call runs the first layers for the nodes that drafting left out (the last one), and the other layers for all
+    nodes: each node's results are those of a forward through all layers.
+
+    Attributes:
+        first, rest: run the first layers and the others, over the same slots.
+        tree: the chain.
+        states: (B, W, H) the stream behind the first layers, of the first nodes.
+        lengths: slots of each row before its chain.
+    """
+
+    first: Runner
+    rest: Runner
+    tree: DraftTree
+    states: Tensor
+    lengths: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        """(B, N, V) logits."""
+        tree, num_nodes = self.tree, self.tree.num_nodes
+        states = self.states[:, :num_nodes]
+        if states.shape[1] < num_nodes:
+            entries = Entries(tree, self.lengths, first_node=states.shape[1])
+            _, more = self.first.forward(entries, want_logits=False)
+            assert more is not None
+            states = torch.cat([states, more], 1)
+        logits, _ = self.rest.forward(Entries(tree, self.lengths, states=states))
+        assert logits is not None
+        return logits
+
+
+def runner_over(net: SubNet | RestNet, target: LeanTarget, ctx: LeanContext) -> Runner:
+    """A runner of a part of the target over the KV slots of one of its contexts."""
+    return target.runs.runner(net, ctx, ctx.cache)
+
+
+def lean_target(target: Target, what: str) -> LeanTarget:
+    """The target, as one whose layers can be run separately.
+
+    Args:
+        what: the draft method, for the error message.
+
+    Raises:
+        UnsupportedError: it runs on transformers, as a whole.
+    """
+    if isinstance(target, LeanTarget):
+        return target
+    raise UnsupportedError(
+        f"{what} runs single layers of the target, but {target.name} runs in transformers, as a whole: use "
+        f"engine='lean' if the architecture is supported, or another draft method"
+    )

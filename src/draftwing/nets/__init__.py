@@ -1,1 +1,0 @@
-"""Trainable draft nets, built of `model.layers`."""

@@ -1,0 +1,152 @@
+"""A request: what was asked for, what has been written so far, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from draftwing.constraint import Constraint, State
+from draftwing.errors import ConfigError, DraftwingError
+from draftwing.limits import AtMost
+from draftwing.methods.base import Budget
+from draftwing.sampling import Sampling
+from draftwing.stats import Logprob, RowStep, Share, Stats, Step
+from draftwing.text.stream import TextStream, TokenDecoder
+
+
+def with_seed(sampling: Sampling) -> Sampling:
+    """With a seed from PyTorch's generator (``torch.manual_seed`` governs it), where there is none and one is needed.
+
+    Greedy decoding needs none, and draws nothing.
+    """
+    if sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=int(torch.randint(2**63 - 1, ())) if sampling.temperature > 0 else 0)
+
+
+@dataclass(eq=False)
+class Request:
+    """One text under way. ``Engine.submit`` makes it, every step of the loop adds to it.
+
+    Attributes:
+        id: its number, unique within an engine or decoder.
+        prompt_ids: the prompt.
+        sampling: how it is sampled and when it ends. A seed of None is drawn here, once, where there is something to
+            draw.
+        speculation: how much is drafted for it; None: as much as for everyone, or no more than ``AtMost`` of that.
+        tokenizer: turns its ids into text; None: it is ids alone, and has no stop strings.
+        references: texts, as ids, that are likely to be repeated in it: a drafter may copy from them.
+        constraint: what it may say; None: anything.
+        drafts: names of the drafters that propose for it, where there are several; None: all.
+        priority: those with more come first, and are the last to give their slots up.
+        deadline: seconds of ``time.monotonic`` at which it ends wherever it is; None: whenever it ends.
+        token_ids: emitted so far, cut where the text ended.
+        finish_reason: None while it waits or runs, then ``stop`` (a stop token or string), ``length``, ``error``,
+            ``cancelled`` or ``deadline``.
+        error: why it failed.
+        num_cached: tokens of its prompt that were found in the slots of others when it was first read.
+
+    Raises:
+        ConfigError: stop strings without a tokenizer.
+    """
+
+    id: int
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    speculation: Budget | AtMost | None = None
+    tokenizer: TokenDecoder | None = None
+    references: Sequence[Sequence[int]] = ()
+    constraint: Constraint | None = None
+    drafts: Sequence[str] | None = None
+    priority: int = 0
+    deadline: float | None = None
+    token_ids: list[int] = field(default_factory=list, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    error: DraftwingError | None = field(default=None, init=False)
+    num_cached: int | None = field(default=None, init=False)
+    _steps: dict[int, tuple[RowStep, Share]] = field(default_factory=dict, init=False, repr=False)  # by position
+    # (number of tokens, the state after them)
+    _state: tuple[int, State] | None = field(default=None, init=False, repr=False)
+    _stream: TextStream | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.sampling.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer: give one, or use stop_tokens")
+        self.sampling = with_seed(self.sampling)
+        self.restart_text()
+
+    @property
+    def text(self) -> str:
+        """The text so far, without special tokens and the stop string."""
+        return "".join(row.text for row, _ in self._steps.values())
+
+    @property
+    def rows(self) -> list[RowStep]:
+        """Its share of every step so far."""
+        return [row for row, _ in list(self._steps.values())]
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        """One per token where asked for, else none."""
+        return [found for row, _ in self._steps.values() for found in row.logprobs or ()]
+
+    @property
+    def stats(self) -> Stats:
+        """Its steps, folded. Its seconds are its share of each step's."""
+        stats = Stats()
+        for row, share in self._steps.values():
+            stats.add_row(row, share)
+        return stats
+
+    def restart_text(self) -> None:
+        """Make the text's state follow from the ids: a step that was interrupted may have left it ahead of them."""
+        if self.tokenizer is not None:
+            own = self.sampling
+            self._stream = TextStream(self.tokenizer, self.prompt_ids, own.stop, min_ids=own.min_tokens)
+            self._stream.push(self.token_ids)
+
+    def state(self) -> State:
+        """Return the state of the constraint after ``token_ids``; fork it before advancing it.
+
+        It is replaced by one assignment, so that an interrupt leaves the old one intact.
+        """
+        assert self.constraint is not None
+        count, state = self._state or (0, self.constraint.start())
+        if count < len(self.token_ids):
+            state = state.fork()
+            for token in self.token_ids[count:]:
+                state.take(token)
+        self._state = len(self.token_ids), state
+        return state
+
+    def cut(self, tokens: list[int], room: int, eos_ids: Sequence[int]) -> tuple[list[int], str, str | None]:
+        """Return the ids and the text of ``tokens`` up to where the request ends, and why it ends there.
+
+        Args:
+            tokens: the next ones.
+            room: how many of them fit.
+            eos_ids: the model's end tokens.
+        """
+        ends = self.sampling.stop_tokens if self.sampling.ignore_eos else (*self.sampling.stop_tokens, *eos_ids)
+        finish = None
+        if len(tokens) >= room:
+            tokens, finish = tokens[:room], "length"
+        for place, token in enumerate(tokens):
+            if token in ends:
+                tokens, finish = tokens[: place + 1], "stop"
+                break
+        if self._stream is None:
+            return tokens, "", finish
+        text = self._stream.push(tokens)
+        if self._stream.stopped is not None:
+            return tokens[: self._stream.num_tokens_kept - len(self.token_ids)], text, "stop"
+        return tokens, text + self._stream.flush() if finish else text, finish
+
+    def take(self, row: RowStep, step: Step) -> None:
+        """Add a step's share. Done again, it changes nothing: an interrupted step is finished by the next one."""
+        self.token_ids[row.position - len(self.prompt_ids) :] = row.token_ids
+        self._steps[row.position] = row, Share(step.timings, len(step.rows), step.lossless)
+        self.error = row.error
+        self.finish_reason = self.finish_reason or row.finish_reason

@@ -1,1 +1,0 @@
-"""The CPU kernel: compiled code and the programs it walks."""

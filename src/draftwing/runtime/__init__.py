@@ -1,0 +1,1 @@
+"""Runners of networks: PyTorch, recorded CUDA graphs, or the CPU kernel; and draft trees."""

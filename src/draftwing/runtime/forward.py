@@ -1,0 +1,388 @@
+"""Networks and the runners that execute them over KV slots; the runner for PyTorch.
+
+A network is written once (``Net``). A ``Runner`` holds the KV slots of one decoder and runs a network over them:
+operator by operator in PyTorch, as recorded CUDA graphs (``runtime.graphs``), or in the CPU kernel (``cpu.runner``). A
+``Runtime`` makes runners of one kind; ``runtime.choose`` chooses it when weights are loaded.
+
+Shape suffixes: B rows, W entries, R = B * W, F features, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwing.models.attention import CausalAttention, TreeSlots, attention_over
+from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
+from draftwing.models.linear import MIN_ROWS
+from draftwing.models.paged import new_cache
+from draftwing.models.rope import Rotary
+from draftwing.noise import AcceptArgs
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, Verified, VerifyRequest
+from draftwing.torch_utils import joined, on_device
+from draftwing.tree import PAD, DraftTree
+
+PREFILL_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class NetShape:
+    """Sizes of a network.
+
+    Attributes:
+        windows: each layer's sliding window, or None.
+        vocab_size: V of its logits.
+        feature_width, state_width: F of features and H of states that entries read; 0 if they read tokens alone.
+        out_width: width of the second result of ``forward``.
+        is_shifted: whether an entry reads its own token, not that of its parent.
+        is_sparse: whether its logits leave tokens out, which hold -inf.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: Sequence[int | None]
+    vocab_size: int
+    feature_width: int = 0
+    state_width: int = 0
+    out_width: int = 0
+    is_shifted: bool = True
+    is_sparse: bool = False
+
+
+class Net(Protocol):
+    """A network over KV slots: computes on tensors, or on the values that trace it (``cpu.program``)."""
+
+    @property
+    def shape(self) -> NetShape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def rotary(self) -> Rotary: ...
+
+    def fuse(self, features: Any) -> Any:
+        """(R, F) -> states (R, H)."""
+        ...
+
+    def forward(self, ids: Any, states: Any, attend: Any) -> tuple[Any, Any]:
+        """Tokens (R,) and states (R, H) or None -> input of ``logits`` (R, H), and features, states or None."""
+        ...
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The nodes of a batch of trees that a forward reads.
+
+    Attributes:
+        tree: the trees, of which the nodes from ``first_node`` on are run; earlier ones are in their slots already.
+        lengths: (B,) slots of each row before its tree.
+        first_row: the row of the first tree.
+        ids: (B, W) the token that each entry reads, PAD if unused; None for its own.
+        states: (B, W, H), or None if the network reads tokens alone.
+        prompt_lengths: (B,) for rotations that depend on them.
+        view: the slots before the trees that attention reads; None for all.
+        watched: (L, K, S) float32 of one row, to which the attention weights of the S slots before its tree are added.
+            The entries' own slots are then read, not written.
+    """
+
+    tree: DraftTree
+    lengths: Sequence[int]
+    first_row: int = 0
+    first_node: int = 0
+    ids: Tensor | None = None
+    states: Tensor | None = None
+    prompt_lengths: Sequence[int] | None = None
+    view: View | None = None
+    watched: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, W)."""
+        if self.ids is not None:
+            return self.ids
+        return self.tree.tokens[:, self.first_node :] if self.first_node else self.tree.tokens
+
+    @property
+    def upto(self) -> int:
+        """Slots that the longest row may reach."""
+        return max(self.lengths) + self.tree.num_nodes
+
+
+class Runner(ABC):
+    """Runs a network over the KV slots of one decoder.
+
+    Attributes:
+        cache: its slots; those of another runner if the network shares them.
+        keeps_outputs: whether outputs of ``forward`` stay valid after the next call.
+    """
+
+    cache: KVCache
+    keeps_outputs = True
+
+    def __init__(self, net: Net, cache: KVCache | None = None) -> None:
+        self.net = net
+        shape = net.shape
+        self.cache = cache or new_cache(shape.num_layers, shape.num_kv_heads, shape.head_dim, net.dtype, net.device)
+
+    @abstractmethod
+    def forward(
+        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run entries and write their slots: logits (B, W, V), and the second output (B, W, F or H) or None.
+
+        Args:
+            want_logits: False returns None for the logits.
+            last: (B, 1, 1) the one entry of each row to return results of; None for all.
+        """
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Features (B, W, F) as states (B, W, H)."""
+
+    def verify(
+        self,
+        tree: DraftTree,
+        lengths: Sequence[int],
+        prompt_lengths: Sequence[int] | None = None,
+        accept: AcceptArgs | None = None,
+    ) -> Verified:
+        """Run whole trees of a target.
+
+        Args:
+            lengths: (B,) committed KV slots of each row.
+            accept: how tokens are drawn, for runners that can apply ``accept.match`` and commit the kept nodes at once.
+        """
+        logits, out = self.forward(Entries(tree, lengths, prompt_lengths=prompt_lengths))
+        assert logits is not None
+        return Verified(logits, out, tree)
+
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        """Read the unread entries and grow a tree below the last one of every row.
+
+        Args:
+            verify: verify the trees as well, if this runner can do that in the same call (``Drafted.verified``).
+        """
+        prompts, view = request.prompt_lengths, request.view
+        chain, last, states = self.catch_up(request)
+        entries = Entries(chain, request.lengths, states=states, prompt_lengths=prompts, view=view)
+        logits, out = self.forward(entries, last=last)
+        assert logits is not None
+        feeds_states, outs = self.net.shape.state_width > 0, [out]
+
+        def run_level(
+            tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            logits, out = self.forward(Entries(tree, request.root_slots, 0, first, ids, states, prompts, view))
+            assert logits is not None
+            if feeds_states:
+                return logits, out
+            outs.append(out)
+            return logits, None
+
+        builder, shifted = request.builder(), self.net.shape.is_shifted
+        drafted = builder.grow(logits, out if feeds_states else None, run_level, shifted=shifted)
+        if feeds_states or drafted.places is not None or not drafted.tree.is_line or outs[0] is None:
+            return drafted
+        return drafted._replace(states=torch.cat([out for out in outs if out is not None], 1))
+
+    def catch_up(self, request: DraftRequest) -> tuple[DraftTree, Tensor, Tensor | None]:
+        """The unread entries as chains (B, W), the last entry of each row (B, 1, 1), and the states (B, W, H)."""
+        device, width = self.net.device, request.num_entries
+        tokens = [[*ids, *[PAD] * (width - len(ids))] for ids in request.tokens]
+        last = on_device([max(len(ids), 1) - 1 for ids in request.tokens], device)[:, None, None]
+        states = None if request.features is None else self.fuse(request.features[:, :width])
+        return DraftTree.chain(on_device(tokens, device)), last, states
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Make room for rows and slots; the content stays."""
+        self.cache.reserve(num_rows, num_slots)
+
+    def commit(self, lengths: Sequence[int], path: Tensor) -> None:
+        """Move the kept nodes of every row, (B, D) padded with PAD, to the slots after ``lengths``."""
+        self.cache.commit(on_device(lengths, self.net.device), path)
+
+    def prefill(
+        self,
+        row: int,
+        ids: Sequence[int],
+        features: Tensor | None = None,
+        prompt_length: int | None = None,
+        *,
+        start: int = 0,
+    ) -> Tensor | None:
+        """Write the slots of tokens in a row from ``start`` on, in chunks; returns the second output (1, T, F or H).
+
+        Args:
+            features: (1, T, F).
+            prompt_length: for rotations that depend on it.
+        """
+        self.reserve(row + 1, start + len(ids) + 1)
+        if not start:
+            self.cache.clear(row)
+        prompts = None if prompt_length is None else [prompt_length]
+        pieces = []
+        for done in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[done : done + PREFILL_CHUNK]
+            chain = DraftTree.chain(on_device([chunk], self.net.device))
+            states = None if features is None else self.fuse(features[:, done : done + len(chunk)])
+            entries = Entries(chain, [start + done], row, states=states, prompt_lengths=prompts)
+            piece = self.forward(entries, want_logits=False)[1]
+            pieces += [] if piece is None else [piece]
+        return joined(pieces, 1) if pieces else None
+
+    def watch(self, row: int, ids: Sequence[int], start: int, prompt_length: int | None = None) -> Tensor:
+        """Attention weights of the last tokens on each slot before them: (L, K, ``start``) float32.
+
+        Summed over these tokens and over the query heads that share a KV head. Writes no slots.
+
+        Args:
+            ids: tokens of a row, which are in its slots from ``start`` on already.
+            prompt_length: for rotations that depend on it.
+        """
+        shape, device = self.net.shape, self.net.device
+        watched = torch.zeros(shape.num_layers, shape.num_kv_heads, start, device=device)
+        prompts = None if prompt_length is None else [prompt_length]
+        chain = DraftTree.chain(on_device([ids], device))
+        self.forward(Entries(chain, [start], row, prompt_lengths=prompts, watched=watched), want_logits=False)
+        return watched
+
+
+class Runtime(Protocol):
+    """Makes runners of one kind; ``name``: ``torch``, or the CPU ``kernel``."""
+
+    name: str
+
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> Runner:
+        """A runner for the lifetime of ``holder``, over new KV slots or over ``cache``."""
+        ...
+
+
+Outputs = tuple[Tensor | None, Tensor | None]
+
+
+def pick(outputs: Outputs, last: Tensor) -> Outputs:
+    """The one entry of each row that ``last`` (B, 1, 1) names, of logits and second output (B, W, ...)."""
+    logits, out = (x if x is None else x.gather(1, last.expand(-1, 1, x.shape[2])) for x in outputs)
+    return logits, out
+
+
+# --- PyTorch, operator by operator ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a forward on the device; see ``Entries``. A recording knows no values on the host.
+
+    Attributes:
+        ids: (B, W) the token that each entry reads; PAD if unused.
+        lengths_B: (B,) slots before the trees; ``lengths``: the same on the host, None in a recording.
+        width: slots that attention reads.
+        upto: positions that may be reached.
+        prompts_B: (B, 1) lengths of the prompts, or None.
+    """
+
+    tree: DraftTree
+    ids: Tensor
+    states: Tensor | None
+    lengths_B: Tensor
+    lengths: Sequence[int] | None
+    width: int
+    upto: int
+    first_node: int = 0
+    first_row: int = 0
+    prompts_B: Tensor | None = None
+    view: View | None = None
+    watched: Tensor | None = None
+
+
+class EagerRunner(Runner):
+    def forward(
+        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        device, prompts, upto = self.net.device, entries.prompt_lengths, entries.upto
+        self.cache.hold(entries.first_row, entries.lengths, entries.tree.num_nodes)
+        read, out = self.hidden(
+            Inputs(
+                entries.tree,
+                entries.tokens,
+                entries.states,
+                on_device(entries.lengths, device),
+                entries.lengths,
+                round_up(upto, KEY_BLOCK),
+                upto,
+                entries.first_node,
+                entries.first_row,
+                None if prompts is None else on_device(prompts, device)[:, None],
+                entries.view,
+                entries.watched,
+            )
+        )
+        if last is not None:
+            read = read.gather(1, last.expand(-1, 1, read.shape[2]))
+            out = None if out is None else out.gather(1, last.expand(-1, 1, out.shape[2]))
+        return (self.logits(read) if want_logits else None), out
+
+    def hidden(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """The LM head's input (B, W, H), and the second output (B, W, F or H) or None."""
+        net, tree, first_node = self.net, inputs.tree, inputs.first_node
+        rows, nodes = inputs.ids.shape
+        real = rows * nodes
+        positions = inputs.lengths_B[:, None] + tree.depths[:, first_node:]
+        cis = net.rotary.cis(positions, inputs.prompts_B, upto=inputs.upto).view(real, 1, -1)
+        padding = max(MIN_ROWS - real, 0)  # padded once here, not in every matrix
+        ids = F.pad(inputs.ids.clamp(min=0).reshape(-1), (0, padding))
+        states = None if inputs.states is None else F.pad(inputs.states.flatten(0, 1), (0, 0, 0, padding))
+        slots = TreeSlots(
+            self.cache, tree, inputs.lengths_B, inputs.lengths, inputs.first_row, first_node, inputs.width,
+            inputs.view, inputs.watched,
+        )  # fmt: skip
+        shape, attend = net.shape, None
+        if shape.num_layers:
+            attend = attention_over(slots)(cis, slots, shape.windows, shape.num_heads, real + padding)
+        read, out = net.forward(ids, states, attend)
+        return read[:real].view(rows, nodes, -1), None if out is None else out[:real].view(rows, nodes, -1)
+
+    def logits(self, read: Tensor) -> Tensor:
+        """(B, W, H) -> (B, W, V)."""
+        rows, nodes, _ = read.shape
+        real = rows * nodes
+        logits: Tensor = self.net.logits(F.pad(read.reshape(real, -1), (0, 0, 0, max(MIN_ROWS - real, 0))))
+        return logits[:real].view(rows, nodes, -1)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        states: Tensor = self.net.fuse(features.flatten(0, 1))
+        return states.view(*features.shape[:2], -1)
+
+
+class TorchRuntime:
+    name = "torch"
+
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> EagerRunner:
+        return EagerRunner(net, cache)
+
+
+def score(net: Net, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Whole sequences (B, T) in one causal forward: logits (B, T, V), and the second output or None."""
+    rows, length = ids.shape
+    positions = torch.arange(length, device=ids.device).repeat(rows)
+    cis = net.rotary.cis(positions, torch.full_like(positions, length), upto=length).view(rows * length, 1, -1)
+    attend = CausalAttention(rows, length, net.shape.windows, net.shape.head_dim**-0.5, cis)
+    read, out = net.forward(ids.reshape(-1), None, attend)
+    logits = net.logits(read).view(rows, length, -1)
+    return logits, None if out is None else out.view(rows, length, -1)

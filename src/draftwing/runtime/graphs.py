@@ -1,0 +1,445 @@
+"""CUDA graphs of forwards and whole drafts: a step of hundreds of small kernels becomes one launch.
+
+A graph repeats the same kernels on the same memory, so shapes are rounded up to buckets, inputs are copied into static
+tensors, and outputs are valid until the next replay. The recorded functions are those of eager decoding; they can be
+recorded because they read nothing from the host. ``Recorder`` replays without a GPU, for tests.
+
+Shape suffixes: B rows, N nodes (padded to the bucket), W entries, V vocabulary, F features.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import DraftwingWarning
+from draftwing.models.cache import KVCache
+from draftwing.models.paged import makes_pages
+from draftwing.noise import AcceptArgs
+from draftwing.runtime.forward import EagerRunner, Entries, Inputs, Net, pick
+from draftwing.runtime.tree_builder import Drafted, DraftRequest, TreeBuilder, Verified, VerifyRequest
+from draftwing.sampling import SamplingBatch
+from draftwing.torch_utils import on_device
+from draftwing.tree import PAD, DraftTree
+
+WARM_UPS = 2  # runs before a capture, in which libraries initialise; they may not during the capture
+CAPACITY = 64  # recordings over one cache; the least recently used goes first
+
+Outputs = tuple[Tensor, ...]
+T = TypeVar("T")
+
+
+class Record(Protocol):
+    """Records a function without arguments and returns a function that replays it.
+
+    The function may run several times while it is recorded, so it must write the same values for the same inputs. All
+    replays return the same tensors and overwrite them.
+    """
+
+    num_recorded: int
+
+    def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]: ...
+
+
+class Recorder:
+    """Replays by running the function again, for tests. Like a graph, every replay overwrites the same outputs."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_replays = 0
+
+    def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        self.num_recorded += 1
+        static = tuple(output.clone() for output in function())
+
+        def replay() -> Outputs:
+            self.num_replays += 1
+            for kept, fresh in zip(static, function(), strict=True):
+                kept.copy_(fresh)
+            return static
+
+        return replay
+
+
+class CudaRecorder:
+    """Records CUDA graphs on one device. They share a memory pool: a replay overwrites the outputs of the last one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # PyTorch's handle of it
+        self.num_recorded = 0
+
+    def __call__(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        """See ``Record``. A function that cannot be captured runs eagerly instead, and a warning says why."""
+        self.num_recorded += 1
+        with torch.cuda.device(self._device):
+            stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    function()
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads may make CUDA calls during the capture.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    outputs = function()
+            except RuntimeError as error:
+                warnings.warn(
+                    f"a CUDA graph could not be captured, so this part of decoding runs kernel by kernel, slower and "
+                    f"with the same result: {str(error).splitlines()[0]}",
+                    DraftwingWarning,
+                    stacklevel=2,
+                )
+                return function
+            self._pool = self._pool or graph.pool()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+class Recording:
+    """A function over static inputs, recorded at its first run.
+
+    Recorded earlier, with empty inputs, it would write wrong keys and values into the slots of the first tokens.
+    """
+
+    def __init__(self, record: Record, function: Callable[[], Outputs]) -> None:
+        self._record, self._function = record, function
+        self._replay: Callable[[], Outputs] | None = None
+
+    def run(self) -> Outputs:
+        """Outputs for the current inputs, valid until the next run of any recording of the same ``Record``."""
+        if self._replay is None:
+            self._replay = self._record(self._function)
+        return self._replay()
+
+
+class Recordings(Generic[T]):
+    """Recordings over one cache, by key; dropped when its slots move, since a graph holds addresses."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache, self._data = cache, cache.data
+        self._by_key: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The recording for ``key``, made if there is none. Slots must be reserved before."""
+        if self._cache.data is not self._data:
+            self._by_key.clear()
+            self._data = self._cache.data
+        recording = self._by_key.get(key)
+        if recording is None:
+            recording = self._by_key[key] = make()
+            if len(self._by_key) > CAPACITY:
+                self._by_key.popitem(last=False)
+        else:
+            self._by_key.move_to_end(key)
+        return recording
+
+
+class Pool(Generic[T]):
+    """Runners, lent to one holder at a time, so that the next holder gets the graphs recorded by the last one.
+
+    Args:
+        keep: number of idle runners to keep.
+    """
+
+    def __init__(self, keep: int = 1) -> None:
+        self._free: list[T] = []
+        self._keep = keep
+
+    def lend(self, holder: object, make: Callable[[], T]) -> T:
+        """A runner for the lifetime of ``holder``, which it must not refer to."""
+        lent = self._free.pop() if self._free else make()
+        weakref.finalize(holder, self._take_back, lent).atexit = False
+        return lent
+
+    def _take_back(self, lent: T) -> None:
+        if len(self._free) < self._keep:
+            self._free.append(lent)
+
+
+NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16)
+MIN_SLOTS = 256  # smallest bucket of KV slots
+
+
+def round_up_nodes(count: int) -> int:
+    """Size of the bucket for ``count`` nodes."""
+    return _bucket_of(count, NODE_BUCKETS)
+
+
+def round_up_rows(count: int) -> int:
+    """Size of the bucket for ``count`` rows, so that few joining or leaving requests change it."""
+    return _bucket_of(count, ROW_BUCKETS)
+
+
+def _bucket_of(count: int, sizes: tuple[int, ...]) -> int:
+    return next((size for size in sizes if size >= count), -(-count // sizes[-1]) * sizes[-1])
+
+
+def round_up_slots(count: int, cache: KVCache) -> int:
+    """Slots that attention reads if it needs ``count``: a power of two, or all there are."""
+    return min(max(1 << (count - 1).bit_length(), MIN_SLOTS), cache.num_slots)
+
+
+# --- a net -----------------------------------------------------------------------------------------------------------
+
+
+class _Bucket:
+    """The static inputs of one recorded forward.
+
+    Attributes:
+        tokens, parents: (B, N) of the trees, followed by values of earlier trees.
+        lengths: (B,) committed tokens.
+        table: the recorded rotation factors: kept alive, since a longer table may replace them in the net.
+    """
+
+    def __init__(self, rows: int, nodes: int, net: Net, width: int) -> None:
+        self.tokens = torch.full((rows, nodes), PAD, dtype=torch.int64, device=net.device)
+        self.parents = torch.full_like(self.tokens, -1)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=net.device)
+        self.table = net.rotary.table(width)
+        self.recording: Recording | None = None
+
+
+class RecordedRunner(EagerRunner):
+    """See ``Runner``: forwards of trees by bucket, and whole drafts, each one recording.
+
+    A bucket is (rows rounded up, nodes forwarded before, nodes rounded up, slots rounded up). Nodes that only fill a
+    bucket do no harm: no node of the tree attends to them, and their keys and values go into reserved slots after the
+    tree's, which are written again before they are read. Rows that only fill a bucket write slots that no request
+    uses: a row that joins later fills its own first.
+    """
+
+    keeps_outputs = False
+
+    def __init__(self, net: Net, record: Record, cache: KVCache | None = None) -> None:
+        super().__init__(net, cache)
+        self._record = record
+        self._buckets: Recordings[_Bucket] = Recordings(self.cache)
+        self._drafts: Recordings[_Draft] = Recordings(self.cache)
+
+    def forward(
+        self, entries: Entries, *, want_logits: bool = True, last: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See ``Runner.forward``; the result is valid until the next one. Prompts, drafts and views run eagerly."""
+        if not want_logits or entries.states is not None or entries.first_row or entries.view is not None:
+            return super().forward(entries, want_logits=want_logits, last=last)
+        results, _ = self._replay(entries)
+        return results if last is None else pick(results, last)
+
+    def verify(
+        self,
+        tree: DraftTree,
+        lengths: Sequence[int],
+        prompt_lengths: Sequence[int] | None = None,
+        accept: AcceptArgs | None = None,
+    ) -> Verified:
+        """See ``Runner.verify``. Acceptance reads the paths that the forward has computed."""
+        (logits, out), paths = self._replay(Entries(tree, lengths))
+        assert logits is not None
+        return Verified(logits, out, tree if tree.is_line else replace(tree, paths=paths))
+
+    def _replay(self, entries: Entries) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+        """Logits and second output of the new nodes, and ``DraftTree.paths`` of all nodes."""
+        tree = entries.tree
+        rows, nodes, first_node = tree.num_rows, tree.num_nodes, entries.first_node
+        padded = first_node + round_up_nodes(nodes - first_node)
+        most = max(entries.lengths) + padded
+        wide = round_up_rows(rows)
+        self.reserve(wide, most)
+        self.cache.hold(0, entries.lengths, padded)
+        width = round_up_slots(most, self.cache)
+        key = (wide, first_node, padded, width)
+        bucket = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node))
+        bucket.lengths[:rows].copy_(on_device(entries.lengths, bucket.lengths.device))
+        bucket.tokens[:rows, :nodes].copy_(tree.tokens)
+        bucket.parents[:rows, :nodes].copy_(tree.parents)
+        assert bucket.recording is not None
+        logits, ancestors, depths, *out = bucket.recording.run()
+        paths = (ancestors[:rows, :nodes, :nodes].clone(), depths[:rows, :nodes].clone())  # a tree outlives its step
+        fresh = nodes - first_node
+        return (logits[:rows, :fresh], out[0][:rows, :fresh] if out else None), paths
+
+    def _bucket(self, rows: int, nodes: int, width: int, first_node: int) -> _Bucket:
+        bucket = _Bucket(rows, nodes, self.net, width)
+
+        def run() -> Outputs:
+            tree = DraftTree(bucket.tokens, bucket.parents)
+            ids = tree.tokens[:, first_node:]
+            read, out = self.hidden(Inputs(tree, ids, None, bucket.lengths, None, width, width, first_node))
+            found = (self.logits(read), tree.ancestors, tree.depths)
+            return found if out is None else (*found, out)
+
+        bucket.recording = Recording(self._record, run)
+        return bucket
+
+    def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
+        """See ``Runner.draft``: the same trees that it grows eagerly."""
+        kind = recording_key(request)
+        if kind is None:
+            return super().draft(request)
+        count, rows, depth, lengths = request.num_entries, len(request.tokens), request.budget.depth, request.root_slots
+        wide, nodes = round_up_rows(rows), 1 + request.max_nodes
+        # After a tree of this depth no row has more unread entries: one bucket for all of them.
+        entries = depth + 1 if count <= depth + 1 else 1 << (count - 1).bit_length()
+        most = max(max(request.lengths) + entries, max(lengths) + nodes)
+        self.reserve(wide, most)
+        self.cache.hold(0, request.lengths, entries)
+        self.cache.hold(0, lengths, nodes)
+        width = round_up_slots(most, self.cache)
+        draft = self._drafts.get((wide, entries, width, kind), lambda: self._new_draft(wide, entries, width, request))
+        draft.fill(request)
+        assert draft.recording is not None
+        outputs = [output[:rows].clone() for output in draft.recording.run()]  # a step keeps its tree
+        if len(outputs) == 1:
+            return Drafted(DraftTree.chain(outputs[0]), num_levels=depth - 1)
+        tokens, parents, confidence, *places = outputs
+        return Drafted(DraftTree(tokens, parents, confidence, depth=depth), places[0] if places else None, depth - 1)
+
+    def _new_draft(self, rows: int, entries: int, width: int, request: DraftRequest) -> _Draft:
+        draft = _Draft(rows, entries, request, self.net, width)
+        budget, calibration, wants_places = request.budget, request.calibration, request.wants_places
+
+        def run_level(
+            tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            ids = tree.tokens[:, first:] if ids is None else ids
+            read, out = self.hidden(Inputs(tree, ids, states, draft.lengths, None, width, width, first))
+            return self.logits(read), out
+
+        def run() -> Outputs:
+            chain = DraftTree.chain(draft.tokens)
+            states = None if draft.features is None else self.fuse(draft.features)
+            read, out = self.hidden(Inputs(chain, chain.tokens, states, draft.fed, None, width, width))
+            ends = [None if x is None else x.gather(1, draft.last.expand(-1, 1, x.shape[2])) for x in (read, out)]
+            assert ends[0] is not None
+            builder = TreeBuilder(
+                draft.pending, draft.active, (), draft.sampling, budget, calibration, wants_places=wants_places
+            )
+            grown = builder.grow(self.logits(ends[0]), ends[1], run_level, shifted=self.net.shape.is_shifted)
+            tree = grown.tree
+            if tree.is_line:
+                return (tree.tokens,)
+            assert tree.confidence is not None
+            outputs = (tree.tokens, tree.parents, tree.confidence)
+            return outputs if grown.places is None else (*outputs, grown.places)
+
+        draft.recording = Recording(self._record, run)
+        return draft
+
+
+def recording_key(request: DraftRequest) -> Hashable | None:
+    """The values that a recorded draft depends on; None if the draft cannot be recorded.
+
+    Not recorded: views; trees grown by a rule, since the host decides while they grow; scores that need more than
+    temperatures, since top-p waits for the device and penalties read a growing history; and children drawn from q.
+    """
+    sampling, budget = request.sampling, request.budget
+    if request.view is not None or budget.rule is not None or budget.children not in ("keyed", "top"):
+        return None
+    if not sampling.only_temperature:
+        return None
+    # Everything that the code of the scores reads on the host.
+    return (
+        budget, request.calibration, request.wants_places,
+        sampling.all_greedy, sampling.num_greedy > 0, sampling.scales,
+    )  # fmt: skip
+
+
+class GraphRuntime:
+    """See ``Runtime``. A runner without a holder is lent to the next one, with its recordings."""
+
+    name = "torch"
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._pools: weakref.WeakKeyDictionary[Net, Pool[RecordedRunner]] = weakref.WeakKeyDictionary()
+
+    def runner(self, net: Net, holder: object, cache: KVCache | None = None) -> EagerRunner:
+        """See ``Runtime.runner``. Rotations that depend on prompt lengths are not recorded."""
+        if not net.rotary.config.position_only:
+            return EagerRunner(net, cache)
+        if cache is not None or makes_pages():  # shared slots belong to their owner, pages to their table
+            return RecordedRunner(net, self.record, cache)
+        pool = self._pools.setdefault(net, Pool())
+        return pool.lend(holder, lambda: RecordedRunner(net, self.record))
+
+
+# --- the static inputs of a recorded draft ---------------------------------------------------------------------------
+
+
+class _StaticSampling(SamplingBatch):
+    """Temperatures and noise in static tensors; ``all_greedy`` is fixed.
+
+    Args:
+        like: rows of the same kind, at most ``num_rows``.
+        num_levels: positions to hold noise for.
+    """
+
+    def __init__(self, like: SamplingBatch, num_rows: int, num_levels: int) -> None:
+        super().__init__([*like.rows, *[like.rows[0]] * (num_rows - len(like.rows))], like.noise, like.device)
+        self._levels: Tensor | None = None
+        if self.all_greedy:
+            return
+        self.greedy, self.temperature = torch.zeros_like(self.greedy), torch.ones_like(self.temperature)
+        self._levels = torch.zeros(num_rows, num_levels, like.noise.vocab_size, device=like.device)
+
+    def fill(self, other: SamplingBatch, starts: Sequence[int], *, with_noise: bool) -> None:
+        if self._levels is None:
+            return
+        rows = len(other.rows)
+        self.greedy[:rows].copy_(other.greedy)
+        self.temperature[:rows].copy_(other.temperature)
+        if with_noise:
+            self._levels[:rows].copy_(other.noise.block(other.seeds, starts, self._levels.shape[1]))
+
+    def perturb_level(self, scores: Tensor, starts: Sequence[int], level: int) -> Tensor:
+        return scores if self._levels is None else self.add_noise(scores, self._levels[:, level : level + 1])
+
+
+class _Draft:
+    """The inputs, views of one tensor that the host fills in one copy.
+
+    Attributes:
+        tokens: (B, W) of the unread entries, PAD past a row's own; features: (B, W, F) or None.
+        fed, lengths, pending: (B,); last: (B, 1, 1) the last entry of each row; active: (B, 1).
+    """
+
+    def __init__(self, rows: int, entries: int, request: DraftRequest, net: Net, width: int) -> None:
+        self._numbers = torch.zeros(rows, entries + 5, dtype=torch.int64, device=net.device)
+        self.tokens = self._numbers[:, :entries]
+        self.fed, self.lengths, self.pending, last, active = self._numbers[:, entries:].unbind(1)
+        self.last, self.active = last[:, None, None], active[:, None]
+        features = request.features
+        self.features = None if features is None else features.new_zeros(rows, entries, features.shape[2])
+        self.sampling = _StaticSampling(request.sampling, rows, request.budget.depth)
+        self._entries, self._table = entries, net.rotary.table(width)
+        self.recording: Recording | None = None
+
+    def fill(self, request: DraftRequest) -> None:
+        columns = zip(
+            request.tokens, request.lengths, request.root_slots, request.roots, map(int, request.active), strict=True
+        )
+        numbers = [
+            [*ids, *[PAD] * (self._entries - len(ids)), fed, length, pending, max(len(ids), 1) - 1, active]
+            for ids, fed, length, pending, active in columns
+        ]
+        rows = len(numbers)
+        self._numbers[:rows].copy_(on_device(numbers, self._numbers.device))
+        if self.features is not None and request.features is not None:
+            count = min(request.features.shape[1], self._entries)
+            self.features[:rows, :count].copy_(request.features[:, :count])
+            if count < self._entries:  # clear old features: a NaN would not stay in its own entry (0 * NaN is NaN)
+                self.features[:, count:].zero_()
+        self.sampling.fill(request.sampling, request.starts, with_noise=request.budget.children == "keyed")

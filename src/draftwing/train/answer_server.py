@@ -1,0 +1,313 @@
+"""Answers from a server that speaks the OpenAI protocol: vLLM, SGLang, llama.cpp, and many more."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import random
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from draftwing.errors import ConfigError, DataError
+from draftwing.sampling import Sampling
+from draftwing.train.answers import Answer, Dialogue, Task, sampling_of
+
+_REFUSED = (400, 413, 422)  # this prompt will not do, but another may
+_BUSY = (408, 425, 429)  # and everything from 500 up
+_LONGEST_WAIT = 60.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Beside the ones every server knows; sent only where they say something, as strict servers refuse unknown ones.
+_EXTRA = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
+
+
+class ServerAnswerer:
+    """Answers with ``/v1/chat/completions`` (dialogues) and ``/v1/completions`` (documents).
+
+    Several servers share the tasks, each as fast as it can. Which one answers changes nothing but the time: every task
+    has a seed of its own. What a server that goes down had begun is begun anew by another.
+
+    Args:
+        url: of the server, with or without ``/v1``; or of several.
+        model: the name under which each serves the target.
+        sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits. Of several, each task gets
+            one: see ``sampling_of``.
+        num_parallel: requests at once, to each server.
+        api_key: sent as a bearer token.
+        timeout: seconds for one answer.
+        num_retries: of a request that the server was too busy for, or that was cut off.
+        backoff: seconds before the first retry; each further one waits twice as long, up to a minute.
+
+    Attributes:
+        num_tokens: written so far, of requests that are done.
+        gone: what was wrong with servers that went down while others went on.
+
+    Raises:
+        ConfigError: a URL is none, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        model: str,
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        num_parallel: int = 16,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        num_retries: int = 6,
+        backoff: float = 1.0,
+    ) -> None:
+        if num_parallel < 1 or num_retries < 0 or timeout <= 0:
+            raise ConfigError("num_parallel must be at least 1, num_retries at least 0, timeout above 0")
+        urls = dict.fromkeys([url] if isinstance(url, str) else url)
+        if not urls:
+            raise ConfigError("expected the URL of a server such as http://localhost:8000, found none")
+        self._servers = [_Server(each, model, api_key, timeout, (num_retries, backoff)) for each in urls]
+        self._model, self._num_parallel = model, num_parallel
+        self._choices = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+        self.num_tokens, self.gone = 0, list[str]()
+
+    def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+        """See ``Answerer``.
+
+        Raises:
+            DataError: no server can be reached, all keep failing, or one refuses everything (wrong key, unknown model).
+        """
+        shared = _Shared(tasks, len(self._servers))
+        self.gone = shared.gone
+        for server in self._servers:
+            server.stopping, server.is_gone = shared.stopping, False
+
+        def work(server: _Server) -> None:
+            try:
+                while not server.is_gone and (task := shared.take()) is not None:
+                    try:
+                        shared.done.put(self._answer(task, server))
+                    except _GoneError as error:
+                        shared.give_back(task, server, error)
+                    finally:
+                        shared.finish()
+            except Exception as error:  # raised again where it is seen
+                shared.done.put(error)
+            shared.done.put(None)
+
+        # Daemons: after Ctrl-C nobody waits for requests that may take minutes.
+        threads = [
+            threading.Thread(target=work, args=(server,), daemon=True)
+            for _ in range(self._num_parallel)
+            for server in self._servers
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            num_running = len(threads)
+            while num_running:
+                found = shared.done.get()
+                if found is None:
+                    num_running -= 1
+                elif isinstance(found, Exception):
+                    raise found
+                else:
+                    yield found
+        finally:
+            shared.stop()
+
+    def _answer(self, task: Task, server: _Server) -> Answer:
+        sampling = sampling_of(self._choices, task.id)
+        dialogue, num_tokens = Dialogue(task, sampling.temperature), 0
+        while (prompt := dialogue.next_prompt()) is not None:
+            try:
+                text, finish_reason, count = self._complete(prompt, sampling, server)
+            except _RefusedError as error:
+                return dialogue.finish(str(error))
+            if not text.strip():
+                return dialogue.finish("the answer is empty")
+            dialogue.take(text, finish_reason, count)
+            num_tokens += count
+        self.num_tokens += num_tokens  # for show: two threads at once may lose a count
+        return dialogue.finish()
+
+    def _complete(
+        self, prompt: str | list[dict[str, str]], sampling: Sampling, server: _Server
+    ) -> tuple[str, str, int]:
+        """Text, finish reason and number of tokens."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+            "seed": (sampling.seed or 0) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
+        }
+        default = Sampling()
+        body |= {name: value for name in _EXTRA if (value := getattr(sampling, name)) != getattr(default, name)}
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if isinstance(prompt, str):
+            reply = server.post("/completions", {**body, "prompt": prompt})
+        else:
+            messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+            reply = server.post("/chat/completions", {**body, "messages": messages})
+        try:
+            choice = reply["choices"][0]
+            text = choice["text"] if isinstance(prompt, str) else choice["message"]["content"]
+            usage = reply.get("usage") or {}
+            finish_reason = "length" if choice.get("finish_reason") == "length" else "stop"
+            return str(text or ""), finish_reason, int(usage.get("completion_tokens") or 0)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{server.url}: expected a completion, found {json.dumps(reply)[:120]}: is this a server that speaks "
+                f"the OpenAI protocol?"
+            ) from error
+
+
+class _Shared:
+    """Tasks that several threads take from, and what came of them."""
+
+    def __init__(self, tasks: Iterable[Task], num_servers: int) -> None:
+        self._tasks, self._again, self._under_way = iter(tasks), list[Task](), 0
+        self._changed, self._num_servers = threading.Condition(), num_servers
+        self.stopping, self.gone = threading.Event(), list[str]()
+        self.done: queue.Queue[Answer | Exception | None] = queue.Queue()
+
+    def take(self) -> Task | None:
+        """The next one; waits while one that is under way may still come back. None: that was all."""
+        with self._changed:
+            while not self.stopping.is_set():
+                task = self._again.pop() if self._again else next(self._tasks, None)
+                if task is not None:
+                    self._under_way += 1
+                    return task
+                if not self._under_way:
+                    return None
+                self._changed.wait()
+            return None
+
+    def give_back(self, task: Task, server: _Server, error: _GoneError) -> None:
+        """A server went down with a task. Raises DataError where no other is left."""
+        with self._changed:
+            self._again.append(task)
+            if not server.is_gone:
+                server.is_gone, self._num_servers = True, self._num_servers - 1
+                self.gone.append(str(error))
+            if not self._num_servers:
+                raise DataError(str(error)) from error
+
+    def finish(self) -> None:
+        """What was taken is done, or was given back."""
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Nobody takes any more."""
+        self.stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+
+
+class _Server:
+    def __init__(self, url: str, model: str, api_key: str | None, timeout: float, retries: tuple[int, float]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"server {url!r}: expected a URL such as http://localhost:8000")
+        base = url.rstrip("/")
+        self.url = base if base.endswith("/v1") else base + "/v1"
+        self._model, self._timeout, self._retries = model, timeout, retries
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # A proxy of the environment knows nothing of this machine's own ports.
+        own = [urllib.request.ProxyHandler({})] if parts.hostname in _LOOPBACK else []
+        self._opener = urllib.request.build_opener(*own)
+        self.stopping = threading.Event()
+        self._reached = self.is_gone = False
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of the reply; tries again while the server is busy or out of reach."""
+        where, problem = self.url + path, ""
+        request = urllib.request.Request(where, json.dumps(body).encode(), self._headers)
+        num_retries, backoff = self._retries
+        for attempt in range(num_retries + 1):
+            try:
+                content = self._send(request)
+                break
+            except _BusyError as error:
+                problem = str(error)
+                wait = min(backoff * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
+                if attempt < num_retries and self.stopping.wait(max(wait, error.wait)):
+                    raise DataError(f"{where}: stopped while waiting to try again ({problem})") from error
+        else:
+            raise _GoneError(
+                f"{where}: no answer after {num_retries + 1} tries ({problem}): see to the server, then run the "
+                f"same command again; what was finished is kept"
+            )
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise DataError(
+                f"{where}: expected JSON, found {content[:80]!r}: is this a server that speaks the OpenAI protocol?"
+            ) from error
+
+    def _send(self, request: urllib.request.Request) -> bytes:
+        try:
+            with self._opener.open(request, timeout=self._timeout) as response:
+                self._reached = True
+                return bytes(response.read())
+        except urllib.error.HTTPError as error:
+            self._reached = True
+            problem = f"{error.code} {_message_of(error)}"
+            if error.code in _REFUSED:
+                raise _RefusedError(problem) from error
+            if error.code in _BUSY or error.code >= 500:
+                raise _BusyError(problem, _retry_after(error)) from error
+            raise DataError(
+                f"{request.full_url} for model {self._model!r}: {problem}: check the URL, the model's name and "
+                f"the API key"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            problem = str(getattr(error, "reason", error)) or type(error).__name__
+            if self._reached:
+                raise _BusyError(problem) from error
+            raise _GoneError(
+                f"{self.url}: no server can be reached ({problem}): start it, or correct its URL"
+            ) from error
+
+
+class _GoneError(Exception):
+    pass
+
+
+class _RefusedError(Exception):
+    pass
+
+
+class _BusyError(Exception):
+    def __init__(self, problem: str, wait: float = 0.0) -> None:
+        super().__init__(problem)
+        self.wait = wait
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    try:
+        content = error.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
+    try:
+        found = json.loads(content)
+        found = found.get("error", found)
+        return str(found["message"] if isinstance(found, dict) else found)[:300]
+    except (ValueError, KeyError, AttributeError):
+        return content.strip()[:300] or str(error.reason)
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float:
+    """The seconds that the server asks for; 0 where it names none, or a date."""
+    try:
+        return min(float(error.headers.get("Retry-After", 0)), _LONGEST_WAIT)
+    except ValueError:
+        return 0.0

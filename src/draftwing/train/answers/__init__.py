@@ -1,1 +1,0 @@
-"""Training data in the target's own words."""

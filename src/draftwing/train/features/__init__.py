@@ -1,1 +1,0 @@
-"""The target's hidden states, computed or read from disk."""

@@ -1,0 +1,37 @@
+"""A tiny target with a tokenizer, and short trainings of heads for it through the ordinary session."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from conftest import TEXTS, add_tokenizer, build
+from draftwing.train.options import TrainOptions
+from draftwing.train.session import RunFiles, Session, prepare
+
+
+def new_target(folder: Path, family: str = "llama") -> Path:
+    """Write a target whose vocabulary has room for the tokenizer's tokens."""
+    build(family, head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(folder)
+    return add_tokenizer(folder)
+
+
+def short_run(target: Path, folder: Path, method: str, **changes) -> tuple[Path, Session, list[dict]]:
+    """Train a head: the run's folder, its session, and its metrics."""
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
+    options = {
+        "iterations": 12,
+        "lr": 3e-3,
+        "max_length": 32,
+        "tokens_per_batch": 256,
+        "precision": "no",
+        "validation_share": 0.2,
+        "eval_prompts": 1,
+        "eval_tokens": 4,
+    }
+    session = prepare(
+        RunFiles(target, [data]), TrainOptions(method, **{**options, **changes}), folder, dtype="float32", device="cpu"
+    )
+    session.run()
+    return folder, session, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
