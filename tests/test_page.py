@@ -28,6 +28,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
 PROMPT = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n"
 KEY = "a-key"
+SEED = 2  # its text at temperatures 0.7 and 0.8 is longer than a step
 
 
 @contextmanager
@@ -110,9 +111,14 @@ def _among(text, expects):
     return any(each in text for each in expects)
 
 
+def set_number(page, name, value):
+    field = page.get_by_role("spinbutton", name=name)
+    field.fill(str(value))
+    field.blur()
+
+
 def write(page, prompt=PROMPT, tokens=24):
-    page.get_by_role("spinbutton", name="Tokens").fill(str(tokens))
-    page.get_by_role("spinbutton", name="Tokens").blur()
+    set_number(page, "Tokens", tokens)
     page.locator("#prompt").fill(prompt)
     page.locator("#prompt").press("Enter")
     page.locator(".facts").first.wait_for()
@@ -262,16 +268,15 @@ def test_a_text_and_its_steps(toy, opened, unmeasured):
 def test_plain_and_speculative_are_identical(toy, opened):
     page = opened(f"{toy[0]}/#compare")
     page.get_by_label("Temperature").fill("0.8")
+    set_number(page, "Seed", SEED)
     write(page)
     page.locator(".verdict.same").wait_for()
     texts = page.locator(".lane .text").all_text_contents()
-    assert texts[0] == texts[1] == toy[1].generate(PROMPT, max_tokens=24, temperature=0.8, seed=1)[0].text
+    assert texts[0] == texts[1] == toy[1].generate(PROMPT, max_tokens=24, temperature=0.8, seed=SEED)[0].text
     assert f"All {len(texts[0])} characters" in page.locator(".verdict").inner_text()
-    assert (
-        page.locator(".lane").first.locator(".accepted").count()
-        == 0
-        < page.locator(".lane").last.locator(".accepted").count()
-    )
+    plain, speculative = page.locator(".lane").all()
+    assert plain.locator(".accepted").count() == 0
+    assert speculative.locator(".accepted").count() > 0
     assert not serious(page)
 
 
@@ -321,6 +326,7 @@ def test_a_phone(toy, opened):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert not serious(page)
     page.get_by_label("Temperature").fill("0.7")
+    set_number(page, "Seed", SEED)
     write_lesson(page)
     page.locator(".tries").first.wait_for()  # laws, with noise: the widest tables
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
