@@ -6,12 +6,10 @@ import torch
 import draftwing as dw
 from conftest import SMALL, refused
 from draftwing import decode, engine
-from draftwing import decode as aside
 from draftwing.budget.planner import Planner
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError
 from draftwing.limits import AtMost
-from draftwing.methods.base import Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.lean import LeanTarget
@@ -75,14 +73,14 @@ def test_a_text_that_is_passed_over_is_the_same_and_no_drafter_reads_it(target):
     found = [own.submit(prompt, Sampling(seed=place, **OPTIONS)) for place, prompt in enumerate(PROMPTS)]
     drafted = []
     for step in own.steps():
-        drafted.append((own._decoder.running, step.tree.num_nodes))
+        drafted.append((own.decoder.running, step.tree.num_nodes))
         own.check()
     assert [each.token_ids for each in found] == texts_of(target)
     assert read == [PROMPTS[0], PROMPTS[2]]
     assert planner.asked == [1.0] * 4
     assert planner.budgets == sum(len(each.rows) for each in found[::2])  # none is asked for the others
     assert [each.stats.num_forwards for each in found[1::2]] == [9, 9]
-    assert own._decoder.drafter.name.startswith("causal")
+    assert own.decoder.drafter.name.startswith("causal")
 
 
 def test_a_text_that_ends_from_outside_gives_the_drafter_back(target):
@@ -102,14 +100,14 @@ def test_a_prompt_that_is_refused_leaves_the_drafter_in_place(target, monkeypatc
     own, planner = engine_of(target, read)
     bad, good = (own.submit(PROMPTS[place], Sampling(seed=1, **OPTIONS)) for place in (1, 0))
     planner.asked.append(0.0)  # the first one is passed over
-    prefill = target.prefill
+    read_tokens = target.read
 
-    def refusing(ctx, ids):
-        if list(ids) == PROMPTS[1]:
+    def refusing(ctx, row, start, stop):
+        if row.tokens == PROMPTS[1]:
             raise PromptError("no: say something else")
-        return prefill(ctx, ids)
+        return read_tokens(ctx, row, start, stop)
 
-    monkeypatch.setattr(target, "prefill", refusing)
+    monkeypatch.setattr(target, "read", refusing)
     own.run()
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
     with refused(PromptError, "no"):
@@ -122,14 +120,14 @@ def test_an_interrupt_loses_nothing(at, target):
     """In a text that is passed over, where it begins, and where it ends."""
     own, _ = engine_of(target, [])
     found = [own.submit(prompt, Sampling(seed=place, **OPTIONS)) for place, prompt in enumerate(PROMPTS)]
-    files = {module.__file__ for module in (aside, decode, engine)}
+    files = {module.__file__ for module in (decode, engine)}
     while any(each.finish_reason is None for each in found):
         ends = found[0].finish_reason is not None and found[2].finish_reason is None
         count = interrupt_at(at if ends else 0, own.step, files)
         if ends and count == at:  # then the next one goes through: some lines are met in every step
             own.step()
         own.check()
-        assert (own._decoder._aside is None) == own._decoder.drafter.drafts  # started over, it has its drafter
+    assert own.decoder.drafter.drafts
     assert [each.token_ids for each in found] == texts_of(target)
 
 
@@ -160,36 +158,27 @@ def test_rows_that_may_run_together_are_not_passed_over(target):
 
 
 def test_a_drafter_that_costs_next_to_nothing_or_remembers_is_always_there(target):
-    for drafter in (LookupDrafter(VOCAB, 1),):
+    learning = CausalLMDrafter(target, VOCAB)
+    learning.learns = True
+    for drafter in (LookupDrafter(VOCAB, 1), learning):
         planner = Passing()
         own = Engine(dw.Decoder(target, drafter, planner=planner), max_batch=1)
         own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
         own.run()
         assert not planner.asked
-    request = own.submit(PROMPTS[0], Sampling(seed=0, **OPTIONS))
-    planner.asked.append(0.0)
-    assert aside.passes_over(request, planner, Drafter())
-    assert not aside.passes_over(request, None, Drafter())
-    learns = Drafter()
-    learns.learns = True
-    for other in (learns, NoDrafter()):
-        planner.asked.append(0.0) if len(planner.asked) % 2 == 0 else None
-        assert not aside.passes_over(request, planner, other)
 
 
-def test_lone_texts_of_an_lm_are(target, monkeypatch):
+def test_lone_texts_of_an_lm_are(target):
     """By ``stream``, and by ``generate`` of one prompt; not several at once."""
-    seen = []
     lm = dw.LM(target, None, lambda: CausalLMDrafter(target, VOCAB))
     lm._planner = planner = Passing()
-    monkeypatch.setattr(decode, "passes_over", lambda request, *rest: seen.append(request) or False)
     sampling = Sampling(max_tokens=3, seed=0)
     list(lm.stream(PROMPTS[0], sampling))
     lm.generate([PROMPTS[0]], sampling)
-    assert len(seen) == 2
+    assert len(planner.asked) == 2
     lm.generate([PROMPTS[0]], sampling, n=2)
     lm.generate(PROMPTS[:2], sampling)
-    assert len(seen) == 2
+    assert len(planner.asked) == 2
     assert planner.budgets > 0
     with refused(ConfigError, "max_batch must be at least 1"):
         lm.generate([PROMPTS[0]], sampling, max_batch=0)

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 import draftwing as dw
 from conftest import add_tokenizer, refused
 from draftwing.constraint import forbidden_of, has_bit, words_without
-from draftwing.decode import Decoder, Masks
+from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, NumericsError, SamplingError, UnsupportedError
+from draftwing.masks import Masks
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import FeatureSpec
 from draftwing.request import Request
@@ -108,8 +109,8 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
     tokens = [[5, 4, 7, 8, 3, 6, 10], [5, 4, 7, 8, 3, 6, 10]]
     parents = [[-1, 0, 1, 1, 3, 2, 4]] * 2  # 4-7 rhyme, so 7 and the 6 below it go
     tree = DraftTree.from_lists(tokens, parents)
-    masks = Masks.of([request, other], VOCAB, (EOS,), cuts=True)
-    cut = masks.read(tree)
+    masks = Masks([request, other], VOCAB, (EOS,), prunes=True)
+    cut = masks.find(tree)
     cut.check(VOCAB)
     assert cut.tokens[0].tolist() == [5, 4, -1, 8, 3, -1, 10]
     assert cut.tokens[1].tolist() == tokens[1]
@@ -117,19 +118,19 @@ def test_every_node_has_the_mask_of_its_own_path(monkeypatch):
     masked = masks.apply(logits)
     assert torch.equal(masked[1], logits[1])
     with monkeypatch.context() as patch:  # as where the logits are elsewhere
-        patch.setattr("draftwing.decode.on_host", lambda tensor: False)
+        patch.setattr("draftwing.masks.on_host", lambda tensor: False)
         assert torch.equal(masks.apply(logits), masked)
     for node, path in {0: (), 1: (4,), 3: (4, 8), 4: (4, 8, 3), 6: (4, 8, 3, 10)}.items():
         good = sorted(RhymesState(path, None).good())
         assert torch.equal(masked[0, node, good], logits[0, node, good])
         assert masked[0, node].isfinite().sum() == len(good)
 
-    trimmed = Masks.of([request], VOCAB, (EOS,), cuts=True).read(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
+    trimmed = Masks([request], VOCAB, (EOS,), prunes=True).find(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
     assert trimmed.tokens.tolist() == [[5, 4]]  # what nobody verifies is not even there
     assert (trimmed.is_line, trimmed.depth, trimmed.num_draft_forwards) == (True, 1, 3.0)
-    whole = Masks.of([request], VOCAB, (EOS,), cuts=False).read(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
+    whole = Masks([request], VOCAB, (EOS,), prunes=False).find(DraftTree.chain(torch.tensor([[5, 4, 7, 8]])))
     assert whole.num_nodes == 4
-    assert Masks.of([other], VOCAB, (EOS,), cuts=True) is None
+    assert not Masks([other], VOCAB, (EOS,), prunes=True)
 
 
 # --- the text --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import torch
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
 from draftwing import decode, engine, request
-from draftwing import decode as rows
-from draftwing.decode import explain
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, NumericsError, PromptError
 from draftwing.methods.base import NoDrafter
@@ -21,6 +19,7 @@ from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
+from draftwing.readout import explain
 from draftwing.request import Request
 from draftwing.sampling import Sampling
 from draftwing.stats import Stats
@@ -216,7 +215,7 @@ def test_settings_that_leave_no_number_are_named():
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
-LOOP = {module.__file__ for module in (decode, engine, request, rows)}
+LOOP = {module.__file__ for module in (decode, engine, request)}
 
 
 def interrupt_at(number, call, files=LOOP):

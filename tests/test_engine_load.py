@@ -14,12 +14,13 @@ import torch
 import draftwing as dw
 from conftest import SMALL, add_tokenizer, refused
 from draftwing import engine as load
-from draftwing.engine import Engine, SlotDecoder, SlotEngine
+from draftwing.decode import Decoder
+from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError, SlotsError, UnsupportedError
 from draftwing.limits import AtMost
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.lean import LeanTarget
-from draftwing.models.paged import PAGE, SlotsExhausted, SlotTable
+from draftwing.models.paged import PAGE, PageTable, SlotsExhausted, pages_of
 from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED, Lab
 
@@ -85,11 +86,11 @@ def engine_of(here, name, pages, *, max_batch=4, **options):
     budget = dw.Budget(0) if name == "none" else DRAFTERS[name].budget
     if make is not None:
         make()  # a head is trained where it is first asked for
-    probe = SlotDecoder(max_batch, 1 << 26, here.target, make, budget=budget)
-    num_bytes = (pages + 2) * probe.table.num_page_bytes
-    decoder = SlotDecoder(max_batch, num_bytes, here.target, make, budget=budget)
-    assert decoder.table.num_pages == pages
-    return SlotEngine(decoder, max_batch=max_batch, **options)
+    probe = Decoder(here.target, make, budget=budget, kv_memory=1 << 26, max_batch=max_batch)
+    num_bytes = (pages + 2) * probe.pages.num_page_bytes
+    decoder = Decoder(here.target, make, budget=budget, kv_memory=num_bytes, max_batch=max_batch)
+    assert decoder.pages.num_pages == pages
+    return Engine(decoder, max_batch=max_batch, **options)
 
 
 def same_text(request, expected):
@@ -110,7 +111,7 @@ def run_all(own, work, *, late=3, dice=None):
         step = own.step()
         assert all(row.token_ids or row.error for row in step.rows)
         if dice is not None and dice.random() < 0.1:
-            own._give_way()
+            own.preempt()
         own.check()
         assert own.stats.num_slots_used <= own.stats.num_slots
     return made
@@ -128,16 +129,16 @@ def cases():
 def test_texts_are_those_of_requests_alone(name, family, lab):
     here, work = lab(family), requests()
     own = engine_of(here, name, 10)
-    memory = [(cache.data.data_ptr(), cache.data.nbytes) for cache in own._decoder.table.caches]
+    memory = [(cache.data.data_ptr(), cache.data.nbytes) for cache in own.decoder.pages.caches]
     made = run_all(own, work, dice=random.Random(5))
     for request, each in zip(made, work, strict=True):
         same_text(request, alone(here, family, *each))
     stats = own.stats
     assert stats.num_preempted
-    assert bool(stats.num_prefix_hits >= PAGE) == own._decoder.shares
+    assert bool(stats.num_prefix_hits >= PAGE) == own.decoder.shares_prefixes
     assert stats.num_prefix_hits < stats.num_prefix_queries
     assert (stats.num_running, stats.num_waiting, stats.num_slots_used) == (0, 0, 0)
-    assert [(cache.data.data_ptr(), cache.data.nbytes) for cache in own._decoder.table.caches] == memory
+    assert [(cache.data.data_ptr(), cache.data.nbytes) for cache in own.decoder.pages.caches] == memory
 
 
 @pytest.mark.parametrize(
@@ -197,8 +198,9 @@ def target(folder_of):
 
 
 def plain_engine(target, pages, **options):
-    table_bytes = SlotDecoder(1, 1 << 26, target).table.num_page_bytes
-    return SlotEngine(SlotDecoder(options.get("max_batch"), (pages + 2) * table_bytes, target), **options)
+    page_bytes = Decoder(target, kv_memory=1 << 26, max_batch=1).pages.num_page_bytes
+    max_batch = options.get("max_batch")
+    return Engine(Decoder(target, kv_memory=(pages + 2) * page_bytes, max_batch=max_batch), **options)
 
 
 def text_of(target, prompt, sampling):
@@ -230,15 +232,15 @@ def test_the_youngest_gives_way_where_optimism_was_wrong(target, monkeypatch):
     work = long_ones(4)
     own = plain_engine(target, 10, optimism=1.0)
     made = [own.submit(*each) for each in work]
-    gone, tried, step = [], [], own._decoder.step
-    monkeypatch.setattr(own._decoder, "step", lambda: tried.append(1) or step())
+    gone, tried, step = [], [], own.decoder.step
+    monkeypatch.setattr(own.decoder, "step", lambda: tried.append(1) or step())
     while own.num_running or own.num_waiting:
-        before = set(own._decoder.running)
+        before = set(own.decoder.running)
         tried.clear()
         own.step()
         assert len(tried) == 1  # who gives way does so before a step finds too few slots
         own.check()
-        gone += [each.id for each in before if each not in own._decoder.running and each.finish_reason is None]
+        gone += [each.id for each in before if each not in own.decoder.running and each.finish_reason is None]
     assert gone
     assert own.stats.num_preempted == len(gone)
     assert 0 not in gone  # the first one keeps its slots
@@ -270,8 +272,7 @@ def test_without_optimism_nobody_gives_way(target):
 def test_who_comes_in_finds_all_of_its_pages(missing, target):
     """Without optimism: two need so many pages each, and one page less keeps the second one out."""
     work = long_ones(2)
-    sizes = plain_engine(target, 30, optimism=0.0)
-    needs = sizes._expected(sizes.submit(*work[0]), sizes._tree())
+    needs = pages_of(40 + 90 + load.tree_slots([dw.Budget()]))
     own = plain_engine(target, 2 * needs - missing, optimism=0.0)
     made, most = [own.submit(*each) for each in work], 0
     for _ in range(12):
@@ -288,8 +289,8 @@ def test_a_prompt_that_gives_way_while_it_is_read_comes_back(target):
     own.step()
     other = own.submit([7] * 200, Sampling(max_tokens=4, ignore_eos=True))
     own.step()
-    assert own._reading.request is other
-    assert own._give_way()
+    assert own.prefill.request is other
+    assert own.preempt()
     assert (own.num_running, own.num_waiting, own.stats.num_preempted) == (1, 1, 1)
     own.run()
     own.check()
@@ -301,8 +302,7 @@ def test_a_step_that_runs_out_of_slots_is_done_again(target, monkeypatch):
     """Where a drafter took more than anybody expected."""
     work = long_ones(3, max_tokens=60)
     own = plain_engine(target, 9, optimism=1.0)
-    monkeypatch.setattr(own, "_make_room", lambda: None)
-    monkeypatch.setattr(own, "_tree", lambda *more: 0)
+    monkeypatch.setattr(load, "tree_slots", lambda budgets: -PAGE)
     made = run_all(own, work * 3, late=9)
     assert own.stats.num_preempted
     assert [each.token_ids for each in made] == texts_alone(target, work) * 3
@@ -319,23 +319,17 @@ def test_what_cannot_fit_is_refused(target, folder_of):
     own.run()
     assert len(request.token_ids) == room
     own.check()
-    for wrong in (0, -1, True, 1.5, "2G", None):
+    for wrong in (0, -1, True, 1.5, "2G"):
         with refused(ConfigError, "kv_memory must be a number of bytes"):
-            load_memory(wrong)
-    with refused(ConfigError, "kv_memory of 1,000 bytes holds no text"):
-        SlotDecoder(2, 1000, target)
+            Decoder(target, kv_memory=wrong)
+    with refused(ConfigError, "kv_memory=1,000 is too small: it needs at least 4 blocks of 64 tokens"):
+        Decoder(target, kv_memory=1000, max_batch=2)
     with refused(ConfigError, "optimism must be a number from 0 to 1, found 2"):
-        SlotEngine(SlotDecoder(2, 1 << 20, target), optimism=2)
+        Engine(Decoder(target, kv_memory=1 << 20, max_batch=2), optimism=2)
     from conftest import build
 
     with refused(UnsupportedError, "runs in transformers", "leave kv_memory out"):
-        SlotDecoder(2, 1 << 20, AdapterTarget(build("gpt2")))
-
-
-def load_memory(value):
-    from draftwing.engine import check_memory
-
-    return check_memory(value)
+        Decoder(AdapterTarget(build("gpt2")), kv_memory=1 << 20)
 
 
 def test_a_wide_tree_of_one_request_needs_room_while_it_runs(target):
@@ -369,24 +363,24 @@ def test_a_long_prompt_stalls_nobody(target):
         own.check()
         assert len(short.token_ids) == written + 1  # every step
         written += 1
-        if own._reading is not None:
-            assert 0 < own._reading.done - read <= CHUNK
+        if own.prefill is not None:
+            assert 0 < own.prefill.done - read <= CHUNK
             assert (own.num_running, own.num_waiting) == (1, 1)
-            read = own._reading.done
+            read = own.prefill.done
     assert read == 192  # 199 to read, 24 at a time
     own.run()
     assert long.token_ids == text_of(target, [7] * 200, Sampling(max_tokens=4, ignore_eos=True))
 
 
 def test_on_a_cpu_pieces_are_smaller(target, monkeypatch):
-    monkeypatch.setattr(load, "PIECE", 10)
+    monkeypatch.setattr(load, "PREFILL_PIECE", 10)
     own = plain_engine(target, 16)
     own.submit([5, 6], Sampling(max_tokens=40, ignore_eos=True))
     own.step()
     long = own.submit([7] * 60, Sampling(max_tokens=4, ignore_eos=True))
     for done in (10, 20, 30):
         own.step()
-        assert own._reading.done == done
+        assert own.prefill.done == done
     own.run()
     assert long.token_ids == text_of(target, [7] * 60, Sampling(max_tokens=4, ignore_eos=True))
 
@@ -407,7 +401,7 @@ def test_a_prompt_that_is_being_read_can_be_cancelled_or_be_too_late(target):
         late = None if reason == "cancelled" else time.monotonic() + 1000
         other = own.submit([7] * 200, Sampling(max_tokens=4), deadline=late)
         own.step()
-        assert own._reading.request is other
+        assert own.prefill.request is other
         if reason == "cancelled":
             own.cancel(other)
         else:
@@ -505,12 +499,12 @@ def test_stop_strings_and_text_after_giving_way(lm):
     while own.num_running or own.num_waiting:
         own.step()
         if dice.random() < 0.3:
-            own._give_way()
+            own.preempt()
         own.check()
     assert own.stats.num_preempted >= 3
     assert [each.text for each in made] == [each.text for each in expected]
     assert [each.finish_reason for each in made] == [each.finish_reason for each in expected]
-    assert sum(cache.data.nbytes for cache in own._decoder.table.caches) <= 1 << 20
+    assert sum(cache.data.nbytes for cache in own.decoder.pages.caches) <= 1 << 20
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -537,8 +531,8 @@ def test_an_interrupt_anywhere_loses_nothing(place, lab, monkeypatch):
 
         return run
 
-    kind = type(own._decoder.drafter) if place == "admit" else type(here.target)
-    kind = kind if hasattr(kind, place) else SlotTable
+    kind = type(own.decoder.drafter) if place == "admit" else type(here.target)
+    kind = kind if hasattr(kind, place) else PageTable
     monkeypatch.setattr(kind, place, once(getattr(kind, place)))
     stops = 0
     while stops < 9:
@@ -546,7 +540,7 @@ def test_an_interrupt_anywhere_loses_nothing(place, lab, monkeypatch):
             for number, _ in enumerate(own.steps()):
                 own.check()
                 if number % 9 == 3:
-                    own._give_way()
+                    own.preempt()
             break
         except KeyboardInterrupt:
             stops += 1
@@ -559,7 +553,7 @@ def test_an_interrupt_anywhere_loses_nothing(place, lab, monkeypatch):
 def test_a_drafter_that_refuses_a_row_keeps_no_slots(lab, monkeypatch):
     here, work = lab("llama"), requests(4)
     own = engine_of(here, "eagle3-dynamic", 12)
-    kind, admit = type(own._decoder.drafter), type(own._decoder.drafter).admit
+    kind, admit = type(own.decoder.drafter), type(own.decoder.drafter).admit
 
     def refuses(self, ctx, features):
         if ctx.rows[-1].tokens[: len(work[1][0])] == list(work[1][0]):
@@ -568,14 +562,14 @@ def test_a_drafter_that_refuses_a_row_keeps_no_slots(lab, monkeypatch):
 
     monkeypatch.setattr(kind, "admit", refuses)
     made = run_all(own, work)
-    assert own._decoder.faults.num  # what it refuses is decoded plainly
+    assert own.decoder.faults.num  # what it refuses is decoded plainly
     assert own.stats.num_slots_used == 0
     for request, each in zip(made, work, strict=True):
         same_text(request, alone(here, "llama", *each))
 
 
 def test_the_account_of_pages_finds_what_is_wrong():
-    table = SlotTable(4, 256)
+    table = PageTable(4, 256)
     made = table.cache(2, 1, 8, torch.float32, torch.device("cpu"))
     table.allocate(10 * made.num_page_bytes)
     table.hold(0, [10, 70], 3)
@@ -598,7 +592,7 @@ def test_the_account_of_pages_finds_what_is_wrong():
         table.check()
     table._free.append(gone)
     table.array[1, 0] = 0
-    with refused(SlotsError, "row 1 looks at other pages than it holds"):
+    with refused(SlotsError, "row 1 reads other pages than it holds"):
         table.check()
 
 
@@ -607,15 +601,15 @@ def test_lost_rows_are_found(target):
     own.submit([5, 6, 7], Sampling(max_tokens=9, ignore_eos=True))
     own.step()
     own.check()
-    row = own._decoder.ctx.rows[0]
+    row = own.decoder.ctx.rows[0]
     row.tokens.append(5)
     with refused(SlotsError, "row 0 does not hold the text of request 0"):
         own.check()
     row.tokens.pop()
-    own._decoder.table.attach(1, [])
+    own.decoder.pages.attach(1, [])
     with refused(SlotsError, "1 requests run, and 2 rows hold slots"):
         own.check()
-    own._decoder.table.detach(1)
-    own._decoder.ctx.rows.append(row)
+    own.decoder.pages.detach(1)
+    own.decoder.ctx.rows.append(row)
     with refused(SlotsError, "1 requests run in 2 rows"):
         own.check()

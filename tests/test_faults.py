@@ -119,7 +119,7 @@ def test_a_drafter_that_always_fails_is_given_up(name, target, expected):
         own.run()
     assert len(told) == 1
     assert [each.token_ids for each in requests] == expected
-    assert decoder.faults.num == faults.MOST
+    assert decoder.faults.num == faults.MAX_FAULTS
     assert decoder.drafter.name == "none"
 
 
@@ -201,7 +201,7 @@ def test_learning_that_fails_is_a_fault_too(target, expected):
     with pytest.warns(DraftwingWarning, match="too hard"):
         own.run()
     assert [each.token_ids for each in requests] == expected
-    assert decoder.faults.num == faults.MOST
+    assert decoder.faults.num == faults.MAX_FAULTS
 
 
 # --- a row with NaN --------------------------------------------------------------------------------------------------

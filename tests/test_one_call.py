@@ -9,14 +9,14 @@ from draftwing.budget.planner import Planner
 from draftwing.cpu.library import get_kernel, kernel_problem
 from draftwing.cpu.runner import FusedStep, KernelRunner
 from draftwing.decode import Decoder
-from draftwing.engine import Engine, SlotDecoder, SlotEngine
+from draftwing.engine import Engine
 from draftwing.methods.base import Budget
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.feature import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
-from draftwing.models.paged import SlotTable
+from draftwing.models.paged import PageTable
 from draftwing.request import Request
 from draftwing.sampling import Sampling
 from test_budget import COSTS
@@ -246,7 +246,7 @@ def test_paged_slots_take_one_call_too(name, temperatures, target, drafters, mon
     def texts(*, paged):
         make, budget = drafters[name], Budget(3, 3, 8)
         if paged:
-            engine = SlotEngine(SlotDecoder(3, 1 << 24, target, make, budget=budget), max_batch=3)
+            engine = Engine(Decoder(target, make, budget=budget, kv_memory=1 << 24, max_batch=3), max_batch=3)
         else:
             engine = Engine(Decoder(target, make, budget=budget), max_batch=3)
         requests = [
@@ -261,7 +261,7 @@ def test_paged_slots_take_one_call_too(name, temperatures, target, drafters, mon
         found = texts(paged=True)
         assert len(prepared) > 2 * len(forwards)
     assert found == texts(paged=False)
-    monkeypatch.setattr(SlotTable, "num_missing", lambda *_: 1 << 30)  # no pages for the widest tree
+    monkeypatch.setattr(PageTable, "num_missing", lambda *_: 1 << 30)  # no pages for the widest tree
     forwards = calls(monkeypatch, get_kernel(), "verify")
     assert texts(paged=True) == found
     assert len(forwards) > 5

@@ -11,9 +11,10 @@ import torch
 
 import draftwing as dw
 from conftest import SMALL
-from draftwing.engine import Engine, Prefixes, SlotDecoder, SlotEngine
+from draftwing.decode import Decoder
+from draftwing.engine import Engine
 from draftwing.models.lean import LeanTarget
-from draftwing.models.paged import PAGE, SlotTable
+from draftwing.models.paged import PAGE, PageTable, Prefixes
 from draftwing.runtime.graphs import Recorder
 from draftwing.sampling import Sampling
 from test_exact import DRAFTERS, FUSED, Lab
@@ -33,8 +34,10 @@ def engine_of(here, name, pages=30, max_batch=4):
     budget = dw.Budget(0) if name == "none" else DRAFTERS[name].budget
     if make is not None:
         make()
-    num_bytes = (pages + 2) * SlotDecoder(1, 1 << 26, here.target, make, budget=budget).table.num_page_bytes
-    return SlotEngine(SlotDecoder(max_batch, num_bytes, here.target, make, budget=budget), max_batch=max_batch)
+    probe = Decoder(here.target, make, budget=budget, kv_memory=1 << 26)
+    num_bytes = (pages + 2) * probe.pages.num_page_bytes
+    decoder = Decoder(here.target, make, budget=budget, kv_memory=num_bytes, max_batch=max_batch)
+    return Engine(decoder, max_batch=max_batch)
 
 
 def text(seed, length):
@@ -129,10 +132,10 @@ def test_requests_that_run_share_pages(lab):
         )
         own.step()
         own.check()
-    shared = [pages[:2] for pages in own._decoder.table.rows]
+    shared = [pages[:2] for pages in own.decoder.pages.rows]
     assert len(shared) == 4
     assert len({tuple(each) for each in shared}) == 1
-    assert [own._decoder.table.uses[page] for page in shared[0]] == [4, 4]
+    assert [own.decoder.pages.uses[page] for page in shared[0]] == [4, 4]
     own.run()
     own.check()
     for number, request in enumerate(made):
@@ -149,7 +152,7 @@ def test_what_a_request_has_read_itself_is_not_counted_as_cached(lab):
     other, request = (own.submit(each, sampling) for each in (text(8, 5), prompt))
     for _ in range(4):
         own.step()
-    assert own._give_way()
+    assert own.preempt()
     own.run()
     assert own.stats.num_preempted == 1
     assert own.stats.num_prefix_hits >= 2 * PAGE
@@ -169,9 +172,8 @@ def test_what_was_used_last_is_kept_longest(lab):
         decoded(own, prompt, max_tokens=3)
         assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE
         assert own.stats.num_slots_used == 0
-    assert own._decoder.table.num_kept <= 6
-    own._decoder.prefixes._forget()
-    assert len(own._decoder.prefixes._keys) == own._decoder.table.num_kept
+    assert own.decoder.pages.num_kept <= 6
+    assert len(own.decoder.prefixes) == own.decoder.pages.num_kept
     for prompt in (text(20, 200), text(21, 200), text(22, 200), text(23, 200)):
         decoded(own, prompt, max_tokens=3)
     assert decoded(own, prompts[0], max_tokens=3)[1] == 0
@@ -182,8 +184,8 @@ def test_a_row_with_nan_leaves_nothing_behind(folder_of):
     clean = LeanTarget.from_folder(folder_of("llama"), torch.float32)
     with torch.no_grad():
         target.embedding.table[7] = torch.nan
-    num_bytes = 11 * SlotDecoder(1, 1 << 26, target).table.num_page_bytes
-    own = SlotEngine(SlotDecoder(2, num_bytes, target), max_batch=2)
+    num_bytes = 11 * Decoder(target, kv_memory=1 << 26, max_batch=1).pages.num_page_bytes
+    own = Engine(Decoder(target, kv_memory=num_bytes, max_batch=2), max_batch=2)
     bad = [7 if each == 7 else each for each in text(3, 70)]
     bad[10] = 7
     good = [8 if each == 7 else each for each in text(4, 90)]
@@ -204,13 +206,13 @@ def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     folder = folder_of("llama", rope_scaling=scaling, max_position_embeddings=96)
     target = LeanTarget.from_folder(folder, torch.float32)
-    num_bytes = 11 * SlotDecoder(1, 1 << 26, target).table.num_page_bytes
-    own = SlotEngine(SlotDecoder(2, num_bytes, target), max_batch=2)
+    num_bytes = 11 * Decoder(target, kv_memory=1 << 26, max_batch=1).pages.num_page_bytes
+    own = Engine(Decoder(target, kv_memory=num_bytes, max_batch=2), max_batch=2)
     prompt, sampling = text(3, 70), Sampling(max_tokens=12, ignore_eos=True)
     for _ in range(2):
         request, alone = own.submit(prompt, sampling), Engine(dw.Decoder(target))
         own.step()
-        own._decoder.preempt(request)
+        own.decoder.preempt(request)
         own._waiting.append(request)
         own.run()
         one = alone.submit(prompt, sampling)
@@ -223,15 +225,15 @@ def test_recorded_forwards_look_into_pages_too(folder_of):
     target = LeanTarget.from_folder(folder_of("qwen3"), torch.float64)
     plain = LeanTarget.from_folder(folder_of("qwen3"), torch.float64)
     target.use_graphs(Recorder())
-    num_bytes = 12 * SlotDecoder(1, 1 << 26, target).table.num_page_bytes
-    own = SlotEngine(SlotDecoder(3, num_bytes, target), max_batch=3)
+    num_bytes = 12 * Decoder(target, kv_memory=1 << 26, max_batch=1).pages.num_page_bytes
+    own = Engine(Decoder(target, kv_memory=num_bytes, max_batch=3), max_batch=3)
     prompts = [text(1, 70), text(2, 5), [*text(1, 70), *text(3, 9)], text(4, 30)]
     made = [own.submit(prompt, Sampling(max_tokens=15, ignore_eos=True)) for prompt in prompts]
     dice = random.Random(1)
     while own.num_running or own.num_waiting:
         own.step()
         if dice.random() < 0.2:
-            own._give_way()
+            own.preempt()
         own.check()
     alone = Engine(dw.Decoder(plain))
     wanted = [alone.submit(prompt, Sampling(max_tokens=15, ignore_eos=True)) for prompt in prompts]
@@ -241,7 +243,7 @@ def test_recorded_forwards_look_into_pages_too(folder_of):
 
 
 def test_pages_are_found_by_all_tokens_up_to_them():
-    table = SlotTable(4, 1024)
+    table = PageTable(4, 1024)
     made = table.cache(1, 1, 8, torch.float32, torch.device("cpu"))
     table.allocate(14 * made.num_page_bytes)
     prefixes, first = Prefixes(table), text(1, 3 * PAGE + 5)
@@ -267,7 +269,7 @@ def test_what_a_head_has_not_read_is_not_kept(lab):
     lazy = own.submit(prompt, Sampling(max_tokens=80, ignore_eos=True), speculation="none")
     own.run()
     own.check()
-    assert len(own._decoder.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
+    assert len(own.decoder.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
     request, found = decoded(own, [*prompt, *lazy.token_ids])
     fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
     assert found == PAGE

@@ -6,15 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 from draftwing.budget.costs import Costs
 from draftwing.budget.measure import costs_of, planner_for
 from draftwing.budget.planner import Planner
 from draftwing.constraint import Constraint
 from draftwing.decode import Decoder, loop_of
-from draftwing.engine import Engine, SlotDecoder, SlotEngine, Speculation, check_memory
+from draftwing.engine import Engine, Speculation
 from draftwing.errors import ConfigError, DraftwingError, shown
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.models.target import Target
@@ -25,8 +25,6 @@ from draftwing.stats import Logprob, Stats, Step
 from draftwing.text.grammar import GrammarLike, Grammars, as_grammar
 from draftwing.text.prompts import Prompt, as_list, check_prompt
 from draftwing.text.tokenizer import Tokenizer
-
-D = TypeVar("D", bound=Decoder)
 
 
 @dataclass(frozen=True)
@@ -151,23 +149,21 @@ class LM:
         """Drop everything that drafters remember from earlier requests, for example before a measurement."""
         self.drafter.forget()
 
-    def decoder(self) -> Decoder:
-        """Return an empty decode loop. An automatic budget is shared by all of them."""
-        return self._decoder(Decoder)
-
-    def _decoder(self, make: Callable[..., D]) -> D:
+    def decoder(self, *, max_batch: int | None = None, kv_memory: int | None = None) -> Decoder:
+        """Return an empty decode loop; see ``engine``. An automatic budget is shared by all of them."""
         with self._turn:
             if self.is_auto and self._planner is None:
                 self._planner = planner_for(self.target, self.new_drafter, self.rule, loop_of(self.target))
-        planner, turn = self._planner, None if self._planner is None else self._turn
-        return make(
+        return Decoder(
             self.target,
             self.new_drafter,
             self.rule,
             self.budget,
             lossless=self.lossless,
-            planner=planner,
-            turn=turn,
+            planner=self._planner,
+            turn=None if self._planner is None else self._turn,
+            kv_memory=kv_memory,
+            max_batch=max_batch,
         )
 
     def engine(self, *, max_batch: int | None = None, kv_memory: int | None = None) -> Engine:
@@ -182,10 +178,8 @@ class LM:
         Raises:
             ConfigError, UnsupportedError: ``kv_memory`` is too small, or the target runs on transformers.
         """
-        if kv_memory is None:
-            return Engine(self.decoder(), max_batch=max_batch, tokenizer=self.tokenizer)
-        make = partial(SlotDecoder, max_batch, check_memory(kv_memory))
-        return SlotEngine(self._decoder(make), max_batch=max_batch, tokenizer=self.tokenizer)
+        decoder = self.decoder(max_batch=max_batch, kv_memory=kv_memory)
+        return Engine(decoder, max_batch=max_batch, tokenizer=self.tokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the ids of a text or of a dialogue (a list of ``{"role", "content"}``), or the given ids.

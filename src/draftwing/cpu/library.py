@@ -27,7 +27,7 @@ from draftwing.cpu.layout import AcceptArgs, Batch, Draft, Op, VerifyArgs
 from draftwing.cpu.memory import HugePageArena
 from draftwing.cpu.selftest import fault_of
 from draftwing.errors import ConfigError
-from draftwing.models.paged import SlotTable
+from draftwing.models.paged import PageTable
 
 _SYSTEMS = ("linux", "darwin")
 
@@ -124,7 +124,7 @@ class Kernel:
         self._rows(code, tiles.data_ptr(), num_in, outputs.data_ptr(), weights.data_ptr(), len(outputs))
         return weights
 
-    def commit(self, data: Tensor, lengths: Tensor, path: Tensor, table: SlotTable | None = None) -> None:
+    def commit(self, data: Tensor, lengths: Tensor, path: Tensor, table: PageTable | None = None) -> None:
         """Move the kept nodes of every row, (B, D) padded with PAD, to the slots after ``lengths`` (B,).
 
         Args:

@@ -53,7 +53,7 @@ class KVCache:
         self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
-        self.table: Any = None  # a ``paged.SlotTable``, where slots lie in pages
+        self.table: Any = None  # a ``paged.PageTable``, where slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
         self._written: set[int] = set()  # rows that have been somebody's
 

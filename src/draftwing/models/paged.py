@@ -1,9 +1,9 @@
-"""KV slots in pages of a stated amount of memory: no row needs as many slots as the longest one.
+"""KV slots in pages within a stated amount of memory, as in PagedAttention (2309.06180).
 
-Slot i of row b lies in page ``rows[b][i // PAGE]``, the same in every cache of a decoder: the target's, and those that
-its drafter keeps. So one table says where everything lies, rows come and go without a copy, and rows whose texts begin
-alike share pages. The first page belongs to nobody and stays zeros: rows look there past their own pages. Rows that
-only fill a recording's bucket write into the last one.
+Slot i of row b lies in page ``rows[b][i // PAGE]`` of every cache of a decoder: the target's and the drafter's. So one
+table is enough, rows join and leave without copies, and rows with a common prefix share pages. The first page belongs
+to no row and stays zero: attention reads it past the pages of a row. Rows that only fill a recording's bucket write to
+the last page.
 
 Shape suffixes: L layers, B rows, N nodes, K heads, S slots, D head dimension, P pages.
 """
@@ -28,43 +28,42 @@ MARGIN = 4160  # slots behind the longest text, for the widest tree that a budge
 
 
 class SlotsExhausted(SlotsError):
-    """A row needs a page, and there is none: whoever runs the loop makes room and asks again."""
+    """A row needs a page, and none is free. The engine preempts a row and repeats the step."""
 
 
 def pages_of(num_slots: int) -> int:
-    """Pages that hold so many slots."""
+    """Pages for ``num_slots`` slots."""
     return -(-num_slots // PAGE)
 
 
-class SlotTable:
-    """Which pages belong to whom. Used by the one thread that steps.
+class PageTable:
+    """The pages of each row. For the stepping thread only.
 
     Args:
-        num_rows: that there may be at once.
-        num_slots: of a row at most.
+        num_rows: most rows at once.
+        num_slots: most slots of a row.
 
     Attributes:
-        rows: the pages of each row, in the order of the context's rows; behind them, for the time of a forward, those
-            of a prompt that is being read.
-        uses: of each page, how many hold it.
-        caches: all that lie in these pages.
-        generation: how often everything was dropped.
-        num_pages: that rows may hold.
+        rows: the pages of each row, in the order of the context's rows, followed during a prefill by those of the row
+            that is being read.
+        uses: the number of holders of each page.
+        caches: all caches that lie in these pages.
+        num_pages: pages that rows may hold.
     """
 
     def __init__(self, num_rows: int, num_slots: int) -> None:
-        # Twice as many: where one row catches up with its text, others have as many entries, of which most are none.
+        # Twice as many slots: when one row catches up with its tokens, the others get as many entries, mostly unused.
         self.array = np.zeros((num_rows, pages_of(2 * num_slots + MARGIN)), dtype=np.int32)
         self.address, self.stride = self.array.ctypes.data, self.array.shape[1]
         self.rows: list[list[int]] = []
         self.caches: list[PagedCache] = []
         self._unclaimed: list[PagedCache] = []
-        self.num_pages, self.generation = 0, 0
+        self.num_pages = 0
         self.uses: list[int] = []
-        self._free: list[int] = []  # pages that hold nothing
-        self._kept: dict[int, None] = {}  # pages that nobody uses and that are worth keeping, the oldest first
-        self._is_known: set[int] = set()  # pages that somebody may ask for again
-        self.forgotten: list[int] = []  # of these, those that went since ``forgotten`` was last emptied
+        self._free: list[int] = []  # empty pages
+        self._kept: dict[int, None] = {}  # unused pages that hold a known prefix, the oldest first
+        self._is_known: set[int] = set()  # pages that hold a known prefix
+        self.forgotten: list[int] = []  # known pages that were reused since ``forgotten`` was last emptied
         self._mirror: Tensor | None = None
         self._is_changed = True
 
@@ -72,7 +71,7 @@ class SlotTable:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Whatever makes a KV cache meanwhile (a context, a drafter) makes it in these pages."""
+        """While this context is open, contexts and drafters make their KV caches in these pages."""
         token = _table.set(self)
         try:
             yield
@@ -82,31 +81,31 @@ class SlotTable:
     def cache(
         self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> PagedCache:
-        """A new cache; after ``restart``, one of the same shape whose owner is gone."""
-        made = PagedCache(self, num_layers, num_kv_heads, head_dim, dtype, device)
+        """A new cache; after ``restart``, an old one of the same shape."""
+        cache = PagedCache(self, num_layers, num_kv_heads, head_dim, dtype, device)
         for place, old in enumerate(self._unclaimed):
-            if old.key == made.key:
+            if old.key == cache.key:
                 return self._unclaimed.pop(place)
-        self.caches.append(made)
-        made.allocate(self.num_pages + SPARE if self.num_pages else 0)
-        return made
+        self.caches.append(cache)
+        cache.allocate(self.num_pages + SPARE if self.num_pages else 0)
+        return cache
 
     @property
     def num_page_bytes(self) -> int:
-        """Bytes of one page, in all caches together."""
+        """Bytes of one page in all caches together."""
         return sum(cache.num_page_bytes for cache in self.caches)
 
     def allocate(self, num_bytes: int) -> None:
-        """Take so much memory for all caches together, once they are made.
+        """Allocate ``num_bytes`` for all caches together, after they have been made.
 
         Raises:
-            ConfigError: it holds too few slots for any text.
+            ConfigError: too little for any request.
         """
         self.num_pages = num_bytes // self.num_page_bytes - SPARE
         if self.num_pages < 2:
             raise ConfigError(
-                f"kv_memory of {num_bytes:,} bytes holds no text: {PAGE} slots of target and drafter take "
-                f"{self.num_page_bytes:,} bytes, and at least four times as much is needed"
+                f"kv_memory={num_bytes:,} is too small: it needs at least {SPARE + 2} blocks of {PAGE} tokens "
+                f"({(SPARE + 2) * self.num_page_bytes:,} bytes)"
             )
         for cache in self.caches:
             cache.allocate(self.num_pages + SPARE)
@@ -114,12 +113,11 @@ class SlotTable:
         self._unclaimed = []
 
     def restart(self) -> None:
-        """Drop every row, and all that is kept: caches that are made next take the memory of those that there are."""
+        """Drop all rows and pages; caches that are made next reuse the memory of the present ones."""
         self.rows, self.uses = [], [0] * (self.num_pages + 1)
         self._free = [*range(self.num_pages, 0, -1)]
         self._kept, self._is_known, self.forgotten = {}, set(), []
         self._unclaimed = list(self.caches)
-        self.generation += 1
         for cache in self.caches:
             cache.leads = False
         self.array[:] = 0
@@ -129,16 +127,16 @@ class SlotTable:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had, those that are only kept among them."""
+        """Pages that rows can get, including those that are only kept."""
         return len(self._free) + len(self._kept)
 
     @property
     def num_kept(self) -> int:
-        """Pages that are kept and belong to nobody."""
+        """Unused pages that hold a known prefix."""
         return len(self._kept)
 
     def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
-        """See that each row from ``first_row`` on has slots for its length and ``extra`` more.
+        """Give each row from ``first_row`` on the pages for its length and ``extra`` more slots.
 
         Raises:
             SlotsExhausted: there are not enough pages.
@@ -152,7 +150,7 @@ class SlotTable:
             self._upload()
 
     def num_missing(self, lengths: Sequence[int], extra: int) -> int:
-        """Pages that ``hold(0, lengths, extra)`` would take."""
+        """New pages that ``hold(0, lengths, extra)`` needs."""
         missing = 0
         for row, length in enumerate(lengths):
             pages = len(self.rows[row]) if row < len(self.rows) else 0
@@ -173,7 +171,7 @@ class SlotTable:
         self._is_changed = True
 
     def _take(self) -> int:
-        """A page of zeros: what a former request left there may be NaN, which no mask keeps out (0 * NaN is NaN)."""
+        """A page of zeros: an earlier request may have left NaN, which no mask removes (0 * NaN is NaN)."""
         if self._free:
             page = self._free.pop()
         else:
@@ -187,7 +185,7 @@ class SlotTable:
         return page
 
     def attach(self, row: int, pages: list[int]) -> None:
-        """Make these the pages of the row behind the last one."""
+        """Add a row with these pages after the last one."""
         del self.rows[row:]
         self.rows.append(pages)
         self.array[row] = 0
@@ -195,44 +193,44 @@ class SlotTable:
         self._is_changed = True
 
     def detach(self, row: int) -> list[int]:
-        """Take the last row out again; its pages stay with whoever asks."""
+        """Remove the last row, and return its pages, which stay held."""
         pages = self.rows.pop(row)
         self.array[row, : len(pages)] = 0
         self._is_changed = True
         return pages
 
     def remove(self, row: int, last: int) -> None:
-        """Let a row's pages go; row ``last`` takes its place."""
-        del self.rows[last + 1 :]  # what an interrupt may have left there
-        gone, moved = self.rows[row], self.rows.pop()
+        """Release a row's pages; row ``last`` takes its place."""
+        del self.rows[last + 1 :]  # an interrupt may have left a row there
+        released, moved = self.rows[row], self.rows.pop()
         self.array[len(self.rows)] = 0
         if row < len(self.rows):
             self.rows[row] = moved
             self.array[row] = 0
             self.array[row, : len(moved)] = moved
-        self.release(gone)
+        self.release(released)
         self._is_changed = True
 
-    # --- pages that several hold, or nobody ------------------------------------------------------------------------
+    # --- shared and kept pages -------------------------------------------------------------------------------------
 
     def share(self, page: int) -> None:
-        """One more holds a page that is known."""
+        """Hold a known page once more."""
         self._kept.pop(page, None)
         self.uses[page] += 1
 
     def remember(self, page: int) -> None:
-        """Keep a page, once nobody holds it any more, for as long as there is room."""
+        """Keep a page after its last holder has released it, as long as there is room."""
         self._is_known.add(page)
 
     def forget(self, page: int) -> None:
-        """Keep a page no longer."""
+        """Undo ``remember``."""
         self._is_known.discard(page)
         if page in self._kept:
             del self._kept[page]
             self._free.append(page)
 
     def release(self, pages: list[int]) -> None:
-        """One fewer holds these; of a text that is kept, the end goes first."""
+        """Release pages in reverse order, so that the end of a known prefix is reused first; empties the list."""
         for page in reversed(pages):
             self.uses[page] -= 1
             if self.uses[page]:
@@ -244,7 +242,7 @@ class SlotTable:
         pages.clear()
 
     def recount(self, others: Sequence[Sequence[int]] = ()) -> None:
-        """Count anew who holds what, after an interrupt: rows, and ``others`` beside them."""
+        """Recount the holders of all pages after an interrupt: the rows, and ``others``."""
         self.uses = [0] * (self.num_pages + 1)
         for pages in (*self.rows, *others):
             for page in pages:
@@ -255,7 +253,7 @@ class SlotTable:
         self._kept = {page: None for page in order if page in self._is_known}
 
     def check(self, others: Sequence[Sequence[int]] = ()) -> None:
-        """Raise SlotsError where pages are lost or held twice; ``others`` hold some beside the rows."""
+        """Raise SlotsError if pages are lost or counted wrongly; ``others`` hold pages besides the rows."""
         uses = [0] * (self.num_pages + 1)
         for pages in (*self.rows, *others):
             for page in pages:
@@ -266,16 +264,16 @@ class SlotTable:
         if wrong or lost or len(set(idle)) < len(idle) or any(uses[page] for page in idle) or uses[0]:
             raise SlotsError(
                 f"KV pages do not add up: of {self.num_pages}, {len(wrong)} are counted wrongly, {len(lost)} are lost, "
-                f"{len(idle) - len(set(idle))} are free twice: this is a bug of Draftwing, please report it"
+                f"{len(idle) - len(set(idle))} are free twice: this is a bug of Draftwing"
             )
         for row, pages in enumerate(self.rows):
             if self.array[row, : len(pages)].tolist() != pages:
-                raise SlotsError(f"row {row} looks at other pages than it holds: this is a bug of Draftwing")
+                raise SlotsError(f"row {row} reads other pages than it holds: this is a bug of Draftwing")
 
     # --- the table on a device -------------------------------------------------------------------------------------
 
     def tensor(self, device: torch.device) -> Tensor:
-        """(B, P) int32 on a device: always the same memory, brought up to date by ``hold``."""
+        """(B, P) int32 on a device: always the same memory, updated by ``hold``."""
         if device.type == "cpu":
             return torch.from_numpy(self.array)
         if self._mirror is None:
@@ -290,15 +288,15 @@ class SlotTable:
 
 
 class PagedCache(KVCache):
-    """Keys and values of all layers in pages: (L, 2, 1, K, P * PAGE, D). Rows are made by ``hold``.
+    """Keys and values of all layers in pages: (L, 2, 1, K, P * PAGE, D). Rows get pages by ``hold``.
 
     Attributes:
-        leads: whether it is the target's, whose rows are the table's.
+        leads: True for the target's cache, which moves the rows of the table.
     """
 
     def __init__(
         self,
-        table: SlotTable,
+        table: PageTable,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
@@ -318,16 +316,16 @@ class PagedCache(KVCache):
 
     @property
     def num_rows(self) -> int:
-        """Rows that the table has."""
+        """Most rows of the table."""
         return int(self.table.array.shape[0])
 
     @property
     def num_slots(self) -> int:
-        """Slots that a row may have."""
+        """Most slots of a row."""
         return int(self.table.stride) * PAGE
 
     def allocate(self, num_pages: int) -> None:
-        """Make all pages. Whoever takes one clears it; those that belong to no row are cleared here."""
+        """Allocate all pages. A page is cleared when a row gets it; those that belong to no row are cleared here."""
         layers, two, heads, dim = self._shape
         self.data = self.data.new_empty(layers, two, 1, heads, num_pages * PAGE, dim)
         self.data[..., :PAGE, :].zero_()
@@ -343,9 +341,9 @@ class PagedCache(KVCache):
         """Pages are cleared when they are taken."""
 
     def move_row(self, source: int, target: int) -> None:
-        """Row ``target`` leaves, and ``source``, the last one, takes its place: in the table, and once for all caches.
+        """Drop row ``target``; ``source``, the last one, takes its place.
 
-        The target's rows are dropped last, after those of a drafter.
+        The target's cache does this for all caches; its rows are removed after the drafter's.
         """
         if self.leads:
             self.table.remove(target, source)
@@ -355,17 +353,90 @@ class PagedCache(KVCache):
         return torch.zeros_like(slots), pages * PAGE + slots % PAGE
 
 
-_table: ContextVar[SlotTable | None] = ContextVar("table", default=None)
+_table: ContextVar[PageTable | None] = ContextVar("table", default=None)
 
 
 def makes_pages() -> bool:
-    """Whether caches that are made now lie in pages."""
+    """True if caches that are made now lie in pages."""
     return _table.get() is not None
 
 
 def new_cache(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """Slots for one runner: of its own, or in the pages of the decoder that is being made (``SlotTable.making``)."""
+    """The KV cache of one runner: in the pages of the decoder that is being made, if any (``PageTable.making``)."""
     table = _table.get()
     if table is None:
         return KVCache(num_layers, num_kv_heads, head_dim, dtype, device)
     return table.cache(num_layers, num_kv_heads, head_dim, dtype, device)
+
+
+_PrefixKey = tuple[int, tuple[int, ...]]  # the number of the page before, and the tokens of the page and the next one
+
+
+class Prefixes:
+    """Finds pages by the tokens they hold. Keys contain all tokens, so that no two prefixes can be confused.
+
+    Only whole pages are shared. A drafter's slot may depend on the token after its position (entry i of an EAGLE head
+    reads feature i and token i + 1), so a page matches only if the token after it does, too.
+
+    Args:
+        table: owns the pages, and reuses those that no row holds when it needs them, the oldest first.
+    """
+
+    def __init__(self, table: PageTable) -> None:
+        self._table = table
+        self._pages: dict[_PrefixKey, tuple[int, int]] = {}  # a page, and a number that no other page ever gets
+        self._keys: dict[int, _PrefixKey] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        """Number of known pages."""
+        self._forget_reused()
+        return len(self._keys)
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        self._pages, self._keys = {}, {}
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The pages that hold the start of ``tokens``, without its last two tokens at least."""
+        self._forget_reused()
+        pages, before = list[int](), 0
+        for start in range(0, len(tokens) - PAGE - 1, PAGE):
+            match = self._pages.get((before, tuple(tokens[start : start + PAGE + 1])))
+            if match is None:
+                break
+            pages.append(match[0])
+            before = match[1]
+        return pages
+
+    def remember(self, tokens: Sequence[int], pages: Sequence[int], num_valid: int) -> None:
+        """Keep the pages of a row, of which the first ``num_valid`` slots are final."""
+        self._forget_reused()
+        before = 0
+        for place in range(min(num_valid // PAGE, (len(tokens) - 1) // PAGE)):
+            start, page = place * PAGE, pages[place]
+            key = before, tuple(tokens[start : start + PAGE + 1])
+            match = self._pages.get(key)
+            if match is None:
+                if page in self._keys:  # known by tokens whose start is gone
+                    del self._pages[self._keys.pop(page)]
+                match = self._pages[key] = page, self._next
+                self._keys[page] = key
+                self._next += 1
+                self._table.remember(page)
+            before = match[1]
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Forget pages whose content is wrong."""
+        for page in pages:
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._pages[key]
+                self._table.forget(page)
+
+    def _forget_reused(self) -> None:
+        reused, self._table.forgotten = self._table.forgotten, []
+        for page in reused:
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._pages[key]
