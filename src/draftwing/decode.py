@@ -266,6 +266,12 @@ class Decoder:
         """
         self.check(prompt_ids, sampling)
         request = Request(self._next_id, prompt_ids, sampling)
+        self.start(request)
+        self._next_id += 1
+        return request.id
+
+    def start(self, request: Request) -> None:
+        """Add a request that ``check`` has passed: its prompt and all that it has emitted."""
         with self._turn:
             prefill = self.begin(request)
             try:
@@ -274,8 +280,6 @@ class Decoder:
             except DraftwingError:
                 self.drop(prefill)
                 raise
-        self._next_id += 1
-        return request.id
 
     def begin(self, request: Request) -> Prefill:
         """Start reading a checked request: its prompt and all that it has emitted, after any shared prefix."""
@@ -702,7 +706,7 @@ class Decoder:
 def cut_depth(budget: Budget, depth: int) -> Budget:
     """A budget that drafts not much deeper than ``depth``, the tokens that can still be emitted.
 
-    The depth is rounded up to a power of two: where drafts are recorded, each depth is a recording of its own.
+    The depth is rounded up to a power of two: where drafts are recorded, each depth is recorded separately.
     """
     depth = max(_MIN_DEPTH, 1 << (depth - 1).bit_length()) if depth > 0 else 0
     if budget.depth <= depth:

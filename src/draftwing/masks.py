@@ -74,7 +74,7 @@ class Masks:
             ends = sampling.stop_tokens if sampling.ignore_eos else (*sampling.stop_tokens, *eos_ids)
             allow_all = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, dtype=np.uint32)
             self._rows.append(_MaskedRow(row, request, ends, allow_all, words_without(allow_all, ends)))
-        # Of the current step: (row, node) of each mask, the masks, and (row, node) of failed constraints.
+        # This step: (row, node) of each mask, the masks, and (row, node) of failed constraints.
         self._places: list[tuple[int, int]] = []
         self._words: list[np.ndarray] = []
         self._failed: list[tuple[int, int]] = []
