@@ -322,7 +322,7 @@ def test_budgets_at_their_limits():
         ([1, 2.0], ("must be a text, token ids (ints) or messages, found float 2.0", "give ids")),
         (None, ("must be a text, token ids (ints) or messages, found NoneType None",)),
         ({5, 6}, ("must be a text, token ids (ints) or messages, found set",)),
-        ("a\ud83d", ("the prompt has '\\ud83d' at character 1, which is no character", "give valid text")),
+        ("a\ud83d", ("invalid character U+D83D at position 1 of the prompt", "give valid text")),
         (b"ab", ("a prompt must be a text, found bytes", ".decode()")),
         (torch.tensor([[1, 2]]), ("must have one dimension, found 2 (Tensor)", "one row")),
         (torch.tensor([1.0, 2.0]), ("found float 1.0", "give ids")),

@@ -366,7 +366,7 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("x = 1\n")
     terminal.until("[^\n]{3}")  # it talks
     terminal.type("\x03")
-    terminal.until("stopped; the dialogue goes on")
+    terminal.until("stopped; the dialogue continues")
     assert re.search(r"\x1b\[(33|1;35)m", terminal.raw)  # three or more accepted at once
     terminal.type("/draft none\n")
     terminal.until("drafts by none: same text")

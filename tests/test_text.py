@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError
 from draftwing.text.prompts import as_list, check_prompt, read_prompts
-from draftwing.text.stream import TextStream
+from draftwing.text.tokenizer import TextStream
 
 LINES = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. \U0001f600\U0001f680",
@@ -371,8 +371,8 @@ def test_only_a_newline_ends_a_prompt(end: str, tmp_path: Path) -> None:
         ("a.jsonl", b'{"turns": []}', PromptError, ["a.jsonl, line 1: there is no question in this dialogue"]),
         ("a.jsonl", b'{"prompt": ""}', PromptError, ["a.jsonl, line 1: the prompt is empty"]),
         ("a.jsonl", b'{"prompt": 3}', PromptError, ["line 1: expected a string under 'prompt', found int 3"]),
-        ("a.jsonl", b'{"prompt": "\\ud83d"}', PromptError, ["which is no character", "give valid text"]),
-        ("a.jsonl", b'{"question": "\\ud83d"}', PromptError, ["which is no character", "give valid text"]),
+        ("a.jsonl", b'{"prompt": "\\ud83d"}', PromptError, ["invalid character U+D83D", "give valid text"]),
+        ("a.jsonl", b'{"question": "\\ud83d"}', PromptError, ["invalid character U+D83D", "give valid text"]),
         ("a.json", b"{}", PromptError, ["a.json: expected a list of objects, found {}"]),
     ],
 )

@@ -27,7 +27,7 @@ from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.sampling import Sampling
 from draftwing.stats import Step
-from draftwing.text.stream import TokenDecoder
+from draftwing.text.tokenizer import TokenDecoder
 from draftwing.torch_utils import inference, joined
 
 
