@@ -34,19 +34,14 @@ class Methods(Compared):
 
     tree: list[str] | None = option(
         None,
-        "auto, chain:K, dynamic:NODES,DEPTH,WIDTH, static or a JSON file, as in compare. Repeatable: every draft with "
-        "each. [default: auto]",
+        "Shape of drafts (see `draftwing compare --help`). Repeatable: every draft with each. [default: auto]",
     )
     rule: str = option("match", "Acceptance rule (see `draftwing compare --help`).", expert=True)
     lossy: bool = option(False, "Allow a rule that changes the output distribution (typical).", expert=True)
 
-    def trees(self) -> list[Drafting]:
-        """Return the trees, checked before a model is loaded."""
-        trees = [Drafting(self.rule, name, self.lossy) for name in dict.fromkeys(self.tree or ["auto"])]
-        for each in trees:
-            each.check()
-            each.budget()
-        return trees
+    def settings(self) -> list[dict[str, Any]]:
+        """Return keyword arguments for ``LM`` for each tree, checked before a model is loaded."""
+        return [Drafting(self.rule, name, self.lossy).for_lm() for name in dict.fromkeys(self.tree or ["auto"])]
 
     def load_methods(self, baseline: LM, model: Model) -> list[Method]:
         """Return every draft with every tree, on the target of ``baseline``."""
@@ -57,9 +52,8 @@ class Methods(Compared):
         methods = []
         for name, maker in unique.load(baseline, model):
             label = Path(name).name if Path(name).exists() else name
-            for each in self.trees():
-                lm = LM(baseline.target, baseline.tokenizer, maker, each.rule, each.budget(), lossless=not each.lossy)
-                methods.append(Method(label, lm))
+            lms = [LM(baseline.target, baseline.tokenizer, maker, **settings) for settings in self.settings()]
+            methods += [Method(label, lm) for lm in lms]
         if not methods:
             raise ConfigError("bench measures drafts against plain decoding: give a --draft besides none")
         return methods
@@ -73,8 +67,7 @@ class Sampled:
 
     temperature: list[str] | None = option(
         None,
-        "Such as 0, 1 or 0.2,top_p=0.9; model: the values in the model's generation_config.json. Repeatable. [default: "
-        "0 and 1]",
+        "0, 1 or 0.2,top_p=0.9; model: as in the model's generation_config.json. Repeatable. [default: 0 and 1]",
         "-T",
     )
     tokens: int = option(128, "Maximum number of tokens of an answer.", "--tokens", "--max-tokens", "-n")
@@ -96,17 +89,13 @@ def bench(
     sampled: Sampled,
     sets: list[str] | None = option(
         None,
-        "Questions: a .jsonl or .json file, or a folder of such files. Repeatable.",
+        "Questions: a .jsonl or .json file, or a folder of them. Repeatable.",
         "--set",
         "-s",
         metavar="[NAME=]FILE",
     ),
-    num_prompts: int | None = option(
-        None, "Number of questions of each set, evenly over its categories. [default: all]", min=1
-    ),
-    files: list[str] | None = argument(
-        None, "More files for --set, or folders for --report, as from a wildcard.", metavar="FILE"
-    ),
+    num_prompts: int | None = option(None, "Questions of each set, evenly over its categories. [default: all]", min=1),
+    files: list[str] | None = argument(None, "More files for --set, or folders for --report.", metavar="FILE"),
     out: Path | None = option(None, "Folder for records, results.json and index.html.", "-o"),
     report: list[Path] | None = option(None, "Measure nothing: show the results in this folder. Repeatable."),
     as_json: bool = JSON,
@@ -134,7 +123,7 @@ def bench(
         from draftwing.loading import load
 
         questions = [read_set(name, file) for name, file in find_files([*(sets or ()), *(files or ())]).items()]
-        methods.trees()
+        methods.settings()
         baseline = load(**vars(model), draft="none")
         samplings = sampled.to_samplings(baseline.tokenizer.folder)
         plan = Plan(baseline, methods.load_methods(baseline, model), questions, samplings, num_prompts)
@@ -190,8 +179,6 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
         screen.line(f"page: {out / PAGE}, figures: {out / RESULTS}", "dim")
     return groups
 
-
-# --- tables ----------------------------------------------------------------------------------------------------------
 
 _NUM_NAMED = 5  # skipped turns and differing texts in the terminal; the page has all
 _NUM_DEPTHS = 3  # of alpha in the terminal; the page and the JSON have more

@@ -9,10 +9,10 @@ import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -43,19 +43,12 @@ from draftwing.errors import (
 from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
 
     from draftwing.dialogue import Answer, Dialogue, Said
-    from draftwing.lm import LM
-    from draftwing.sampling import Sampling
     from draftwing.stats import Stats
 
 _MAX_DEPTHS = 6  # of acceptance by depth in one line
-
-
-# --- chat ------------------------------------------------------------------------------------------------------------
 
 
 @with_options
@@ -81,7 +74,6 @@ def chat(
     """
     from draftwing.dialogue import Dialogue
 
-    drafting.check()
     checked = sampling.to_sampling()
     lines = _Lines()
     if lines.are_typed and not as_json:
@@ -233,8 +225,6 @@ class _Conversation:
         if not self._as_json:
             self._screen.pieces(step.pieces, step.num_accepted)
 
-    # --- commands ----------------------------------------------------------------------------------------------------
-
     def _help(self, _: str) -> None:
         for name, command in self._commands.items():
             self._screen.note(f"{f'{name} {command.argument}':15} {command.help}", "")
@@ -269,27 +259,24 @@ class _Conversation:
         self._screen.note(f"{draft}: same text" if name else f"{draft}. Choose {self._choices}.")
 
     def _temperature(self, text: str) -> None:
-        if text:
-            try:
-                value = float(text)
-            except ValueError:
-                raise SamplingError(
-                    f"temperature must be a number, found {shown(text)}: write /temperature 0.7"
-                ) from None
-            self._dialogue.sampling = replace(self._dialogue.sampling, temperature=value)
+        self._set_sampling("temperature", text, float, "a number", "0.7")
         self._screen.note(f"temperature {self._dialogue.sampling.temperature:g}")
 
     def _seed(self, text: str) -> None:
-        if text:
-            try:
-                seed = secrets.randbits(31) if text == "random" else int(text)
-            except ValueError:
-                raise SamplingError(
-                    f"seed must be a whole number or random, found {shown(text)}: write /seed 1"
-                ) from None
-            self._dialogue.sampling = replace(self._dialogue.sampling, seed=seed)
+        text = str(secrets.randbits(31)) if text == "random" else text
+        self._set_sampling("seed", text, int, "a whole number or random", "1")
         unused = "" if self._dialogue.sampling.temperature else " (unused at temperature 0)"
         self._screen.note(f"seed {self._dialogue.sampling.seed}{unused}")
+
+    def _set_sampling(self, name: str, text: str, convert: Callable[[str], Any], expected: str, example: str) -> None:
+        if text:
+            try:
+                value = convert(text)
+            except ValueError:
+                raise SamplingError(
+                    f"{name} must be {expected}, found {shown(text)}: write /{name} {example}"
+                ) from None
+            self._dialogue.sampling = replace(self._dialogue.sampling, **{name: value})
 
     def _system(self, text: str) -> None:
         if text:
@@ -354,8 +341,6 @@ def _print_json_line(value: dict[str, object]) -> None:
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
-# --- demo ------------------------------------------------------------------------------------------------------------
-
 QUESTIONS = (
     "Why is the sky blue? Answer in two sentences.",
     "Write a Python function that adds up the even numbers of a list.",
@@ -363,27 +348,6 @@ QUESTIONS = (
 )
 TEMPERATURES = (0.0, 0.7)
 _NUM_WARM_UP_TOKENS = 8  # per method: first steps are slow
-
-
-@dataclass(frozen=True)
-class Totals:
-    """The answers at one temperature."""
-
-    temperature: float
-    draft: str
-    plain_seconds: float
-    draft_seconds: float
-    plain_tokens_per_s: float
-    draft_tokens_per_s: float
-    tau: float
-    num_identical: int
-    num_questions: int
-    speedup: float  # of decoding
-
-
-class _Timed(NamedTuple):
-    answer: Answer
-    steps: list[Said]
 
 
 @with_options
@@ -403,7 +367,10 @@ def demo(
     - `draftwing demo`
     - `draftwing demo --target path/or/hub-id --draft path/or/head -n 128`
     """
+    from draftwing.dialogue import Dialogue
+    from draftwing.lm import LM
     from draftwing.models.resolve import fetch
+    from draftwing.sampling import Sampling
 
     entry = entry_of(model.target)
     if entry is not None:
@@ -417,85 +384,74 @@ def demo(
             return
     lm = model.load(draft)
     name = name_draft(model.target, draft, lm)
+    lms = {"none": LM(lm.target, lm.tokenizer), name: lm}
+
+    def answer(draft: str, question: str, **settings: Any) -> tuple[Answer, list[Said]]:
+        steps: list[Said] = []
+        sampling = Sampling(**{"max_tokens": max_tokens, "seed": 1, **settings})
+        return Dialogue(lms[draft], draft, sampling).ask(question, steps.append), steps
+
     console, pairs = new_console(), []
     screen.line(f"{lm.target.name} answers {len(QUESTIONS)} questions, plainly and with {name}", "dim")
-    for plain, drafted in _answer_all(lm, name, max_tokens):
-        pairs.append((plain.answer, drafted.answer))
+    for each in lms:
+        answer(each, QUESTIONS[0], max_tokens=min(_NUM_WARM_UP_TOKENS, max_tokens))
+    orders = itertools.cycle((list(lms), list(reversed(lms))))
+    for temperature, question in itertools.product(TEMPERATURES, QUESTIONS):
+        answers = {each: answer(each, question, temperature=temperature) for each in next(orders)}
+        pairs.append((answers["none"][0], answers[name][0]))
         if not as_json:
-            _print_pair(console, plain, drafted)
+            _print_pair(console, answers["none"], answers[name])
     totals = [_add_up(name, [pair for pair in pairs if pair[0].sampling.temperature == t]) for t in TEMPERATURES]
     if as_json:
-        answers = [{"plain": plain.record(), "drafted": drafted.record()} for plain, drafted in pairs]
-        rows = [asdict(each) for each in totals]
-        screen.print_json({"target": lm.target.name, "draft": name, "answers": answers, "totals": rows})
+        records = [{"plain": plain.record(), "drafted": drafted.record()} for plain, drafted in pairs]
+        screen.print_json({"target": lm.target.name, "draft": name, "answers": records, "totals": totals})
     else:
         _print_totals(console, lm.target.name, totals)
-    if any(each.num_identical < each.num_questions for each in totals):
+    if any(each["num_identical"] < each["num_questions"] for each in totals):
         raise typer.Exit(1)
 
 
-def _answer_all(lm: LM, draft: str, max_tokens: int) -> Iterator[tuple[_Timed, _Timed]]:
-    """Yield every question's plain and drafted answer at every temperature; the two take turns in coming first."""
-    from draftwing.lm import LM
-    from draftwing.sampling import Sampling
-
-    lms = {"none": LM(lm.target, lm.tokenizer), draft: lm}
-    sampling = Sampling(max_tokens=max_tokens, seed=1)
-    for name, each in lms.items():
-        _answer(each, name, QUESTIONS[0], replace(sampling, max_tokens=min(_NUM_WARM_UP_TOKENS, max_tokens)))
-    orders = itertools.cycle((list(lms), list(reversed(lms))))
-    for temperature, question in itertools.product(TEMPERATURES, QUESTIONS):
-        settings = replace(sampling, temperature=temperature)
-        answers = {name: _answer(lms[name], name, question, settings) for name in next(orders)}
-        yield answers["none"], answers[draft]
-
-
-def _answer(lm: LM, draft: str, question: str, sampling: Sampling) -> _Timed:
-    from draftwing.dialogue import Dialogue
-
-    steps: list[Said] = []
-    return _Timed(Dialogue(lm, draft, sampling).ask(question, steps.append), steps)
-
-
-def _add_up(draft: str, pairs: list[tuple[Answer, Answer]]) -> Totals:
+def _add_up(draft: str, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
+    """Return the figures of the plain and drafted answers at one temperature; the speedup is of decoding."""
     from draftwing.stats import Stats
 
-    plain, drafted = zip(*pairs, strict=True)
-    plain_stats, draft_stats = (Stats.sum(answer.stats for answer in side) for side in (plain, drafted))
-    return Totals(
-        temperature=plain[0].sampling.temperature,
-        draft=draft,
-        plain_seconds=sum(answer.seconds for answer in plain),
-        draft_seconds=sum(answer.seconds for answer in drafted),
-        plain_tokens_per_s=plain_stats.tokens_per_s,
-        draft_tokens_per_s=draft_stats.tokens_per_s,
-        tau=draft_stats.tau,
-        num_identical=sum(a.token_ids == b.token_ids for a, b in pairs),
-        num_questions=len(pairs),
-        speedup=draft_stats.tokens_per_s / plain_stats.tokens_per_s,
-    )
+    plain, drafted = (Stats.sum(answer.stats for answer in side) for side in zip(*pairs, strict=True))
+    return {
+        "temperature": pairs[0][0].sampling.temperature,
+        "draft": draft,
+        "plain_seconds": sum(plain.seconds for plain, _ in pairs),
+        "draft_seconds": sum(drafted.seconds for _, drafted in pairs),
+        "plain_tokens_per_s": plain.tokens_per_s,
+        "draft_tokens_per_s": drafted.tokens_per_s,
+        "tau": drafted.tau,
+        "num_identical": sum(plain.token_ids == drafted.token_ids for plain, drafted in pairs),
+        "num_questions": len(pairs),
+        "speedup": drafted.tokens_per_s / plain.tokens_per_s,
+    }
 
 
-def _print_pair(console: Console, plain: _Timed, drafted: _Timed) -> None:
-    answer = plain.answer
-    put_line(console, f"\n{answer.question}  (temperature {answer.sampling.temperature:g})", "bold")
+def _print_pair(console: Console, *pair: tuple[Answer, list[Said]]) -> None:
+    question, temperature = pair[0][0].question, pair[0][0].sampling.temperature
+    put_line(console, f"\n{question}  (temperature {temperature:g})", "bold")
     table = Table(expand=console.is_terminal, padding=(0, 1))
-    for title, answer in (("plain decoding", plain.answer), (drafted.answer.draft, drafted.answer)):
+    for title, (answer, _) in zip(("plain decoding", pair[1][0].draft), pair, strict=True):
         table.add_column(Text(printable(f"{title}: {answer.seconds:.2f} s, {answer.stats.tokens_per_s:.0f} tokens/s")))
-    table.add_row(text_of(plain.steps), text_of(drafted.steps))
+    table.add_row(*(text_of(steps) for _, steps in pair))
     console.print(table)
 
 
-def _print_totals(console: Console, target: str, totals: list[Totals]) -> None:
+def _print_totals(console: Console, target: str, totals: list[dict[str, Any]]) -> None:
     table = new_table("", ">plain decoding", ">drafted", ">speedup", ">tau", ">same text")
     for each in totals:
         table.add_row(
-            Text(f"temperature {each.temperature:g}, {each.draft}"),
-            f"{each.plain_seconds:.1f} s, {each.plain_tokens_per_s:.0f} tokens/s",
-            f"{each.draft_seconds:.1f} s, {each.draft_tokens_per_s:.0f} tokens/s",
-            f"{each.speedup:.2f}x",
-            f"{each.tau:.2f}",
-            f"{each.num_identical} of {each.num_questions}",
+            Text(f"temperature {each['temperature']:g}, {each['draft']}"),
+            *(
+                f"{each[f'{way}_seconds']:.1f} s, {each[f'{way}_tokens_per_s']:.0f} tokens/s"
+                for way in ("plain", "draft")
+            ),
+            f"{each['speedup']:.2f}x",
+            f"{each['tau']:.2f}",
+            f"{each['num_identical']} of {each['num_questions']}",
         )
     put_line(console, f"\n{printable(target)}: seconds with the prompt, tokens/s without it", "bold")
     console.print(table)

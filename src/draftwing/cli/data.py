@@ -45,9 +45,6 @@ class Taps:
         return lambda num_layers: taps or tuple(tap for tap in net.taps(num_layers) if tap != num_layers)
 
 
-# --- regenerate ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Answers:
     """How prompts are answered, here or by a server."""
@@ -56,10 +53,7 @@ class Answers:
     max_batch: int = option(16, "Prompts decoded at once here.", min=1)
     max_tokens: int = option(512, "Maximum number of tokens of an answer.", "-n", panel="Sampling")
     temperature: str = option(
-        "0",
-        "0 is greedy. Several, such as 0,1: each prompt gets one of them, by a hash of the prompt.",
-        "-T",
-        panel="Sampling",
+        "0", "0 is greedy. Of several, such as 0,1, each prompt gets one, by its hash.", "-T", panel="Sampling"
     )
     top_p: float = option(1.0, "Sample from the fewest tokens whose probabilities add up to P.", panel="Sampling")
     seed: int = option(0, "Each prompt's seed is made of this one.", panel="Sampling")
@@ -110,9 +104,7 @@ def regenerate(
     prompts: Prompts,
     taps: Taps,
     out: Path = option(..., "JSONL file to append to: run again to continue.", "-o"),
-    features: Path | None = option(
-        None, "Folder for the target's hidden states: `train --cache` reads them instead of running the target."
-    ),
+    features: Path | None = option(None, "Folder for the target's hidden states, which `train --cache` reads."),
     as_json: bool = JSON,
 ) -> None:
     """Answer the data's prompts with the target: a head learns best from its own target's answers.
@@ -170,9 +162,6 @@ def regenerate(
     if done.skipped:
         where, why = done.skipped[0]
         screen.line(f"{len(done.skipped)} could not be answered, the first {where}: {why}", "yellow")
-
-
-# --- cache -----------------------------------------------------------------------------------------------------------
 
 
 @data_app.command("cache")
@@ -236,15 +225,10 @@ def cache(
     screen.line(f"train on it: draftwing train {taps.method} ... --cache {out} {settings}", "dim")
 
 
-# --- datastores ------------------------------------------------------------------------------------------------------
-
-
 @datastore_app.command("build")
 @with_options
 def build(
-    files: list[str] = argument(
-        ..., "Text files, JSONL files of texts or dialogues (as for `train --data`), or folders of them."
-    ),
+    files: list[str] = argument(..., "Text files, JSONL files as for `train --data`, or folders of them."),
     out: Path = option(..., "Folder to write; it must be new.", "-o"),
     target: str | None = TARGET,
     exclude: Path | None = option(None, "File of names (globs, or prefix/) to leave out of folders."),

@@ -29,9 +29,7 @@ class Constraint:
     PANEL: ClassVar = "Sampling"
 
     json_schema: str | None = option(None, "Output JSON that follows this schema: a file, or the schema itself.")
-    grammar: str | None = option(
-        None, "Output text that follows this grammar in Lark's notation: a file, or the grammar itself."
-    )
+    grammar: str | None = option(None, "Output text that follows this Lark grammar: a file, or the grammar itself.")
 
     def read(self) -> Grammar | None:
         from draftwing.text.grammar import Grammar
@@ -66,9 +64,7 @@ def generate(
     prompt: str | None = argument(None, "The prompt; or use --prompts or stdin."),
     prompts: Path | None = PROMPTS,
     draft: str | None = DRAFT,
-    logprobs: int | None = option(
-        None, "Show each token's log-probability and those of the N most probable tokens.", panel="Sampling"
-    ),
+    logprobs: int | None = option(None, "Show log-probabilities of each token and the N best.", panel="Sampling"),
     compare: bool = option(False, "Afterwards decode without drafts: report the speedup, and if the text is the same."),
     as_json: bool = JSON,
 ) -> None:
@@ -84,7 +80,6 @@ def generate(
     """
     from draftwing.lab.report import describe_run, record
 
-    drafting.check()
     checked, grammar = sampling.to_sampling(logprobs), constraint.read()
     given = _read(prompt, prompts)
     lm = model.load(draft, drafting)
@@ -103,7 +98,7 @@ def generate(
     for number, each in enumerate(ready, 1):
         if len(ready) > 1:
             output.note(f"prompt {number} of {len(ready)}")
-        if ready == [prompt]:
+        if prompt is not None and ready == [prompt]:
             output.prompt(prompt)
         try:
             (done,) = lm.generate(

@@ -19,6 +19,7 @@ from draftwing.cli.generate import token_namer
 from draftwing.cli.options import (
     DRAFT,
     JSON,
+    PROMPTS,
     Compared,
     Drafting,
     Examples,
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
 _DISTRIBUTION_ONLY = "at a temperature above 0 this rule keeps the distribution of the text, not the text itself"
 
 
-# --- compare ---------------------------------------------------------------------------------------------------------
-
-
 @with_options
 def compare(
     compared: Compared,
@@ -74,7 +72,6 @@ def compare(
     from draftwing.lab.compare import compare as run
 
     checked = sampling.to_sampling()
-    drafting.check()
     prompts = examples.read(model.target)
     lms = model.load_many(compared, drafting)
     ready = [sampling.put(each, lms[0].tokenizer) for each in prompts]
@@ -128,9 +125,6 @@ def _identical(method: MethodResult) -> Text:
     return Text(text if method.lossless else f"{text}, LOSSY rule", style="green" if same else "red")
 
 
-# --- verify ----------------------------------------------------------------------------------------------------------
-
-
 @with_options
 def verify(
     model: Model,
@@ -154,7 +148,6 @@ def verify(
     from draftwing.lab.verify import verify as run
 
     checked = sampling.to_sampling()
-    drafting.check()
     if drafting.rule != "match" and checked.temperature > 0 and get_rule(drafting.rule, lossless=False).lossless:
         raise ConfigError(
             f"rule {drafting.rule!r}: {_DISTRIBUTION_ONLY}: verify it with --temperature 0, or use --rule match"
@@ -194,8 +187,6 @@ def _print_verification(verification: Verification, lm: LM) -> None:
     console.print(table)
 
 
-# --- predict ---------------------------------------------------------------------------------------------------------
-
 TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10", "auto")
 NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prompts
 
@@ -204,22 +195,20 @@ NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prom
 class Prediction:
     """What to forecast, and from what."""
 
-    tree: list[str] | None = option(None, f"As in compare; repeatable. [default: {' '.join(TREES)}]")
-    temperature: list[float] | None = option(
-        None, "One of those that the statistics cover; repeatable. [default: all]", "-T"
-    )
-    measure: bool = option(False, "Also decode the prompts, and show what is measured next to the forecast.")
-    max_tokens: int = option(128, "Maximum number of tokens per prompt, with --measure.", "-n", min=1)
-    collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head.")
-    tau_only: bool = option(False, "Load no model and measure no costs: tau from the head's folder alone.")
-    formulas: bool = option(False, "Compare the papers' formulas for chains with what is measured.")
-    prompts: Path | None = option(None, "Text file (one prompt), .jsonl file (one per line), or - for stdin.")
+    prompts: Path | None = option(None, PROMPTS.metadata["help"])
     num_prompts: int | None = option(
         None,
         f"Use only the first N prompts. [default: {NUM_COLLECTED} with --collect, {NUM_MEASURED} with --measure, "
         f"{NUM_FORMULAS} with --formulas]",
         min=1,
     )
+    tree: list[str] | None = option(None, f"As in compare; repeatable. [default: {' '.join(TREES)}]")
+    temperature: list[float] | None = option(None, "One of the statistics'; repeatable. [default: all]", "-T")
+    measure: bool = option(False, "Also decode the prompts, and show what is measured next to the forecast.")
+    max_tokens: int = option(128, "Maximum number of tokens per prompt, with --measure.", "-n", min=1)
+    collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head.")
+    tau_only: bool = option(False, "Load no model and measure no costs: tau from the head's folder alone.")
+    formulas: bool = option(False, "Compare the papers' formulas for chains with what is measured.")
 
     def check(self) -> None:
         """Raise ConfigError if two options exclude each other."""
@@ -302,7 +291,7 @@ def head_folder(target: str | None, draft: str | None) -> Path:
     entry = entry_of(target)
     draft = draft or (entry.best_head if entry is not None else None)
     method = METHODS.get(str(draft))
-    if entry is not None and draft in entry.heads:
+    if entry is not None and draft is not None and draft in entry.heads:
         return entry.head(draft)
     if draft is not None and (method is None or method.needs == "folder"):
         return resolve(draft)
@@ -403,8 +392,6 @@ def _print_predictions(predictions: Predictions) -> None:
     put_line(console, f"machine: {format_pairs(predictions.machine)}", "dim")
 
 
-# --- tune ------------------------------------------------------------------------------------------------------------
-
 tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on this machine: `layers`.")
 
 
@@ -414,9 +401,7 @@ class Search:
 
     out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o")
     data: Path | None = option(
-        None,
-        "Held-out prompts: a text file (one prompt) or a .jsonl file (one per line). [default: prompts that ship with "
-        "Draftwing]",
+        None, "Held-out prompts: a text file (one prompt) or a .jsonl file. [default: shipped ones]"
     )
     num_prompts: int = option(8, "Use only the first N prompts.", min=1)
     max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -100,8 +99,6 @@ def _parameter(name: str, hint: Any, field: Any, panel: str | None) -> inspect.P
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-# --- drafts ----------------------------------------------------------------------------------------------------------
-
 _DRAFTS = (
     "eagle3 (the head that ships with the target), lookup (repeats of the prompt), suffix (repeats of earlier outputs "
     "too), early-exit (the target's first layers), none; or the folder or hub id of a head or a smaller model. Join "
@@ -192,12 +189,13 @@ class Drafting:
     )
     lossy: bool = option(False, "Allow a rule that changes the output distribution (typical).", expert=True)
 
-    def check(self) -> None:
-        """Refuse a rule before a model is loaded. Raises ConfigError."""
+    def for_lm(self) -> dict[str, Any]:
+        """Return keyword arguments for ``LM``. Raises ConfigError."""
         from draftwing.accept import get_rule
 
         if not (get_rule(self.rule, lossless=False).lossless or self.lossy):
             raise ConfigError(f"rule {self.rule!r} changes the output distribution: add --lossy to accept that")
+        return {"rule": self.rule, "budget": self.budget(), "lossless": not self.lossy}
 
     def budget(self) -> Budget | None:
         """Return the budget that ``--tree`` names; None for auto. Raises ConfigError."""
@@ -234,8 +232,6 @@ def _read_paths(file: Path) -> Any:
     return parse_json(content)
 
 
-# --- targets ---------------------------------------------------------------------------------------------------------
-
 _TARGET_HELP = (
     "Folder, GGUF file, name (see draftwing models) or hub id. [default: DRAFTWING_MODEL, or smollm2-135m-instruct]"
 )
@@ -252,8 +248,7 @@ class Model:
     dtype: str = option("float32", "float32, bfloat16, float16, float64, or auto: the checkpoint's.")
     quantize: str | None = option(
         None,
-        "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's, with "
-        "and without drafts.",
+        "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's.",
     )
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
     engine: str = option("auto", "lean, transformers, or auto: lean if it supports the model.", expert=True)
@@ -266,22 +261,16 @@ class Model:
         """Load the target with one draft."""
         from draftwing.loading import load
 
-        drafting = drafting or Drafting()
-        budget = drafting.budget()
-        return load(**vars(self), draft=draft, rule=drafting.rule, budget=budget, lossless=not drafting.lossy)
+        return load(**vars(self), draft=draft, **(drafting or Drafting()).for_lm())
 
     def load_many(self, compared: Compared, drafting: Drafting | None = None) -> list[LM]:
         """Load the target once; return plain decoding, then an ``LM`` for each draft."""
         from draftwing.lm import LM
 
-        drafting = drafting or Drafting()
-        budget = drafting.budget()
+        settings = (drafting or Drafting()).for_lm()
         baseline = self.load("none")
-        new_lm = functools.partial(LM, baseline.target, baseline.tokenizer, lossless=not drafting.lossy)
-        return [baseline, *(new_lm(maker, drafting.rule, budget) for _, maker in compared.load(baseline, self))]
-
-
-# --- sampling --------------------------------------------------------------------------------------------------------
+        makers = [maker for _, maker in compared.load(baseline, self)]
+        return [baseline, *(LM(baseline.target, baseline.tokenizer, maker, **settings) for maker in makers)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,20 +285,14 @@ class SamplingOptions:
     min_p: float = option(0.0, "Drop tokens below this share of the most probable token's probability.")
     repetition_penalty: float = option(1.0, "Divides the logits of tokens in the prompt and output.", expert=True)
     presence_penalty: float = option(0.0, "Subtracted from the logit of every generated token.", expert=True)
-    frequency_penalty: float = option(
-        0.0, "Subtracted from the logit of a generated token once per occurrence.", expert=True
-    )
-    logit_bias: list[str] | None = option(
-        None, "ID:VALUE, added to that token's logit (-1e20 bans it); repeatable.", expert=True
-    )
+    frequency_penalty: float = option(0.0, "The same, for each time it was generated.", expert=True)
+    logit_bias: list[str] | None = option(None, "ID:VALUE, added to a logit (-1e20: ban); repeatable.", expert=True)
     stop: list[str] | None = option(None, "String that ends the output; repeatable.")
     max_tokens: int = option(128, "Maximum number of new tokens.", "-n")
     min_tokens: int = option(0, "Number of tokens before an end token or stop string counts.", expert=True)
     seed: int = option(0, "The output is a function of target, prompt and seed.")
     ignore_eos: bool = option(False, "Continue after an end token.", expert=True)
-    chat: bool | None = option(
-        None, "Wrap the prompt in the chat template. [default: if the model has one]", "--chat/--no-chat"
-    )
+    chat: bool | None = option(None, "Use the chat template. [default: if the model has one]", "--chat/--no-chat")
 
     def to_sampling(self, logprobs: int | None = None) -> Sampling:
         """Return the checked parameters."""
@@ -335,9 +318,7 @@ class ChatSampling(SamplingOptions):
     """Defaults for conversations."""
 
     max_tokens: int = option(512, "Maximum number of tokens of an answer.", "-n")
-    chat: bool = option(
-        True, "Use the chat template; without it, messages are plain text separated by empty lines.", "--chat/--no-chat"
-    )
+    chat: bool = option(True, "Use the chat template, or plain text with empty lines.", "--chat/--no-chat")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -347,8 +328,6 @@ def _parse_bias(text: str) -> tuple[int, float]:
     except ValueError:
         raise ConfigError(f"--logit-bias must be ID:VALUE (such as 42:-1.5), found {text!r}") from None
 
-
-# --- data ------------------------------------------------------------------------------------------------------------
 
 PROMPTS = option(None, "Text file (one prompt), .jsonl file (one per line), or - for stdin.")
 

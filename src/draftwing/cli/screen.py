@@ -82,12 +82,12 @@ def short_warnings() -> Iterator[None]:
         filename: str,
         lineno: int,
         file: TextIO | None = None,
-        code: str | None = None,
+        line: str | None = None,
     ) -> None:
         if issubclass(category, DraftwingWarning):
-            line(f"warning: {' '.join(str(message).split())}", "yellow")
+            put_line(new_console(stderr=True), f"warning: {' '.join(str(message).split())}", "yellow")
         else:
-            (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, code))
+            (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

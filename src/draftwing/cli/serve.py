@@ -25,16 +25,11 @@ class Server:
     max_waiting: int = option(64, "Number of further requests that may wait; more are refused (429).", min=0)
     kv_memory: float | None = option(
         None,
-        "GiB for the KV cache of target and draft, allocated at the start and never exceeded; prompts with a common "
-        "prefix then share memory. [default: grows with the requests]",
+        "GiB for the KV cache, allocated at the start; prompts with a common prefix share it. [default: it grows]",
     )
-    max_tokens: int | None = option(
-        None, "Limit of requests that name none. [default: the rest of the context]", "-n", min=1
-    )
+    max_tokens: int | None = option(None, "Default limit of a request. [default: the context]", "-n", min=1)
     max_body: int = option(8, "Maximum size of a request in MiB.", min=1, expert=True)
-    patience: float = option(
-        30.0, "Seconds that running requests may take after SIGTERM or Ctrl-C.", min=0, expert=True
-    )
+    patience: float = option(30.0, "Seconds for running requests after SIGTERM or Ctrl-C.", min=0, expert=True)
 
     def keys(self) -> tuple[str, ...]:
         """Return the keys. Raises ConfigError if one is empty."""
@@ -59,7 +54,6 @@ def serve(model: Model, drafting: Drafting, server: Server, draft: str | None = 
     - `curl localhost:8000/v1/chat/completions -H 'content-type: application/json'
       -d '{"messages": [{"role": "user", "content": "What is rain?"}]}'`
     """
-    drafting.check()
     keys = server.keys()
     try:
         from draftwing.serve.app import Settings, make_app, run

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_methods().items())
 
 
-# --- train -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Run:
     """Inputs and outputs of a training run."""
@@ -52,16 +49,13 @@ class Run:
     target: str | None = option(None, TARGET.metadata["help"], "-t")
     cache: Path | None = option(
         None,
-        "Train on the rows and features in a folder of `draftwing data cache` (with the --data that it was made of) or "
-        "of `draftwing data regenerate --features` (without --data).",
+        "Features of `draftwing data cache` (with its --data) or `draftwing data regenerate --features` (without).",
     )
     init_from: Path | None = option(None, "Start from this head, in any layout, or from this draft model.")
     licence: str | None = option(None, "Licence for the head's card, such as Apache-2.0.")
     device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
     dtype: str = option("bfloat16", "Data type of the target.", expert=True)
-    forecast_prompts: int = option(
-        16, "Held-out prompts for the statistics that `draftwing predict` reads; 0 for none.", min=0, expert=True
-    )
+    forecast_prompts: int = option(16, "Prompts for the statistics of `draftwing predict`.", min=0, expert=True)
 
 
 @dataclass(frozen=True)
@@ -73,34 +67,22 @@ class Training:
     minutes: float | None = option(None, "Train for N minutes.")
     iterations: int | None = option(None, "Train for N updates.")
     max_length: int = option(512, "Tokens of a window or dialogue.")
-    objective: str | None = option(
-        None, "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token. [default: the method's]"
-    )
+    objective: str | None = option(None, "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token.")
     unroll_steps: int | None = option(None, f"Steps of training-time test; modules of mtp. [default: {_STEPS}]")
     draft_vocab_size: int | None = option(None, "EAGLE-3's draft vocabulary. [default: the whole vocabulary]")
-    loss_vocab_size: int | None = option(
-        None, "With the target's LM head: compute the loss over the N most frequent tokens. [default: all]"
-    )
+    loss_vocab_size: int | None = option(None, "EAGLE-1, HASS: loss over the N most frequent tokens. [default: all]")
     lr: float | None = option(None, "Peak learning rate. [default: 1e-3]")
     seed: int = option(0, "Seed of the weights, the order of the data and the noise.")
     tokens_per_batch: int = option(2048, "Tokens of a batch.", expert=True)
     accumulation: int = option(1, "Batches of one update.", expert=True)
-    later_share: float = option(
-        1.0, "Share of the entries that unrolled steps after the first are trained on; less is faster.", expert=True
-    )
-    taps: str | None = option(
-        None, "Hidden states to read instead of the method's, such as 2,16,29; a cache must have them.", expert=True
-    )
+    later_share: float = option(1.0, "Share of the entries in unrolled steps after the first.", expert=True)
+    taps: str | None = option(None, "Hidden states to read, such as 2,16,29. [default: the method's]", expert=True)
     fc_norm: bool = option(False, "EAGLE-3.1: a norm for each tap.", expert=True)
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normed state.", expert=True)
-    num_layers: int | None = option(
-        None, "Layers of a new net. [default: the method's; of a draft model, a quarter of the target's]", expert=True
-    )
+    num_layers: int | None = option(None, "Layers of a new net. [default: the method's]", expert=True)
     hidden_size: int | None = option(None, "Width of a new draft model. [default: half of the target's]", expert=True)
     num_heads: int | None = option(None, "Attention heads of a new draft model. [default: each 64 wide]", expert=True)
-    own_text: float = option(
-        0.0, "Share of the batches whose text the draft model continues itself (on-policy).", expert=True
-    )
+    own_text: float = option(0.0, "Share of the batches that the draft model writes itself.", expert=True)
     optimizer: str = option("adamw", "adamw, or muon for the matrices.", expert=True)
     precision: str = option("bf16", "bf16 autocast, or no.", expert=True)
     validation_share: float = option(0.02, "Share of the data held out.", expert=True)
@@ -209,8 +191,6 @@ def _collect_statistics(session: Session, num_prompts: int) -> None:
         screen.line(f"no statistics were collected for `draftwing predict`: {error}", "yellow")
 
 
-# --- doctor ----------------------------------------------------------------------------------------------------------
-
 _HEAD = argument(..., "Folder of a head, in any layout.")
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "dim"}
 
@@ -282,8 +262,6 @@ def _print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
     )
 
 
-# --- convert and export ----------------------------------------------------------------------------------------------
-
 # Layouts of all methods, listed here because the methods' classes import PyTorch.
 _LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators", "medusa")
 
@@ -294,9 +272,7 @@ def convert(
     out: Path = option(..., "Folder to write.", "-o"),
     to: str = option("draftwing", f"{join_or(_LAYOUTS)}."),
     target: str | None = option(None, "The head's target, if the head does not name it.", "-t"),
-    taps: str | None = option(
-        None, "Hidden states that the head reads, such as 2,16,29, if the head does not name them."
-    ),
+    taps: str | None = option(None, "Its hidden states, such as 2,16,29, if the head does not name them."),
     depth: int = option(5, "Number of draft tokens in the config of speculators.", min=1, expert=True),
 ) -> None:
     """Convert a head to another layout without changing a number.

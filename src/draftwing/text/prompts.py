@@ -39,9 +39,6 @@ FORMS = (
 )
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Text:
     """A document or a dialogue.
@@ -150,8 +147,6 @@ def _string(entry: dict[str, Any], key: str, where: str, problem: type[Draftwing
     return value
 
 
-# --- one prompt ------------------------------------------------------------------------------------------------------
-
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 _MAX_ID = 2**63  # ids beyond it cannot be compared with a vocabulary's size
@@ -256,9 +251,6 @@ def _check_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 def _dimensions(value: object) -> int | None:
     ndim = getattr(value, "ndim", None)
     return ndim if isinstance(ndim, int) and hasattr(value, "tolist") and not isinstance(value, memoryview) else None
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:

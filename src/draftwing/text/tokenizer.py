@@ -170,8 +170,6 @@ class Tokenizer:
         )
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------
-
 _BROKEN = "\ufffd"  # decoders write it for bytes that are no character, or not yet
 _CONTEXT_IDS = 8  # ids of the prompt in the first window; doubled until they decode to whole characters
 # A character has at most four bytes: if a window has not reached a character's end after this many ids, its bytes will
