@@ -613,7 +613,7 @@ def test_fetch_and_remove(named):
     removed = run("models", "remove", "tiny")
     assert (removed.exit_code, removed.stdout, removed.stderr) == (0, "", "removed tiny: 0.2 MB freed\n")
     assert named.left() == []
-    assert run("models", "remove", "tiny").stderr == "tiny is not here: nothing to do\n"
+    assert run("models", "remove", "tiny").stderr == "tiny is not downloaded: nothing to do\n"
     assert json.loads(run("models", "remove", "tiny", "--json").stdout) == {"name": "tiny", "freed_bytes": 0}
 
 

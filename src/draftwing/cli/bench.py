@@ -30,8 +30,6 @@ RESULTS, PAGE = "results.json", "index.html"
 
 @dataclasses.dataclass(frozen=True)
 class Methods(Compared):
-    """Drafts, trees and the rule."""
-
     tree: list[str] | None = option(
         None,
         "Shape of drafts (see `draftwing compare --help`). Repeatable: every draft with each. [default: auto]",
@@ -61,8 +59,6 @@ class Methods(Compared):
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Sampling parameters of the answers."""
-
     PANEL: ClassVar = "Sampling"
 
     temperature: list[str] | None = option(

@@ -19,7 +19,6 @@ from draftwing.models.catalogue import default_model
 if TYPE_CHECKING:
     from draftwing.methods.suffix_array import Store
     from draftwing.sampling import Sampling
-    from draftwing.train.answer_server import ServerAnswerer
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepare training data: `regenerate`, `cache`.")
 datastore_app = typer.Typer(
@@ -29,8 +28,6 @@ datastore_app = typer.Typer(
 
 @dataclass(frozen=True)
 class Taps:
-    """The hidden states to keep."""
-
     method: str = option(
         "eagle3",
         f"Keep what this method reads: {join_or(training_methods())}. Those of eagle3 serve eagle1 and hass too.",
@@ -47,8 +44,6 @@ class Taps:
 
 @dataclass(frozen=True)
 class Answers:
-    """How prompts are answered, here or by a server."""
-
     draft: str | None = option(None, "As in generate; it only saves time.", "-d")
     max_batch: int = option(16, "Prompts decoded at once here.", min=1)
     max_tokens: int = option(512, "Maximum number of tokens of an answer.", "-n", panel="Sampling")
@@ -77,19 +72,9 @@ class Answers:
             for each in temperatures
         ]
 
-    def ask_servers(self, samplings: list[Sampling]) -> ServerAnswerer:
-        from draftwing.train.answer_server import ServerAnswerer
-
-        if self.served_model is None:
-            raise ConfigError("--server needs --served-model: the name under which the server knows the target")
-        servers, key = self.server or [], self.api_key
-        return ServerAnswerer(servers, self.served_model, samplings, num_parallel=self.num_parallel, api_key=key)
-
 
 @dataclass(frozen=True)
 class Prompts:
-    """How data becomes prompts."""
-
     limit: int | None = option(None, "Use only the first N prompts.", min=1)
     prompt_tokens: int = option(64, "Tokens of a document that are its prompt.", expert=True)
     per_document: int = option(1, "Maximum number of prompts per document.", expert=True)
@@ -117,6 +102,7 @@ def regenerate(
     """
     from draftwing.formats.identity import target_id
     from draftwing.train.answer_local import LMAnswerer
+    from draftwing.train.answer_server import ServerAnswerer
     from draftwing.train.answers import read_tasks
     from draftwing.train.answers import regenerate as run
     from draftwing.train.feature_cache import GrowingCache
@@ -127,7 +113,15 @@ def regenerate(
     if answers.server:
         if features is not None:
             raise ConfigError("--features needs a model here: a server gives no hidden states; drop --server")
-        answerer = answers.ask_servers(samplings)
+        if answers.served_model is None:
+            raise ConfigError("--server needs --served-model: the name under which the server knows the target")
+        answerer = ServerAnswerer(
+            answers.server,
+            answers.served_model,
+            samplings,
+            num_parallel=answers.num_parallel,
+            api_key=answers.api_key,
+        )
     else:
         choose = taps.chooser()
         lm = model.load(answers.draft)

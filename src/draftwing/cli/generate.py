@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A grammar that the output follows."""
-
     PANEL: ClassVar = "Sampling"
 
     json_schema: str | None = option(None, "Output JSON that follows this schema: a file, or the schema itself.")

@@ -193,8 +193,6 @@ NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prom
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to forecast, and from what."""
-
     prompts: Path | None = option(None, PROMPTS.metadata["help"])
     num_prompts: int | None = option(
         None,
@@ -397,12 +395,8 @@ tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on 
 
 @dataclass(frozen=True)
 class Search:
-    """What to try, and on which prompts."""
-
     out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o")
-    data: Path | None = option(
-        None, "Held-out prompts: a text file (one prompt) or a .jsonl file. [default: shipped ones]"
-    )
+    data: Path | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]")
     num_prompts: int = option(8, "Use only the first N prompts.", min=1)
     max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8)
     trials: int = option(200, "Number of sets to try, including those of a stopped run.", min=1)
@@ -432,10 +426,7 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     from draftwing.models.subnet import lean_target
 
     prompts = Examples(search.data, search.num_prompts).read(model.target)
-    plain = [
-        each if isinstance(each, str) else [dict(m) if isinstance(m, Mapping) else m for m in each] for each in prompts
-    ]
-    digest = hashlib.sha256(json.dumps([search.max_tokens, plain]).encode())
+    digest = hashlib.sha256(json.dumps([search.max_tokens, prompts]).encode())
     about = {"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]}
     folder = resolve(model.target)
     plan = Plan(search.out, target_id_of_folder(folder, model.name), search.trials, search.seed, search.exits, about)
@@ -444,11 +435,12 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
         target = load_target(folder, dtype=model.dtype, device=model.device, engine=model.engine, prepack=False)
         return lean_target(target, "draft 'layers'")
 
-    best: list[Trial] = []
-    with progress("trying sets of layers", lambda: _describe_best(best), resumes=True) as show:
+    best = ""
+    with progress("trying sets of layers", lambda: best, resumes=True) as show:
 
         def on_progress(done: int, total: int, trial: Trial | None) -> None:
-            best[:] = [] if trial is None else [trial]
+            nonlocal best
+            best = "" if trial is None else f"best {trial.tokens_per_s:,.1f} tokens/s expected, {trial.parts}"
             show(done, total)
 
         tuned = tune(plan, lambda: _basis(model, search, prompts), load_plain, on_progress)
@@ -457,10 +449,6 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     if not tuned.finished:
         screen.line(f"stopped after {tuned.num_trials} sets: run the same command again to continue", "yellow")
         raise typer.Exit(130)
-
-
-def _describe_best(best: Sequence[Trial]) -> str:
-    return f"best {best[0].tokens_per_s:,.1f} tokens/s expected, {best[0].parts}" if best else ""
 
 
 def _basis(model: Model, search: Search, prompts: Sequence[Prompt]) -> Basis:
@@ -485,12 +473,8 @@ def _measure_layers(model: Model, search: Search, prompts: Sequence[Prompt]) -> 
     with progress("decoding with and without them") as on_progress:
         sampling = Sampling(max_tokens=search.max_tokens)
         plain, drafted = compare(lms, _put(lms[0], prompts), sampling, on_progress=on_progress).methods
-    return {
-        "plain_tokens_per_s": plain.tokens_per_s,
-        "tokens_per_s": drafted.tokens_per_s,
-        "speedup": drafted.speedup,
-        "tau": drafted.tau,
-    }
+    figures = {name: getattr(drafted, name) for name in ("tokens_per_s", "speedup", "tau")}
+    return {"plain_tokens_per_s": plain.tokens_per_s, **figures}
 
 
 def _print_layers(plan: Plan, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:

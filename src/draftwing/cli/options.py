@@ -137,8 +137,6 @@ def name_draft(target: str | None, draft: str | None, lm: LM) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """The drafts to measure."""
-
     draft: list[str] | None = option(
         None, f"{_DRAFTS} Repeatable. [default: lookup and the heads that ship with the target]", "-d"
     )
@@ -173,8 +171,6 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """The acceptance rule and the shape of drafts."""
-
     PANEL: ClassVar = "Drafting"
 
     rule: str = option(
@@ -240,8 +236,6 @@ TARGET = option(None, _TARGET_HELP, "-t")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The target, and how it runs."""
-
     PANEL: ClassVar = "Model"
 
     target: str | None = option(None, _TARGET_HELP, "-t")
@@ -275,8 +269,6 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """``Sampling`` as options, and whether prompts use the chat template."""
-
     PANEL: ClassVar = "Sampling"
 
     temperature: float = option(0.0, "0 is greedy.", "-T")
@@ -315,8 +307,6 @@ class SamplingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChatSampling(SamplingOptions):
-    """Defaults for conversations."""
-
     max_tokens: int = option(512, "Maximum number of tokens of an answer.", "-n")
     chat: bool = option(True, "Use the chat template, or plain text with empty lines.", "--chat/--no-chat")
 
@@ -334,8 +324,6 @@ PROMPTS = option(None, "Text file (one prompt), .jsonl file (one per line), or -
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Prompts to measure on."""
-
     prompts: Path | None = option(None, PROMPTS.metadata["help"])
     num_prompts: int = option(10, "Use only the first N prompts.", min=1)
 
@@ -353,8 +341,6 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Training data."""
-
     data: list[str] | None = option(
         None,
         "JSONL of dialogues (conversations, messages, turns, prompt and completion, question and answer, instruction "

@@ -15,8 +15,6 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Server:
-    """Address, clients and limits."""
-
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all of them.")
     port: int = option(8000, "Port to listen on.", min=1, max=65535)
     name: list[str] | None = option(None, "Name of the model in the API; repeatable. [default: the target]")

@@ -43,8 +43,6 @@ _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_m
 
 @dataclass(frozen=True)
 class Run:
-    """Inputs and outputs of a training run."""
-
     out: Path = option(..., "Folder of the run: checkpoint, metrics, curves, head/.", "-o")
     target: str | None = option(None, TARGET.metadata["help"], "-t")
     cache: Path | None = option(
@@ -60,8 +58,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a training run: see ``train.options.TrainOptions``."""
-
     PANEL: ClassVar = "Training"
 
     minutes: float | None = option(None, "Train for N minutes.")
