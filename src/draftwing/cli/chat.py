@@ -25,8 +25,8 @@ from draftwing.cli.options import (
     ChatSampling,
     Drafting,
     Model,
+    best_head,
     drafts_without_path,
-    name_draft,
     option,
     with_options,
 )
@@ -85,7 +85,7 @@ def chat(
             f"another one, such as --target smollm2-135m-instruct, or send messages as plain text with --no-chat"
         )
     put = partial(sampling.put, tokenizer=lm.tokenizer)
-    dialogue = Dialogue(lm, name_draft(model.target, draft, lm), checked, system=system, put=put)
+    dialogue = Dialogue(lm, draft or best_head(model.target) or lm.drafter_name, checked, system=system, put=put)
     _Conversation(dialogue, drafts_without_path(model.target), as_json=as_json).run(lines)
 
 
@@ -383,7 +383,7 @@ def demo(
             screen.line(f"The demo is skipped, because its model cannot be downloaded: {message}", "yellow")
             return
     lm = model.load(draft)
-    name = name_draft(model.target, draft, lm)
+    name = draft or best_head(model.target) or lm.drafter_name
     lms = {"none": LM(lm.target, lm.tokenizer), name: lm}
 
     def answer(draft: str, question: str, **settings: Any) -> tuple[Answer, list[Said]]:

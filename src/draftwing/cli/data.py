@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli.options import JSON, TARGET, Data, Model, argument, join_or, option, parse_taps, with_options
+from draftwing.cli.options import JSON, TARGET, Data, Model, argument, option, parse_taps, with_options
 from draftwing.cli.progress import progress, token_rate
 from draftwing.errors import ConfigError, shown
 from draftwing.methods.registry import training_method, training_methods
@@ -30,7 +30,7 @@ datastore_app = typer.Typer(
 class Taps:
     method: str = option(
         "eagle3",
-        f"Keep what this method reads: {join_or(training_methods())}. Those of eagle3 serve eagle1 and hass too.",
+        f"Keep what this method reads: {', '.join(training_methods())}. Those of eagle3 serve eagle1 and hass too.",
     )
     taps: str | None = option(None, "Keep these hidden states instead of the method's, such as 2,16,29.", expert=True)
 
@@ -73,22 +73,17 @@ class Answers:
         ]
 
 
-@dataclass(frozen=True)
-class Prompts:
-    limit: int | None = option(None, "Use only the first N prompts.", min=1)
-    prompt_tokens: int = option(64, "Tokens of a document that are its prompt.", expert=True)
-    per_document: int = option(1, "Maximum number of prompts per document.", expert=True)
-
-
 @data_app.command("regenerate")
 @with_options
 def regenerate(
     model: Model,
     data: Data,
     answers: Answers,
-    prompts: Prompts,
     taps: Taps,
     out: Path = option(..., "JSONL file to append to: run again to continue.", "-o"),
+    limit: int | None = option(None, "Use only the first N prompts.", min=1),
+    prompt_tokens: int = option(64, "Tokens of a document that are its prompt.", expert=True),
+    per_document: int = option(1, "Maximum number of prompts per document.", expert=True),
     features: Path | None = option(None, "Folder for the target's hidden states, which `train --cache` reads."),
     as_json: bool = JSON,
 ) -> None:
@@ -131,7 +126,15 @@ def regenerate(
             cache = GrowingCache(features, lm.target, choose(lm.target.num_layers), identity=identity)
         states = () if cache is None else cache.states
         answerer = LMAnswerer(lm, samplings, max_batch=answers.max_batch, states=states)
-    tasks = read_tasks(data.sources, **vars(prompts), tokenizer=tokenizer, exclude=data.exclude, output=out)
+    tasks = read_tasks(
+        data.sources,
+        prompt_tokens=prompt_tokens,
+        per_document=per_document,
+        limit=limit,
+        tokenizer=tokenizer,
+        exclude=data.exclude,
+        output=out,
+    )
     if cache is not None:
         max_tokens = sum(task.num_prompt_tokens + task.num_turns * answers.max_tokens for task in tasks)
         largest, per_token = cache.size_of(len(tasks), max_tokens), cache.size_of(0, 1).num_bytes

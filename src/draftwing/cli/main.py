@@ -44,13 +44,8 @@ class _Group(TyperGroup):
             code = _print_usage_error(error)
         except KeyboardInterrupt:
             code = 130
-        except BrokenPipeError:
-            screen.discard_stdout()
-            code = 1
-        except OSError as error:  # such as a full disk under stdout: a traceback would explain nothing
-            screen.discard_stdout()
-            screen.error(str(error) or type(error).__name__)
-            code = 2
+        except OSError as error:
+            code = _give_up_stdout(error, str(error) or type(error).__name__)
         raise typer.Exit(code)
 
 
@@ -59,6 +54,15 @@ def _print_usage_error(error: Any) -> int:
         raise error
     command = error.ctx.command_path if error.ctx is not None else "draftwing"
     screen.error(f"{error.format_message()} (see {command} --help)")
+    return 2
+
+
+def _give_up_stdout(error: OSError, message: str) -> int:
+    """Report a full disk under stdout, or nothing if its reader is gone; return the exit code."""
+    screen.discard_stdout()
+    if isinstance(error, BrokenPipeError):
+        return 1
+    screen.error(message)
     return 2
 
 
@@ -116,13 +120,9 @@ def main() -> None:
         code = 130
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        screen.discard_stdout()
-        code = code or 1
     except OSError as error:
-        screen.discard_stdout()
-        screen.error(f"stdout: {error}: check the disk")
-        code = code or 2
+        failure = _give_up_stdout(error, f"stdout: {error}: check the disk")
+        code = code or failure
     sys.exit(code)
 
 

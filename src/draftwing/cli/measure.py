@@ -25,6 +25,7 @@ from draftwing.cli.options import (
     Examples,
     Model,
     SamplingOptions,
+    best_head,
     option,
     with_options,
 )
@@ -287,7 +288,7 @@ def head_folder(target: str | None, draft: str | None) -> Path:
     from draftwing.models.resolve import resolve
 
     entry = entry_of(target)
-    draft = draft or (entry.best_head if entry is not None else None)
+    draft = draft or best_head(target)
     method = METHODS.get(str(draft))
     if entry is not None and draft is not None and draft in entry.heads:
         return entry.head(draft)

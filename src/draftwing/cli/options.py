@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
@@ -108,10 +108,10 @@ DRAFT = option(None, f"{_DRAFTS} [default: the head that ships with the target, 
 JSON = option(False, "Print JSON on stdout and nothing else.", "--json")
 
 
-def join_or(names: Iterable[str]) -> str:
-    """``a, b or c``."""
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
+def best_head(target: str | None) -> str | None:
+    """Return the method of the head that ships with the target and is used by default."""
+    entry = entry_of(target)
+    return None if entry is None else entry.best_head
 
 
 def _shipped_heads(target: str | None) -> list[str]:
@@ -127,12 +127,6 @@ def drafts_without_path(target: str | None) -> list[str]:
 def default_drafts(target: str | None) -> list[str]:
     """Return the drafts that are measured if none is named."""
     return ["lookup", *_shipped_heads(target)]
-
-
-def name_draft(target: str | None, draft: str | None, lm: LM) -> str:
-    """Return the name of the draft in use, as ``--draft`` takes it."""
-    entry = entry_of(target)
-    return draft or (entry.best_head if entry is not None else None) or lm.drafter_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +150,8 @@ class Compared:
         drafters = [(name, load(name)) for name in self.draft or default_drafts(model.target) if name != "none"]
         if not self.every:
             return drafters
-        entry = entry_of(model.target)
-        combined = [] if entry is None or entry.best_head is None else [f"{entry.best_head}+lookup"]
+        head = best_head(model.target)
+        combined = [] if head is None else [f"{head}+lookup"]
         in_checkpoint = [name for name, method in METHODS.items() if method.needs == "target"]
         present = {"none", *(name for name, _ in drafters)}
         for name in [*drafts_without_path(model.target), *combined, *in_checkpoint]:

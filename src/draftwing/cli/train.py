@@ -13,18 +13,7 @@ import typer
 from rich.text import Text
 
 from draftwing.cli import progress, screen
-from draftwing.cli.options import (
-    JSON,
-    TARGET,
-    Data,
-    Examples,
-    Model,
-    argument,
-    join_or,
-    option,
-    parse_taps,
-    with_options,
-)
+from draftwing.cli.options import JSON, PROMPTS, TARGET, Data, Model, argument, option, parse_taps, with_options
 from draftwing.cli.screen import format_alpha, new_console, new_table, printable, put_line
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
@@ -91,7 +80,7 @@ def train(
     run: Run,
     data: Data,
     training: Training,
-    method: str = argument(..., f"{join_or(training_methods())}."),
+    method: str = argument(..., f"{', '.join(training_methods())}."),
     as_json: bool = JSON,
 ) -> None:
     """Train a draft head for a target, or resume a stopped run.
@@ -191,16 +180,12 @@ _HEAD = argument(..., "Folder of a head, in any layout.")
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "dim"}
 
 
-@dataclass(frozen=True)
-class FewExamples(Examples):
-    num_prompts: int = option(4, "Use only the first N prompts.", min=1)
-
-
 @with_options
 def doctor(
     model: Model,
-    examples: FewExamples,
     head: Path = _HEAD,
+    prompts: Path | None = PROMPTS,
+    num_prompts: int = option(4, "Use only the first N prompts.", min=1),
     measure: bool = option(True, "Decode a few prompts with the head.", "--measure/--no-measure"),
     as_json: bool = JSON,
 ) -> None:
@@ -219,14 +204,15 @@ def doctor(
     from draftwing.loading import load
     from draftwing.methods.registry import diagnose
     from draftwing.models.resolve import resolve
+    from draftwing.text.prompts import read_prompts
 
     findings = diagnose(head, resolve(model.target))
     failed = any(each.status == "fail" for each in findings)
     fit = None
     if measure and not failed:
         lm = load(**vars(model), draft=head)
-        prompts = examples.read(model.target) if examples.prompts else None
-        fit = measure_fit(lm, trial_of(head, lm.tokenizer, examples.num_prompts, prompts, where=str(examples.prompts)))
+        given = None if prompts is None else read_prompts(prompts, num_prompts)
+        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=str(prompts)))
         failed = fit.verdict == "does not fit"
     if as_json:
         rows = [asdict(each) for each in findings]
@@ -266,7 +252,7 @@ _LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators", "medusa")
 def convert(
     head: Path = _HEAD,
     out: Path = option(..., "Folder to write.", "-o"),
-    to: str = option("draftwing", f"{join_or(_LAYOUTS)}."),
+    to: str = option("draftwing", f"{', '.join(_LAYOUTS)}."),
     target: str | None = option(None, "The head's target, if the head does not name it.", "-t"),
     taps: str | None = option(None, "Its hidden states, such as 2,16,29, if the head does not name them."),
     depth: int = option(5, "Number of draft tokens in the config of speculators.", min=1, expert=True),
