@@ -585,8 +585,8 @@ def test_training_in_a_pipe_tells_how_far_it_is(monkeypatch, capsys):
         monkeypatch.setattr(progress, "EVERY", 60)
         show(TrainProgress(8, 100, {**metrics, "tau": 2.5, "alpha": [0.75]}))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "iteration 7/100  loss 2.000  100 tokens/s  agreement .50 .25"
-    assert lines[-1] == "iteration 8/100  loss 2.000  100 tokens/s  agreement .50 .25  tau 2.50 (.75)"
+    assert lines[0] == "training: 7 of 100, loss 2.000, 100 tokens/s, agreement .50 .25, 0:00 so far"
+    assert lines[-1] == "iteration 8: loss 2.000, 100 tokens/s, agreement .50 .25, tau 2.50 (.75)"
 
 
 @pytest.mark.parametrize("command", ["compare", "verify"])

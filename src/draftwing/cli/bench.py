@@ -14,12 +14,10 @@ from rich.text import Text
 from draftwing.cli import screen
 from draftwing.cli.options import JSON, Compared, Drafting, Model, argument, default_drafts, option, with_options
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, printable, put_line
+from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, print_line, printable
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from draftwing.lab.bench import Journal, Method
     from draftwing.lab.bench_results import Estimate, Group, Row
     from draftwing.lm import LM
@@ -164,13 +162,12 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
     if as_json:
         screen.print_json(to_dict(groups))
         return groups
-    console = new_console()
     if not groups:
-        put_line(console, "nothing is measured yet", "yellow")
+        print_line("nothing is measured yet", "yellow")
     if len(groups) > 1:
-        put_line(console, "results of different settings or machines do not compare: a table each", "yellow")
+        print_line("results of different settings or machines do not compare: a table each", "yellow")
     for group in groups:
-        _print_group(console, group)
+        _print_group(group)
     if out is not None and groups:
         screen.line(f"page: {out / PAGE}, figures: {out / RESULTS}", "dim")
     return groups
@@ -181,41 +178,38 @@ _NUM_DEPTHS = 3  # of alpha in the terminal; the page and the JSON have more
 _WIDE, _MIDDLE = 155, 110  # terminal columns of the whole table, and of one without derived figures
 
 
-def _print_group(console: Console, group: Group) -> None:
+def _print_group(group: Group) -> None:
     settings = dict(group.settings)
     weights = "" if settings["quantize"] == "none" else f", {settings['quantize']}"
     title = f"{settings['target']}, {settings['dtype']}{weights}, {settings['tokens']} tokens, batch 1"
-    put_line(console, f"\n{title}", "bold")
-    console.print(_table(group.wholes, console.width))
+    print_line(f"\n{title}", "bold")
+    new_console().print(_table(group.wholes, new_console().width))
     if group.parts:
-        put_line(console, "by turn and category")
-        console.print(_table(group.parts, min(console.width - 18, _WIDE - 1), parts=True))
-    put_line(
-        console,
+        print_line("by turn and category")
+        new_console().print(_table(group.parts, min(new_console().width - 18, _WIDE - 1), parts=True))
+    print_line(
         "n: questions; speedup: mean of the ratios to plain decoding, question by question, with a 95% interval; "
-        "of means: ratio of mean tokens/s; prompt: including the prompt's prefill in both times",
-        "dim",
+        "of means: ratio of mean tokens/s; prompt: including the prompt's prefill in both times"
     )
     machine = settings.pop("machine")
     settings.pop("target_identity", None)
-    put_line(console, f"settings: {format_pairs(settings)}", "dim")
-    put_line(console, f"machine: {format_pairs(machine)}", "dim")
+    print_line(f"settings: {format_pairs(settings)}")
+    print_line(f"machine: {format_pairs(machine)}")
     for turn in group.skipped[:_NUM_NAMED]:
-        put_line(
-            console,
+        print_line(
             f"skipped: {_place(turn)}: {turn['prompt_tokens']:,} tokens leave no room for an answer in a context of "
             f"{turn['context']:,}",
             "yellow",
         )
     if len(group.skipped) > _NUM_NAMED:
-        put_line(console, f"in all, {len(group.skipped):,} turns were skipped for want of room", "yellow")
+        print_line(f"in all, {len(group.skipped):,} turns were skipped for want of room", "yellow")
     for answer in group.differences[:_NUM_NAMED]:
         is_promised = answer["promise"] != "law"
         meaning = "NOT plain decoding's text" if is_promised else "the same distribution, not the same text"
         start = f"{answer['draft']}, {answer['budget']}, from token {answer['differs_at'] + 1} on"
-        put_line(console, f"differs: {_place(answer)}: {start}: {meaning}", "red" if is_promised else "dim")
+        print_line(f"differs: {_place(answer)}: {start}: {meaning}", "red" if is_promised else "dim")
     if len(group.differences) > _NUM_NAMED:
-        put_line(console, f"in all, {len(group.differences):,} texts differ; the page shows them", "yellow")
+        print_line(f"in all, {len(group.differences):,} texts differ; the page shows them", "yellow")
 
 
 def _place(answer: Mapping[str, Any]) -> str:

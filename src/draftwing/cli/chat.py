@@ -30,21 +30,11 @@ from draftwing.cli.options import (
     option,
     with_options,
 )
-from draftwing.cli.screen import format_alpha, new_console, new_table, printable, put_line, text_of
-from draftwing.errors import (
-    CheckpointError,
-    ConfigError,
-    DraftwingError,
-    PromptError,
-    SamplingError,
-    TokenizerError,
-    shown,
-)
+from draftwing.cli.screen import format_alpha, new_console, new_table, print_line, printable, text_of
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError, TokenizerError, shown
 from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from draftwing.dialogue import Answer, Dialogue, Said
     from draftwing.stats import Stats
 
@@ -273,9 +263,7 @@ class _Conversation:
             try:
                 value = convert(text)
             except ValueError:
-                raise SamplingError(
-                    f"{name} must be {expected}, found {shown(text)}: write /{name} {example}"
-                ) from None
+                raise ConfigError(f"{name} must be {expected}, found {shown(text)}: write /{name} {example}") from None
             self._dialogue.sampling = replace(self._dialogue.sampling, **{name: value})
 
     def _system(self, text: str) -> None:
@@ -391,7 +379,7 @@ def demo(
         sampling = Sampling(**{"max_tokens": max_tokens, "seed": 1, **settings})
         return Dialogue(lms[draft], draft, sampling).ask(question, steps.append), steps
 
-    console, pairs = new_console(), []
+    pairs = []
     screen.line(f"{lm.target.name} answers {len(QUESTIONS)} questions, plainly and with {name}", "dim")
     for each in lms:
         answer(each, QUESTIONS[0], max_tokens=min(_NUM_WARM_UP_TOKENS, max_tokens))
@@ -400,13 +388,13 @@ def demo(
         answers = {each: answer(each, question, temperature=temperature) for each in next(orders)}
         pairs.append((answers["none"][0], answers[name][0]))
         if not as_json:
-            _print_pair(console, answers["none"], answers[name])
+            _print_pair(answers["none"], answers[name])
     totals = [_add_up(name, [pair for pair in pairs if pair[0].sampling.temperature == t]) for t in TEMPERATURES]
     if as_json:
         records = [{"plain": plain.record(), "drafted": drafted.record()} for plain, drafted in pairs]
         screen.print_json({"target": lm.target.name, "draft": name, "answers": records, "totals": totals})
     else:
-        _print_totals(console, lm.target.name, totals)
+        _print_totals(lm.target.name, totals)
     if any(each["num_identical"] < each["num_questions"] for each in totals):
         raise typer.Exit(1)
 
@@ -430,17 +418,17 @@ def _add_up(draft: str, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
     }
 
 
-def _print_pair(console: Console, *pair: tuple[Answer, list[Said]]) -> None:
+def _print_pair(*pair: tuple[Answer, list[Said]]) -> None:
     question, temperature = pair[0][0].question, pair[0][0].sampling.temperature
-    put_line(console, f"\n{question}  (temperature {temperature:g})", "bold")
-    table = Table(expand=console.is_terminal, padding=(0, 1))
+    print_line(f"\n{question}  (temperature {temperature:g})", "bold")
+    table = Table(expand=new_console().is_terminal, padding=(0, 1))
     for title, (answer, _) in zip(("plain decoding", pair[1][0].draft), pair, strict=True):
         table.add_column(Text(printable(f"{title}: {answer.seconds:.2f} s, {answer.stats.tokens_per_s:.0f} tokens/s")))
     table.add_row(*(text_of(steps) for _, steps in pair))
-    console.print(table)
+    new_console().print(table)
 
 
-def _print_totals(console: Console, target: str, totals: list[dict[str, Any]]) -> None:
+def _print_totals(target: str, totals: list[dict[str, Any]]) -> None:
     table = new_table("", ">plain decoding", ">drafted", ">speedup", ">tau", ">same text")
     for each in totals:
         table.add_row(
@@ -453,5 +441,5 @@ def _print_totals(console: Console, target: str, totals: list[dict[str, Any]]) -
             f"{each['tau']:.2f}",
             f"{each['num_identical']} of {each['num_questions']}",
         )
-    put_line(console, f"\n{printable(target)}: seconds with the prompt, tokens/s without it", "bold")
-    console.print(table)
+    print_line(f"\n{printable(target)}: seconds with the prompt, tokens/s without it", "bold")
+    new_console().print(table)

@@ -30,7 +30,7 @@ from draftwing.cli.options import (
     with_options,
 )
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, printable, put_line
+from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, print_line, printable
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.methods.registry import METHODS
 from draftwing.models.catalogue import entry_of
@@ -88,12 +88,11 @@ def compare(
 
 def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
     is_sampled = any(method.promise == "law" for method in comparison.methods)
-    console = new_console()
     if texts:
         rates = {method.name: f"{method.tokens_per_s:.0f} tokens/s" for method in comparison.methods}
         for index, (name, text) in enumerate(comparison.texts.items()):
             title = Text(f"{printable(name) if index else 'plain decoding'}: {rates[name]}")
-            console.print(Panel(Text(printable(text.strip("\n"))), title=title, title_align="left", expand=False))
+            new_console().print(Panel(Text(printable(text.strip("\n"))), title=title, title_align="left", expand=False))
     last = "text" if is_sampled else "text identical"
     table = new_table("drafter", ">tokens/s", ">speedup", ">tau", ">efficiency", "alpha by depth", last, no_wrap=True)
     for index, method in enumerate(comparison.methods):
@@ -106,16 +105,16 @@ def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
             format_alpha(method.alpha) or "-",
             _identical(method) if index else "baseline",
         )
-    console.print(table)
+    new_console().print(table)
     settings = dict(comparison.settings)
     rules, budgets = settings.pop("rules", {}), settings.pop("budgets", {})
-    put_line(console, f"baseline: {comparison.baseline}", "dim")
-    put_line(console, f"settings: {format_pairs(settings)}", "dim")
+    print_line(f"baseline: {comparison.baseline}")
+    print_line(f"settings: {format_pairs(settings)}")
     for name in rules:
-        put_line(console, f"{name}: rule {rules[name]}, tree {budgets.get(name, '')}", "dim")
-    put_line(console, f"machine: {format_pairs(comparison.machine)}", "dim")
+        print_line(f"{name}: rule {rules[name]}, tree {budgets.get(name, '')}")
+    print_line(f"machine: {format_pairs(comparison.machine)}")
     if is_sampled:
-        put_line(console, f"text: {_DISTRIBUTION_ONLY}; texts differ from plain decoding's as those of two seeds do")
+        print_line(f"text: {_DISTRIBUTION_ONLY}; texts differ from plain decoding's as those of two seeds do")
 
 
 def _identical(method: MethodResult) -> Text:
@@ -167,15 +166,14 @@ def verify(
 
 
 def _print_verification(verification: Verification, lm: LM) -> None:
-    console, settings = new_console(), dict(verification.settings)
+    settings = dict(verification.settings)
     sampling = format_pairs(settings.pop("sampling", {})) or "greedy"
-    put_line(
-        console,
+    print_line(
         f"{verification.num_identical} of {verification.num_prompts} texts identical to plain decoding's "
         f"({verification.num_tokens} tokens compared)",
         "red" if verification.differences else "green",
     )
-    put_line(console, f"settings: {format_pairs(settings)}, sampling: {sampling}", "dim")
+    print_line(f"settings: {format_pairs(settings)}, sampling: {sampling}")
     if not verification.differences:
         return
     name_of = token_namer(lm)
@@ -185,7 +183,7 @@ def _print_verification(verification: Verification, lm: LM) -> None:
         verdict = ("a tie within the rounding noise", "yellow") if each.is_tie else ("DIFFERENT", "red")
         figures = (f"{each.margin:.2e}", f"{each.noise:.2e}")
         table.add_row(str(each.prompt_index + 1), str(each.position), *map(Text, names), *figures, Text(*verdict))
-    console.print(table)
+    new_console().print(table)
 
 
 TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10", "auto")
@@ -322,7 +320,6 @@ def _put(lm: LM, prompts: Sequence[Prompt]) -> list[Prompt]:
 def _print_forecasts(
     forecasts: Sequence[Forecast], statistics: Mapping[str, Any], machine: Mapping[str, Any] | None
 ) -> None:
-    console = new_console()
     is_measured = any(each.measured_tau is not None for each in forecasts)
     measured = (">tau measured", ">error", ">speedup measured") if is_measured else ()
     table = new_table("T", "tree", ">tau", ">95%", ">nodes", ">levels", ">speedup", *measured)
@@ -333,16 +330,14 @@ def _print_forecasts(
         if each.measured_tau is not None and each.error is not None:
             values += [f"{each.measured_tau:.2f}", f"{each.error:+.1%}", f"{each.measured_speedup:.2f}"]
         table.add_row(f"{each.temperature:g}", Text(printable(each.tree)), *values)
-    console.print(table)
+    new_console().print(table)
     texts = ", ".join(f"{count} texts at T={name}" for name, count in statistics["texts"].items())
-    put_line(
-        console,
+    print_line(
         f"from held-out statistics: {texts}, target {printable(statistics['target'])}, drafts by "
-        f"{printable(statistics['runs_as'] or 'PyTorch')}; auto is an approximation",
-        "dim",
+        f"{printable(statistics['runs_as'] or 'PyTorch')}; auto is an approximation"
     )
     if machine is not None:
-        put_line(console, f"speedup over plain decoding at batch 1; machine: {format_pairs(machine)}", "dim")
+        print_line(f"speedup over plain decoding at batch 1; machine: {format_pairs(machine)}")
 
 
 def _predict_by_formulas(model: Model, prediction: Prediction, draft: str | None, *, as_json: bool) -> None:
@@ -365,7 +360,6 @@ def _predict_by_formulas(model: Model, prediction: Prediction, draft: str | None
 
 
 def _print_predictions(predictions: Predictions) -> None:
-    console = new_console()
     columns = (">tau formula", ">tau", ">speedup, c alone", ">with T_V", ">speedup", ">operations", ">memory")
     table = new_table("chain", *columns, ">gains from")
     for each in predictions.chains:
@@ -374,21 +368,19 @@ def _print_predictions(predictions: Predictions) -> None:
         table.add_row(str(each.gamma), *(f"{value:.2f}" for value in (*figures, each.memory)), start)
     auto = predictions.auto
     table.add_row("auto", "", f"{auto['tau']:.2f}", "", "", f"{auto['speedup']:.2f}", "", "", "")
-    console.print(table)
+    new_console().print(table)
     verdict = "above c: drafting pays" if predictions.pays else "not above c: drafting does not pay"
-    put_line(
-        console,
+    print_line(
         f"{printable(predictions.drafter)}: alpha {predictions.alpha:.2f} (acceptance of a token), c "
         f"{predictions.c:.2f} (draft step / target forward), alpha {verdict}; best chain by the formula "
         f"{predictions.best_gamma}",
+        "",
     )
-    put_line(
-        console,
+    print_line(
         f"baseline: plain decoding, {predictions.plain_tokens_per_s:.1f} tokens/s; 'with T_V' includes the measured "
-        f"time of verifying more nodes; 'gains from' is in tokens of context",
-        "dim",
+        f"time of verifying more nodes; 'gains from' is in tokens of context"
     )
-    put_line(console, f"machine: {format_pairs(predictions.machine)}", "dim")
+    print_line(f"machine: {format_pairs(predictions.machine)}")
 
 
 tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on this machine: `layers`.")

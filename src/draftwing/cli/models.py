@@ -11,7 +11,7 @@ import typer
 from draftwing.cli import screen
 from draftwing.cli.options import DRAFT, JSON, Model, argument, option, with_options
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import new_console, new_table, put_line
+from draftwing.cli.screen import new_console, new_table, print_line
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named, entry_of
 
@@ -40,7 +40,6 @@ def models(context: typer.Context, as_json: bool = JSON) -> None:
     if as_json:
         screen.print_json({"models": rows})
         return
-    console = new_console()
     table = new_table("name", ">parameters", "licence", "source", ">size", "downloaded", "heads")
     for row in rows:
         table.add_row(
@@ -52,10 +51,10 @@ def models(context: typer.Context, as_json: bool = JSON) -> None:
             "yes" if row["path"] else "no",
             ", ".join(row["heads"]) or "-",
         )
-    console.print(table)
+    new_console().print(table)
     for row in rows:
         if row["path"]:
-            put_line(console, f"{row['name']}: {row['path']}", "dim")
+            print_line(f"{row['name']}: {row['path']}")
 
 
 @models_app.command()

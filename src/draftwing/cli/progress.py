@@ -39,7 +39,7 @@ def progress(
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Detail(detail))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
 def token_rate(num_tokens: Callable[[], int]) -> Callable[[], str]:
@@ -74,12 +74,14 @@ class _Counter:
 
     def text(self) -> str:
         elapsed = time.perf_counter() - self._began
-        if not self._total:
+        if not self._done and not self._total:
             return f"{self._title}, {_clock(elapsed)} so far"
         done_now = self._done - (self._done_before or 0)
-        left = f", about {_clock(elapsed * (self._total - self._done) / done_now)} left" if done_now else ""
+        seconds = elapsed * (self._total - self._done) / done_now if self._total and done_now else None
+        left = "" if seconds is None else f", about {_clock(seconds)} left"
+        of = f" of {self._total:,}" if self._total else ""
         detail = f", {text}" if (text := self._detail()) else ""
-        return f"{self._title}: {self._done:,} of {self._total:,}{detail}, {_clock(elapsed)} so far{left}"
+        return f"{self._title}: {self._done:,}{of}{detail}, {_clock(elapsed)} so far{left}"
 
 
 def _clock(seconds: float) -> str:
@@ -110,46 +112,26 @@ def _print_regularly(text: Callable[[], str]) -> Iterator[None]:
 @contextmanager
 def training() -> Iterator[Callable[[TrainProgress], None]]:
     """Show a training run; yields a function to call after every iteration. Evaluations are printed at once."""
-    console = new_console(stderr=True)
-    if not console.is_terminal:
-        lines = _Training(None)
-        with _print_regularly(lambda: lines.text):
-            yield lines
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as bar:
-        yield _Training(bar)
+    mean_loss: float | None = None
+    text = agreement = ""
+    with progress("training", lambda: text, resumes=True) as show:
 
+        def on_progress(step: TrainProgress) -> None:
+            nonlocal mean_loss, text, agreement
+            metrics = step.metrics
+            loss = float(metrics["loss"])
+            mean_loss = loss if mean_loss is None else 0.95 * mean_loss + 0.05 * loss
+            if "agreement" in metrics:
+                agreement = f", agreement {format_alpha(metrics['agreement'])}"
+            text = f"loss {mean_loss:.3f}, {metrics['tokens_per_s']:.0f} tokens/s{agreement}"
+            show(step.iteration, step.iterations if step.iterations < 10**9 else 0)
+            evaluation = ""
+            if "val_loss" in metrics:
+                val_agreement = format_alpha(metrics["val_agreement"])
+                evaluation = f", validation loss {metrics['val_loss']:.3f}, agreement {val_agreement}"
+            if "tau" in metrics:
+                evaluation += f", tau {metrics['tau']:.2f} ({format_alpha(metrics['alpha'])})"
+            if evaluation:
+                screen.line(f"iteration {step.iteration}: {text}{evaluation}")
 
-class _Training:
-    def __init__(self, bar: Progress | None) -> None:
-        self._bar, self._evaluated = bar, ""
-        self._task = bar.add_task("", total=None) if bar else None
-        self._mean_loss: float | None = None
-        self._agreement = ""
-        self.text = "before the first iteration"
-
-    def __call__(self, progress: TrainProgress) -> None:
-        metrics = progress.metrics
-        loss = float(metrics["loss"])
-        self._mean_loss = loss if self._mean_loss is None else 0.95 * self._mean_loss + 0.05 * loss
-        total = progress.iterations if progress.iterations < 10**9 else None
-        evaluations = []
-        if "val_loss" in metrics:
-            agreement = format_alpha(metrics["val_agreement"])
-            evaluations.append(f"validation loss {metrics['val_loss']:.3f}, agreement {agreement}")
-        if "tau" in metrics:
-            evaluations.append(f"tau {metrics['tau']:.2f} ({format_alpha(metrics['alpha'])})")
-        evaluated = "  ".join(evaluations)
-        self._evaluated = evaluated or self._evaluated
-        if "agreement" in metrics:
-            self._agreement = f"agreement {format_alpha(metrics['agreement'])}"
-        text = f"loss {self._mean_loss:.3f}  {metrics['tokens_per_s']:.0f} tokens/s"
-        if self._bar is not None and self._task is not None:
-            description = f"{text}  {self._evaluated}"
-            self._bar.update(self._task, completed=progress.iteration, total=total, description=description)
-            return
-        of = f"/{total}" if total else ""
-        self.text = f"iteration {progress.iteration}{of}  {text}  {self._agreement}".rstrip()
-        if evaluated:
-            screen.line(f"{self.text}  {evaluated}")
+        yield on_progress

@@ -62,8 +62,13 @@ def put_line(console: Console, text: str | Text, style: str = "") -> None:
     console.print(Text(printable(text), style=style) if isinstance(text, str) else text, soft_wrap=True)
 
 
+def print_line(text: str | Text, style: str = "dim") -> None:
+    """Print one line of results on stdout."""
+    put_line(new_console(), text, style)
+
+
 def line(text: str, style: str = "") -> None:
-    """Print one line on stderr."""
+    """Print one line of progress or advice on stderr."""
     put_line(new_console(stderr=True), text, style)
 
 

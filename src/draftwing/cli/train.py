@@ -14,7 +14,7 @@ from rich.text import Text
 
 from draftwing.cli import progress, screen
 from draftwing.cli.options import JSON, PROMPTS, TARGET, Data, Model, argument, option, parse_taps, with_options
-from draftwing.cli.screen import format_alpha, new_console, new_table, printable, put_line
+from draftwing.cli.screen import format_alpha, new_console, new_table, print_line, printable
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
 from draftwing.models.catalogue import entry_of
@@ -224,23 +224,20 @@ def doctor(
 
 
 def _print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
-    console = new_console()
     table = new_table("check", "status", "finding")
     for each in findings:
         detail = f"{each.detail}\n{each.fix}" if each.fix and each.status != "ok" else each.detail
         table.add_row(each.name, Text(each.status, _STATUS_STYLES.get(each.status, "")), Text(printable(detail)))
-    console.print(table)
+    new_console().print(table)
     if fit is None:
         return
     style = {"fits": "green", "weak": "yellow"}.get(fit.verdict, "bold red")
-    put_line(console, f"acceptance by depth {format_alpha(fit.alpha) or '-'}, tau {fit.tau:.2f}: {fit.verdict}", style)
-    put_line(console, f"tried on {fit.tried_on}: {fit.num_drafts} drafts, greedy", "dim")
+    print_line(f"acceptance by depth {format_alpha(fit.alpha) or '-'}, tau {fit.tau:.2f}: {fit.verdict}", style)
+    print_line(f"tried on {fit.tried_on}: {fit.num_drafts} drafts, greedy")
     low, high = fit.interval
-    put_line(
-        console,
+    print_line(
         f"first token accepted: {low:.0%} to {high:.0%} (95%); shuffled drafts: {fit.chance:.0%}; tau of prompt lookup "
-        f"on the same prompts: {fit.lookup_tau:.2f}",
-        "dim",
+        f"on the same prompts: {fit.lookup_tau:.2f}"
     )
 
 
