@@ -402,6 +402,21 @@ def norms(target):
     return (2 * target.num_layers + 1) * target.hidden_size
 
 
+def test_train(target, expected, tmp_path):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text * 6}) + "\n" for text in TEXTS * 8))
+    data = ["-t", target, "--data", tmp_path / "texts.jsonl", "--max-length", 32, "--tokens-per-batch", 64]
+    computing = ["--device", "cpu", "--dtype", "float32", "--precision", "no", "--eval-prompts", 1]
+    args = ["train", "eagle1", "-o", tmp_path / "run", *data, *computing, "--iterations", 2]
+    check_refused(run(*args, "--minutes", 1), "either iterations or minutes")
+    result = run(*args, "--licence", "MIT", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["iterations"], found["finished"]) == (2, True)
+    assert "iteration 2: loss " in result.stderr
+    assert "license: mit" in (tmp_path / "run" / "head" / "README.md").read_text().lower()
+    assert dw.load(target, draft=found["head"]).generate(PROMPT, max_tokens=12)[0].token_ids == expected.token_ids
+
+
 def test_warnings_are_one_line(capsys):
     with console.short_warnings():
         warnings.simplefilter("always")

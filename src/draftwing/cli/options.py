@@ -137,10 +137,7 @@ class Compared:
     every: bool = option(False, "Also measure every method that needs no path and suits the target.", "--all")
 
     def load(self, baseline: LM, model: Model) -> list[tuple[str, NewDrafter]]:
-        """Return the name and the factory of each draft, ``none`` left out.
-
-        A method that ``--all`` adds and the target does not support is reported and skipped.
-        """
+        """Return name and factory of each draft but ``none``; report those of ``--all`` that the target lacks."""
         from draftwing.cli import screen
         from draftwing.loading import load_drafter
 

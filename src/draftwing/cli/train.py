@@ -166,11 +166,10 @@ def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def _collect_statistics(session: Session, num_prompts: int) -> None:
-    """Collect statistics for forecasts. The head is complete: Ctrl-C only skips them."""
     try:
         with progress.progress("collecting statistics for draftwing predict") as on_progress:
             session.collect_held_out(num_prompts, on_progress)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the head is complete
         screen.line("no statistics were collected: `draftwing predict --collect` makes them later", "yellow")
     except DraftwingError as error:
         screen.line(f"no statistics were collected for `draftwing predict`: {error}", "yellow")

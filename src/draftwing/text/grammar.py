@@ -166,11 +166,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def constraint(self, grammar: Grammar) -> Compiled:
-        """Return the constraint of a grammar.
-
-        Raises:
-            ConfigError: it cannot be read, describes nothing, or is too complex.
-        """
+        """Compile a grammar. Raises ConfigError if it cannot be read, describes nothing, or is too complex."""
         with self._lock:
             compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
             self._compiled[grammar] = compiled

@@ -271,12 +271,7 @@ def read_prompts(source: Path | str, limit: int | None = None) -> list[Prompt]:
 
 
 def read_entries(source: Path | str) -> list[tuple[str, Any]]:
-    """Return the entries of a ``.jsonl`` or ``.json`` file: the place of each, for messages, and its JSON value.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-        PromptError: it is no list of JSON objects, or empty.
-    """
+    """Return place (for messages) and value of each entry of a JSON file. Raises as ``read_prompts`` does."""
     text = _read_text(source)
     if not _has_entries(text, source):
         raise PromptError(f"{source}: expected one JSON object per line, found plain text: give a .jsonl file")
