@@ -20,7 +20,8 @@ import numpy as np
 import typer
 
 import draftwing as dw
-from draftwing.cli.options import Drafting, SamplingOptions, head_folder
+from draftwing.cli.measure import head_folder
+from draftwing.cli.options import Drafting, SamplingOptions
 from draftwing.lab.forecast import HeldOut, forecast
 from draftwing.lab.machine import describe_machine
 from draftwing.lm import LM

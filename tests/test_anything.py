@@ -296,7 +296,7 @@ OPTIONS = {
     **dict.fromkeys(
         ["-T", "--top-p", "--min-p", "--presence-penalty", "--repetition-penalty"], FLOATS.map(str) | WORDS
     ),
-    **dict.fromkeys(["--top-k", "--seed", "--ban", "--logprobs", "--stop", "--engine", "--quantize"], WORDS),
+    **dict.fromkeys(["--top-k", "--seed", "--logprobs", "--stop", "--engine", "--quantize"], WORDS),
 }
 
 

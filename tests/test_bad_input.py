@@ -185,10 +185,10 @@ def test_weights_that_are_not_finite(bad, folder):
 
 def test_no_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
-    with refused(TokenizerError, str(folder), "no tokenizer can be read", "put the model's tokenizer.json beside"):
+    with refused(TokenizerError, str(folder), "no tokenizer can be read", "put the model's tokenizer.json next to"):
         load(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with refused(TokenizerError, str(folder), "no tokenizer can be read", "put the model's tokenizer.json beside"):
+    with refused(TokenizerError, str(folder), "no tokenizer can be read", "put the model's tokenizer.json next to"):
         load(folder)
 
 
@@ -322,7 +322,7 @@ def test_budgets_at_their_limits():
         ([1, 2.0], ("must be a text, token ids (ints) or messages, found float 2.0", "give ids")),
         (None, ("must be a text, token ids (ints) or messages, found NoneType None",)),
         ({5, 6}, ("must be a text, token ids (ints) or messages, found set",)),
-        ("a\ud83d", ("the prompt has '\\ud83d' at character 1, which is no character", "give valid text")),
+        ("a\ud83d", ("invalid character U+D83D at position 1 of the prompt", "give valid text")),
         (b"ab", ("a prompt must be a text, found bytes", ".decode()")),
         (torch.tensor([[1, 2]]), ("must have one dimension, found 2 (Tensor)", "one row")),
         (torch.tensor([1.0, 2.0]), ("found float 1.0", "give ids")),
@@ -330,7 +330,7 @@ def test_budgets_at_their_limits():
         ([1, True], ("found bool True", "give ids")),
         ([1, 10**400], ("token id 1000", "is outside any vocabulary")),
         ([{"text": "x"}], ("message 1 of the prompt must have a role and a content", "found {'text': 'x'}")),
-        ([{"role": "user", "content": "a\udcff"}], ("'\\udcff' at character 1", "give valid text")),
+        ([{"role": "user", "content": "a\udcff"}], ("invalid character U+DCFF at position 1", "give valid text")),
         ([{"role": "user", "content": "x"}, "x"], ("found", "list of messages with role and content")),
     ],
     ids=shown,

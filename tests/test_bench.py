@@ -537,7 +537,7 @@ def test_ctrl_c_keeps_what_is_done_and_shows_it(chat, questions, tmp_path, monke
     args = ["-t", chat, "-d", "lookup", "--tree", "chain:2", "-n", 4, "--set", questions, "-o", tmp_path]
     result = run(*args)
     assert result.exit_code == 130
-    assert "the same command goes on" in result.stderr
+    assert "the same command continues" in result.stderr
     assert "2 of 2" in result.stdout
     assert (tmp_path / "index.html").exists()
     monkeypatch.undo()

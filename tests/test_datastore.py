@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 import draftwing as dw
-from conftest import refused
+from conftest import TEXTS as SOURCES
+from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError, ConfigError, DataError, TokenizerError
 from draftwing.methods import suffix_array as module
@@ -33,8 +34,6 @@ from draftwing.methods.suffix_array import (
 )
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.datastore import build_datastore, read_texts
-from test_cli import TEXTS as SOURCES
-from test_cli import add_tokenizer
 
 ABOUT = {"target": "tiny", "vocab_size": 50, "vocab_hash": "", "num_texts": 3, "num_files": 1}
 

@@ -613,7 +613,7 @@ def test_fetch_and_remove(named):
     removed = run("models", "remove", "tiny")
     assert (removed.exit_code, removed.stdout, removed.stderr) == (0, "", "removed tiny: 0.2 MB freed\n")
     assert named.left() == []
-    assert run("models", "remove", "tiny").stderr == "tiny is not here: nothing to do\n"
+    assert run("models", "remove", "tiny").stderr == "tiny is not downloaded: nothing to do\n"
     assert json.loads(run("models", "remove", "tiny", "--json").stdout) == {"name": "tiny", "freed_bytes": 0}
 
 
@@ -655,7 +655,7 @@ def test_names_need_neither_torch_nor_a_network():
     program = """
 import sys
 from draftwing.cli import main, models
-rows = [models._describe(entry) for entry in models.CATALOGUE.values()]
+rows = [models.describe_entry(entry) for entry in models.CATALOGUE.values()]
 assert len(rows) >= 2, rows
 print(sorted({"torch", "transformers", "huggingface_hub", "safetensors"} & set(sys.modules)))
 """

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import draftwing as dw
-from conftest import refused
-from draftwing.cli.options import drafts_at_hand, drafts_compared
+from conftest import add_tokenizer, refused
+from draftwing.cli.options import default_drafts, drafts_without_path
 from draftwing.errors import CheckpointError, ConfigError, DataError, PromptError, TokenizerError
 from draftwing.lab.compare import compare
 from draftwing.loading import load_drafter
@@ -23,7 +23,7 @@ from draftwing.models.context import Context, Row
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.tree import PAD, DraftTree
-from test_cli import PROMPT, add_tokenizer
+from test_cli import PROMPT
 
 VOCAB = 20
 REFERENCES = [[1, 2, 3, 4, 5], [9, 2, 3, 6], [7, 2, 3, 6]]
@@ -224,7 +224,7 @@ def test_references_that_are_given(target, tmp_path):
 def test_references_as_texts(target):
     seen, model = [], lm(target, "llma")
     tokenizer = model.tokenizer
-    ids = tokenizer.encode(PROMPT)
+    ids = tokenizer.encode_plain(PROMPT)
     drafter = lm(target, "llma", references=["", PROMPT]).new_drafter()
     assert fresh(drafter, [ids[:4]], Budget(3)).tokens.tolist() == [ids[3:7]]
 
@@ -236,7 +236,7 @@ def test_references_as_texts(target):
     model.new_drafter = lambda: Watched(model.target.vocab_size)
     model.generate([PROMPT, "for"], references=[PROMPT, "x"], max_tokens=2)
     list(model.stream(PROMPT, references=["x"], max_tokens=2))
-    ids = tokenizer.encode(PROMPT), tokenizer.encode("x")
+    ids = tokenizer.encode_plain(PROMPT), tokenizer.encode_plain("x")
     assert seen == [[*ids], [*ids], [ids[1]]]
 
 
@@ -307,10 +307,10 @@ def test_a_memory_of_another_tokenizer_is_refused(target, tmp_path, folder_of):
 
 def test_what_is_measured_where_no_draft_is_named():
     """As the help says; every kind that needs no folder is still at hand."""
-    assert drafts_compared("a/hub-id") == ["lookup"]
-    assert drafts_compared(None)[0] == "lookup"
-    assert "suffix" not in drafts_compared(None)
-    assert {"none", "lookup", "llma", "suffix"} <= set(drafts_at_hand("a/hub-id"))
+    assert default_drafts("a/hub-id") == ["lookup"]
+    assert default_drafts(None)[0] == "lookup"
+    assert "suffix" not in default_drafts(None)
+    assert {"none", "lookup", "llma", "suffix"} <= set(drafts_without_path("a/hub-id"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import draftwing as dw
 from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
-from draftwing.cli.options import Drafting, Model
+from draftwing.cli.options import Compared, Drafting, Model
 from draftwing.errors import CheckpointError
 from draftwing.formats.head import Head
 from draftwing.formats.identity import made_for, target_id
@@ -124,7 +124,7 @@ def test_the_command_line_takes_it(named):
     for more in ([], ["--draft", "eagle1"]):
         shown = run("generate", "-t", "tiny", "-n", "4", "--tree", "chain:2", "--json", "def add(", *more)
         assert shown.exit_code == 0, shown.output
-    drafters = Model("tiny", device="cpu").load_many(None, Drafting(tree="chain:2"))
+    drafters = Model("tiny", device="cpu").load_many(Compared(), Drafting(tree="chain:2"))
     assert [lm.drafter_name for lm in drafters] == ["none", "lookup", "eagle1 (eagle1)", "eagle3 (eagle3)"]
 
 

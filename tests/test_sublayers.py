@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import build, refused
-from draftwing.cli.options import drafts_at_hand, drafts_compared
+from draftwing.cli.options import default_drafts, drafts_without_path
 from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
@@ -212,8 +212,8 @@ def test_early_exit_by_name(folder):
 
 
 def test_comparisons_do_not_try_it_unasked():
-    assert "early-exit" not in drafts_compared(None)
-    assert {"none", "lookup", "early-exit"} <= set(drafts_at_hand(None))
+    assert "early-exit" not in default_drafts(None)
+    assert {"none", "lookup", "early-exit"} <= set(drafts_without_path(None))
 
 
 @pytest.mark.parametrize(

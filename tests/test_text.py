@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError
 from draftwing.text.prompts import as_list, check_prompt, read_prompts
-from draftwing.text.stream import TextStream
+from draftwing.text.tokenizer import TextStream
 
 LINES = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on. \U0001f600\U0001f680",
@@ -188,21 +188,22 @@ def test_tokens_across_characters() -> None:
     assert stream.push([len(pieces) - 1]) == whole[-1]
 
 
-def test_one_stop_is_a_prefix_of_another(bpe: Tokenizer) -> None:
-    ids = ids_of(bpe, "go STOPPED")
-    for stop in (("STOP", "STOPPED"), ("STOPPED", "STOP")):
-        assert run(TextStream(bpe, [], stop), [ids])[:2] == ("go ", "STOP")
-    # Ending together, the longer one; and after a false start the search goes on within what was held.
-    assert run(TextStream(bpe, [], ("OP", "STOP")), [ids])[:2] == ("go ", "STOP")
-    assert run(TextStream(bpe, [], ("aab",)), [ids_of(bpe, "aa"), ids_of(bpe, "aab!")])[:2] == ("aa", "aab")
-
-
-def test_stop_in_the_prompt_is_ignored(bpe: Tokenizer) -> None:
-    prompt = ids_of(bpe, "never STOP")
-    ids = ids_of(bpe, "PED yet STOP now")
-    assert run(TextStream(bpe, prompt, ("STOP",)), [ids])[:2] == ("PED yet ", "STOP")
-    # Nor does one count that starts in the prompt and ends in the output.
-    assert run(TextStream(bpe, prompt[:-1], ("STOP",)), [ids_of(bpe, "P!")])[1] is None
+@pytest.mark.parametrize(
+    ("prompt", "text", "stop", "found"),
+    [
+        ("", "go STOPPED", ("STOP", "STOPPED"), ("go ", "STOP")),
+        ("", "go STOPPED", ("STOPPED", "STOP"), ("go ", "STOP")),
+        ("", "go STOPPED", ("OP", "STOP"), ("go ", "STOP")),  # the longer of two that end together
+        ("", "aaaab!", ("aab",), ("aa", "aab")),  # after a false start the search continues in the text held back
+        ("never STOP", "PED yet STOP now", ("STOP",), ("PED yet ", "STOP")),  # the prompt is not searched
+        ("never STO", "P!", ("STOP",), ("P!", None)),  # nor does a stop string begin in it
+    ],
+)
+def test_one_stop_is_a_prefix_of_another(
+    bpe: Tokenizer, prompt: str, text: str, stop: tuple[str, ...], found: tuple[str, str | None]
+) -> None:
+    pushes = [[token] for token in ids_of(bpe, text)]
+    assert run(TextStream(bpe, ids_of(bpe, prompt), stop), pushes)[:2] == found
 
 
 def test_partial_stop_and_open_character_are_flushed(bpe: Tokenizer) -> None:
@@ -223,12 +224,10 @@ def test_partial_stop_and_open_character_are_flushed(bpe: Tokenizer) -> None:
 def test_ids_behind_the_stop_do_not_count(bpe: Tokenizer) -> None:
     ids = ids_of(bpe, "a STOP and more")
     stream = TextStream(bpe, [], ("STOP",))
-    assert stream.push(ids) == "a "
-    kept = stream.num_tokens_kept
-    assert bpe.decode(ids[:kept]).startswith("a STOP")
-    assert kept < len(ids)
-    assert stream.push(ids) == ""
-    assert stream.num_tokens_kept == kept
+    assert [stream.push(ids), stream.push(ids), stream.flush()] == ["a ", "", ""]
+    kept = bpe.decode(ids[: stream.num_tokens_kept])
+    assert kept.startswith("a STOP")
+    assert kept != bpe.decode(ids)
 
 
 def test_prompt_that_ends_inside_a_character(bpe: Tokenizer, llama: Tokenizer) -> None:
@@ -243,17 +242,8 @@ def test_prompt_that_ends_inside_a_character(bpe: Tokenizer, llama: Tokenizer) -
 
 def test_leading_spaces_and_byte_fallback(llama: Tokenizer) -> None:
     rng = random.Random(4)
-    pieces = [
-        [3],
-        [4],
-        [5],
-        [6],
-        [2],
-        [7],
-        [1],
-        byte_ids(llama, "\u4f60".encode()),
-        byte_ids(llama, b"\xf0\x9f\x98\x80"),
-    ]
+    characters = [byte_ids(llama, character.encode()) for character in "\u4f60\U0001f600"]
+    pieces = [[3], [4], [5], [6], [2], [7], [1], *characters]
     for _ in range(200):
         prompt = list(chain.from_iterable(rng.choices(pieces, k=rng.randint(0, 30))))
         ids = list(chain.from_iterable(rng.choices(pieces, k=rng.randint(1, 20))))
@@ -343,12 +333,9 @@ def test_a_dialogue_is_asked_up_to_its_last_question(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"conversations": [{"from": role, "value": text} for role, text in said]}))
     (prompt,) = read_prompts(file)
-    assert [(message["role"], message["content"]) for message in prompt] == [  # type: ignore[index, call-overload]
-        ("system", "brief"),
-        ("user", "hi"),
-        ("assistant", "hello"),
-        ("user", "and?"),
-    ]
+    roles = ["system", "user", "assistant", "user"]
+    expected = [{"role": role, "content": text} for role, (_, text) in zip(roles, said, strict=False)]
+    assert prompt == expected
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x1c"])
@@ -371,8 +358,8 @@ def test_only_a_newline_ends_a_prompt(end: str, tmp_path: Path) -> None:
         ("a.jsonl", b'{"turns": []}', PromptError, ["a.jsonl, line 1: there is no question in this dialogue"]),
         ("a.jsonl", b'{"prompt": ""}', PromptError, ["a.jsonl, line 1: the prompt is empty"]),
         ("a.jsonl", b'{"prompt": 3}', PromptError, ["line 1: expected a string under 'prompt', found int 3"]),
-        ("a.jsonl", b'{"prompt": "\\ud83d"}', PromptError, ["which is no character", "give valid text"]),
-        ("a.jsonl", b'{"question": "\\ud83d"}', PromptError, ["which is no character", "give valid text"]),
+        ("a.jsonl", b'{"prompt": "\\ud83d"}', PromptError, ["invalid character U+D83D", "give valid text"]),
+        ("a.jsonl", b'{"question": "\\ud83d"}', PromptError, ["invalid character U+D83D", "give valid text"]),
         ("a.json", b"{}", PromptError, ["a.json: expected a list of objects, found {}"]),
     ],
 )

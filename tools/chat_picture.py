@@ -16,12 +16,12 @@ from pathlib import Path
 from rich.console import Console
 
 import draftwing as dw
-from draftwing.cli.options import CHAT_MODEL
 from draftwing.cli.screen import Screen, text_of
 from draftwing.dialogue import Dialogue, Said
 from draftwing.models.catalogue import entry_of
 
 ROOT = Path(__file__).parents[1]
+CHAT_MODEL = "smollm2-135m-instruct"
 QUESTIONS = (
     "Write a Python function that adds up the even numbers of a list.",
     "Now write one that adds up the odd numbers of a list.",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from draftwing.sampling import Sampling
     from draftwing.stats import Stats, Step
     from draftwing.text.grammar import Grammar
-    from draftwing.text.stream import TextStream
+    from draftwing.text.tokenizer import TextStream
     from draftwing.tree import Accepted, DraftTree
 
 __all__ = [
@@ -78,7 +78,7 @@ _HOMES = {
     "Step": "stats",
     "StreamStep": "lm",
     "Target": "models.target",
-    "TextStream": "text.stream",
+    "TextStream": "text.tokenizer",
     "custom_generate": "hf",
     "load": "loading",
     "register": "methods.registry",

@@ -13,7 +13,7 @@ from draftwing.loading import load_drafter
 from draftwing.sampling import Sampling
 from draftwing.stats import RowStep, Stats
 from draftwing.text.prompts import Prompt, check_text
-from draftwing.text.stream import TextStream
+from draftwing.text.tokenizer import TextStream
 
 Message = dict[str, str]
 

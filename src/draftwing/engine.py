@@ -30,7 +30,7 @@ from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
 from draftwing.sampling import Sampling
 from draftwing.stats import Step
-from draftwing.text.stream import TokenDecoder
+from draftwing.text.tokenizer import TokenDecoder
 
 OPTIMISM = 0.5  # share of the remaining tokens that requests are expected not to need: most end early
 # Tokens of prompts that a step on a CPU reads next to its rows, which wait that long. More tokens are not faster each;

@@ -13,7 +13,7 @@ from draftwing.limits import AtMost
 from draftwing.methods.base import Budget
 from draftwing.sampling import Sampling
 from draftwing.stats import Logprob, RowStep, Share, Stats, Step
-from draftwing.text.stream import TextStream, TokenDecoder
+from draftwing.text.tokenizer import TextStream, TokenDecoder
 
 
 def with_seed(sampling: Sampling) -> Sampling:

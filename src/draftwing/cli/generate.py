@@ -1,63 +1,39 @@
-"""``draftwing generate``: a prompt and what the target writes after it."""
+"""``draftwing generate``: continue a prompt."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
+from rich.text import Text
 
 from draftwing.cli import screen
-from draftwing.cli.options import Draft, Drafting, Json, Model, Prompts, SamplingOptions, sampling_option, with_options
+from draftwing.cli.options import DRAFT, JSON, PROMPTS, Drafting, Model, SamplingOptions, argument, option, with_options
+from draftwing.cli.screen import format_alpha, new_table
 from draftwing.errors import ConfigError, PromptError, shown
 
 if TYPE_CHECKING:
     from draftwing.lm import LM
-    from draftwing.sampling import Sampling
     from draftwing.text.grammar import Grammar
     from draftwing.text.prompts import Prompt
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What is shown beside the text."""
+class Constraint:
+    PANEL: ClassVar = "Sampling"
 
-    logprobs: Annotated[
-        int | None, sampling_option("Show each token's log-probability and so many others.", "--logprobs")
-    ] = None
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Decode plainly too, afterwards: speedup, and the same?")
-    ] = False
-    profile: Annotated[
-        bool,
-        typer.Option("--profile", help="Print where a step's time went: draft, verify, accept, commit, host."),
-    ] = False
-    as_json: Json = False
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the text must follow."""
-
-    json_schema: Annotated[
-        str | None,
-        sampling_option("The text is JSON that follows this schema: a file, or the schema itself.", "--json-schema"),
-    ] = None
-    grammar: Annotated[
-        str | None,
-        sampling_option("The text follows this grammar, in Lark's notation: a file, or the grammar itself."),
-    ] = None
+    json_schema: str | None = option(None, "Output JSON that follows this schema: a file, or the schema itself.")
+    grammar: str | None = option(None, "Output text that follows this Lark grammar: a file, or the grammar itself.")
 
     def read(self) -> Grammar | None:
-        """The grammar; None for any text."""
         from draftwing.text.grammar import Grammar
 
         if self.json_schema is not None and self.grammar is not None:
-            raise ConfigError("there are a --json-schema and a --grammar: give one of them")
+            raise ConfigError("found both --json-schema and --grammar: give one of them")
         if self.json_schema is not None:
             return Grammar.json_schema(_content(self.json_schema, "--json-schema", is_file="{" not in self.json_schema))
         if self.grammar is not None:
@@ -66,13 +42,13 @@ class Form:
 
 
 def _content(given: str, option: str, *, is_file: bool) -> str:
-    from draftwing.text.grammar import LONGEST
+    from draftwing.text.grammar import MAX_CHARACTERS
 
-    if not is_file and not os.path.isfile(given):  # which says no where a grammar is no name of a file
+    if not is_file and not os.path.isfile(given):  # unlike Path.is_file, it returns False for a grammar of any form
         return given
     try:
         with Path(given).open(encoding="utf-8") as stream:
-            return stream.read(LONGEST + 1)
+            return stream.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {shown(given)} cannot be read: give a file, or its content ({error})") from error
 
@@ -82,87 +58,90 @@ def generate(
     model: Model,
     drafting: Drafting,
     sampling: SamplingOptions,
-    form: Form,
-    beside: Shown,
-    prompt: Annotated[str | None, typer.Argument(help="Or from --prompts, or from stdin.")] = None,
-    prompts: Prompts = None,
-    draft: Draft = None,
+    constraint: Constraint,
+    prompt: str | None = argument(None, "The prompt; or use --prompts or stdin."),
+    prompts: Path | None = PROMPTS,
+    draft: str | None = DRAFT,
+    logprobs: int | None = option(None, "Show log-probabilities of each token and the N best.", panel="Sampling"),
+    compare: bool = option(False, "Afterwards decode without drafts: report the speedup, and if the text is the same."),
+    as_json: bool = JSON,
 ) -> None:
     """Continue a prompt; colours show how many drafted tokens were accepted at once.
 
     Examples:
 
     - `draftwing generate "def quicksort("`
-
     - `draftwing generate "def quicksort(" -T 0.8 --seed 7 -n 200 --compare`
-
     - `cat prompt.txt | draftwing generate -t path/or/hub-id -d lookup > continued.txt`
-
     - `draftwing generate --prompts prompts.jsonl --json`
-
     - `draftwing generate "Name a city." -t chat-model --json-schema '{"properties": {"city": {"type": "string"}}}'`
     """
     from draftwing.lab.report import describe_run, record
 
-    drafting.check()
-    checked, grammar = sampling.to_sampling(beside.logprobs), form.read()
-    todo = _prompts_of(prompt, prompts)
+    checked, grammar = sampling.to_sampling(logprobs), constraint.read()
+    given = _read(prompt, prompts)
     lm = model.load(draft, drafting)
-    plain = type(lm)(lm.target, lm.tokenizer) if beside.compare else None
+    baseline = type(lm)(lm.target, lm.tokenizer) if compare else None
     lm.constraint(grammar)  # refused before anything is decoded
-    ready = [sampling.put(each, lm.tokenizer) for each in todo]
-    if plain is not None:  # first steps are slow, and both shall be spared them
-        for method in (plain, lm):
+    ready = [sampling.put(each, lm.tokenizer) for each in given]
+    if baseline is not None:  # warm both up: first steps are slow
+        for method in (baseline, lm):
             method.generate([ready[0]], checked, max_tokens=min(checked.max_tokens, 8), grammar=grammar)
-    if beside.as_json:
-        done = [lm.generate([each], checked, grammar=grammar)[0] for each in ready]
-        records = [record(each, plain, checked, grammar) for each in done]
+    if as_json:
+        generations = [lm.generate([each], checked, grammar=grammar)[0] for each in ready]
+        records = [record(each, baseline, checked, grammar) for each in generations]
         screen.print_json({**describe_run(lm, checked), "generations": records})
         return
-    echo = prompt if ready == [prompt] else None
-    _show(lm, ready, checked, plain, grammar=grammar, echo=echo, profile=beside.profile)
-
-
-def _show(
-    lm: LM, prompts: Sequence[Prompt], sampling: Sampling, plain: LM | None, *,
-    grammar: Grammar | None, echo: str | None, profile: bool,
-) -> None:  # fmt: skip
-    """Stream every text, and close each with its figures; ``echo`` is written in front."""
-    from draftwing.lab.report import record
-
-    screened = screen.Screen()
-    for number, each in enumerate(prompts, 1):
-        if len(prompts) > 1:
-            screened.header(f"prompt {number} of {len(prompts)}")
-        if echo is not None:
-            screened.prompt(echo)
+    output = screen.Screen()
+    for number, each in enumerate(ready, 1):
+        if len(ready) > 1:
+            output.note(f"prompt {number} of {len(ready)}")
+        if prompt is not None and ready == [prompt]:
+            output.prompt(prompt)
         try:
             (done,) = lm.generate(
                 [each],
-                sampling,
+                checked,
                 grammar=grammar,
-                on_step=lambda _, found: screened.write(found.text, found.step.rows[0].num_accepted),
+                on_step=lambda _, step: output.write(step.text, step.step.rows[0].num_accepted),
             )
         finally:  # after Ctrl-C too
-            screened.end_line()
+            output.end_line()
         if done.logprobs is not None:
-            screened.logprobs(done.logprobs, namer(lm))
-        screened.closing(record(done, plain, sampling, grammar), profile=profile)
+            table, name = new_table("token", "logprob", "top"), token_namer(lm)
+            for entry in done.logprobs:
+                top = "  ".join(f"{name(token)} {value:.3f}" for token, value in entry.top)
+                table.add_row(Text(name(entry.token)), f"{entry.logprob:.3f}", Text(top))
+            output.info.print(table)
+        output.note(_summary(record(done, baseline, checked, grammar)))
     if lm.drafter.drafts:
-        screened.legend()
+        output.legend()
 
 
-def namer(lm: LM) -> Callable[[int], str]:
-    """A token's text, by its id."""
+def _summary(record: Mapping[str, Any]) -> str:
+    """Return speed and acceptance of one generation in one line; ``record`` as in ``--json``."""
+    parts = [f"{len(record['token_ids'])} tokens", f"{record['tokens_per_s']:.1f} tokens/s", f"tau {record['tau']:.2f}"]
+    if record["alpha"]:
+        parts.append(f"acceptance {record['acceptance']:.0%} (by depth {format_alpha(record['alpha'])})")
+    if plain := record.get("plain"):
+        parts.append(f"speedup {plain['speedup']:.2f}x over {plain['tokens_per_s']:.1f} tokens/s")
+        parts.append(f"efficiency {plain['efficiency']:.2f}")
+        parts.append(f"identical {'yes' if plain['identical'] else 'no'}")
+    if not record["lossless"]:
+        parts.append("LOSSY: not the target's own text")
+    return " | ".join(parts)
+
+
+def token_namer(lm: LM) -> Callable[[int], str]:
+    """Return a function that gives a token's text by its id."""
     return lambda token: repr(lm.tokenizer.decode([token], skip_special_tokens=False))
 
 
-def _prompts_of(prompt: str | None, file: Path | None) -> Sequence[Prompt]:
-    """From the argument, the file or stdin."""
+def _read(prompt: str | None, file: Path | None) -> Sequence[Prompt]:
     from draftwing.text.prompts import check_text, read_prompts
 
     if prompt is not None and file is not None:
-        raise PromptError("there are two prompts: give either the argument or --prompts")
+        raise PromptError("found two prompts: give either the argument or --prompts")
     if file is not None:
         return read_prompts(file)
     if prompt is None:
@@ -170,5 +149,5 @@ def _prompts_of(prompt: str | None, file: Path | None) -> Sequence[Prompt]:
             raise PromptError("there is no prompt: give one as the argument, with --prompts FILE, or on stdin")
         return read_prompts("-")
     if not prompt:
-        raise PromptError("the prompt is empty: give some text to go on from")
+        raise PromptError("the prompt is empty: give some text to continue")
     return [check_text(prompt)]

@@ -1,6 +1,6 @@
-"""The command line: ``draftwing``, and what becomes of errors.
+"""The ``draftwing`` command: its subcommands, exit codes and error messages.
 
-What takes long to import (torch above all) is imported by the commands, so that ``--help`` does not wait for it.
+Commands import what takes long to import (torch above all) when they run, so that ``--help`` does not wait for it.
 Errors raised on purpose become one line and exit code 2; a check that fails (a text that differs) exits with 1.
 """
 
@@ -9,57 +9,60 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from draftwing.cli import bench, chat, compare, data, generate, heads, models, predict, screen, serve, train, tune
+from draftwing.cli import bench, chat, data, generate, measure, models, screen, serve, train
+from draftwing.cli.options import option, with_options
 from draftwing.errors import DraftwingError
 
-# The parser's error for a wrong option. Some versions of typer contain a copy of click, so that there is no one place
-# to import it from.
+# The parser's error for a wrong option. Some versions of typer contain a copy of click, so there is no fixed place to
+# import it from.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 class _Group(TyperGroup):
-    """Turns what a command raises into what a shell expects: one line, and an exit code."""
+    """Turns exceptions of a command into one line and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
-            code = _refuse(error)
+            code = _print_usage_error(error)
         raise typer.Exit(code)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with screen.quiet():
+            with screen.short_warnings():
                 return super().invoke(ctx)
         except DraftwingError as error:
             screen.error(str(error))
             code = 2
         except _UsageError as error:
-            code = _refuse(error)
+            code = _print_usage_error(error)
         except KeyboardInterrupt:
             code = 130
-        except BrokenPipeError:
-            screen.silence()
-            code = 1
-        except OSError as error:  # a full disk under stdout, say: nothing that a traceback would explain
-            screen.silence()
-            screen.error(str(error) or type(error).__name__)
-            code = 2
+        except OSError as error:
+            code = _give_up_stdout(error, str(error) or type(error).__name__)
         raise typer.Exit(code)
 
 
-def _refuse(error: Any) -> int:
-    """Say what is wrong with the arguments; the exit code."""
+def _print_usage_error(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # the whole help
         raise error
-    where = error.ctx.command_path if error.ctx is not None else "draftwing"
-    screen.error(f"{error.format_message()} (see {where} --help)")
+    command = error.ctx.command_path if error.ctx is not None else "draftwing"
+    screen.error(f"{error.format_message()} (see {command} --help)")
+    return 2
+
+
+def _give_up_stdout(error: OSError, message: str) -> int:
+    """Report a full disk under stdout, or nothing if its reader is gone; return the exit code."""
+    screen.discard_stdout()
+    if isinstance(error, BrokenPipeError):
+        return 1
+    screen.error(message)
     return 2
 
 
@@ -72,8 +75,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from draftwing import __version__
 
         print(f"draftwing {__version__}")
@@ -81,53 +84,45 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+@with_options
+def _root(version: bool = option(False, "Print the version.", callback=_print_version, is_eager=True)) -> None:
     """Speculative decoding: several tokens per forward pass of a model, and the same text."""
 
 
-_COMMANDS: dict[str, list[Callable[..., None]]] = {
+for panel, commands in {
     "Generate text": [generate.generate, chat.chat, serve.serve, chat.demo],
-    "Measure": [compare.compare, compare.verify, bench.bench, predict.predict],
-    "Train and exchange heads": [train.train, heads.doctor, heads.convert, heads.export],
+    "Measure": [measure.compare, measure.verify, bench.bench, measure.predict],
+    "Train and exchange heads": [train.train, train.doctor, train.convert, train.export],
     "Models and data": [models.info, models.import_],
-}
-for _panel, _commands in _COMMANDS.items():
-    for _command in _commands:
-        app.command(_command.__name__.strip("_"), rich_help_panel=_panel)(_command)
-app.add_typer(tune.tune_app, name="tune", rich_help_panel="Measure")
+}.items():
+    for command in commands:
+        app.command(command.__name__.strip("_"), rich_help_panel=panel)(command)
+app.add_typer(measure.tune_app, name="tune", rich_help_panel="Measure")
 app.add_typer(models.models_app, name="models", rich_help_panel="Models and data")
 app.add_typer(data.data_app, name="data", rich_help_panel="Models and data")
 app.add_typer(data.datastore_app, name="datastore", rich_help_panel="Models and data")
 
 
 def main() -> None:
-    """The ``draftwing`` command."""
+    """Run the command line."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started this
+        if stream is None:  # closed by the parent process
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     code: Any = 0
     try:
         app()
-    except SystemExit as ended:
-        code = ended.code
+    except SystemExit as error:
+        code = error.code
     except KeyboardInterrupt:
         code = 130
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        screen.silence()
-        code = code or 1
     except OSError as error:
-        screen.silence()
-        screen.error(f"stdout: {error}: check the disk")
-        code = code or 2
+        failure = _give_up_stdout(error, f"stdout: {error}: check the disk")
+        code = code or failure
     sys.exit(code)
 
 

@@ -1,59 +1,70 @@
-"""``draftwing models [fetch | remove]``: the models that have a name."""
+"""``draftwing models | info | import``: models that have a name, and descriptions and imports of any."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from draftwing.cli import screen
-from draftwing.cli import screen as tables
-from draftwing.cli.options import Draft, Drafting, Json, Model, with_options
+from draftwing.cli.options import DRAFT, JSON, Model, argument, option, with_options
 from draftwing.cli.progress import progress
+from draftwing.cli.screen import new_console, new_table, print_line
 from draftwing.errors import CheckpointError, ConfigError
-from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named
+from draftwing.models.catalogue import CATALOGUE, Hub, Shipped, Wheel, entry_named, entry_of
 
 if TYPE_CHECKING:
     from draftwing.models.catalogue import Entry
 
-
 models_app = typer.Typer(invoke_without_command=True)
-Name = Annotated[str, typer.Argument(help="A name of `draftwing models`.")]
+_NAME = argument(..., "A name of `draftwing models`.")
 
 
 @models_app.callback()
-def models(context: typer.Context, as_json: Json = False) -> None:
+@with_options
+def models(context: typer.Context, as_json: bool = JSON) -> None:
     """List models that have a name: source, licence, and whether they are downloaded.
 
-    A name can be given wherever a target or a draft model can. The first use downloads the model, later ones need no
-    network.
+    `--target` and `--draft` take these names. The first use downloads the model, later ones need no network.
 
     Examples:
 
     - `draftwing models`
-
     - `draftwing generate --target smollm2-135m-instruct "What is the capital of France?"`
     """
     if context.invoked_subcommand is not None:
         return
-    rows = [_describe(entry) for entry in CATALOGUE.values()]
+    rows = [describe_entry(entry) for entry in CATALOGUE.values()]
     if as_json:
         screen.print_json({"models": rows})
-    else:
-        tables.print_models(rows)
+        return
+    table = new_table("name", ">parameters", "licence", "source", ">size", "downloaded", "heads")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            f"{row['num_parameters'] / 1e6:.0f}M",
+            row["licence"],
+            row["source"],
+            f"{row['num_bytes'] / 1e6:,.0f} MB",
+            "yes" if row["path"] else "no",
+            ", ".join(row["heads"]) or "-",
+        )
+    new_console().print(table)
+    for row in rows:
+        if row["path"]:
+            print_line(f"{row['name']}: {row['path']}")
 
 
-@models_app.command("fetch")
+@models_app.command()
+@with_options
 def fetch(
-    name: Name,
-    check: Annotated[
-        bool, typer.Option("--check", help="Hash the file that is there; download it anew if it is damaged.")
-    ] = False,
-    as_json: Json = False,
+    name: str = _NAME,
+    check: bool = option(False, "Hash the downloaded file; download it again if it is damaged."),
+    as_json: bool = JSON,
 ) -> None:
-    """Download a model, unless it is here already; prints where it lies.
+    """Download a model unless it is downloaded; print its path.
 
     A wheel of the Python package index is downloaded by pip, with its settings for mirrors, proxies and credentials.
     The file is checked, and kept in `~/.cache/draftwing/models` (or in the folder that DRAFTWING_CACHE names).
@@ -61,7 +72,6 @@ def fetch(
     Examples:
 
     - `draftwing models fetch smollm2-135m-instruct`
-
     - `draftwing models fetch smollm2-135m-instruct --check`
     """
     from draftwing.models.resolve import fetch as run
@@ -69,13 +79,14 @@ def fetch(
     entry = entry_named(name)
     path = run(entry, again=check)
     if as_json:
-        screen.print_json(_describe(entry))
+        screen.print_json(describe_entry(entry))
     else:
         print(path)
 
 
-@models_app.command("remove")
-def remove(name: Name, as_json: Json = False) -> None:
+@models_app.command()
+@with_options
+def remove(name: str = _NAME, as_json: bool = JSON) -> None:
     """Remove a model's file from the cache.
 
     Examples:
@@ -93,68 +104,55 @@ def remove(name: Name, as_json: Json = False) -> None:
     if as_json:
         screen.print_json({"name": name, "freed_bytes": freed})
     else:
-        screen.line(f"removed {name}: {freed / 1e6:,.1f} MB freed" if freed else f"{name} is not here: nothing to do")
+        screen.line(
+            f"removed {name}: {freed / 1e6:,.1f} MB freed" if freed else f"{name} is not downloaded: nothing to do"
+        )
 
 
-def _describe(entry: Entry) -> dict[str, Any]:
+def describe_entry(entry: Entry) -> dict[str, Any]:
+    """Return an entry of the catalogue as ``models --json`` prints it."""
     from draftwing.models.resolve import kept
+    from draftwing.shipped import SHIPPED
 
-    place = kept(entry)
+    source, path = entry.source, kept(entry)
+    if isinstance(source, Wheel):
+        origin, num_bytes = f"wheel {source.package} {source.version}", source.member_num_bytes
+    elif isinstance(source, Hub):
+        origin, num_bytes = f"hub {source.repo}", source.num_bytes
+    else:
+        files = (file for file in (SHIPPED / source.folder).glob("*") if file.is_file())
+        origin, num_bytes = "comes with Draftwing", sum(file.stat().st_size for file in files)
     return {
         "name": entry.name,
         "num_parameters": entry.num_parameters,
         "licence": entry.licence,
-        "source": _source(entry),
-        "num_bytes": _num_bytes(entry),
-        "path": None if place is None else str(place),
+        "source": origin,
+        "num_bytes": num_bytes,
+        "path": None if path is None else str(path),
         "heads": list(entry.heads),
     }
-
-
-def _source(entry: Entry) -> str:
-    source = entry.source
-    if isinstance(source, Wheel):
-        return f"wheel {source.package} {source.version}"
-    return f"hub {source.repo}" if isinstance(source, Hub) else "comes with Draftwing"
-
-
-def _num_bytes(entry: Entry) -> int:
-    source = entry.source
-    if isinstance(source, Wheel):
-        return source.member_num_bytes
-    if isinstance(source, Hub):
-        return source.num_bytes
-    from draftwing.shipped import SHIPPED
-
-    return sum(file.stat().st_size for file in (SHIPPED / source.folder).glob("*") if file.is_file())
-
-
-# ``draftwing info``: a target, its tokenizer, a drafter and this machine.
 
 
 @with_options
 def info(
     model: Model,
-    draft: Draft = None,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure how fast memory is read: the limit of plain decoding.")
-    ] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure what a step costs here anew.")] = False,
-    as_json: Json = False,
+    draft: str | None = DRAFT,
+    bandwidth: bool = option(False, "Measure the memory bandwidth, which limits plain decoding."),
+    measure: bool = option(False, "Measure this machine's costs of a step again."),
+    as_json: bool = JSON,
 ) -> None:
-    """Describe a target, its tokenizer, a drafter and this machine.
+    """Describe a target, its tokenizer, a draft and this machine.
 
     Examples:
 
     - `draftwing info --bandwidth`
-
     - `draftwing info -t path/or/hub-id -d path/or/smaller --json`
     """
     from draftwing.lab.machine import describe_machine, read_bandwidth
     from draftwing.lab.predict import describe_costs
     from draftwing.lab.report import describe_lm
 
-    lm = model.load(draft, Drafting())
+    lm = model.load(draft)
     sections = {**describe_lm(lm), "machine": describe_machine()}
     if measure or lm.drafter.drafts:
         sections["costs"] = describe_costs(lm.costs(again=measure))
@@ -167,35 +165,28 @@ def info(
     if as_json:
         screen.print_json(sections)
     else:
-        tables.print_info(sections)
+        screen.print_sections(sections)
 
 
-# ``draftwing import``: a GGUF file as a Hugging Face folder.
-
-
+@with_options
 def import_(
-    file: Annotated[str, typer.Argument(help="A GGUF file (of a split model, the first), or a name.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="float32 (exactly what the file says), bfloat16 or float16.")
-    ] = "float32",
-    as_json: Json = False,
+    file: str = argument(..., "A GGUF file (of a split model, the first), or a name."),
+    out: Path = argument(..., "Folder to write; it must be new or empty."),
+    dtype: str = option("float32", "float32 (exactly the file's values), bfloat16 or float16."),
+    as_json: bool = JSON,
 ) -> None:
     """Write a GGUF file as a Hugging Face folder: config, tokenizer, chat template, safetensors.
 
-    Draftwing reads GGUF files as they are (`--target model.gguf`). This is for what does not.
+    Draftwing itself reads GGUF files (`--target model.gguf`); other programs may need the folder.
 
     Examples:
 
     - `draftwing import model.Q4_K_M.gguf model-folder`
-
     - `draftwing import model.Q8_0.gguf model-folder --dtype bfloat16`
-
     - `draftwing import smollm2-135m-instruct model-folder`
     """
     from draftwing.formats.gguf_folder import LINK
     from draftwing.formats.gguf_weights import import_gguf
-    from draftwing.models.catalogue import entry_of
     from draftwing.models.resolve import resolve
 
     path = Path(file)
@@ -203,13 +194,13 @@ def import_(
         folder = resolve(file)
         path = folder / LINK
         if not path.exists():
-            raise CheckpointError(f"{file} is a folder already, no GGUF file: take {folder}")
+            raise CheckpointError(f"{file} is a folder already, no GGUF file: use {folder}")
     with progress("importing, bytes") as show:
-        found = import_gguf(path, out, dtype, show)
+        done = import_gguf(path, out, dtype, show)
     if as_json:
-        screen.print_json({**dataclasses.asdict(found), "folder": str(found.folder)})
+        screen.print_json({**asdict(done), "folder": str(done.folder)})
     else:
-        formats = ", ".join(f"{count} in {kind}" for kind, count in sorted(found.formats.items()))
+        formats = ", ".join(f"{count} in {kind}" for kind, count in sorted(done.formats.items()))
         screen.line(
-            f"wrote {found.folder}: {found.tensors} tensors in {dtype}, {found.num_bytes / 1e6:,.0f} MB ({formats})"
+            f"wrote {done.folder}: {done.tensors} tensors in {dtype}, {done.num_bytes / 1e6:,.0f} MB ({formats})"
         )

@@ -1,19 +1,19 @@
-"""Which drafts a command may be given, and what its help says of them."""
+"""Options that commands share, and the decorator that makes options of dataclass fields."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
 from draftwing.errors import ConfigError, DraftwingError, shown
 from draftwing.methods.registry import METHODS
-from draftwing.models.catalogue import entry_of
+from draftwing.models.catalogue import default_model, entry_of
 
 if TYPE_CHECKING:
     from draftwing.lm import LM
@@ -23,230 +23,169 @@ if TYPE_CHECKING:
     from draftwing.text.prompts import Prompt
     from draftwing.text.tokenizer import Tokenizer
 
-
-def or_of(names: Iterable[str]) -> str:
-    """``a, b or c``."""
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
+EXPERT = "Expert"
+_MAX_TREE_FILE_BYTES = 2**20  # more than every node that a budget may have takes
 
 
-def _shipped(target: str | None) -> list[str]:
+def option(default: Any, help: str, *names: str, panel: str | None = None, expert: bool = False, **rules: Any) -> Any:
+    """Return a default value that ``with_options`` makes an option; ``...`` is a required one.
+
+    Args:
+        names: a short name, such as ``-t``, next to the long one, which is the field's name; or all names.
+        panel: of the help; a dataclass may set ``PANEL`` for all of its fields.
+        rules: for ``typer.Option``.
+    """
+    return _field(default, {"help": help, "names": names, "panel": EXPERT if expert else panel, "rules": rules})
+
+
+def argument(default: Any, help: str, **rules: Any) -> Any:
+    """Return a default value that ``with_options`` makes a positional argument."""
+    return _field(default, {"argument": typer.Argument(help=help, **rules)})
+
+
+def _field(default: Any, metadata: dict[str, Any]) -> Any:
+    return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata=metadata)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a typer command of a function whose defaults are ``option`` and ``argument``.
+
+    A parameter that is a dataclass becomes an option for each of its fields: this is how commands share options. In the
+    docstring, items of lists become paragraphs, which is what typer makes lists of.
+    """
+    groups: dict[str, Any] = {}
+    parameters = []
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            groups[name] = hint
+            types, panel = get_type_hints(hint, include_extras=True), getattr(hint, "PANEL", None)
+            parameters += [_parameter(f.name, types[f.name], f, panel) for f in dataclasses.fields(hint)]
+        elif isinstance(parameter.default, dataclasses.Field):
+            parameters.append(_parameter(name, hint, parameter.default, None))
+        else:  # a typer.Context
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint))
+    parameters.sort(key=_is_expert)
+
+    def run(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{f.name: values.pop(f.name) for f in dataclasses.fields(kind)})
+        command(**values)
+
+    run.__name__ = command.__name__
+    run.__doc__ = re.sub(r"(?<!\n)\n(?= *- )", "\n\n", command.__doc__ or "")
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _is_expert(parameter: inspect.Parameter) -> bool:
+    return any(getattr(about, "rich_help_panel", None) == EXPERT for about in get_args(parameter.annotation))
+
+
+def _parameter(name: str, hint: Any, field: Any, panel: str | None) -> inspect.Parameter:
+    metadata = field.metadata
+    about = metadata.get("argument")
+    if about is None:
+        names = metadata["names"]
+        if not any(each.startswith("--") for each in names):
+            names = (f"--{name.replace('_', '-')}", *names)
+        about = typer.Option(
+            *names, help=metadata["help"], rich_help_panel=metadata["panel"] or panel, **metadata["rules"]
+        )
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    annotation = Annotated[hint, about]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_DRAFTS = (
+    "eagle3 (the head that ships with the target), lookup (repeats of the prompt), suffix (repeats of earlier outputs "
+    "too), early-exit (the target's first layers), none; or the folder or hub id of a head or a smaller model. Join "
+    "several with +, as in eagle3+lookup. All methods: docs/methods.md."
+)
+DRAFT = option(None, f"{_DRAFTS} [default: the head that ships with the target, else lookup]", "-d")
+JSON = option(False, "Print JSON on stdout and nothing else.", "--json")
+
+
+def best_head(target: str | None) -> str | None:
+    """Return the method of the head that ships with the target and is used by default."""
+    entry = entry_of(target)
+    return None if entry is None else entry.best_head
+
+
+def _shipped_heads(target: str | None) -> list[str]:
     entry = entry_of(target)
     return [name for name in METHODS if entry is not None and name in entry.heads]
 
 
-def drafts_at_hand(target: str | None) -> list[str]:
-    """The drafts that need no path: those that suit any target, and those that come with Draftwing for this one."""
-    return [*(name for name, entry in METHODS.items() if entry.needs == "nothing"), *_shipped(target)]
+def drafts_without_path(target: str | None) -> list[str]:
+    """Return the methods that suit any target, and those that ship with Draftwing for this one."""
+    return [*(name for name, entry in METHODS.items() if entry.needs == "nothing"), *_shipped_heads(target)]
 
 
-def drafts_compared(target: str | None) -> list[str]:
-    """The drafts that are measured where none is named: as the help of ``Drafts`` says."""
-    return ["lookup", *_shipped(target)]
-
-
-def every_draft(
-    plain: LM, target: str | None, device: str | None, but: Sequence[str] = ()
-) -> list[tuple[str, NewDrafter]]:
-    """Name and maker of every draft that needs no path; what the target of ``plain`` cannot have is left out aloud.
-
-    Args:
-        target, device: as the command line has them.
-        but: those that are there already.
-    """
-    from draftwing.cli import screen
-    from draftwing.loading import load_drafter
-
-    brought = [name for name, entry in METHODS.items() if entry.needs == "target"]
-    entry = entry_of(target)
-    joined = [] if entry is None or entry.best_head is None else [f"{entry.best_head}+lookup"]
-    found = []
-    for name in [*drafts_at_hand(target), *joined, *brought]:
-        if name == "none" or name in but:
-            continue
-        try:
-            found.append((name, load_drafter(name, plain.target, plain.tokenizer, device=device)))
-        except DraftwingError as error:
-            screen.line(f"left out: {name}: {error}", "yellow")
-    return found
-
-
-def head_folder(target: str | None, draft: str | None) -> Path:
-    """Of a head as the command line has it, found without loading the target.
-
-    Raises:
-        ConfigError: a draft without a head's statistics.
-    """
-    from draftwing.models.resolve import resolve
-
-    entry = entry_of(target)
-    draft = draft or (entry.best_head if entry is not None else None)
-    method = METHODS.get(str(draft))
-    folder: Path | None = None
-    if entry is not None and draft is not None and draft in entry.heads:
-        folder = entry.head(draft)
-    elif draft is not None and (method is None or method.needs == "folder"):
-        folder = resolve(draft)
-    if folder is None:
-        raise ConfigError(
-            f"a forecast is made from a head's held-out statistics, and {draft or 'lookup'} has none: give a head with "
-            f"--draft, or measure with `draftwing compare` or --formulas"
-        )
-    return folder
-
-
-_DRAFTS = (
-    "Draft method: eagle3, lookup, suffix, causal-lm, none, or the folder or hub id of a head or a small model; join "
-    "several with +, as in eagle3+lookup. All methods: docs/methods.md."
-)
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        "-d",
-        help=f"{_DRAFTS} [default: the head that ships for the target, else lookup]",
-    ),
-]
-Drafts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--draft",
-        "-d",
-        help=f"{_DRAFTS} Repeatable. [default: lookup, and the heads that ship for the target]",
-    ),
-]
-
-
-AllDrafts = Annotated[
-    bool, typer.Option("--all", help="Beside these every draft that needs no path, and that this target can have.")
-]
+def default_drafts(target: str | None) -> list[str]:
+    """Return the drafts that are measured if none is named."""
+    return ["lookup", *_shipped_heads(target)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """The drafts that are measured side by side."""
+    draft: list[str] | None = option(
+        None, f"{_DRAFTS} Repeatable. [default: lookup and the heads that ship with the target]", "-d"
+    )
+    every: bool = option(False, "Also measure every method that needs no path and suits the target.", "--all")
 
-    draft: Drafts = None
-    every: AllDrafts = False
+    def load(self, baseline: LM, model: Model) -> list[tuple[str, NewDrafter]]:
+        """Return name and factory of each draft but ``none``; report those of ``--all`` that the target lacks."""
+        from draftwing.cli import screen
+        from draftwing.loading import load_drafter
 
+        def load(draft: str) -> NewDrafter:
+            return load_drafter(draft, baseline.target, baseline.tokenizer, device=model.device)
 
-# The options that commands share, as dataclasses: one field, one option.
-#
-# ``with_options`` turns a command's dataclass parameters into the options of their fields.
-
-
-_CHOSEN = "DRAFTWING_MODEL, or smollm2-135m-instruct"
-_TARGETS = f"Folder, GGUF file, name (see draftwing models) or hub id. [default: {_CHOSEN}]"
-_MOST_BYTES = 2**20  # of a tree's file: more than all the nodes that a budget may have take
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
-Prompts = Annotated[
-    Path | None,
-    typer.Option("--prompts", help="Text file (one prompt), .jsonl file (one a line), or - for stdin."),
-]
-NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Use the first so many prompts.")]
-
-
-Target = Annotated[str | None, typer.Option("--target", "-t", help=_TARGETS)]
-
-
-def _option(help: str, *names: str, panel: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel)
-
-
-_model = functools.partial(_option, panel="Model")
-_draft = functools.partial(_option, panel="Drafting")
-sampling_option = functools.partial(_option, panel="Sampling")
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """Which target, and how it runs."""
-
-    target: Annotated[str | None, _model(_TARGETS, "--target", "-t")] = None
-    dtype: Annotated[str, _model("float32, bfloat16, float16, float64, or auto: the checkpoint's own.")] = "float32"
-    quantize: Annotated[
-        str | None,
-        _model(
-            "int8: matrices of a quarter of the size, up to three times as fast on a CPU; the text is then the "
-            "quantised model's, drafted or not, to the token."
-        ),
-    ] = None
-    device: Annotated[str | None, _model("cpu or cuda. [default: cuda where there is one]")] = None
-    engine: Annotated[str, _model("lean, transformers, or auto: lean where it can.")] = "auto"
-
-    def load(self, draft: str | None, drafting: Drafting) -> LM:
-        """The target with one drafter."""
-        from draftwing.loading import load
-
-        budget = drafting.budget()
-        return load(**vars(self), draft=draft, rule=drafting.rule, budget=budget, lossless=not drafting.lossy)
-
-    def load_many(self, drafts: Sequence[str] | None, drafting: Drafting, *, every: bool = False) -> list[LM]:
-        """Plain decoding, then one ``LM`` for each drafter, all on one target; ``every``: with ``every_draft``."""
-        from draftwing.lm import LM
-        from draftwing.loading import load, load_drafter
-
-        budget = drafting.budget()
-        plain = load(**vars(self), draft="none")
-        wanted = list(drafts or drafts_compared(self.target))
-        makers = [
-            load_drafter(draft, plain.target, plain.tokenizer, device=self.device)
-            for draft in wanted
-            if draft != "none"  # that is plain decoding again
-        ]
-        if every:
-            makers += [maker for _, maker in every_draft(plain, self.target, self.device, but=wanted)]
-        drafted = functools.partial(LM, plain.target, plain.tokenizer, lossless=not drafting.lossy)
-        return [plain, *(drafted(maker, drafting.rule, budget) for maker in makers)]
-
-
-CHAT_MODEL = "smollm2-135m-instruct"  # the default of commands that need a chat template
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatModel(Model):
-    """The same for commands that need a chat template, which a DRAFTWING_MODEL may lack."""
-
-    target: Annotated[str, _model(_TARGETS.replace(_CHOSEN, CHAT_MODEL), "--target", "-t")] = CHAT_MODEL
+        drafters = [(name, load(name)) for name in self.draft or default_drafts(model.target) if name != "none"]
+        if not self.every:
+            return drafters
+        head = best_head(model.target)
+        combined = [] if head is None else [f"{head}+lookup"]
+        in_checkpoint = [name for name, method in METHODS.items() if method.needs == "target"]
+        present = {"none", *(name for name, _ in drafters)}
+        for name in [*drafts_without_path(model.target), *combined, *in_checkpoint]:
+            if name not in present:
+                try:
+                    drafters.append((name, load(name)))
+                except DraftwingError as error:
+                    screen.line(f"skipped {name}: {error}", "yellow")
+        return drafters
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """How much is drafted, and what is kept of it."""
+    PANEL: ClassVar = "Drafting"
 
-    rule: Annotated[
-        str, _draft("match, match-top, speculative, multi-round, multi-round-replacement, block or typical.")
-    ] = "match"
-    tree: Annotated[
-        str,
-        _draft(
-            "auto (decided step by step from measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2; its "
-            "total_token=60, depth=7, top_k=10 is dynamic:59,8,10), static (EAGLE-1), medusa, or a JSON file with a "
-            "list of paths of ranks.",
-            "--tree",
-        ),
-    ] = "auto"
-    lossy: Annotated[bool, _draft("Allow a rule that changes what the target says (typical).", "--lossy")] = False
+    rule: str = option(
+        "match",
+        "Acceptance rule: match, match-top, speculative, multi-round, multi-round-replacement, block or typical.",
+        expert=True,
+    )
+    tree: str = option(
+        "auto",
+        "auto (by measured costs), chain:K, dynamic:NODES,DEPTH,WIDTH (EAGLE-2: its total_token=60, depth=7, top_k=10 "
+        "is dynamic:59,8,10), static (EAGLE-1), medusa, or a JSON file with a list of paths of ranks.",
+    )
+    lossy: bool = option(False, "Allow a rule that changes the output distribution (typical).", expert=True)
 
-    def check(self) -> None:
-        """Refuse a rule before a model is loaded for it."""
+    def for_lm(self) -> dict[str, Any]:
+        """Return keyword arguments for ``LM``. Raises ConfigError."""
         from draftwing.accept import get_rule
 
         if not (get_rule(self.rule, lossless=False).lossless or self.lossy):
-            raise ConfigError(f"rule {self.rule!r} changes what the target says: add --lossy to accept that")
-
-    def keeps_law_alone(self, sampling: Sampling) -> bool:
-        """Whether the rule is lossless, and yet the text need not be plain decoding's: other noise, the same law."""
-        from draftwing.accept import get_rule
-
-        return self.rule != "match" and sampling.temperature > 0 and get_rule(self.rule, lossless=False).lossless
+            raise ConfigError(f"rule {self.rule!r} changes the output distribution: add --lossy to accept that")
+        return {"rule": self.rule, "budget": self.budget(), "lossless": not self.lossy}
 
     def budget(self) -> Budget | None:
-        """What ``--tree`` says; None for auto.
-
-        Raises:
-            ConfigError: it says nothing that is known.
-        """
+        """Return the budget that ``--tree`` names; None for auto. Raises ConfigError."""
         from draftwing.methods.base import STATIC_TREES, Budget
 
         if self.tree == "auto":
@@ -274,53 +213,84 @@ def _read_paths(file: Path) -> Any:
     from draftwing.text.prompts import parse_json
 
     with file.open("rb") as stream:
-        content = stream.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        content = stream.read(_MAX_TREE_FILE_BYTES + 1)
+    if len(content) > _MAX_TREE_FILE_BYTES:
+        raise ValueError(f"it has more than {_MAX_TREE_FILE_BYTES:,} bytes")
     return parse_json(content)
+
+
+_TARGET_HELP = (
+    "Folder, GGUF file, name (see draftwing models) or hub id. [default: DRAFTWING_MODEL, or smollm2-135m-instruct]"
+)
+TARGET = option(None, _TARGET_HELP, "-t")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    PANEL: ClassVar = "Model"
+
+    target: str | None = option(None, _TARGET_HELP, "-t")
+    dtype: str = option("float32", "float32, bfloat16, float16, float64, or auto: the checkpoint's.")
+    quantize: str | None = option(
+        None,
+        "int8: a quarter of the memory, up to three times as fast on a CPU. The output is the quantized model's.",
+    )
+    device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
+    engine: str = option("auto", "lean, transformers, or auto: lean if it supports the model.", expert=True)
+
+    @property
+    def name(self) -> str:
+        return self.target or default_model()
+
+    def load(self, draft: str | None, drafting: Drafting | None = None) -> LM:
+        """Load the target with one draft."""
+        from draftwing.loading import load
+
+        return load(**vars(self), draft=draft, **(drafting or Drafting()).for_lm())
+
+    def load_many(self, compared: Compared, drafting: Drafting | None = None) -> list[LM]:
+        """Load the target once; return plain decoding, then an ``LM`` for each draft."""
+        from draftwing.lm import LM
+
+        settings = (drafting or Drafting()).for_lm()
+        baseline = self.load("none")
+        makers = [maker for _, maker in compared.load(baseline, self)]
+        return [baseline, *(LM(baseline.target, baseline.tokenizer, maker, **settings) for maker in makers)]
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """``Sampling`` as options, and how a prompt is put."""
+    PANEL: ClassVar = "Sampling"
 
-    temperature: Annotated[float, sampling_option("0 is greedy.", "--temperature", "-T")] = 0.0
-    top_k: Annotated[int | None, sampling_option("Draw from the k best tokens.")] = None
-    top_p: Annotated[float, sampling_option("Draw from the fewest tokens of this probability.")] = 1.0
-    min_p: Annotated[float, sampling_option("Drop tokens less probable than this share of the best one's.")] = 0.0
-    repetition_penalty: Annotated[float, sampling_option("Divides scores of tokens seen.")] = 1.0
-    presence_penalty: Annotated[float, sampling_option("Taken from scores of tokens written.")] = 0.0
-    frequency_penalty: Annotated[float, sampling_option("Taken once for each time written.")] = 0.0
-    logit_bias: Annotated[
-        list[str] | None, sampling_option("ID:VALUE, added to that token's score; repeatable.", "--logit-bias")
-    ] = None
-    ban: Annotated[list[int] | None, sampling_option("Token id never to write; repeatable.", "--ban")] = None
-    stop: Annotated[list[str] | None, sampling_option("String that ends the text; repeatable.", "--stop")] = None
-    max_tokens: Annotated[int, sampling_option("Tokens to write at most.", "--max-tokens", "-n")] = 128
-    min_tokens: Annotated[int, sampling_option("Tokens before anything ends the text.", "--min-tokens")] = 0
-    seed: Annotated[int, sampling_option("The text is a function of target, prompt and seed.")] = 0
-    ignore_eos: Annotated[bool, sampling_option("Go on after an end token.", "--ignore-eos")] = False
-    chat: Annotated[
-        bool | None,
-        sampling_option("Put the prompt through the chat template. [default: where there is one]", "--chat/--no-chat"),
-    ] = None
+    temperature: float = option(0.0, "0 is greedy.", "-T")
+    top_k: int | None = option(None, "Sample from the k most probable tokens.")
+    top_p: float = option(1.0, "Sample from the fewest tokens whose probabilities add up to P.")
+    min_p: float = option(0.0, "Drop tokens below this share of the most probable token's probability.")
+    repetition_penalty: float = option(1.0, "Divides the logits of tokens in the prompt and output.", expert=True)
+    presence_penalty: float = option(0.0, "Subtracted from the logit of every generated token.", expert=True)
+    frequency_penalty: float = option(0.0, "The same, for each time it was generated.", expert=True)
+    logit_bias: list[str] | None = option(None, "ID:VALUE, added to a logit (-1e20: ban); repeatable.", expert=True)
+    stop: list[str] | None = option(None, "String that ends the output; repeatable.")
+    max_tokens: int = option(128, "Maximum number of new tokens.", "-n")
+    min_tokens: int = option(0, "Number of tokens before an end token or stop string counts.", expert=True)
+    seed: int = option(0, "The output is a function of target, prompt and seed.")
+    ignore_eos: bool = option(False, "Continue after an end token.", expert=True)
+    chat: bool | None = option(None, "Use the chat template. [default: if the model has one]", "--chat/--no-chat")
 
     def to_sampling(self, logprobs: int | None = None) -> Sampling:
-        """The checked parameters."""
+        """Return the checked parameters."""
         from draftwing.sampling import Sampling
 
-        same = {f.name for f in dataclasses.fields(Sampling)} & {f.name for f in dataclasses.fields(self)}
-        same -= {"stop", "logit_bias"}
+        same = {f.name for f in dataclasses.fields(Sampling)} & vars(self).keys() - {"stop", "logit_bias"}
         return Sampling(
             **{name: value for name, value in vars(self).items() if name in same},
             logit_bias=dict(map(_parse_bias, self.logit_bias or ())),
-            banned_tokens=tuple(self.ban or ()),
             stop=tuple(self.stop or ()),
             logprobs=logprobs,
         )
 
     def put(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-        """The prompt as a dialogue where there is a template, or as plain text: see ``text.prompts.as_put``."""
+        """Return the prompt as messages for the chat template, or as plain text: see ``text.prompts.as_put``."""
         from draftwing.text.prompts import as_put
 
         return as_put(prompt, tokenizer.has_chat_template if self.chat is None else self.chat)
@@ -328,15 +298,8 @@ class SamplingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChatSampling(SamplingOptions):
-    """The same with room for an answer."""
-
-    max_tokens: Annotated[int, sampling_option("Tokens of an answer at most.", "--max-tokens", "-n")] = 512
-    chat: Annotated[
-        bool,
-        sampling_option(
-            "Without a chat template messages are plain text, with an empty line between two.", "--chat/--no-chat"
-        ),
-    ] = True
+    max_tokens: int = option(512, "Maximum number of tokens of an answer.", "-n")
+    chat: bool = option(True, "Use the chat template, or plain text with empty lines.", "--chat/--no-chat")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -347,34 +310,13 @@ def _parse_bias(text: str) -> tuple[int, float]:
         raise ConfigError(f"--logit-bias must be ID:VALUE (such as 42:-1.5), found {text!r}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """What is trained on."""
-
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            help="JSONL of dialogues (conversations, messages, turns, prompt and completion, question and answer, "
-            "instruction and output) or texts, plain text files, or folders of them; repeatable.",
-        ),
-    ] = None
-    exclude: Annotated[
-        Path | None, typer.Option("--exclude", help="File of names (globs, or prefix/) to leave out of folders.")
-    ] = None
-
-    @property
-    def sources(self) -> list[str]:
-        """The files and folders; none where none were given, which readers refuse."""
-        return self.data or []
+PROMPTS = option(None, "Text file (one prompt), .jsonl file (one per line), or - for stdin.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Prompts that something is measured on."""
-
-    prompts: Prompts = None
-    num_prompts: NumPrompts = 10
+    prompts: Path | None = option(None, PROMPTS.metadata["help"])
+    num_prompts: int = option(10, "Use only the first N prompts.", min=1)
 
     def read(self, target: str | None) -> Sequence[Prompt]:
         """Read the file, or the prompts that ship: questions for a chat model, else beginnings of Python files."""
@@ -384,49 +326,30 @@ class Examples:
 
         if self.prompts:
             return read_prompts(self.prompts, self.num_prompts)
-        chats = Tokenizer(resolve(target)).has_chat_template
-        return shipped_questions(self.num_prompts) if chats else shipped_prompts(self.num_prompts)
+        shipped = shipped_questions if Tokenizer(resolve(target)).has_chat_template else shipped_prompts
+        return shipped(self.num_prompts)
 
 
 @dataclasses.dataclass(frozen=True)
-class FewExamples(Examples):
-    """The same where each takes longer."""
+class Data:
+    data: list[str] | None = option(
+        None,
+        "JSONL of dialogues (conversations, messages, turns, prompt and completion, question and answer, instruction "
+        "and output) or texts, plain text files, or folders of them; repeatable.",
+    )
+    exclude: Path | None = option(None, "File of names (globs, or prefix/) to leave out of folders.", expert=True)
 
-    num_prompts: NumPrompts = 4
+    @property
+    def sources(self) -> list[str]:
+        """The files and folders; readers refuse an empty list."""
+        return self.data or []
 
 
-def taps_of(text: str | None) -> tuple[int, ...] | None:
-    """The numbers of ``--taps``."""
+def parse_taps(text: str | None) -> tuple[int, ...] | None:
+    """Return the layer numbers of ``--taps``. Raises ConfigError."""
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--taps must be numbers such as 2,16,29, found {shown(text)}") from None
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option for each field of its dataclass parameters: how commands share options."""
-    groups: dict[str, Any] = {}
-    parameters = []
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        own = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
-        if not dataclasses.is_dataclass(hints[name]):
-            parameters.append(own)
-            continue
-        groups[name] = hints[name]
-        kinds = get_type_hints(hints[name], include_extras=True)
-        for f in dataclasses.fields(groups[name]):
-            default = inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
-            parameters.append(own.replace(name=f.name, default=default, annotation=kinds[f.name]))
-
-    def run(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{f.name: values.pop(f.name) for f in dataclasses.fields(kind)})
-        command(**values)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run

@@ -1,12 +1,12 @@
-"""How far a long run is: a bar on a terminal, a line every half minute in a file or pipe."""
+"""Progress of long runs: a bar on a terminal, a line every half minute in a file or pipe."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -17,37 +17,33 @@ from draftwing.cli.screen import format_alpha, new_console
 if TYPE_CHECKING:
     from draftwing.train.trainer import Progress as TrainProgress
 
-
-# Seconds between two lines of a run that writes to a file or pipe.
-EVERY = 30.0
+EVERY = 30.0  # seconds between two lines in a file or pipe
 
 
 @contextmanager
 def progress(
-    title: str, detail: Callable[[], str] | None = None, *, resumes: bool = False
+    title: str, detail: Callable[[], str] = str, *, resumes: bool = False
 ) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, or a line every half minute; yields what to call with (done, total).
+    """Show progress on stderr; yields a function to call with (done, total).
 
     Args:
-        detail: what else there is to say at the moment.
-        resumes: the first call tells what was done before this run: the time left is reckoned without it.
+        detail: returns further text.
+        resumes: the first call reports earlier runs' work, which is left out of the estimate of the time left.
     """
     console = new_console(stderr=True)
     if not console.is_terminal:
-        counted = _Counted(title, detail, resumes=resumes)
-        with _telling(counted.text):
-            yield counted
+        counter = _Counter(title, detail, resumes=resumes)
+        with _print_regularly(counter.text):
+            yield counter
         return
-    columns: list[ProgressColumn] = [TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    if detail is not None:
-        columns.append(_Detail(detail))
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Detail(detail))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
 def token_rate(num_tokens: Callable[[], int]) -> Callable[[], str]:
-    """A ``detail``: the tokens since now, and how many a second. ``num_tokens``: so far, whenever it is asked."""
+    """Return a ``detail``: the number of tokens so far, and per second since this call."""
     began = time.perf_counter()
 
     def text() -> str:
@@ -66,60 +62,26 @@ class _Detail(ProgressColumn):
         return Text(self._text())
 
 
-@contextmanager
-def training() -> Iterator[_Training]:
-    """A bar on a terminal, else lines; yields what to call with a run's progress."""
-    console = new_console(stderr=True)
-    if not console.is_terminal:
-        shown = _Training(None)
-        with _telling(shown.text):
-            yield shown
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as bar:
-        yield _Training(bar)
-
-
-@contextmanager
-def _telling(text: Callable[[], str]) -> Iterator[None]:
-    """Print ``text()`` every half minute, from a thread of its own: a single step may take longer than that."""
-    done = threading.Event()
-
-    def tell() -> None:
-        while not done.wait(EVERY):
-            with suppress(OSError, ValueError):  # a stderr that is closed, or whose reader went away
-                screen.line(text(), "dim")
-
-    thread = threading.Thread(target=tell, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-class _Counted:
-    """Called with what is done and the total; tells it in words."""
-
-    def __init__(self, title: str, detail: Callable[[], str] | None = None, *, resumes: bool = False) -> None:
+class _Counter:
+    def __init__(self, title: str, detail: Callable[[], str], *, resumes: bool) -> None:
         self._title, self._detail, self._done, self._total = title, detail, 0, 0
-        self._kept = None if resumes else 0  # done before this run; None: the first call tells
+        self._done_before = None if resumes else 0  # None until the first call
         self._began = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
-        self._kept = done if self._kept is None else self._kept
+        self._done_before = done if self._done_before is None else self._done_before
         self._done, self._total = done, total
 
     def text(self) -> str:
-        """One line."""
         elapsed = time.perf_counter() - self._began
-        if not self._total:
+        if not self._done and not self._total:
             return f"{self._title}, {_clock(elapsed)} so far"
-        own = self._done - (self._kept or 0)
-        left = f", about {_clock(elapsed * (self._total - self._done) / own)} left" if own else ""
-        detail = f", {self._detail()}" if self._detail else ""
-        return f"{self._title}: {self._done:,} of {self._total:,}{detail}, {_clock(elapsed)} so far{left}"
+        done_now = self._done - (self._done_before or 0)
+        seconds = elapsed * (self._total - self._done) / done_now if self._total and done_now else None
+        left = "" if seconds is None else f", about {_clock(seconds)} left"
+        of = f" of {self._total:,}" if self._total else ""
+        detail = f", {text}" if (text := self._detail()) else ""
+        return f"{self._title}: {self._done:,}{of}{detail}, {_clock(elapsed)} so far{left}"
 
 
 def _clock(seconds: float) -> str:
@@ -128,44 +90,48 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class _Training:
-    """Called with every iteration's progress. Evaluations become lines at once, the rest as ``training`` says."""
+@contextmanager
+def _print_regularly(text: Callable[[], str]) -> Iterator[None]:
+    """Print ``text()`` every half minute from a thread: a single step may take longer than that."""
+    done = threading.Event()
 
-    def __init__(self, bar: Progress | None) -> None:
-        self._bar, self._evaluated = bar, ""
-        self._task = bar.add_task("", total=None) if bar else None
-        self._smooth: float | None = None
-        self._agreement = ""
-        self._text = "before the first iteration"
+    def run() -> None:
+        while not done.wait(EVERY):
+            with suppress(OSError, ValueError):  # a stderr that is closed, or whose reader is gone
+                screen.line(text(), "dim")
 
-    def __call__(self, progress: TrainProgress) -> None:
-        metrics = progress.metrics
-        loss = float(metrics["loss"])
-        self._smooth = loss if self._smooth is None else 0.95 * self._smooth + 0.05 * loss
-        total = progress.iterations if progress.iterations < 10**9 else None
-        judgement = _judgement(metrics)
-        self._evaluated = judgement or self._evaluated
-        if "agreement" in metrics:
-            self._agreement = f"agreement {format_alpha(metrics['agreement'])}"
-        shown = f"loss {self._smooth:.3f}  {metrics['tokens_per_s']:.0f} tokens/s"
-        if self._bar is not None and self._task is not None:
-            shown = f"{shown}  {self._evaluated}"
-            self._bar.update(self._task, completed=progress.iteration, total=total, description=shown)
-            return
-        of = f"/{total}" if total else ""
-        self._text = f"iteration {progress.iteration}{of}  {shown}  {self._agreement}".rstrip()
-        if judgement:
-            screen.line(f"{self._text}  {judgement}")
-
-    def text(self) -> str:
-        """The latest iteration in one line."""
-        return self._text
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
-def _judgement(metrics: Mapping[str, Any]) -> str:
-    parts = []
-    if "val_loss" in metrics:
-        parts.append(f"validation loss {metrics['val_loss']:.3f}, agreement {format_alpha(metrics['val_agreement'])}")
-    if "tau" in metrics:
-        parts.append(f"tau {metrics['tau']:.2f} ({format_alpha(metrics['alpha'])})")
-    return "  ".join(parts)
+@contextmanager
+def training() -> Iterator[Callable[[TrainProgress], None]]:
+    """Show a training run; yields a function to call after every iteration. Evaluations are printed at once."""
+    mean_loss: float | None = None
+    text = agreement = ""
+    with progress("training", lambda: text, resumes=True) as show:
+
+        def on_progress(step: TrainProgress) -> None:
+            nonlocal mean_loss, text, agreement
+            metrics = step.metrics
+            loss = float(metrics["loss"])
+            mean_loss = loss if mean_loss is None else 0.95 * mean_loss + 0.05 * loss
+            if "agreement" in metrics:
+                agreement = f", agreement {format_alpha(metrics['agreement'])}"
+            text = f"loss {mean_loss:.3f}, {metrics['tokens_per_s']:.0f} tokens/s{agreement}"
+            show(step.iteration, step.iterations if step.iterations < 10**9 else 0)
+            evaluation = ""
+            if "val_loss" in metrics:
+                val_agreement = format_alpha(metrics["val_agreement"])
+                evaluation = f", validation loss {metrics['val_loss']:.3f}, agreement {val_agreement}"
+            if "tau" in metrics:
+                evaluation += f", tau {metrics['tau']:.2f} ({format_alpha(metrics['alpha'])})"
+            if evaluation:
+                screen.line(f"iteration {step.iteration}: {text}{evaluation}")
+
+        yield on_progress

@@ -1,258 +1,154 @@
-"""``draftwing train``: a draft head for a target, from data to a folder that ``--draft`` takes."""
+"""``draftwing train | doctor | convert | export``: draft heads, from data to a folder that ``--draft`` takes."""
 
 from __future__ import annotations
 
-import dataclasses
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
+from rich.text import Text
 
-from draftwing.cli import progress as shown
-from draftwing.cli import screen
-from draftwing.cli.options import Data, Json, Target, or_of, taps_of, with_options
+from draftwing.cli import progress, screen
+from draftwing.cli.options import JSON, PROMPTS, TARGET, Data, Model, argument, option, parse_taps, with_options
+from draftwing.cli.screen import format_alpha, new_console, new_table, print_line, printable
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.methods.registry import training_methods
+from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from draftwing.formats.doctor import Finding
+    from draftwing.lab.fit import Fit
     from draftwing.train.session import Session
     from draftwing.train.trainer import Progress, Trainer
-
 
 _STEPS = ", ".join(f"{name} {way.unroll_steps}" for name, (_, way) in training_methods().items())
 
 
-def _panel(panel: str, help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel)
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """How a head is trained, as options: see ``train.options.TrainOptions``."""
-
-    minutes: Annotated[float | None, _panel("Length", "Train for so long.")] = None
-    iterations: Annotated[int | None, _panel("Length", "Or for so many updates.")] = None
-    max_length: Annotated[int, _panel("Length", "Tokens of a window or dialogue.")] = 512
-    tokens_per_batch: Annotated[int, _panel("Length", "Tokens of a batch.")] = 2048
-    accumulation: Annotated[int, _panel("Length", "Batches of one update.")] = 1
-    data_share: Annotated[float, _panel("Length", "Train on this share of the data alone.")] = 1.0
-    objective: Annotated[
-        str | None,
-        _panel("Net", "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token, instead of the method's own."),
-    ] = None
-    unroll_steps: Annotated[
-        int | None, _panel("Net", f"Of training-time test; of mtp: its modules. [default: {_STEPS}]")
-    ] = None
-    later_share: Annotated[
-        float, _panel("Net", "Share of the entries that go on after the first unrolled step; less is faster.")
-    ] = 1.0
-    draft_vocab_size: Annotated[int | None, _panel("Net", "EAGLE-3's draft vocabulary. [default: the whole]")] = None
-    loss_vocab_size: Annotated[
-        int | None, _panel("Net", "Where a net uses the target's LM head: tokens that losses look at. [default: all]")
-    ] = None
-    inputs: Annotated[str, _panel("Net", "token, feature, feature-unshifted or feature-shifted.")] = "feature-shifted"
-    taps: Annotated[
-        str | None, _panel("Net", "Other hidden states than the method's, such as 2,16,29; a cache must have them.")
-    ] = None
-    hidden_size: Annotated[int | None, _panel("Draft model", "Of a new one. [default: half of the target's]")] = None
-    num_heads: Annotated[int | None, _panel("Draft model", "Of a new one. [default: each 64 wide]")] = None
-    own_text: Annotated[
-        float, _panel("Draft model", "Share of the batches whose text the draft model goes on with itself (on-policy).")
-    ] = 0.0
-    fc_norm: Annotated[bool, _panel("Net", "EAGLE-3.1: a norm for each tap.", "--fc-norm")] = False
-    norm_output: Annotated[bool, _panel("Net", "EAGLE-3.1: feed back the normed state.", "--norm-output")] = False
-    num_layers: Annotated[
-        int | None, _panel("Net", "Of a new one that may have several; a draft model has a quarter of the target's.")
-    ] = None
-    optimizer: Annotated[str, _panel("Optimisation", "adamw, or muon for the matrices.")] = "adamw"
-    lr: Annotated[float | None, _panel("Optimisation", "Peak. [default: 1e-3]")] = None
-    warmup: Annotated[float, _panel("Optimisation", "Share of the run.")] = 0.04
-    clip: Annotated[float, _panel("Optimisation", "Norm of the gradient (adamw).")] = 0.5
-    ema: Annotated[float, _panel("Optimisation", "Decay of an average of the weights, which is then saved.")] = 0.0
-    precision: Annotated[str, _panel("Optimisation", "bf16 autocast, or no.")] = "bf16"
-    seed: Annotated[int, _panel("Optimisation", "Of the weights, the data's order and the noise.")] = 0
-    validation_share: Annotated[float, _panel("Reports", "Share of the data held out.")] = 0.02
-    eval_every: Annotated[int, _panel("Reports", "Iterations between two evaluations.")] = 200
-    save_every: Annotated[int, _panel("Reports", "Iterations between two checkpoints.")] = 50
-    eval_prompts: Annotated[int, _panel("Reports", "Held-out prompts on which tau is measured.")] = 8
-    eval_tokens: Annotated[int, _panel("Reports", "Tokens written after each.")] = 64
-    eval_depth: Annotated[int, _panel("Reports", "Length of the chain.")] = 5
-    keep_prompts: Annotated[
-        int, _panel("Reports", "Held-out prompts written beside the head, which `doctor` tries it on; 0 for none.")
-    ] = 8
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Run:
-    """What a head is trained for, from what, and where it goes."""
+    out: Path = option(..., "Folder of the run: checkpoint, metrics, curves, head/.", "-o")
+    target: str | None = option(None, TARGET.metadata["help"], "-t")
+    cache: Path | None = option(
+        None,
+        "Features of `draftwing data cache` (with its --data) or `draftwing data regenerate --features` (without).",
+    )
+    init_from: Path | None = option(None, "Start from this head, in any layout, or from this draft model.")
+    licence: str | None = option(None, "Licence for the head's card, such as Apache-2.0.")
+    device: str | None = option(None, "cpu or cuda. [default: cuda if available]")
+    dtype: str = option("bfloat16", "Data type of the target.", expert=True)
+    forecast_prompts: int = option(16, "Prompts for the statistics of `draftwing predict`.", min=0, expert=True)
 
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run: checkpoint, metrics, curves, head/.")]
-    target: Target = None
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache",
-            help="Train on the rows and features in a folder of `draftwing data cache` (--data is what that was made "
-            "of) or of `draftwing data regenerate --features` (which needs no --data).",
-        ),
-    ] = None
-    regenerated: Annotated[
-        int,
-        typer.Option(
-            "--regenerate",
-            min=0,
-            help="First let the target answer so many prompts of the data greedily (256 tokens each, into "
-            "OUT/regenerated.jsonl), and train on these answers instead of the data.",
-        ),
-    ] = 0
-    initial: Annotated[
-        Path | None,
-        typer.Option(
-            "--init-from", help="Start from this head, in any layout, or draft model, instead of from nothing."
-        ),
-    ] = None
-    licence: Annotated[str | None, typer.Option("--licence", help="Of the head, for its card: Apache-2.0, say.")] = None
-    forecast_prompts: Annotated[
-        int,
-        typer.Option(
-            "--forecast-prompts",
-            min=0,
-            help="Held-out prompts on which statistics for `draftwing predict` are collected at the end; 0 for none.",
-        ),
-    ] = 16
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the target.")] = "bfloat16"
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: cuda if there is one]")] = None
+
+@dataclass(frozen=True)
+class Training:
+    PANEL: ClassVar = "Training"
+
+    minutes: float | None = option(None, "Train for N minutes.")
+    iterations: int | None = option(None, "Train for N updates.")
+    max_length: int = option(512, "Tokens of a window or dialogue.")
+    objective: str | None = option(None, "eagle1, hass, eagle3, tv, fkl, rkl, jsd, jsd:BETA or next-token.")
+    unroll_steps: int | None = option(None, f"Steps of training-time test; modules of mtp. [default: {_STEPS}]")
+    draft_vocab_size: int | None = option(None, "EAGLE-3's draft vocabulary. [default: the whole vocabulary]")
+    loss_vocab_size: int | None = option(None, "EAGLE-1, HASS: loss over the N most frequent tokens. [default: all]")
+    lr: float | None = option(None, "Peak learning rate. [default: 1e-3]")
+    seed: int = option(0, "Seed of the weights, the order of the data and the noise.")
+    tokens_per_batch: int = option(2048, "Tokens of a batch.", expert=True)
+    accumulation: int = option(1, "Batches of one update.", expert=True)
+    later_share: float = option(1.0, "Share of the entries in unrolled steps after the first.", expert=True)
+    taps: str | None = option(None, "Hidden states to read, such as 2,16,29. [default: the method's]", expert=True)
+    fc_norm: bool = option(False, "EAGLE-3.1: a norm for each tap.", expert=True)
+    norm_output: bool = option(False, "EAGLE-3.1: feed back the normed state.", expert=True)
+    num_layers: int | None = option(None, "Layers of a new net. [default: the method's]", expert=True)
+    hidden_size: int | None = option(None, "Width of a new draft model. [default: half of the target's]", expert=True)
+    num_heads: int | None = option(None, "Attention heads of a new draft model. [default: each 64 wide]", expert=True)
+    own_text: float = option(0.0, "Share of the batches that the draft model writes itself.", expert=True)
+    optimizer: str = option("adamw", "adamw, or muon for the matrices.", expert=True)
+    precision: str = option("bf16", "bf16 autocast, or no.", expert=True)
+    validation_share: float = option(0.02, "Share of the data held out.", expert=True)
+    eval_every: int = option(200, "Iterations between two evaluations.", expert=True)
+    eval_prompts: int = option(8, "Held-out prompts on which tau is measured.", expert=True)
 
 
 @with_options
 def train(
-    training: Training,
-    method: Annotated[str, typer.Argument(help=f"{or_of(training_methods())}.")],
-    data: Data,
     run: Run,
-    as_json: Json = False,
+    data: Data,
+    training: Training,
+    method: str = argument(..., f"{', '.join(training_methods())}."),
+    as_json: bool = JSON,
 ) -> None:
     """Train a draft head for a target, or resume a stopped run.
 
-    `OUT/head` is the head, ready for `--draft`; Ctrl-C writes a checkpoint first, and the same command goes on from it.
-    More GPUs: `accelerate launch -m draftwing.cli.main train ...`.
+    `OUT/head` is the head, ready for `--draft`. Ctrl-C writes a checkpoint, and the same command continues from it. A
+    head learns best from the target's own answers: see `draftwing data regenerate`. More GPUs: `accelerate launch -m
+    draftwing.cli.main train ...`.
 
     Examples:
 
     - `draftwing train eagle3 --data dialogues.jsonl --out my-head --minutes 15`
-
     - `draftwing train eagle3 -t path/or/hub-id --data chats.jsonl --draft-vocab-size 32000 --iterations 20000 -o head`
-
     - `draftwing train hass --data texts/ --unroll-steps 3 --optimizer muon --minutes 60 -o head`
-
     - `draftwing train eagle3 --cache features --minutes 60 -o head`
-
     - `draftwing train causal-lm --data chats.jsonl --init-from small-model --objective rkl --minutes 60 -o draft`
     """
-    session = _prepared(training, method, data, run)
-    main = session.trainer.accelerator.is_main_process
-    if main:
-        screen.line(session.describe(), "dim")
-    done = _trained(session, run.out if main else None)
-    if not main:
-        return
-    stopped = done.iteration < done.iterations
-    if not stopped and run.forecast_prompts:
-        _collect(session, run.forecast_prompts)
-    _tell(session, run, done, finished=not stopped, as_json=as_json)
-    if stopped:
-        screen.line(f"stopped at iteration {done.iteration}: run the same command again to go on", "yellow")
-        raise typer.Exit(130)
-
-
-def _prepared(training: Training, method: str, data: Data, run: Run) -> Session:
-    """Everything that the run needs, the data answered anew where that is wanted."""
+    from draftwing.train.curves import draw_curves
     from draftwing.train.options import TrainOptions
     from draftwing.train.session import RunFiles, prepare
 
-    said = {**dataclasses.asdict(training), "taps": taps_of(training.taps)}
-    options = TrainOptions(method=method, **said)
-    if run.regenerated and run.cache is not None:
-        raise ConfigError(
-            "--regenerate makes data that the --cache does not have: run `draftwing data regenerate`, then `draftwing "
-            "data cache` on what it wrote"
-        )
-    sources: Sequence[str | Path] = [_regenerated(data, run)] if run.regenerated else data.sources
-    with shown.progress("reading the data") as on_data:
-        files = RunFiles(run.target, sources, data.exclude, run.cache, run.initial, run.licence)
-        return prepare(files, options, run.out, dtype=run.dtype, device=run.device, on_data=on_data)
+    options = TrainOptions(method, save_every=50, **{**asdict(training), "taps": parse_taps(training.taps)})
+    with progress.progress("reading the data") as on_data:
+        files = RunFiles(run.target, data.sources, data.exclude, run.cache, run.init_from, run.licence)
+        session = prepare(files, options, run.out, dtype=run.dtype, device=run.device, on_data=on_data)
+    is_main = session.trainer.accelerator.is_main_process
+    if is_main:
+        screen.line(session.describe(), "dim")
+    done = _run(session, run.out if is_main else None)
+    if not is_main:
+        return
+    finished = done.iteration >= done.iterations
+    if finished and run.forecast_prompts:
+        _collect_statistics(session, run.forecast_prompts)
+    head, curves = run.out / "head", draw_curves(run.out)
+    if as_json:
+        result = {"head": str(head), "curves": str(curves), "iterations": done.iteration, "finished": finished}
+        screen.print_json({**result, **session.final_metrics()})
+    else:
+        target = f" --target {run.target}" if run.target else ""
+        screen.line(f"wrote {head}, {curves}")
+        screen.line(f"try it: draftwing compare{target} --draft {head}")
+    if not finished:
+        screen.line(f"stopped at iteration {done.iteration}: run the same command again to continue", "yellow")
+        raise typer.Exit(130)
 
 
-def _regenerated(data: Data, run: Run) -> Path:
-    """Have the target answer prompts spread over the data. Prompt lookup saves time, and changes no text."""
-    from draftwing.loading import load
-    from draftwing.sampling import Sampling
-    from draftwing.train.answer_local import LMAnswerer
-    from draftwing.train.answers import read_tasks, regenerate
-
-    out = run.out / "regenerated.jsonl"
-    lm = load(run.target, "lookup", device=run.device)
-    tasks = read_tasks(
-        data.sources, prompt_tokens=128, per_document=8, tokenizer=lm.tokenizer, exclude=data.exclude, output=out
-    )
-    chosen = sorted(tasks, key=lambda task: task.id)[: run.regenerated]  # ids are hashes: any of them
-    with shown.progress("answering") as on_progress:
-        regenerate(chosen, LMAnswerer(lm, Sampling(max_tokens=256), max_batch=32), out, on_progress=on_progress)
-    return out
-
-
-def _trained(session: Session, out: Path | None) -> Progress:
-    """Run to the end, or to a signal; ``out`` gets TensorBoard's events."""
+def _run(session: Session, out: Path | None) -> Progress:
+    """Train until the end or a signal, and log to TensorBoard in ``out``."""
     from draftwing.train.curves import TensorBoardLog
 
-    trainer = session.trainer
     board = None if out is None else TensorBoardLog(out)
     try:
-        with shown.training() as show, _stops(trainer):
-            trainer.on_progress = show if board is None else _both(show, board)
+        with progress.training() as show, _stop_on_signals(session.trainer):
+
+            def on_progress(step: Progress) -> None:
+                show(step)
+                if board is not None:
+                    board(step)
+
+            session.trainer.on_progress = on_progress
             return session.run()
     finally:
         if board is not None:
             board.close()
 
 
-def _collect(session: Session, num_prompts: int) -> None:
-    """The head's held-out statistics. The head is whole: Ctrl-C leaves them out, and nothing else."""
-    try:
-        with shown.progress("collecting statistics for draftwing predict") as on_progress:
-            session.collect_held_out(num_prompts, on_progress)
-    except KeyboardInterrupt:
-        screen.line("no statistics were collected: `draftwing predict --collect` makes them later", "yellow")
-    except DraftwingError as error:
-        screen.line(f"no statistics were collected for `draftwing predict`: {error}", "yellow")
-
-
-def _tell(session: Session, run: Run, done: Progress, *, finished: bool, as_json: bool) -> None:
-    from draftwing.train.curves import draw_curves
-
-    head, curves = run.out / "head", draw_curves(run.out)
-    if as_json:
-        result = {"head": str(head), "curves": str(curves), "iterations": done.iteration, "finished": finished}
-        screen.print_json({**result, **session.final_metrics()})
-        return
-    screen.line(f"wrote {head}, {curves}")
-    name = f" --target {run.target}" if run.target else ""
-    screen.line(f"try it: draftwing compare{name} --draft {head}")
-
-
-def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
-    def call(progress: Any) -> None:
-        first(progress)
-        second(progress)
-
-    return call
-
-
 @contextmanager
-def _stops(trainer: Trainer) -> Iterator[None]:
+def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the run after the present iteration, with a checkpoint; a second one ends it at once."""
 
     def stop(number: int, frame: object) -> None:
@@ -267,3 +163,143 @@ def _stops(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _collect_statistics(session: Session, num_prompts: int) -> None:
+    try:
+        with progress.progress("collecting statistics for draftwing predict") as on_progress:
+            session.collect_held_out(num_prompts, on_progress)
+    except KeyboardInterrupt:  # the head is complete
+        screen.line("no statistics were collected: `draftwing predict --collect` makes them later", "yellow")
+    except DraftwingError as error:
+        screen.line(f"no statistics were collected for `draftwing predict`: {error}", "yellow")
+
+
+_HEAD = argument(..., "Folder of a head, in any layout.")
+_STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "dim"}
+
+
+@with_options
+def doctor(
+    model: Model,
+    head: Path = _HEAD,
+    prompts: Path | None = PROMPTS,
+    num_prompts: int = option(4, "Use only the first N prompts.", min=1),
+    measure: bool = option(True, "Decode a few prompts with the head.", "--measure/--no-measure"),
+    as_json: bool = JSON,
+) -> None:
+    """Check a head for a target: known causes of silent failure, and whether its drafts are accepted.
+
+    The head is tried on prompts that its training held out and stored with it, else on questions through the target's
+    chat template, else (for targets without one) on beginnings of Python files. Exits with 1 if a check fails, or if
+    the head drafts no better than chance.
+
+    Examples:
+
+    - `draftwing doctor my-head/head`
+    - `draftwing doctor downloaded-eagle3 --target path/or/hub-id --prompts prompts.jsonl`
+    """
+    from draftwing.lab.fit import measure_fit, trial_of
+    from draftwing.loading import load
+    from draftwing.methods.registry import diagnose
+    from draftwing.models.resolve import resolve
+    from draftwing.text.prompts import read_prompts
+
+    findings = diagnose(head, resolve(model.target))
+    failed = any(each.status == "fail" for each in findings)
+    fit = None
+    if measure and not failed:
+        lm = load(**vars(model), draft=head)
+        given = None if prompts is None else read_prompts(prompts, num_prompts)
+        fit = measure_fit(lm, trial_of(head, lm.tokenizer, num_prompts, given, where=str(prompts)))
+        failed = fit.verdict == "does not fit"
+    if as_json:
+        rows = [asdict(each) for each in findings]
+        screen.print_json({"findings": rows, "fit": None if fit is None else asdict(fit)})
+    else:
+        _print_findings(findings, fit)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: Sequence[Finding], fit: Fit | None) -> None:
+    table = new_table("check", "status", "finding")
+    for each in findings:
+        detail = f"{each.detail}\n{each.fix}" if each.fix and each.status != "ok" else each.detail
+        table.add_row(each.name, Text(each.status, _STATUS_STYLES.get(each.status, "")), Text(printable(detail)))
+    new_console().print(table)
+    if fit is None:
+        return
+    style = {"fits": "green", "weak": "yellow"}.get(fit.verdict, "bold red")
+    print_line(f"acceptance by depth {format_alpha(fit.alpha) or '-'}, tau {fit.tau:.2f}: {fit.verdict}", style)
+    print_line(f"tried on {fit.tried_on}: {fit.num_drafts} drafts, greedy")
+    low, high = fit.interval
+    print_line(
+        f"first token accepted: {low:.0%} to {high:.0%} (95%); shuffled drafts: {fit.chance:.0%}; tau of prompt lookup "
+        f"on the same prompts: {fit.lookup_tau:.2f}"
+    )
+
+
+# Layouts of all methods, listed here because the methods' classes import PyTorch.
+_LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators", "medusa")
+
+
+@with_options
+def convert(
+    head: Path = _HEAD,
+    out: Path = option(..., "Folder to write.", "-o"),
+    to: str = option("draftwing", f"{', '.join(_LAYOUTS)}."),
+    target: str | None = option(None, "The head's target, if the head does not name it.", "-t"),
+    taps: str | None = option(None, "Its hidden states, such as 2,16,29, if the head does not name them."),
+    depth: int = option(5, "Number of draft tokens in the config of speculators.", min=1, expert=True),
+) -> None:
+    """Convert a head to another layout without changing a number.
+
+    Examples:
+
+    - `draftwing convert my-head/head --to speculators -o my-head-speculators`
+    - `draftwing convert downloaded-eagle3 -o head --target path/or/hub-id`
+    """
+    from draftwing.methods.registry import convert as run
+
+    run(head, out, to, target=_target_id(target), taps=parse_taps(taps), depth=depth)
+    screen.line(f"wrote {out} in the layout {to!r}")
+
+
+@with_options
+def export(
+    head: Path = _HEAD,
+    out: Path = option(..., "Folder to write.", "-o"),
+    to: str = option("vllm", "vllm or sglang."),
+    target: str | None = option(None, "Folder, name or hub id of the model that the engine serves.", "-t"),
+    depth: int = option(3, "Number of draft tokens in a row.", min=1),
+) -> None:
+    """Write a head in another engine's layout, and print the command that serves it.
+
+    Examples:
+
+    - `draftwing export my-head/head --to vllm --target path/or/hub-id -o my-head-vllm`
+    """
+    from draftwing.formats.convert import SERVED_BY, serve_command
+    from draftwing.methods.registry import convert as run
+    from draftwing.models.resolve import fetch
+
+    if to not in SERVED_BY:
+        raise ConfigError(f"no engine serves the layout {to!r}: choose vllm or sglang (or use convert)")
+    run(head, out, to, target=_target_id(target), depth=depth)
+    entry = entry_of(target)  # engines do not know our names
+    served = str(target if entry is None else fetch(entry))
+    if served.endswith(".gguf"):
+        screen.line(
+            f"the target is a GGUF file, which engines read in part or not at all: `draftwing import {served} FOLDER` "
+            f"writes a folder with the same numbers; serve that",
+            "yellow",
+        )
+    print(serve_command(to, served, out, depth))
+
+
+def _target_id(target: str | None) -> Any:
+    from draftwing.formats.identity import target_id_of_folder
+    from draftwing.models.resolve import resolve
+
+    return None if target is None else target_id_of_folder(resolve(target), target)

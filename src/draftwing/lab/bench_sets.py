@@ -145,7 +145,7 @@ def _name_of(file: Path) -> str:
 
 
 def read_set(name: str, path: Path) -> QuestionSet:
-    """The questions of a file, in any form of ``text.records.read_record``.
+    """The questions of a file, in any form of ``text.prompts.read_record``.
 
     Answers in the file are left out: the model gives its own.
 

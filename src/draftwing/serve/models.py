@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from draftwing.text.grammar import DEEPEST, is_deeper
+from draftwing.text.grammar import MAX_LEVELS, is_deeper
 
 _MOST_FIELDS = 256  # of one object: each that is unknown would be an error of its own
 
 
 def _shallow(value: Any) -> Any:
-    if is_deeper(value, DEEPEST):
-        raise ValueError(f"it is nested deeper than {DEEPEST} levels: make it flatter")
+    if is_deeper(value, MAX_LEVELS):
+        raise ValueError(f"it is nested deeper than {MAX_LEVELS} levels: make it flatter")
     return value
 
 

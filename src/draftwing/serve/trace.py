@@ -8,8 +8,7 @@ from typing import Any
 
 from draftwing.dialogue import Piece, pieces_of
 from draftwing.stats import Law, RowStep, Step
-from draftwing.text.stream import TextStream
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.text.tokenizer import TextStream, Tokenizer
 from draftwing.tree import PAD
 
 _PHASES = ("draft", "verify", "accept", "commit", "host")

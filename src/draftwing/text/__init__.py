@@ -1,1 +1,1 @@
-"""What people write and read: tokenizers, streamed text, prompts."""
+"""Tokenizers, chat templates, prompts, text streams and grammars."""

@@ -1,7 +1,7 @@
-"""A model folder's tokenizer: text to ids and back, its chat template, and whether two mean the same.
+"""Text to token ids and back: the tokenizer and chat template of a model folder, and text streams.
 
-``tokenizer.json`` is read by the ``tokenizers`` library; transformers is imported only for folders without one
-and for chat templates.
+``tokenizer.json`` is read by the ``tokenizers`` library; transformers is imported only for folders without one and for
+chat templates.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from draftwing.errors import PromptError, TokenizerError
+from draftwing.errors import ConfigError, DraftwingError, PromptError, TokenizerError
 from draftwing.text.prompts import check_text
 
-# How byte-level tokenizers write bytes: printable ones as themselves, the others as characters from 256 on.
+# Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
-_LOADING = threading.Lock()  # transformers cannot be imported by two threads at once
+_LOADING = threading.Lock()  # two threads cannot import transformers at once
 
 
 class Tokenizer:
-    """Encodes prompts and decodes what was written.
+    """Encodes prompts and decodes output.
 
     Args:
         folder: a Hugging Face folder.
@@ -43,27 +44,24 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         self._slow: Any = None
         try:
-            if file.exists():
-                self.fast = FastTokenizer.from_file(str(file))
-            else:
-                self.fast = self._transformers.backend_tokenizer
+            self.fast = FastTokenizer.from_file(str(file)) if file.exists() else self._transformers.backend_tokenizer
         except Exception as error:  # both libraries raise bare Exceptions and many kinds of errors
             raise TokenizerError(
-                f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json beside "
-                f"its config.json"
+                f"{folder}: no tokenizer can be read from this folder ({error}): put the model's tokenizer.json next "
+                f"to its config.json"
             ) from error
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
-        """A fast tokenizer that transformers has loaded already; later additions to its vocabulary count."""
-        own = cls.__new__(cls)
-        own.folder = Path(str(tokenizer.name_or_path))
-        own.fast, own._slow = tokenizer.backend_tokenizer, tokenizer
-        return own
+        """Wrap a fast tokenizer of transformers; later additions to its vocabulary count."""
+        wrapper = cls.__new__(cls)
+        wrapper.folder = Path(str(tokenizer.name_or_path))
+        wrapper.fast, wrapper._slow = tokenizer.backend_tokenizer, tokenizer
+        return wrapper
 
     @property
     def _transformers(self) -> Any:
-        """The tokenizer as transformers reads it, at first use: importing that takes seconds."""
+        """The tokenizer of transformers, loaded at first use: the import takes seconds."""
         if self._slow is None:
             with _LOADING:
                 if self._slow is None:
@@ -72,55 +70,47 @@ class Tokenizer:
                     self._slow = AutoTokenizer.from_pretrained(self.folder)
         return self._slow
 
+    @property
+    def has_chat_template(self) -> bool:
+        """True if prompts are meant to be wrapped as a dialogue."""
+        return bool(self._config.get("chat_template")) or (self.folder / "chat_template.jinja").exists()
+
     @cached_property
     def _config(self) -> dict[str, Any]:
         file = self.folder / "tokenizer_config.json"
         try:
-            found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         except (OSError, ValueError) as error:
             raise TokenizerError(f"{file}: not readable as JSON ({error}): download it again") from error
-        return found if isinstance(found, dict) else {}
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether prompts are meant to be wrapped as a dialogue."""
-        return bool(self._config.get("chat_template")) or (self.folder / "chat_template.jinja").exists()
+        return config if isinstance(config, dict) else {}
 
     @cached_property
     def vocab_hash(self) -> str:
-        """16 hexadecimal digits that stand for every token and its id."""
+        """16 hexadecimal digits made of every token and its id."""
         pairs = json.dumps(sorted(self.fast.get_vocab().items()))
         return hashlib.sha256(pairs.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with the special tokens that the model expects in front.
-
-        Raises:
-            PromptError: the text is empty, or cannot be encoded.
-        """
+        """Return the ids of a prompt, with special tokens. Raises PromptError if it is empty or cannot be encoded."""
         if not text:
-            raise PromptError("the prompt is empty: give some text to go on from")
+            raise PromptError("the prompt is empty: give some text to continue")
         return list(self.fast.encode(check_text(text)).ids)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text as it stands inside of another one: no special tokens, and none for an empty text.
-
-        Raises:
-            PromptError: the text cannot be encoded.
-        """
+        """Return the ids of a part of a text, without special tokens. Raises PromptError if it cannot be encoded."""
         return list(self.fast.encode(check_text(text), add_special_tokens=False).ids)
 
     def template_reads(self, name: str) -> bool:
-        """Whether the chat template makes use of a variable, such as ``tools``."""
+        """Return True if the chat template uses a variable, such as ``tools``."""
         return re.search(rf"\b{re.escape(name)}\b", str(self._transformers.chat_template or "")) is not None
 
     @cached_property
     def template_options(self) -> frozenset[str]:
-        """Names that say how the chat template is applied, and so cannot be variables of it."""
+        """Names of options of ``apply_chat_template``, which cannot be variables of a template."""
         return frozenset(inspect.signature(self._transformers.apply_chat_template).parameters)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Ids of a dialogue through the chat template, ready for the assistant's turn.
+        """Return the ids of a dialogue through the chat template, ready for the assistant's turn.
 
         Args:
             messages: role and content, and whatever else the template reads.
@@ -128,35 +118,33 @@ class Tokenizer:
 
         Raises:
             TokenizerError: there is no chat template, or it refuses the messages.
-            PromptError: what it renders cannot be encoded.
+            PromptError: the rendered text cannot be encoded.
         """
         if not self.has_chat_template:
             raise TokenizerError(f"{self.folder}: this tokenizer has no chat template: prompt it with plain text")
+        options = {"add_generation_prompt": True, **variables, "tokenize": False}
         try:
-            text = self._transformers.apply_chat_template(
-                [dict(message) for message in messages],
-                **{"add_generation_prompt": True, **variables, "tokenize": False},
-            )
+            text = self._transformers.apply_chat_template([dict(message) for message in messages], **options)
         except Exception as error:  # jinja errors, and whatever the template itself raises
             raise TokenizerError(f"{self.folder}: the chat template refuses these messages: {error}") from error
-        return list(self.fast.encode(check_text(str(text)), add_special_tokens=False).ids)
+        return self.encode_plain(str(text))
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return str(self.fast.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for; a part of a character has no text, but bytes it has."""
-        found = self.fast.id_to_token(token)
-        if found is None:
+        """Return the bytes of a token, which may be a part of a character."""
+        text = self.fast.id_to_token(token)
+        if text is None:
             return b""
         if self._is_byte_level:
             try:
-                return bytes(_BYTES[character] for character in found)
-            except KeyError:  # one that was added as it stands
-                return found.encode("utf-8", "replace")
-        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", found)
-        return bytes.fromhex(byte[1]) if byte else found.replace("\u2581", " ").encode("utf-8", "replace")
+                return bytes(_BYTES[character] for character in text)
+            except KeyError:  # an added token, stored as plain text
+                return text.encode("utf-8", "replace")
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", text)
+        return bytes.fromhex(byte[1]) if byte else text.replace("\u2581", " ").encode("utf-8", "replace")
 
     @cached_property
     def _is_byte_level(self) -> bool:
@@ -180,3 +168,188 @@ class Tokenizer:
             f"draft model {name} has another tokenizer than the target ({detail}): a draft model must share the "
             f"target's; choose another, or draft='lookup'"
         )
+
+
+_BROKEN = "\ufffd"  # decoders write it for bytes that are no character, or not yet
+_CONTEXT_IDS = 8  # ids of the prompt in the first window; doubled until they decode to whole characters
+# A character has at most four bytes: if a window has not reached a character's end after this many ids, its bytes will
+# never be one, and waiting longer would hold the text back forever.
+_MAX_OPEN_IDS = 16
+
+
+class TokenDecoder(Protocol):
+    """The method of a tokenizer that a stream needs; ``tokenizers.Tokenizer`` has it."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        """Return the text of ``ids``, with U+FFFD for bytes that are no character."""
+        ...
+
+
+class TextStream:
+    """The printable text of a growing list of token ids, up to the first stop string.
+
+    Tokens are not characters: a character may take several tokens, a token may hold the end of one character and the
+    start of the next, and some tokenizers drop the space before the first token they decode. A stream therefore decodes
+    a short sliding window of ids: the text of its front is already out, and the rest is new.
+
+    The text depends on the ids alone, not on how they were grouped into pushes: five ids accepted in one step give the
+    same text as five steps of one id. Half a character never comes out, and neither does a tail that may turn out to be
+    the beginning of a stop string.
+
+    Args:
+        tokenizer: anything with ``decode``.
+        prompt_ids: the ids before the first pushed one; their text is not given out, but the first id may continue it.
+        stop: strings before whose first character the text ends. The first one to be complete counts; of several that
+            are complete at the same character, the longest. The prompt is never searched.
+        skip_special_tokens: for ``decode``.
+        min_ids: stop strings that are completed by the first ``min_ids`` ids do not count.
+
+    Raises:
+        ConfigError: ``stop`` is not a tuple of strings of at least one character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenDecoder,
+        prompt_ids: Sequence[int] = (),
+        stop: tuple[str, ...] = (),
+        *,
+        skip_special_tokens: bool = True,
+        min_ids: int = 0,
+    ) -> None:
+        if not isinstance(stop, tuple | list):
+            raise ConfigError(f"stop: expected a tuple of strings, found {stop!r}; write a single one as ('...',).")
+        for i, item in enumerate(stop):
+            if not isinstance(item, str) or not item:
+                raise ConfigError(f"stop[{i}]: expected a string of one character or more, found {item!r}; omit it.")
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stop, self._min_ids = tuple(stop), min_ids
+        self._single_texts: dict[int, str] = {}  # of single ids
+        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._stopped: str | None = None
+        self._num_tokens = 0
+        self._flushed = False
+        count = _CONTEXT_IDS
+        self._slide(list(prompt_ids[-count:]), 0)
+        # Ids that decode to nothing (special tokens) are no context for a leading space, and a decoder of byte tokens
+        # that starts inside a character takes the bytes behind it for broken too.
+        while count < len(prompt_ids) and (not self._text or self._text.startswith(_BROKEN)):
+            count *= 2
+            self._slide(list(prompt_ids[-count:]), 0)
+        # If the prompt ends inside a character, the output may complete it, and then that character is new text.
+        self._ragged = self._text if self._text.endswith(_BROKEN) else ""
+        self._open_from = 0 if self._ragged else len(self._window)
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._stopped
+
+    @property
+    def num_tokens_kept(self) -> int:
+        """The number of pushed ids up to and including the one that completed the stop string; without one, all."""
+        return self._num_tokens
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids (any number of them) and return the text that has become certain, possibly ``""``.
+
+        After a stop string, ids are ignored and the text is ``""``.
+
+        Raises:
+            DraftwingError: ``flush`` was called before.
+        """
+        if self._flushed:
+            raise DraftwingError(
+                "TextStream.push: expected an open stream, found one whose flush() was called; "
+                "make a new TextStream with the ids so far as its prompt_ids."
+            )
+        texts = []
+        # One id at a time: that makes the text independent of the grouping.
+        for token in ids:
+            if self._stopped is not None:
+                break
+            self._num_tokens += 1
+            texts.append(self._settle(self._decode_next(token)))
+        return "".join(texts)
+
+    def flush(self) -> str:
+        """End the stream and return the rest: a partial stop string, and U+FFFD for half a character.
+
+        Returns ``""`` after a stop string, and when called again.
+        """
+        if self._flushed or self._stopped is not None:
+            self._flushed = True
+            return ""
+        self._flushed = True
+        text = self._settle(self._text[self._num_shown(self._text) :])
+        return text if self._stopped is not None else text + self._held
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._single_texts.get(ids[0]) if len(ids) == 1 else None
+        if text is None:
+            text = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+            if len(ids) == 1:
+                self._single_texts[ids[0]] = text
+        return text
+
+    def _slide(self, window: list[int], open_from: int) -> None:
+        """Decode ``window`` from now on, whose text is out; the ids from ``open_from`` on stay in the next window."""
+        self._window = window
+        self._open_from = open_from
+        self._text: str = self._decode(window) if window else ""
+        self._shown = len(self._text)
+        self._ragged = ""
+
+    def _num_shown(self, text: str) -> int:
+        if not self._ragged:
+            return self._shown
+        pairs = zip(self._ragged, text, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _decode_next(self, token: int) -> str:
+        """Add ``token`` to the window and return the text that has become certain."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text and text == self._text and not self._decode([token]):
+            # A special token that is skipped: it would be no context as the window's only id.
+            self._window.pop()
+            return ""
+        changed, self._text = text != self._text, text
+        start = self._num_shown(text)
+        if not text.endswith(_BROKEN):
+            end = len(text)
+            if changed:
+                rest = self._window[self._open_from :]
+                self._slide(rest, len(rest))
+                return text[start:end]
+        elif len(self._window) - self._open_from > _MAX_OPEN_IDS:
+            # All U+FFFD but the last are final; the last one may still be a character that lacks its end.
+            end = len(text) - 1
+            self._slide(self._window[-_CONTEXT_IDS:], 0)
+            self._shown -= 1
+            return text[start:end]
+        else:
+            end = len(text.rstrip(_BROKEN))
+        if end > start:
+            self._shown, self._ragged = end, ""
+        return text[start:end]
+
+    def _settle(self, piece: str) -> str:
+        """Add ``piece`` to the text and return the part that can no longer belong to a stop string."""
+        old, held = len(self._held), self._held + piece  # no stop string ends within the old part
+        places = [(held.find(stop, max(old - len(stop) + 1, 0)), stop) for stop in self._stop]
+        hits = [(at + len(stop), at, stop) for at, stop in places if at >= 0]
+        if hits and self._num_tokens > self._min_ids:
+            _, at, self._stopped = min(hits)
+            self._held = ""
+            return held[:at]
+        cut = len(held) - max((_overlap(held, stop) for stop in self._stop), default=0)
+        self._held = held[cut:]
+        return held[:cut]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``stop``, without being all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

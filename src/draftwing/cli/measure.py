@@ -1,0 +1,492 @@
+"""``draftwing compare | verify | predict | tune layers``: speed and exactness of drafts on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.panel import Panel
+from rich.text import Text
+
+from draftwing.cli import screen
+from draftwing.cli.generate import token_namer
+from draftwing.cli.options import (
+    DRAFT,
+    JSON,
+    PROMPTS,
+    Compared,
+    Drafting,
+    Examples,
+    Model,
+    SamplingOptions,
+    best_head,
+    option,
+    with_options,
+)
+from draftwing.cli.progress import progress
+from draftwing.cli.screen import format_alpha, format_pairs, new_console, new_table, print_line, printable
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.methods.registry import METHODS
+from draftwing.models.catalogue import entry_of
+
+if TYPE_CHECKING:
+    from draftwing.lab.compare import Comparison, MethodResult
+    from draftwing.lab.forecast import Forecast, HeldOut
+    from draftwing.lab.predict import Predictions
+    from draftwing.lab.tune import Basis, Plan, Trial, Tuned
+    from draftwing.lab.verify import Verification
+    from draftwing.lm import LM
+    from draftwing.methods.base import Budget
+    from draftwing.models.lean import LeanTarget
+    from draftwing.text.prompts import Prompt
+
+_DISTRIBUTION_ONLY = "at a temperature above 0 this rule keeps the distribution of the text, not the text itself"
+
+
+@with_options
+def compare(
+    compared: Compared,
+    model: Model,
+    drafting: Drafting,
+    sampling: SamplingOptions,
+    examples: Examples,
+    rounds: int = option(1, "Decode every prompt N times.", min=1),
+    texts: bool = option(False, "Show what each draft wrote after the first prompt."),
+    as_json: bool = JSON,
+) -> None:
+    """Measure drafts against plain decoding on the same prompts.
+
+    Exits with 1 if a text differs from plain decoding's under a rule that promises it.
+
+    Examples:
+
+    - `draftwing compare`
+    - `draftwing compare --all`
+    - `draftwing compare -t path/or/hub-id -d path/or/smaller -d lookup --prompts prompts.jsonl -T 0.8`
+    """
+    from draftwing.lab.compare import compare as run
+
+    checked = sampling.to_sampling()
+    prompts = examples.read(model.target)
+    lms = model.load_many(compared, drafting)
+    ready = [sampling.put(each, lms[0].tokenizer) for each in prompts]
+    with progress("comparing") as on_progress:
+        comparison = run(lms, ready, checked, rounds=rounds, on_progress=on_progress)
+    if as_json:
+        screen.print_json(comparison.to_dict())
+    else:
+        _print_comparison(comparison, texts=texts)
+    if not comparison.all_identical:
+        raise typer.Exit(1)
+
+
+def _print_comparison(comparison: Comparison, *, texts: bool) -> None:
+    is_sampled = any(method.promise == "law" for method in comparison.methods)
+    if texts:
+        rates = {method.name: f"{method.tokens_per_s:.0f} tokens/s" for method in comparison.methods}
+        for index, (name, text) in enumerate(comparison.texts.items()):
+            title = Text(f"{printable(name) if index else 'plain decoding'}: {rates[name]}")
+            new_console().print(Panel(Text(printable(text.strip("\n"))), title=title, title_align="left", expand=False))
+    last = "text" if is_sampled else "text identical"
+    table = new_table("drafter", ">tokens/s", ">speedup", ">tau", ">efficiency", "alpha by depth", last, no_wrap=True)
+    for index, method in enumerate(comparison.methods):
+        table.add_row(
+            Text(printable(method.name) if index else "none (plain decoding)"),
+            f"{method.tokens_per_s:.1f}",
+            f"{method.speedup:.2f}x",
+            f"{method.tau:.2f}",
+            f"{method.efficiency:.2f}",
+            format_alpha(method.alpha) or "-",
+            _identical(method) if index else "baseline",
+        )
+    new_console().print(table)
+    settings = dict(comparison.settings)
+    rules, budgets = settings.pop("rules", {}), settings.pop("budgets", {})
+    print_line(f"baseline: {comparison.baseline}")
+    print_line(f"settings: {format_pairs(settings)}")
+    for name in rules:
+        print_line(f"{name}: rule {rules[name]}, tree {budgets.get(name, '')}")
+    print_line(f"machine: {format_pairs(comparison.machine)}")
+    if is_sampled:
+        print_line(f"text: {_DISTRIBUTION_ONLY}; texts differ from plain decoding's as those of two seeds do")
+
+
+def _identical(method: MethodResult) -> Text:
+    same = method.num_identical == method.num_prompts
+    if method.promise == "law":
+        return Text(f"same distribution, {'same' if same else 'other'} text", style="green")
+    text = f"{'yes' if same else 'no'} ({method.num_identical} of {method.num_prompts})"
+    return Text(text if method.lossless else f"{text}, LOSSY rule", style="green" if same else "red")
+
+
+@with_options
+def verify(
+    model: Model,
+    drafting: Drafting,
+    sampling: SamplingOptions,
+    examples: Examples,
+    draft: str | None = DRAFT,
+    allow_ties: bool = option(False, "Accept differences within the rounding noise of the logits."),
+    as_json: bool = JSON,
+) -> None:
+    """Check that drafted text equals plain decoding's, token by token; exit with 1 if it does not.
+
+    Each difference is shown with plain decoding's margin and with how far rounding alone moves a logit there.
+
+    Examples:
+
+    - `draftwing verify`
+    - `draftwing verify -t path/or/hub-id -d path/or/smaller --prompts prompts.jsonl -T 0.8 --allow-ties`
+    """
+    from draftwing.accept import get_rule
+    from draftwing.lab.verify import verify as run
+
+    checked = sampling.to_sampling()
+    if drafting.rule != "match" and checked.temperature > 0 and get_rule(drafting.rule, lossless=False).lossless:
+        raise ConfigError(
+            f"rule {drafting.rule!r}: {_DISTRIBUTION_ONLY}: verify it with --temperature 0, or use --rule match"
+        )
+    prompts = examples.read(model.target)
+    lm = model.load(draft, drafting)
+    ready = [sampling.put(each, lm.tokenizer) for each in prompts]
+    with progress("verifying") as on_progress:
+        verification = run(lm, ready, checked, on_progress=on_progress)
+    if as_json:
+        screen.print_json(verification.to_dict())
+    else:
+        _print_verification(verification, lm)
+    if any(not (allow_ties and each.is_tie) for each in verification.differences):
+        raise typer.Exit(1)
+
+
+def _print_verification(verification: Verification, lm: LM) -> None:
+    settings = dict(verification.settings)
+    sampling = format_pairs(settings.pop("sampling", {})) or "greedy"
+    print_line(
+        f"{verification.num_identical} of {verification.num_prompts} texts identical to plain decoding's "
+        f"({verification.num_tokens} tokens compared)",
+        "red" if verification.differences else "green",
+    )
+    print_line(f"settings: {format_pairs(settings)}, sampling: {sampling}")
+    if not verification.differences:
+        return
+    name_of = token_namer(lm)
+    table = new_table("prompt", "position", "plain token", "drafted token", "margin", "noise", "verdict")
+    for each in verification.differences:
+        names = (f"{name_of(token)} ({token})" if token >= 0 else "the end" for token in (each.plain_token, each.token))
+        verdict = ("a tie within the rounding noise", "yellow") if each.is_tie else ("DIFFERENT", "red")
+        figures = (f"{each.margin:.2e}", f"{each.noise:.2e}")
+        table.add_row(str(each.prompt_index + 1), str(each.position), *map(Text, names), *figures, Text(*verdict))
+    new_console().print(table)
+
+
+TREES = ("chain:3", "chain:5", "static", "dynamic:24,6,4", "dynamic:59,8,10", "auto")
+NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prompts
+
+
+@dataclass(frozen=True)
+class Prediction:
+    prompts: Path | None = option(None, PROMPTS.metadata["help"])
+    num_prompts: int | None = option(
+        None,
+        f"Use only the first N prompts. [default: {NUM_COLLECTED} with --collect, {NUM_MEASURED} with --measure, "
+        f"{NUM_FORMULAS} with --formulas]",
+        min=1,
+    )
+    tree: list[str] | None = option(None, f"As in compare; repeatable. [default: {' '.join(TREES)}]")
+    temperature: list[float] | None = option(None, "One of the statistics'; repeatable. [default: all]", "-T")
+    measure: bool = option(False, "Also decode the prompts, and show what is measured next to the forecast.")
+    max_tokens: int = option(128, "Maximum number of tokens per prompt, with --measure.", "-n", min=1)
+    collect: bool = option(False, "First collect the head's statistics on the prompts and store them with the head.")
+    tau_only: bool = option(False, "Load no model and measure no costs: tau from the head's folder alone.")
+    formulas: bool = option(False, "Compare the papers' formulas for chains with what is measured.")
+
+    def check(self) -> None:
+        """Raise ConfigError if two options exclude each other."""
+        pairs = (
+            ("tau_only", "measure"),
+            ("tau_only", "collect"),
+            ("collect", "measure"),  # on the prompts that it was collected on, a forecast would prove nothing
+            ("formulas", "tau_only"),
+            ("formulas", "collect"),
+            ("formulas", "tree"),
+        )
+        for one, other in pairs:
+            if getattr(self, one) and getattr(self, other):
+                names = [f"--{name.replace('_', '-')}" for name in (one, other)]
+                raise ConfigError(f"{names[0]} and {names[1]} exclude each other: leave one of them out")
+
+    def trees(self) -> dict[str, Budget | None]:
+        """Return the budgets by name; None is auto."""
+        names = self.tree or [name for name in TREES if not (name == "auto" and self.tau_only)]
+        return {name: Drafting(tree=name).budget() for name in names}
+
+    def read_prompts(self, target: str | None, default: int) -> Sequence[Prompt]:
+        return Examples(self.prompts, self.num_prompts or default).read(target)
+
+
+@with_options
+def predict(model: Model, prediction: Prediction, draft: str | None = DRAFT, as_json: bool = JSON) -> None:
+    """Predict tau and speedup of a head for any tree, from its held-out statistics and this machine's costs.
+
+    Training stores the statistics in the head's folder; --collect makes them for any other head. Costs that changed are
+    measured again by `draftwing info --measure`.
+
+    Examples:
+
+    - `draftwing predict`
+    - `draftwing predict --tree chain:5 --tree dynamic:59,8,10 -T 0 --measure --num-prompts 20`
+    - `draftwing predict -t path/or/hub-id -d path/or/head --collect --prompts held-out.jsonl`
+    - `draftwing predict --formulas -T 1`
+    """
+    prediction.check()
+    if prediction.formulas:
+        _predict_by_formulas(model, prediction, draft, as_json=as_json)
+        return
+    from draftwing.lab.forecast import HeldOut, forecast, measured
+    from draftwing.lab.machine import describe_machine
+    from draftwing.sampling import Sampling
+
+    trees, folder = prediction.trees(), head_folder(model.target, draft)
+    costs = machine = None
+    if prediction.tau_only:
+        held_out = HeldOut.read(folder)
+    else:
+        prompts: Sequence[Prompt] = ()
+        if prediction.collect and prediction.prompts is None and model.target is not None:
+            raise ConfigError(
+                "--collect needs held-out prompts of the kind that the head is for: give some 40 with --prompts"
+            )
+        if prediction.collect or prediction.measure:
+            prompts = prediction.read_prompts(model.target, NUM_COLLECTED if prediction.collect else NUM_MEASURED)
+        lm = model.load(str(folder))
+        held_out = _collect(lm, folder, prompts, prediction) if prediction.collect else HeldOut.read(folder)
+        with progress("measuring this machine's costs"):
+            costs, machine = lm.costs(), describe_machine()
+    forecasts = forecast(held_out, trees, prediction.temperature or sorted(held_out.texts), costs)
+    if prediction.measure:
+        sampling = Sampling(max_tokens=prediction.max_tokens)
+        with progress("decoding") as on_progress:
+            forecasts = measured(forecasts, lm, trees, _put(lm, prompts), sampling, on_progress=on_progress)
+    if as_json:
+        rows = [each.to_dict() for each in forecasts]
+        screen.print_json({"forecasts": rows, "statistics": held_out.describe(), "machine": machine})
+    else:
+        _print_forecasts(forecasts, held_out.describe(), machine)
+
+
+def head_folder(target: str | None, draft: str | None) -> Path:
+    """Return a head's folder without loading the target. Raises ConfigError if the draft has no statistics."""
+    from draftwing.models.resolve import resolve
+
+    entry = entry_of(target)
+    draft = draft or best_head(target)
+    method = METHODS.get(str(draft))
+    if entry is not None and draft is not None and draft in entry.heads:
+        return entry.head(draft)
+    if draft is not None and (method is None or method.needs == "folder"):
+        return resolve(draft)
+    raise ConfigError(
+        f"a forecast needs a head's held-out statistics, and {draft or 'lookup'} has none: give a head with --draft, "
+        f"or measure with `draftwing compare` or --formulas"
+    )
+
+
+def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], prediction: Prediction) -> HeldOut:
+    """Collect statistics, join them with those that the head has, and write them to its folder."""
+    from draftwing.formats.identity import head_id
+    from draftwing.lab.forecast import HeldOut, collect
+
+    ids = [lm.encode(each) for each in _put(lm, prompts)]
+    temperatures = prediction.temperature or (0.0, 1.0)
+    with progress("collecting") as on_progress:
+        held_out = collect(lm.target, lm.new_drafter, head_id(folder), ids, temperatures, on_progress=on_progress)
+    with suppress(CheckpointError):  # there are none yet, or they belong to other weights
+        held_out = held_out.joined(HeldOut.read(folder))
+    screen.line(f"wrote {held_out.write(folder)}")
+    return held_out
+
+
+def _put(lm: LM, prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [SamplingOptions().put(each, lm.tokenizer) for each in prompts]
+
+
+def _print_forecasts(
+    forecasts: Sequence[Forecast], statistics: Mapping[str, Any], machine: Mapping[str, Any] | None
+) -> None:
+    is_measured = any(each.measured_tau is not None for each in forecasts)
+    measured = (">tau measured", ">error", ">speedup measured") if is_measured else ()
+    table = new_table("T", "tree", ">tau", ">95%", ">nodes", ">levels", ">speedup", *measured)
+    for each in forecasts:
+        speedup = "" if each.speedup is None else f"{each.speedup:.2f}"
+        values = [f"{each.tau:.2f}", f"{each.tau_low:.2f}-{each.tau_high:.2f}", f"{each.nodes:.1f}"]
+        values += [f"{each.levels:.1f}", speedup]
+        if each.measured_tau is not None and each.error is not None:
+            values += [f"{each.measured_tau:.2f}", f"{each.error:+.1%}", f"{each.measured_speedup:.2f}"]
+        table.add_row(f"{each.temperature:g}", Text(printable(each.tree)), *values)
+    new_console().print(table)
+    texts = ", ".join(f"{count} texts at T={name}" for name, count in statistics["texts"].items())
+    print_line(
+        f"from held-out statistics: {texts}, target {printable(statistics['target'])}, drafts by "
+        f"{printable(statistics['runs_as'] or 'PyTorch')}; auto is an approximation"
+    )
+    if machine is not None:
+        print_line(f"speedup over plain decoding at batch 1; machine: {format_pairs(machine)}")
+
+
+def _predict_by_formulas(model: Model, prediction: Prediction, draft: str | None, *, as_json: bool) -> None:
+    from draftwing.lab.predict import predict as run
+    from draftwing.sampling import Sampling
+
+    temperatures = prediction.temperature or [0.0]
+    if len(temperatures) > 1:
+        raise ConfigError("--formulas takes one temperature: give -T once")
+    sampling = Sampling(temperature=temperatures[0], max_tokens=prediction.max_tokens)
+    prompts = prediction.read_prompts(model.target, NUM_FORMULAS)
+    lm = model.load(draft)
+    with progress("measuring") as on_progress:
+        lm.costs()
+        predictions = run(lm, _put(lm, prompts), sampling, on_progress=on_progress)
+    if as_json:
+        screen.print_json(predictions.to_dict())
+    else:
+        _print_predictions(predictions)
+
+
+def _print_predictions(predictions: Predictions) -> None:
+    columns = (">tau formula", ">tau", ">speedup, c alone", ">with T_V", ">speedup", ">operations", ">memory")
+    table = new_table("chain", *columns, ">gains from")
+    for each in predictions.chains:
+        start = "never" if each.inflection is None else "start" if not each.inflection else f"{each.inflection:.0f}"
+        figures = (each.tau_predicted, each.tau, each.paper, each.measured_costs, each.speedup, each.operations)
+        table.add_row(str(each.gamma), *(f"{value:.2f}" for value in (*figures, each.memory)), start)
+    auto = predictions.auto
+    table.add_row("auto", "", f"{auto['tau']:.2f}", "", "", f"{auto['speedup']:.2f}", "", "", "")
+    new_console().print(table)
+    verdict = "above c: drafting pays" if predictions.pays else "not above c: drafting does not pay"
+    print_line(
+        f"{printable(predictions.drafter)}: alpha {predictions.alpha:.2f} (acceptance of a token), c "
+        f"{predictions.c:.2f} (draft step / target forward), alpha {verdict}; best chain by the formula "
+        f"{predictions.best_gamma}",
+        "",
+    )
+    print_line(
+        f"baseline: plain decoding, {predictions.plain_tokens_per_s:.1f} tokens/s; 'with T_V' includes the measured "
+        f"time of verifying more nodes; 'gains from' is in tokens of context"
+    )
+    print_line(f"machine: {format_pairs(predictions.machine)}")
+
+
+tune_app = typer.Typer(no_args_is_help=True, help="Tune a draft by measuring on this machine: `layers`.")
+
+
+@dataclass(frozen=True)
+class Search:
+    out: Path = option(..., "Folder for the layers, which --draft then takes.", "-o")
+    data: Path | None = option(None, "Held-out prompts: a text or .jsonl file. [default: prompts that ship]")
+    num_prompts: int = option(8, "Use only the first N prompts.", min=1)
+    max_tokens: int = option(64, "Number of tokens that the target writes after each prompt.", "-n", min=8)
+    trials: int = option(200, "Number of sets to try, including those of a stopped run.", min=1)
+    exits: bool = option(False, "Only try early exits: the first layer, the first two, and so on.")
+    seed: int = option(0, "Seed of the search.", min=0)
+    measure: bool = option(True, "Afterwards decode the prompts with and without the layers.", "--measure/--no-measure")
+
+
+@tune_app.command()
+@with_options
+def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
+    """Find the layers that a target can skip while it drafts for itself (Draft & Verify, 2309.08168).
+
+    Bayesian optimisation chooses the attentions and MLPs to skip, from texts of the target and times on this machine.
+    Needs `pip install 'draftwing[tune]'` except with --exits. Ctrl-C keeps the best set so far, and the same command
+    continues.
+
+    Examples:
+
+    - `draftwing tune layers --target path/or/hub-id --data held-out.jsonl --out my-layers`
+    - `draftwing tune layers --exits --out first-layers`, then `draftwing compare --draft first-layers`
+    """
+    from draftwing.formats.identity import target_id_of_folder
+    from draftwing.lab.tune import Plan, tune
+    from draftwing.loading import load_target
+    from draftwing.models.resolve import resolve
+    from draftwing.models.subnet import lean_target
+
+    prompts = Examples(search.data, search.num_prompts).read(model.target)
+    digest = hashlib.sha256(json.dumps([search.max_tokens, prompts]).encode())
+    about = {"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]}
+    folder = resolve(model.target)
+    plan = Plan(search.out, target_id_of_folder(folder, model.name), search.trials, search.seed, search.exits, about)
+
+    def load_plain() -> LeanTarget:
+        target = load_target(folder, dtype=model.dtype, device=model.device, engine=model.engine, prepack=False)
+        return lean_target(target, "draft 'layers'")
+
+    best = ""
+    with progress("trying sets of layers", lambda: best, resumes=True) as show:
+
+        def on_progress(done: int, total: int, trial: Trial | None) -> None:
+            nonlocal best
+            best = "" if trial is None else f"best {trial.tokens_per_s:,.1f} tokens/s expected, {trial.parts}"
+            show(done, total)
+
+        tuned = tune(plan, lambda: _basis(model, search, prompts), load_plain, on_progress)
+    measured = _measure_layers(model, search, prompts) if tuned.finished and search.measure else None
+    _print_layers(plan, tuned, measured, as_json=as_json)
+    if not tuned.finished:
+        screen.line(f"stopped after {tuned.num_trials} sets: run the same command again to continue", "yellow")
+        raise typer.Exit(130)
+
+
+def _basis(model: Model, search: Search, prompts: Sequence[Prompt]) -> Basis:
+    """Let the target write texts, and measure the times of its parts."""
+    from draftwing.lab.tune import Basis, Text, measure_pace
+    from draftwing.models.subnet import lean_target
+
+    lm = model.load("none")
+    texts = []
+    for prompt in _put(lm, prompts):
+        ids = lm.encode(prompt)
+        written = lm.generate([ids], temperature=0.0, max_tokens=search.max_tokens)[0].token_ids
+        texts.append(Text((*ids, *written), len(ids)))
+    return Basis(tuple(texts), measure_pace(lean_target(lm.target, "draft 'layers'")))
+
+
+def _measure_layers(model: Model, search: Search, prompts: Sequence[Prompt]) -> dict[str, float]:
+    from draftwing.lab.compare import compare
+    from draftwing.sampling import Sampling
+
+    lms = model.load_many(Compared([str(search.out)]))
+    with progress("decoding with and without them") as on_progress:
+        sampling = Sampling(max_tokens=search.max_tokens)
+        plain, drafted = compare(lms, _put(lms[0], prompts), sampling, on_progress=on_progress).methods
+    figures = {name: getattr(drafted, name) for name in ("tokens_per_s", "speedup", "tau")}
+    return {"plain_tokens_per_s": plain.tokens_per_s, **figures}
+
+
+def _print_layers(plan: Plan, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:
+    best = tuned.best
+    if as_json:
+        result = {"out": str(plan.out), "trials": tuned.num_trials, "finished": tuned.finished, **best.to_dict()}
+        result |= {"plain_tokens_per_s": tuned.plain, "speedup": tuned.speedup, "measured": measured}
+        screen.print_json(result)
+        return
+    screen.line(
+        f"{best.parts}: {best.tokens_per_s:,.1f} tokens/s expected with chains of {best.depth}, "
+        f"{tuned.speedup:.2f}x of plain decoding"
+    )
+    for name, skipped in (("attention", best.parts.skipped_attention), ("MLP", best.parts.skipped_mlp)):
+        screen.line(f"skipped {name}: {', '.join(map(str, skipped)) or 'none'}", "dim")
+    if measured is not None:
+        screen.line(
+            f"measured: {measured['tokens_per_s']:,.1f} tokens/s, {measured['speedup']:.2f}x, tau {measured['tau']:.2f}"
+        )
+    elif tuned.speedup <= 1:
+        screen.line("no set is expected to be faster than plain decoding here", "yellow")
+    screen.line(f"wrote {plan.out}")
