@@ -175,10 +175,10 @@ def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
     learnt.learn(many, None, emitted)
     for drafter, each in enumerate(many):
         wanted = table_of(brute(paths(each), each.node_probs, emitted))
-        found = learnt.rule_of(drafter, rule_of())
+        found = learnt.calibrated(drafter, rule_of())
         np.testing.assert_allclose(found.knots, wanted[0], rtol=1e-5)
         np.testing.assert_allclose(found.rates, wanted[1], rtol=1e-5)
-        reached = learnt.reached(drafter, each)
+        reached = learnt.path_probs(drafter, each)
         for node, above in enumerate(each.parents[1:], 1):
             place = min(len(paths(each)[node]), len(wanted[0])) - 1
             rate = np.interp(each.node_probs[node], wanted[0][place], wanted[1][place])
@@ -202,7 +202,7 @@ def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted)
     told = [noisy_or(union, node) for node in range(len(own))]
     seen: dict[tuple[int, int], list[tuple[float, int, bool]]] = {}
     for node in range(1, len(own)):
-        who = union.makers(node), union.speakers[union.parents[node]]
+        who = union.proposers(node), union.child_proposers[union.parents[node]]
         if who[1] == 3:
             seen.setdefault(who, []).extend(brute([own[node]], [told[node]], emitted))
     for who, claims in seen.items():
@@ -239,15 +239,15 @@ def test_a_drafter_is_asked_where_it_brings_more_than_it_takes():
     asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
     assert asking.is_worth_it([0.0], 0, rule)  # nothing is known of it
     for _ in range(60):
-        asking.took(1, 1.0, rule)
-        asking.brought(0.0, 2, 4)  # where nobody else says anything it adds two tokens,
-        asking.brought(3.0, 0, 4)  # and none where three are promised
+        asking.add_time(1, 1.0, rule)
+        asking.add_gain(0.0, 2, 4)  # where nobody else says anything it adds two tokens,
+        asking.add_gain(3.0, 0, 4)  # and none where three are promised
     assert asking.is_worth_it([0.0], 0, rule)
     assert not asking.is_worth_it([3.0], 5, rule)
     assert asking.is_worth_it([1.0], 5, rule)  # never seen
-    asking.took(2, 3.0, rule)
+    asking.add_time(2, 3.0, rule)
     assert asking.is_worth_it([0.0, 3.0], 5, rule)  # four seconds' worth of tokens for three
-    asking.took(3, 5.0, rule)
+    asking.add_time(3, 5.0, rule)
     assert not asking.is_worth_it([0.0, 3.0, 3.0], 5, rule)
     costly = rule_of(worth=2.0, node=1.0)
     assert not asking.is_worth_it([0.0], 5, costly)  # its nodes take what its tokens are worth
@@ -255,30 +255,30 @@ def test_a_drafter_is_asked_where_it_brings_more_than_it_takes():
 
 def test_what_is_refused_is_tried_ever_rarer():
     asking, rule = Asking(), rule_of()
-    asking.took(1, 1.0, rule)
+    asking.add_time(1, 1.0, rule)
     for _ in range(200):
-        asking.brought(3.0, 0, 0)
+        asking.add_gain(3.0, 0, 0)
     tried = [step for step in range(400) if asking.is_worth_it([3.0], 5, rule)]
     pauses = [later - earlier for earlier, later in pairwise(tried)]
     assert tried[0] == claims_module.MIN_PATIENCE - 1
     assert pauses[:4] == [8, 16, 32, 64]
     assert set(pauses[4:]) == {claims_module.MAX_PATIENCE}
     for _ in range(200):
-        asking.brought(3.0, 4, 0)  # by now it is worth it,
+        asking.add_gain(3.0, 4, 0)  # by now it is worth it,
     assert asking.is_worth_it([3.0], 5, rule)
     for _ in range(400):
-        asking.brought(3.0, 0, 0)  # and then no more
+        asking.add_gain(3.0, 0, 0)  # and then no more
     assert [asking.is_worth_it([3.0], 5, rule) for _ in range(4)] == [False, False, False, True]
 
 
 def test_a_few_bad_answers_prove_little():
     asking, rule = Asking(), rule_of(worth=4.0)
-    asking.took(1, 0.5, rule)
+    asking.add_time(1, 0.5, rule)
     for _ in range(claims_module.MIN_ANSWERS):
-        asking.brought(3.0, 0, 0)
+        asking.add_gain(3.0, 0, 0)
     assert asking.is_worth_it([3.0], 5, rule)
     for _ in range(100):
-        asking.brought(3.0, 0, 0)
+        asking.add_gain(3.0, 0, 0)
     assert not asking.is_worth_it([3.0], 5, rule)
 
 
@@ -286,9 +286,9 @@ def test_answers_that_scatter_are_believed_later():
     """What never added anything is known after a few answers, what adds much now and then is not."""
     rule, never, sometimes = rule_of(worth=2.0, node=0.0), Asking(), Asking()
     for each, answers in ((never, [0] * 10), (sometimes, [0] * 9 + [4])):
-        each.took(1, 1.0, rule)
+        each.add_time(1, 1.0, rule)
         for tokens in answers:
-            each.brought(3.0, tokens, 0)
+            each.add_gain(3.0, tokens, 0)
     assert not never.is_worth_it([3.0], 0, rule)
     assert sometimes.is_worth_it([3.0], 0, rule)
 
@@ -296,9 +296,9 @@ def test_answers_that_scatter_are_believed_later():
 def test_slow_first_drafts_are_not_held_against_it():
     asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
     for seconds in (10.0, 1.0, 5.0):
-        asking.took(1, seconds, rule)
+        asking.add_time(1, seconds, rule)
     for _ in range(200):
-        asking.brought(0.0, 1, 0)
+        asking.add_gain(0.0, 1, 0)
     assert asking.is_worth_it([0.0], 0, rule)
 
 
@@ -307,23 +307,23 @@ def test_what_asking_takes_follows_the_machine():
     asking, slow, fast = Asking(), rule_of(worth=2.0), rule_of(worth=1.0, node=0.05)
     slow, fast = (replace(rule, verify=rule.verify * speed) for rule, speed in ((slow, 4.0), (fast, 1.0)))
     for _ in range(40):
-        asking.took(1, 2.0, slow)  # half of a forward
-        asking.brought(3.0, 1, 0)
+        asking.add_time(1, 2.0, slow)  # half of a forward
+        asking.add_gain(3.0, 1, 0)
     assert not asking.is_worth_it([3.0], 0, replace(slow, worth=1.0))
     assert asking.is_worth_it([3.0], 0, fast)
 
 
 def test_another_text_is_looked_at_soon_and_believed():
     asking, rule = Asking(), rule_of()
-    asking.took(1, 1.0, rule)
+    asking.add_time(1, 1.0, rule)
     for _ in range(200):
-        asking.brought(3.0, 0, 0)
+        asking.add_gain(3.0, 0, 0)
     assert sum(asking.is_worth_it([3.0], 5, rule) for _ in range(200)) < 8
     asking.begin_request()
     tried = [step for step in range(30) if asking.is_worth_it([3.0], 5, rule)]
     assert tried[:2] == [claims_module.MIN_PATIENCE - 1, 3 * claims_module.MIN_PATIENCE - 1]
     for _ in range(10):
-        asking.brought(3.0, 2, 0)
+        asking.add_gain(3.0, 2, 0)
     assert asking.is_worth_it([3.0], 5, rule)
 
 
@@ -371,7 +371,7 @@ def test_what_asking_brought_is_learnt_of_every_step():
     claims = Claims(2)
     offers = [Offer([Proposal([9], [-1], [1.0])]), Offer([Proposal([9, 1], [-1, 0], [1.0, 0.5])])]
     row = Row([5, 9, 1, 7], 3, 1)
-    Proposed([row], [1], offers, [None], {1: [0.0]}).teach(claims, whole=False)
+    Proposed([row], [1], offers, [None], {1: [0.0]}).learn(claims, whole=False)
     assert claims.asking[1].num_answers[0] == 1
     assert claims.asking[1].mean_added[0] == 1.0
     assert claims.tables[1].pending == []
@@ -393,7 +393,7 @@ def test_a_draft_without_a_pass_says_that_it_took_none():
     asking = claims.asking[1]
     asking.forwards_by_rows[1] = (claims_module.MIN_ANSWERS, 100.0)
     for _ in range(claims_module.MIN_ANSWERS):
-        asking.brought(3.0, 0, 3)
+        asking.add_gain(3.0, 0, 3)
     tree = both.propose(ctx, sampling, budget)
     assert costly.budgets[-1].depth == 0
     assert tree.tokens[0, :4].tolist() == [4, 5, 6, 7]
@@ -477,7 +477,7 @@ def test_who_is_wanted_by_nobody_is_not_asked(target):
 def test_what_nobody_wanted_says_nothing_of_a_drafter(target):
     claims, offers = Claims(2), [Offer([Proposal([9], [-1], [1.0])] * 2) for _ in range(2)]
     rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
-    Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
+    Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).learn(claims, whole=True)
     assert claims.asking[1].num_answers[0] == 1
 
 

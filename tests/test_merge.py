@@ -17,7 +17,7 @@ from draftwing.methods.ensemble import (
     by_row,
     follow,
     kept_tokens,
-    own_path,
+    part_path,
     proposals,
     together,
     unite,
@@ -83,8 +83,8 @@ def test_the_union_is_that_of_the_paths(many):
         assert node == 0 or 0 <= union.parents[node] < node
         assert union.claims[node] == wanted.get(path, {})
         below = [found for found in wanted if found[:-1] == path]
-        assert union.speakers[node] == sum({1 << drafter for found in below for drafter in wanted[found]})
-        assert union.makers(node) == sum(1 << drafter for drafter in wanted.get(path, {}))
+        assert union.child_proposers[node] == sum({1 << drafter for found in below for drafter in wanted[found]})
+        assert union.proposers(node) == sum(1 << drafter for drafter in wanted.get(path, {}))
 
 
 @given(several)
@@ -202,7 +202,7 @@ def test_a_kept_path_in_a_drafters_own_numbers():
     assert kept == [[2, 3, 5], [2]]
     on_host = [Emitted([2, 3, 5, 0], 4, 3, True), Emitted([2, 0], 1, 1, True)]
     assert kept_tokens(tree, replace(accepted, on_host=on_host)) == kept
-    assert own_path(own, kept, accepted.path).tolist() == [[0, 2, 3, PAD], [0, PAD, PAD, PAD]]
+    assert part_path(own, kept, accepted.path).tolist() == [[0, 2, 3, PAD], [0, PAD, PAD, PAD]]
 
 
 def test_rows_are_taken_from_the_chosen_trees():

@@ -268,7 +268,7 @@ def test_another_targets_layers_are_refused(folder_of, written):
         ({"skip_mlp": [7]}, ConfigError, ["mlp: layers must be from 0 to 2", "[7]"]),
         ({"skip_mlp": 1}, ConfigError, ["skip_mlp must be a list of layers", "found 1"]),
         ({"skip_attention": [True]}, ConfigError, ["skip_attention must be a list of layers"]),
-        ({"target": None}, ConfigError, ["target must say for which model"]),
+        ({"target": None}, ConfigError, ["target must name the model"]),
         ({"format": 9}, CheckpointError, ["expected format 1, found 9", "tune again"]),
     ],
 )

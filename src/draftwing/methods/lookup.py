@@ -1,7 +1,7 @@
-"""Prompt lookup: draft what followed the last time that the sequence ended like this (Saxena 2023).
+"""Prompt lookup: draft what followed an earlier occurrence of the sequence's last tokens (Saxena 2023).
 
 Code, tables, quotes and answers about a given document repeat themselves. A suffix automaton, extended token by token,
-always knows the longest suffix of the sequence that occurred in it before, and where; what followed there is a draft
+holds the longest suffix of the sequence that occurred in it before, and its positions; what followed there is a draft
 that costs no forward pass. The automaton is that of SAM-Decoding (2411.10666); here several matches, the latest and the
 first occurrence of each, are merged into a tree.
 
@@ -35,7 +35,7 @@ REPEAT_DISCOUNT = 0.3  # relative probability of a second continuation: a shorte
 
 
 class SuffixAutomaton:
-    """The suffix automaton of a growing sequence of token ids, with where each of its substrings occurred.
+    """The suffix automaton of a growing sequence of token ids, with the positions of its substrings.
 
     A state stands for the strings that end at the same positions of the sequence; its suffix link leads to the longest
     of their suffixes that also ends elsewhere. A position is a number of tokens: what followed an occurrence with end
@@ -80,7 +80,7 @@ class SuffixAutomaton:
             state = self._link[state]
         self._tokens.append(token)
         end = len(self._tokens)
-        current = self._add_state(length=end, transitions={}, first_end=end, latest_end=end)
+        current = self._add_state({}, end, end, end)
         state = self._last
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = current
@@ -93,7 +93,7 @@ class SuffixAutomaton:
             self._count[current] += 1
             current = self._link[current]
 
-    def _add_state(self, *, length: int, transitions: dict[int, int], first_end: int, latest_end: int) -> int:
+    def _add_state(self, transitions: dict[int, int], length: int, first_end: int, latest_end: int) -> int:
         self._next.append(transitions)
         self._link.append(0)
         self._length.append(length)
@@ -108,13 +108,8 @@ class SuffixAutomaton:
         length = self._length[state] + 1
         if self._length[target] == length:
             return target
-        # Up to now the shorter strings ended wherever the longer ones did, so the ends are copied.
-        clone = self._add_state(
-            length=length,
-            transitions=dict(self._next[target]),
-            first_end=self._first_end[target],
-            latest_end=self._latest_end[target],
-        )
+        # Up to now the shorter strings had the ends of the longer ones, so the ends are copied.
+        clone = self._add_state(dict(self._next[target]), length, self._first_end[target], self._latest_end[target])
         self._link[clone] = self._link[target]
         self._count[clone] = self._count[target]
         self._link[target] = clone
@@ -140,7 +135,7 @@ class SuffixAutomaton:
         return [Follower(token, self._count[state], state) for token, state in self._next[place].items()]
 
     def continuations(self, max_tokens: int, max_branches: int, min_match: int = 1) -> list[tuple[int, list[int]]]:
-        """Return what followed earlier occurrences of the longest matching suffixes of the sequence.
+        """Return the continuations of earlier occurrences of the longest matching suffixes of the sequence.
 
         The longest match comes first, then shorter ones; for each, what followed its latest known earlier occurrence,
         then what followed its first one. None is a prefix of another: a path that repeats the beginning of a chosen one
@@ -165,7 +160,7 @@ class SuffixAutomaton:
         return chosen
 
     def after(self, extra: Sequence[int], max_tokens: int, min_match: int = 1) -> tuple[int, list[int]]:
-        """Return what followed the longest suffix of the sequence plus ``extra`` that occurred in the sequence.
+        """Return the continuation of the longest suffix of the sequence plus ``extra`` that occurred in the sequence.
 
         Nothing is appended: ``extra`` may turn out to be wrong.
 
@@ -299,13 +294,18 @@ class ListDrafter(Drafter):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
+    @staticmethod
+    def max_paths(budget: Budget) -> tuple[int, int]:
+        """Return the most children of a node (1 if children are drawn from q), and the most nodes besides the root."""
+        width = 1 if budget.children in ("sampled", "distinct") else budget.width
+        return width, budget.depth * width if budget.nodes is None else budget.nodes
+
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Propose the trees of ``list_trees``: chains if the budget's children are drawn from q."""
-        if budget.depth == 0:  # new tokens are read when there is something to propose
+        if budget.depth == 0:  # new tokens are read by the next draft
             return ctx.roots()
-        drawn = budget.children in ("sampled", "distinct")
-        certain_of = self._vocab_size if drawn else None
-        is_line = drawn or budget.width == 1
+        certain_of = self._vocab_size if budget.children in ("sampled", "distinct") else None
+        is_line = self.max_paths(budget)[0] == 1
         return to_draft_tree(self.list_trees(ctx, budget), ctx.device, is_line=is_line, certain_of=certain_of)
 
 
@@ -334,14 +334,13 @@ class LookupDrafter(ListDrafter):
         The longer a match, the likelier its continuation, and a match grows with every accepted token: the probability
         of a node is 1 - 1 / length. The planner learns from acceptance how far that is off.
         """
-        num_paths = 1 if budget.children in ("sampled", "distinct") else budget.width
-        max_nodes = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)
+        num_paths, max_nodes = self.max_paths(budget)
         trees = []
         for index, row in enumerate(ctx.rows):
             automaton = self._automata.get(index, row)
             continuations = automaton.continuations(budget.depth, num_paths, self.min_match)
             paths = [path for _, path in continuations]
-            tokens, parents, sources = merge_paths(row.tokens[-1], paths, max_nodes)
+            tokens, parents, sources = merge_paths(row.tokens[-1], paths, 1 + max_nodes)
             depths, probs, branched = node_depths(parents), [1.0], set[int]()
             for node in range(1, len(tokens)):
                 length = continuations[sources[node]][0] + depths[node]
@@ -359,8 +358,6 @@ class Baseline(DraftMethod):
 
 
 class Lookup(DraftMethod):
-    """See ``LookupDrafter``."""
-
     options: ClassVar = {"min_match": integer_option("min_match", 1)}
 
     def new_drafter(self, source: Source) -> NewDrafter:
