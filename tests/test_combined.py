@@ -19,9 +19,9 @@ from draftwing.errors import ConfigError
 from draftwing.lm import LM
 from draftwing.loading import load, load_drafter
 from draftwing.methods import ensemble as claims_module
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, ListTree
 from draftwing.methods.causal_lm import CausalLMDrafter
-from draftwing.methods.ensemble import Asking, Claims, CombinedDrafter, Offer, Proposal, Proposed, proposals, unite
+from draftwing.methods.ensemble import Asking, Claims, CombinedDrafter, Offer, Proposed, proposals, unite
 from draftwing.methods.lookup import LookupDrafter, SuffixAutomaton
 from draftwing.methods.retrieval import RetrievalDrafter
 from draftwing.models.context import Context, FeatureSpec, Row
@@ -185,10 +185,10 @@ def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
             assert reached[node] == pytest.approx(reached[above] * rate, rel=1e-4)
 
 
-def distinct(one: Proposal) -> Proposal:
+def distinct(one: ListTree) -> ListTree:
     """Without equal siblings, so that a path is a node."""
     union = unite([one])
-    return Proposal(union.tokens, union.parents, [1.0, *(claims[0] for claims in union.claims[1:])])
+    return ListTree(union.tokens, union.parents, [1.0, *(claims[0] for claims in union.claims[1:])])
 
 
 @settings(max_examples=60, deadline=None)
@@ -220,15 +220,15 @@ def test_agreement_and_contradiction_come_to_mean_what_they_are_worth():
     learnt, rng = Claims(2), np.random.default_rng(0)
     for _ in range(400):
         true = int(rng.integers(0, 2))
-        first = Proposal([9, true if rng.random() < 0.5 else 1 - true], [-1, 0], [1.0, 0.5])
-        second = Proposal([9, first.tokens[1] if first.tokens[1] == true else 5], [-1, 0], [1.0, 0.5])
+        first = ListTree([9, true if rng.random() < 0.5 else 1 - true], [-1, 0], [1.0, 0.5])
+        second = ListTree([9, first.tokens[1] if first.tokens[1] == true else 5], [-1, 0], [1.0, 0.5])
         learnt.learn([first, second], unite([first, second]), [true, 0])
-    agreed, apart = (unite([Proposal([9, 1], [-1, 0], [1.0, 0.5]), Proposal([9, token], [-1, 0], [1.0, 0.5])])
+    agreed, apart = (unite([ListTree([9, 1], [-1, 0], [1.0, 0.5]), ListTree([9, token], [-1, 0], [1.0, 0.5])])
                      for token in (1, 5))  # fmt: skip
     assert learnt.chance(agreed, 1) > 0.9
     assert learnt.chance(apart, 1) < 0.1
     assert learnt.chance(apart, 2) < 0.1
-    alone = unite([Proposal([9, 1], [-1, 0], [1.0, 0.5]), Proposal([9], [-1], [1.0])])
+    alone = unite([ListTree([9, 1], [-1, 0], [1.0, 0.5]), ListTree([9], [-1], [1.0])])
     assert 0.4 < learnt.chance(alone, 1) < 0.6
 
 
@@ -369,7 +369,7 @@ class RetrievalOfOwn(RetrievalDrafter):
 def test_what_asking_brought_is_learnt_of_every_step():
     """Of claims every fourth is enough."""
     claims = Claims(2)
-    offers = [Offer([Proposal([9], [-1], [1.0])]), Offer([Proposal([9, 1], [-1, 0], [1.0, 0.5])])]
+    offers = [Offer([ListTree([9], [-1], [1.0])]), Offer([ListTree([9, 1], [-1, 0], [1.0, 0.5])])]
     row = Row([5, 9, 1, 7], 3, 1)
     Proposed([row], [1], offers, [None], {1: [0.0]}).learn(claims, whole=False)
     assert claims.asking[1].num_answers[0] == 1
@@ -475,7 +475,7 @@ def test_who_is_wanted_by_nobody_is_not_asked(target):
 
 
 def test_what_nobody_wanted_says_nothing_of_a_drafter(target):
-    claims, offers = Claims(2), [Offer([Proposal([9], [-1], [1.0])] * 2) for _ in range(2)]
+    claims, offers = Claims(2), [Offer([ListTree([9], [-1], [1.0])] * 2) for _ in range(2)]
     rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
     Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).learn(claims, whole=True)
     assert claims.asking[1].num_answers[0] == 1

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from draftwing.budget.acceptance import Acceptance
 from draftwing.errors import DraftwingError
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, ListTree
 from draftwing.methods.lookup import node_depths
 from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
 from draftwing.runtime.tree_builder import UNKNOWN_PROB, AcceptRates, num_worthwhile, prune_by_rule
@@ -35,21 +35,11 @@ from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree, GrowthRule
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """One row's tree: the root first, parents before their children, no unused nodes.
+def proposals(tree: DraftTree) -> list[ListTree]:
+    """Return the rows of a batch of trees, without unused nodes.
 
-    Attributes:
-        node_probs: the drafter's own probability of each node given its parent.
+    Without node probabilities, use those of the paths, or UNKNOWN_PROB.
     """
-
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    node_probs: Sequence[float]
-
-
-def proposals(tree: DraftTree) -> list[Proposal]:
-    """Return the rows of a batch of trees. Without node probabilities, use the path's confidence, or UNKNOWN_PROB."""
     probs, confidence = (None if values is None else values.tolist() for values in (tree.node_probs, tree.confidence))
     rows = []
     for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
@@ -64,11 +54,11 @@ def proposals(tree: DraftTree) -> list[Proposal]:
             node_probs = [UNKNOWN_PROB] * len(tokens)
         used = [node for node, token in enumerate(tokens) if token != PAD]
         if (count := len(used)) == used[-1] + 1:
-            rows.append(Proposal(tokens[:count], parents[:count], node_probs[:count]))
+            rows.append(ListTree(tokens[:count], parents[:count], node_probs[:count]))
             continue
         place = {node: i for i, node in enumerate(used)}
         parents = [-1, *[place[parents[node]] for node in used[1:]]]
-        rows.append(Proposal([tokens[node] for node in used], parents, [node_probs[node] for node in used]))
+        rows.append(ListTree([tokens[node] for node in used], parents, [node_probs[node] for node in used]))
     return rows
 
 
@@ -76,30 +66,39 @@ class Offer:
     """The proposals of one drafter in one step. A tree becomes lists only when these are needed, which is rare.
 
     Attributes:
-        tree: the tree of a drafter that does not list its trees.
-        num_nodes: size of the largest tree, including its root.
+        tree: None if the drafter listed its proposals.
+        num_nodes: size of the largest row, including its root.
         path_probs: for each row the probability of each node's path, once computed.
         num_worthy: nodes of each row that are worth their verification if no other drafter proposes any.
         is_used: some of it may be verified.
     """
 
-    def __init__(self, proposed: DraftTree | list[Proposal]) -> None:
-        self.tree = proposed if isinstance(proposed, DraftTree) else None
-        if not isinstance(proposed, DraftTree):
-            self.rows = proposed
-        self.num_nodes = self.tree.num_nodes if self.tree is not None else max([len(row.tokens) for row in self.rows])
+    def __init__(self, proposed: DraftTree | list[ListTree]) -> None:
+        self.tree: DraftTree | None = None
+        if isinstance(proposed, DraftTree):
+            self.tree, self.num_nodes = proposed, proposed.num_nodes
+        else:
+            self.rows, self.num_nodes = proposed, max([len(row.tokens) for row in proposed])
         self.is_used = self.num_nodes > 1
         self.path_probs: list[list[float]] = []
         self.num_worthy = 0
 
     @cached_property
-    def rows(self) -> list[Proposal]:
+    def rows(self) -> list[ListTree]:
         """The proposals by row; a lone root if there is nothing for a row."""
         assert self.tree is not None
         return proposals(self.tree)
 
+    @property
+    def num_forwards(self) -> float:
+        """Draft forwards that the tree took."""
+        if self.tree is None:
+            return 0.0
+        count = self.tree.num_draft_forwards
+        return float(self.tree.max_depth) if count is None else count
 
-def follow(proposal: Proposal | Union, tokens: Sequence[int]) -> list[int]:
+
+def follow(proposal: ListTree | Union, tokens: Sequence[int]) -> list[int]:
     """Return the nodes along ``tokens``, the root first, as far as they were proposed."""
     path, parents = [0], proposal.parents
     for token in tokens:
@@ -181,7 +180,7 @@ class Union:
         return path
 
 
-def unite(proposed: Sequence[Proposal]) -> Union:
+def unite(proposed: Sequence[ListTree]) -> Union:
     """Merge one proposal per drafter (a lone root if it has none). Equal siblings become one node."""
     tokens, parents = [proposed[0].tokens[0]], [-1]
     union, children = Union(tokens, parents), dict[tuple[int, int], int]()
@@ -208,46 +207,42 @@ def together(
     unions: Sequence[Union], kept: Sequence[Sequence[int]], device: torch.device, num_forwards: float | None = None
 ) -> DraftTree:
     """Return the ``kept`` nodes of every row, parents first, as one batch of trees."""
-    width = max(map(len, kept))
-    nodes_rows: tuple[list[list[int]], list[list[int]]] = [], []  # tokens and parents
-    probs_rows: tuple[list[list[float]], list[list[float]]] = [], []  # of paths and of nodes
-    is_line = True
+    width, is_line, rows = max(map(len, kept)), True, []
     for union, nodes in zip(unions, kept, strict=True):
         place, num_unused = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
         parents = [-1, *[place[union.parents[node]] for node in nodes[1:]]]
         is_line &= parents == [*range(-1, len(nodes) - 1)]
-        nodes_rows[0].append([*[union.tokens[node] for node in nodes], *[PAD] * num_unused])
-        nodes_rows[1].append([*parents, *[-1] * num_unused])
-        probs_rows[0].append([*[union.reached[node] for node in nodes], *[0.0] * num_unused])
-        probs_rows[1].append([*[union.chances[node] for node in nodes], *[0.0] * num_unused])
-    tokens_BN, parents_BN = torch.tensor(nodes_rows, device=device).unbind()
-    reached_BN, probs_BN = torch.tensor(probs_rows, dtype=torch.float32, device=device).unbind()
+        tokens = [*[union.tokens[node] for node in nodes], *[PAD] * num_unused]
+        reached = [*[union.reached[node] for node in nodes], *[0.0] * num_unused]
+        probs = [*[union.chances[node] for node in nodes], *[0.0] * num_unused]
+        rows.append((tokens, parents + [-1] * num_unused, reached, probs))
+    columns = tuple(zip(*rows, strict=True))
+    tokens_BN, parents_BN = torch.tensor(columns[:2], device=device).unbind()
+    reached_BN, probs_BN = torch.tensor(columns[2:], dtype=torch.float32, device=device).unbind()
     depth = max(union.depths[node] for union, nodes in zip(unions, kept, strict=True) for node in nodes)
     return DraftTree(tokens_BN, parents_BN, reached_BN, None, probs_BN, num_forwards, is_line=is_line, depth=depth)
 
 
 def by_row(trees: Sequence[DraftTree], chosen: Sequence[int]) -> DraftTree:
     """Return a batch with each row from its chosen tree, including q."""
-    used = {place: trees[place] for place in sorted(set(chosen))}
-    if len(used) == 1:
+    if len(set(chosen)) == 1:
         return trees[chosen[0]]
-    width = max(tree.num_nodes for tree in used.values())
+    used = [trees[place] for place in chosen]
+    width = max(tree.num_nodes for tree in used)
 
-    def gather(columns: Sequence[Tensor], padding: int) -> Tensor:
-        dtype = max((column.dtype for column in columns), key=lambda dtype: dtype.itemsize)
-        padded = {
-            place: F.pad(column, (0, 0) * (column.ndim - 2) + (0, width - column.shape[1]), value=padding).to(dtype)
-            for place, column in zip(used, columns, strict=True)
-        }
-        return torch.stack([padded[place][row] for row, place in enumerate(chosen)])
+    def stack(columns: Sequence[Tensor], padding: int) -> Tensor:
+        rows = [column[row] for row, column in enumerate(columns)]
+        dtype = max((row.dtype for row in rows), key=lambda dtype: dtype.itemsize)
+        sides = [(0, 0) * (row.ndim - 1) + (0, width - len(row)) for row in rows]
+        return torch.stack([F.pad(row, side, value=padding).to(dtype) for row, side in zip(rows, sides, strict=True)])
 
-    tokens, parents = (gather([getattr(tree, name) for tree in used.values()], -1) for name in ("tokens", "parents"))
-    is_line, depth = all(tree.is_line for tree in used.values()), max(tree.max_depth for tree in used.values())
-    laws = [tree.draft_probs for tree in used.values() if tree.draft_probs is not None]
-    if not laws or any(tree.draft_probs is None and tree.num_nodes > 1 for tree in used.values()):
+    tokens, parents = stack([tree.tokens for tree in used], PAD), stack([tree.parents for tree in used], -1)
+    is_line, depth = all(tree.is_line for tree in used), max(tree.max_depth for tree in used)
+    laws = [tree.draft_probs for tree in used if tree.draft_probs is not None]
+    if not laws or any(tree.draft_probs is None and tree.num_nodes > 1 for tree in used):
         return DraftTree(tokens, parents, is_line=is_line, depth=depth)  # a rule that needs q raises an error
     zeros = laws[0].new_zeros(len(chosen), 1, laws[0].shape[2])
-    draft_probs = gather([zeros if tree.draft_probs is None else tree.draft_probs for tree in used.values()], 0)
+    draft_probs = stack([zeros if tree.draft_probs is None else tree.draft_probs for tree in used], 0)
     return DraftTree(tokens, parents, None, draft_probs, is_line=is_line, depth=depth)
 
 
@@ -259,7 +254,7 @@ def kept_tokens(tree: DraftTree, accepted: Accepted) -> list[list[int]]:
     return [tokens[1 : num + 1] for tokens, num in zip(drafted, accepted.num.tolist(), strict=True)]
 
 
-def part_path(proposed: Sequence[Proposal], kept: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+def part_path(proposed: Sequence[ListTree], kept: Sequence[Sequence[int]], like: Tensor) -> Tensor:
     """Return the nodes (B, D + 1) of the ``kept`` tokens in one drafter's numbering, as far as proposed, then PAD.
 
     Args:
@@ -310,7 +305,7 @@ class ClaimTable:
         return True
 
 
-def outcomes(proposal: Proposal | Union, emitted: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+def outcomes(proposal: ListTree | Union, emitted: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
     """Yield (node, depth, is right) of the nodes whose parents were accepted, if the next token is known."""
     depths = {node: depth for depth, node in enumerate(follow(proposal, emitted))}
     for node in range(1, len(proposal.tokens)):
@@ -357,7 +352,7 @@ class Claims:
         knots, rates = self.tables[drafter].lines
         return replace(rule, knots=knots, rates=rates)
 
-    def path_probs(self, drafter: int, proposal: Proposal) -> list[float]:
+    def path_probs(self, drafter: int, proposal: ListTree) -> list[float]:
         """Return the probability of every node's path, by one drafter's claims alone."""
         rates, reached, depths = self.tables[drafter].rates, [1.0], [0]
         for node in range(1, len(proposal.tokens)):
@@ -379,7 +374,7 @@ class Claims:
             wrong *= 1 - self.tables[drafter].rates(prob, level)
         return 1 - wrong
 
-    def learn(self, proposed: Sequence[Proposal], union: Union | None, emitted: Sequence[int]) -> None:
+    def learn(self, proposed: Sequence[ListTree], union: Union | None, emitted: Sequence[int]) -> None:
         """Learn from the outcome of one row's proposals.
 
         Args:
@@ -681,17 +676,17 @@ class CombinedDrafter(Drafter):
         for place, part in enumerate(self.parts):
             costs, lists = part.costs_forwards, part.lists and rule is not None
             if lists:
-                offer = Offer(self._list(place, ctx, self._part_budget(place, budget)))
+                offer = self._offer(place, ctx, sampling, self._part_budget(place, budget), lists=True)
             else:
                 asking, start = self._claims.asking[place], time.perf_counter()
                 is_asked = not costs or rule is None or asking.is_worth_it(expected, num_worthy, rule)
                 is_asked = is_asked and any(row.takes(self.part_names[place]) for row in ctx.rows)
                 part_budget = self._part_budget(place, budget) if is_asked else _no_depth(budget)
-                offer = Offer(tree := self._propose(place, ctx, sampling, part_budget))
+                offer = self._offer(place, ctx, sampling, part_budget)
                 if costs and is_asked:
                     if rule is not None:
                         asking.add_time(rows, time.perf_counter() - start, rule)
-                    expected_before[place], num_forwards = expected, num_forwards + _num_forwards(tree)
+                    expected_before[place], num_forwards = expected, num_forwards + offer.num_forwards
             if rule is not None and offer.is_used and (lists or place + 1 < len(self.parts)):
                 offer.path_probs = [self._claims.path_probs(place, row) for row in offer.rows]
                 ranked = [sorted(row[1:], reverse=True) for row in offer.path_probs]
@@ -706,48 +701,44 @@ class CombinedDrafter(Drafter):
 
     def _first_confident(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Return each row's tree from one drafter, chosen by the row's tokens before anything is drawn from q."""
-        none, num_forwards = len(self.parts), 0.0
-        chosen, trees = [none] * ctx.num_rows, list[DraftTree]()
+        none, num_forwards, offers = len(self.parts), 0.0, list[Offer]()
+        chosen = [none] * ctx.num_rows
         allowed = [[place for place in range(none) if row.takes(self.part_names[place])] or [0] for row in ctx.rows]
         for place, part in enumerate(self.parts):
             free = [row for row, other in enumerate(chosen) if other == none and place in allowed[row]]
-            tree = self._propose(place, ctx, sampling, budget if free else _no_depth(budget))
-            trees.append(tree)
-            if part.costs_forwards and free:
-                num_forwards += _num_forwards(tree)
-            rows = proposals(tree) if free and not part.costs_forwards else []
+            offer = self._offer(place, ctx, sampling, budget if free else _no_depth(budget))
+            offers.append(offer)
+            num_forwards += offer.num_forwards if part.costs_forwards and free else 0
             for row in free:
                 is_last = part.costs_forwards or place == allowed[row][-1]
-                if is_last or max(rows[row].node_probs[1:2], default=0.0) >= CONFIDENT:
+                if is_last or max(offer.rows[row].node_probs[1:2], default=0.0) >= CONFIDENT:
                     chosen[row] = place
-        for place, tree in enumerate(trees):
-            if any(other != place for other in chosen):
-                self._offers[place] = Offer(tree)
+        self._offers = [
+            offer if any(other != place for other in chosen) else None for place, offer in enumerate(offers)
+        ]
+        trees = [offer.tree for offer in offers if offer.tree is not None]
         return replace(by_row(trees, chosen), num_draft_forwards=num_forwards)
 
-    def _propose(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Return a part's proposals for the rows that take it; extra nodes of one part are kept for later."""
-        refused = self._refused(place, ctx)
-        tree = self.parts[place].propose(ctx, sampling, _no_depth(budget) if len(refused) == ctx.num_rows else budget)
+    def _offer(
+        self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget, *, lists: bool = False
+    ) -> Offer:
+        """Return a part's proposals for the rows whose requests take it; extra nodes of one part are kept for later."""
+        part, name = self.parts[place], self.part_names[place]
+        refused = [number for number, row in enumerate(ctx.rows) if not row.takes(name)]
+        if len(refused) == ctx.num_rows:
+            if lists:
+                return Offer([ListTree(row.tokens[-1:]) for row in ctx.rows])
+            budget = _no_depth(budget)
+        if lists:
+            rows = list(part.list_trees(ctx, budget))
+            for number in refused:
+                rows[number] = ListTree(ctx.rows[number].tokens[-1:])
+            return Offer(rows)
+        tree = part.propose(ctx, sampling, budget)
         if tree.num_extra_nodes and self._extra_from is None:
             self._extra_from, self._extra = place, tree.extra_nodes
         tree = tree.proposals
-        return tree.without([(row, node) for row in refused for node in range(1, tree.num_nodes)])
-
-    def _list(self, place: int, ctx: Context, budget: Budget) -> list[Proposal]:
-        """Return the proposals of a part that lists its trees."""
-        refused = self._refused(place, ctx)
-        if len(refused) == ctx.num_rows:
-            return [Proposal(row.tokens[-1:], [-1], [1.0]) for row in ctx.rows]
-        trees = self.parts[place].list_trees(ctx, budget)
-        rows = [Proposal(tree.tokens, tree.parents, tree.node_probs) for tree in trees]
-        for number in refused:
-            rows[number] = Proposal(ctx.rows[number].tokens[-1:], [-1], [1.0])
-        return rows
-
-    def _refused(self, place: int, ctx: Context) -> list[int]:
-        """Return the rows whose requests have not chosen a part."""
-        return [number for number, row in enumerate(ctx.rows) if not row.takes(self.part_names[place])]
+        return Offer(tree.without([(row, node) for row in refused for node in range(1, tree.num_nodes)]))
 
     def _part_budget(self, place: int, budget: Budget) -> Budget:
         """Return the budget of a part: by its own calibration, and deep if drafting takes no forwards."""
@@ -775,7 +766,3 @@ def _kept(unions: Sequence[Union], budget: Budget) -> list[list[int]]:
 
 def _no_depth(budget: Budget) -> Budget:
     return Budget(0, children=budget.children)
-
-
-def _num_forwards(tree: DraftTree) -> float:
-    return float(tree.max_depth) if tree.num_draft_forwards is None else tree.num_draft_forwards

@@ -5,7 +5,7 @@ holds the longest suffix of the sequence that occurred in it before, and its pos
 that costs no forward pass. The automaton is that of SAM-Decoding (2411.10666); here several matches, the latest and the
 first occurrence of each, are merged into a tree.
 
-This file also holds ``ListDrafter``, the base of all drafters that look drafts up, and ``RowAutomata``.
+This file also holds ``ListDrafter``, the base of all drafters that look drafts up.
 """
 
 from __future__ import annotations
@@ -198,31 +198,6 @@ def _choose(chosen: list[tuple[int, list[int]]], length: int, path: list[int], m
         chosen.append((length, path))
 
 
-class RowAutomata:
-    """A suffix automaton for each row of a batch, over prompt and output."""
-
-    def __init__(self) -> None:
-        self._automata: list[SuffixAutomaton] = []
-
-    def __len__(self) -> int:
-        return len(self._automata)
-
-    def admit(self) -> None:
-        """Add a row at the end; its tokens are read when it is first used."""
-        self._automata.append(SuffixAutomaton())
-
-    def remove(self, row: int) -> None:
-        """Drop a row; the last one takes its place."""
-        self._automata[row] = self._automata[-1]
-        self._automata.pop()
-
-    def get(self, index: int, row: Row) -> SuffixAutomaton:
-        """Return a row's automaton, extended by its new tokens."""
-        automaton = self._automata[index]
-        automaton.extend_all(row.tokens[len(automaton) :])
-        return automaton
-
-
 # --- trees -----------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +257,9 @@ def to_draft_tree(
 
 
 class ListDrafter(Drafter):
-    """A drafter that looks its drafts up: no net, no features, and trees that start as lists.
+    """A drafter that looks its drafts up: no network, no features, and trees that start as lists.
+
+    It has a suffix automaton per row, over prompt and output.
 
     Args:
         vocab_size: V, for the draft distribution that the classic rules need (certain of its one proposal).
@@ -293,6 +270,20 @@ class ListDrafter(Drafter):
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._automata: list[SuffixAutomaton] = []
+
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        self._automata.append(SuffixAutomaton())
+
+    def remove(self, ctx: Context, row: int) -> None:
+        self._automata[row] = self._automata[-1]
+        self._automata.pop()
+
+    def automaton(self, index: int, row: Row) -> SuffixAutomaton:
+        """Return a row's automaton, extended by its new tokens."""
+        automaton = self._automata[index]
+        automaton.extend_all(row.tokens[len(automaton) :])
+        return automaton
 
     @staticmethod
     def max_paths(budget: Budget) -> tuple[int, int]:
@@ -320,13 +311,7 @@ class LookupDrafter(ListDrafter):
 
     def __init__(self, vocab_size: int, min_match: int = 2) -> None:
         super().__init__(vocab_size)
-        self.min_match, self._automata = min_match, RowAutomata()
-
-    def admit(self, ctx: Context, features: Tensor | None) -> None:
-        self._automata.admit()
-
-    def remove(self, ctx: Context, row: int) -> None:
-        self._automata.remove(row)
+        self.min_match = min_match
 
     def list_trees(self, ctx: Context, budget: Budget) -> list[ListTree]:
         """Merge up to ``budget.width`` continuations of ``budget.depth`` tokens; see ``ListDrafter``.
@@ -337,8 +322,7 @@ class LookupDrafter(ListDrafter):
         num_paths, max_nodes = self.max_paths(budget)
         trees = []
         for index, row in enumerate(ctx.rows):
-            automaton = self._automata.get(index, row)
-            continuations = automaton.continuations(budget.depth, num_paths, self.min_match)
+            continuations = self.automaton(index, row).continuations(budget.depth, num_paths, self.min_match)
             paths = [path for _, path in continuations]
             tokens, parents, sources = merge_paths(row.tokens[-1], paths, 1 + max_nodes)
             depths, probs, branched = node_depths(parents), [1.0], set[int]()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, DraftwingWarning, shown
 from draftwing.methods.base import Budget, ListTree
-from draftwing.methods.lookup import ListDrafter, RowAutomata
+from draftwing.methods.lookup import ListDrafter
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.methods.suffix_array import (
     Follower,
@@ -87,19 +87,18 @@ class LlmaDrafter(RetrievalDrafter):
         super().__init__(vocab_size)
         self._shared, self._min_match = self._index(references), min_match
         self._references: list[SuffixArray | None] = []
-        self._automata = RowAutomata()
 
     def _index(self, references: Sequence[Sequence[int]]) -> SuffixArray | None:
         return SuffixArray(join_texts(references), vocab_size=self._vocab_size) if len(references) else None
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
+        super().admit(ctx, features)
         self._references.append(self._index(ctx.rows[-1].references))
-        self._automata.admit()
 
     def remove(self, ctx: Context, row: int) -> None:
+        super().remove(ctx, row)
         self._references[row] = self._references[-1]
         self._references.pop()
-        self._automata.remove(row)
 
     def matches(self, index: int, row: Row) -> Iterator[Match]:
         """Yield the longest match in the row's references, the shared ones, and the request itself."""
@@ -108,7 +107,7 @@ class LlmaDrafter(RetrievalDrafter):
             match = None if texts is None else texts.match(ending, self._min_match, MAX_MATCH)
             if match is not None:
                 yield match
-        yield from self._automata.get(index, row).matches(self._min_match, 1)
+        yield from self.automaton(index, row).matches(self._min_match, 1)
 
 
 # --- REST ------------------------------------------------------------------------------------------------------------
@@ -261,26 +260,22 @@ class SuffixDrafter(RetrievalDrafter):
     def __init__(self, vocab_size: int, memory: Memory, alpha: float = 2.0, min_match: int = 1) -> None:
         super().__init__(vocab_size)
         self._memory, self._alpha, self._min_match = memory, alpha, min_match
-        self._automata = RowAutomata()
-
-    def admit(self, ctx: Context, features: Tensor | None) -> None:
-        self._automata.admit()
 
     def forget(self) -> None:
         self._memory.forget()
 
     def remove(self, ctx: Context, row: int) -> None:
         """Remember the output, with the end of the prompt that it answers."""
+        super().remove(ctx, row)
         left = ctx.rows[row]
         if len(left.tokens) > left.prompt_length:
             self._memory.add(left.tokens[max(0, left.prompt_length - MAX_MATCH) :])
-        self._automata.remove(row)
-        if not len(self._automata):
+        if ctx.num_rows == 1:
             self._memory.save()
 
     def matches(self, index: int, row: Row) -> Iterable[Match]:
         """Yield matches of several lengths, in the request and the memory: shorter ones have more evidence."""
-        yield from self._automata.get(index, row).matches(self._min_match, self.MAX_OWN_MATCHES)
+        yield from self.automaton(index, row).matches(self._min_match, self.MAX_OWN_MATCHES)
         ending, length = row.tokens[-MAX_MATCH:], MAX_MATCH
         while length >= self._min_match:
             match = self._memory.match(ending, self._min_match, length)
