@@ -223,11 +223,6 @@ MUTATIONS = {
     "no residual": ({"residual": lambda p, q: p}, "with replacement", [-1, 0]),
     "siblings in the wrong order": (ORDER, "without replacement", [-1, 0, 0]),
     "q keeps the tried token": (TRIED, "without replacement", [-1, 0, 0]),
-    "ratio upside down": (
-        {"_ratio": lambda p, q, token: min(1.0, float(q[token] / p[token]))},
-        "with replacement",
-        [-1, 0],
-    ),
 }
 
 
@@ -317,8 +312,8 @@ def descend(tree: DraftTree, row: int, keeps: Callable[[int], bool]) -> list[int
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_match_keeps_the_first_of_the_deepest_paths(temperature):
-    """In its two forms, node by node and all at once: the tokens that the target draws where the path leads."""
+def test_match_keeps_the_first_of_the_deepest_paths(temperature, monkeypatch):
+    """Node by node on the host, and all at once as on a device: the tokens that the target draws along the path."""
     vocab, num_ties = 3, 0
     for seed in range(150):
         tree = random_trees(seed, vocab)
@@ -327,7 +322,9 @@ def test_match_keeps_the_first_of_the_deepest_paths(temperature):
         sampling = SamplingBatch([Sampling(temperature=temperature, seed=b) for b in range(3)], KeyedNoise(vocab))
         starts = [seed, 5, 7]
         drawn = sampling.draw(scores, tree.depths, starts, tree.max_depth)
-        for found in (accept.match(tree, scores, sampling, starts), accept._along(tree, drawn)):
+        for is_host in (True, False):
+            monkeypatch.setattr(accept, "on_host", lambda tensor, is_host=is_host: is_host)
+            found = accept.match(tree, scores, sampling, starts)
             for row in range(3):
                 tokens, parents, own = (x[row].tolist() for x in (tree.tokens, tree.parents, drawn))
                 path = descend(tree, row, lambda node: tokens[node] == own[parents[node]])  # noqa: B023

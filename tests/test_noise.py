@@ -122,8 +122,12 @@ def test_eviction_changes_no_value():
     for _ in range(60):
         seed, position = rng.randrange(3), rng.randrange(5)
         assert torch.equal(tiny.at(seed, position), large.at(seed, position))
-        assert len(tiny._cache) <= 3
     assert torch.equal(tiny.block([1, 2], [0, 0], 5), large.block([1, 2], [0, 0], 5))  # a block larger than the cache
+    first, second = tiny.at(7, 0), tiny.at(7, 1)
+    assert tiny.at(7, 0) is first  # which makes it the newest
+    tiny.at(7, 2), tiny.at(7, 3)
+    assert tiny.at(7, 0) is first
+    assert tiny.at(7, 1) is not second
 
 
 @pytest.mark.skipif(get_kernel() is None, reason=f"no CPU kernel here: {kernel_problem()}")

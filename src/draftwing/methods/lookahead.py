@@ -107,6 +107,9 @@ class LookaheadDrafter(Drafter):
         window: columns of the window, W.
         ngram: tokens of an n-gram, N.
         guesses: n-grams that are verified at a time, G.
+
+    Attributes:
+        windows: by row.
     """
 
     name = "lookahead"
@@ -115,15 +118,15 @@ class LookaheadDrafter(Drafter):
     def __init__(self, vocab_size: int, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         self._vocab_size, self._width, self._ngram, self._guesses = vocab_size, window, ngram, guesses
         self.identity = f"window {window}, ngram {ngram}, guesses {guesses}"
-        self._windows: list[LookaheadWindow] = []
+        self.windows: list[LookaheadWindow] = []
         self._sampling: SamplingBatch | None = None  # of the windows that are being scored
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
-        self._windows.append(LookaheadWindow(NGramPool(self._guesses)))
+        self.windows.append(LookaheadWindow(NGramPool(self._guesses)))
 
     def remove(self, ctx: Context, row: int) -> None:
-        self._windows[row] = self._windows[-1]
-        self._windows.pop()
+        self.windows[row] = self.windows[-1]
+        self.windows.pop()
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Propose up to ``budget.width`` n-grams (with a rule: all guesses), and add the window."""
@@ -134,7 +137,7 @@ class LookaheadDrafter(Drafter):
         num_paths = 1 if is_drawn else self._guesses if budget.rule is not None else min(budget.width, self._guesses)
         max_nodes = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)
         rows = []
-        for row, window in zip(ctx.rows, self._windows, strict=True):
+        for row, window in zip(ctx.rows, self.windows, strict=True):
             window.move(row, self._width)
             paths = [path[: budget.depth] for path in window.pool.after(row.tokens[-1])[:num_paths]]
             tokens, parents, sources = merge_paths(row.tokens[-1], paths, max_nodes)
@@ -148,10 +151,10 @@ class LookaheadDrafter(Drafter):
 
     def _window_nodes(self, ctx: Context) -> tuple[Tensor, Tensor, int]:
         """Return the windows' tokens and parents (B, K), row after row, and their depth; missing rows are unused."""
-        width, num_levels = self._width, max(len(window.levels) for window in self._windows)
+        width, num_levels = self._width, max(len(window.levels) for window in self.windows)
         parents = [*range(-1, width - 1), *range((num_levels - 1) * width)]
         tokens = []
-        for window in self._windows:
+        for window in self.windows:
             unused = [PAD] * width * (num_levels - len(window.levels))
             tokens.append([*chain.from_iterable(window.levels), *unused])
         return ctx.tensor(tokens), ctx.tensor([parents] * len(tokens)), width + num_levels - 1
@@ -162,18 +165,18 @@ class LookaheadDrafter(Drafter):
         if sampling is None or not tree.num_extra_nodes:
             return
         width, first = self._width, tree.num_nodes - tree.num_extra_nodes
-        starts = [first + (len(window.levels) - 1) * width for window in self._windows]
+        starts = [first + (len(window.levels) - 1) * width for window in self.windows]
         last = ctx.tensor([[*range(start, start + width)] for start in starts])
         nodes = last[:, :, None].expand(-1, -1, output.logits.shape[2])
         if sampling.penalises:  # penalties depend on whole paths
             scores = sampling.scores(output.logits, tree, ctx.history()).gather(1, nodes)
         else:
             scores = sampling.scores(output.logits.gather(1, nodes), tree, None)
-        depths = [[len(window.levels) + i for i in range(width)] for window in self._windows]
+        depths = [[len(window.levels) + i for i in range(width)] for window in self.windows]
         positions = [row.length + 1 for row in ctx.rows]
         choices = best_of(sampling.perturb(scores, ctx.tensor(depths), positions, max(map(max, depths)))).tolist()
         nodes_run = tree.tokens.gather(1, last).tolist()  # near the end of a request some nodes were not run
-        for window, row_choices, row_nodes in zip(self._windows, choices, nodes_run, strict=True):
+        for window, row_choices, row_nodes in zip(self.windows, choices, nodes_run, strict=True):
             pairs = zip(row_choices, row_nodes, strict=True)
             window.advance([PAD if node == PAD else token for token, node in pairs], self._ngram)
 
