@@ -320,6 +320,6 @@ def test_options_that_are_refused(draft, options, kind, parts, target):
 
 def test_texts_need_a_tokenizer(target):
     model = dw.load(target, "none", device="cpu").target
-    with refused(ConfigError, "references are texts, and no tokenizer is known", "as token ids"):
+    with refused(ConfigError, "references are texts, but there is no tokenizer", "as token ids"):
         load_drafter("llma", model, None, options={"references": ["a text"]})
     load_drafter("llma", model, None, options={"references": [[1, 2]]})()

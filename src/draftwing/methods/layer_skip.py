@@ -143,31 +143,31 @@ class LayerSet:
             CheckpointError: it cannot be read, or was written by another version.
             ConfigError: it holds something else, or layers that the target does not have.
         """
-        block, where = read_config(folder).get("draftwing"), f"{Path(folder) / 'config.json'}: draftwing"
+        block, place = read_config(folder).get("draftwing"), f"{Path(folder) / 'config.json'}: draftwing"
         if not isinstance(block, dict) or block.get("kind") != LAYERS:
             raise ConfigError(
-                f"{where}: expected a set of layers, found {shown(block)}: give a folder of `draftwing tune layers`"
+                f"{place}: expected a set of layers, found {shown(block)}: give a folder of `draftwing tune layers`"
             )
         if block.get("format") != FORMAT:
             raise CheckpointError(
-                f"{where}: expected format {FORMAT}, found {shown(block.get('format'))}: it was written by another "
+                f"{place}: expected format {FORMAT}, found {shown(block.get('format'))}: it was written by another "
                 f"version of Draftwing; use that one, or tune again"
             )
         target = made_for(folder)
         if target is None or type(target.num_layers) is not int:
-            raise ConfigError(f"{where}: target must name the model that the layers are for: tune again")
+            raise ConfigError(f"{place}: target must name the model that the layers are for: tune again")
         skipped = []
         for name in ("skip_attention", "skip_mlp"):
             layers = block.get(name)
             if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
                 raise ConfigError(
-                    f"{where}: {name} must be a list of layers such as [3, 7], found {shown(layers)}: tune again"
+                    f"{place}: {name} must be a list of layers such as [3, 7], found {shown(layers)}: tune again"
                 )
             skipped.append(tuple(layers))
         try:
             parts = Parts.without(target.num_layers, *skipped)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{place}: {error}") from None
         tuning = block.get("tuning")
         return cls(parts, target, tuning if isinstance(tuning, dict) else {})
 

@@ -1,12 +1,12 @@
 """Lookahead decoding (Fu et al., 2402.02057): the target guesses n-grams of its future while it verifies.
 
-Next to the sequence the target runs a window: W columns of N - 1 tokens each, the newest in the last row. Column i of
-the first row stands i + 1 tokens after the pending one, and each further row one more. A token of the first row follows
-its left neighbour, every other token the one above it. So the window is a tree, whose paths are the paper's attention
-mask; its nodes are scored but never kept (``DraftTree.num_extra_nodes``). The target's choice after the last row is the
-next row (a step of Jacobi iteration, under the noise of that position if sampling is keyed), and each column with its
-choice is an n-gram for the pool. The latest n-grams of the pool that begin with the pending token are proposed. Nothing
-is trained.
+Next to the sequence the target runs a window: W columns of N - 1 tokens each, the newest in the last row. The token in
+row r and column i, both from 0, is i + r + 1 positions after the pending token. A token of the first row follows its
+left neighbour, every other token the one above it. So the window is a tree, whose paths are the paper's attention mask;
+its nodes are scored but never kept (``DraftTree.num_extra_nodes``). The target's choice after the last row is the next
+row (a step of Jacobi iteration, under the noise of that position if sampling is keyed), and each column with its choice
+is an n-gram for the pool. The latest n-grams of the pool that begin with the pending token are proposed. Nothing is
+trained.
 
 Differs from the paper: each request has a pool, and the prompt's tokens only start the window.
 
@@ -82,7 +82,7 @@ class LookaheadWindow:
             [row.tokens[(2654435761 * (start + width - behind + i + level)) % len(row.tokens)] for i in range(behind)]
             for level in range(len(self.levels))
         ]
-        # A column after one that lies past the end of the request is not run either.
+        # A column after one that is past the end of the request is not run either.
         self.levels = [
             old[behind:] + ([PAD] * behind if old and old[-1] == PAD else new)
             for old, new in zip(self.levels, fresh, strict=True)

@@ -137,9 +137,9 @@ class SuffixAutomaton:
     def continuations(self, max_tokens: int, max_branches: int, min_match: int = 1) -> list[tuple[int, list[int]]]:
         """Return the continuations of earlier occurrences of the longest matching suffixes of the sequence.
 
-        The longest match comes first, then shorter ones; for each, what followed its latest known earlier occurrence,
-        then what followed its first one. None is a prefix of another: a path that repeats the beginning of a chosen one
-        is dropped, and one that continues where a chosen one was cut by the sequence's end replaces it. At most the 64
+        The longest match comes first, then shorter ones; for each, the continuation of its latest recorded earlier
+        occurrence, then that of its first one. None is a prefix of another: a path that repeats the beginning of a
+        chosen one is dropped, and one that extends a path cut by the sequence's end replaces it. At most the 64
         longest distinct matches are considered.
 
         Returns:
@@ -165,8 +165,8 @@ class SuffixAutomaton:
         Nothing is appended: ``extra`` may turn out to be wrong.
 
         Returns:
-            The match's length and the 1 to ``max_tokens`` token ids after its latest known occurrence; ``(0, [])`` if
-            nothing follows any match of at least ``min_match`` tokens.
+            The match's length and the 1 to ``max_tokens`` token ids after its latest recorded occurrence; ``(0, [])``
+            if nothing follows any match of at least ``min_match`` tokens.
         """
         state = self._link[self._last] if self._last else 0
         length = self._length[state]

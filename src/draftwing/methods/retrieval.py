@@ -42,14 +42,14 @@ from draftwing.methods.suffix_array import (
 )
 from draftwing.models.context import Context, Row
 
-MAX_MATCH = 32  # tokens; a longer match says no more about what follows
+MAX_MATCH = 32  # tokens; a longer match predicts no better
 
 
 class RetrievalDrafter(ListDrafter):
     """Proposes for each row the best of its matches' trees; a subclass finds the matches."""
 
     def matches(self, index: int, row: Row) -> Iterable[Match]:
-        """Yield the places where the sequence of the row at ``index`` continues elsewhere."""
+        """Yield the places at which the row's last tokens occur in a text and are continued."""
         raise NotImplementedError
 
     def max_nodes(self, match: Match) -> float:
@@ -328,7 +328,7 @@ def _reference_ids(reference: Any, source: Source) -> Sequence[int]:
             raise DataError(f"{reference}: this reference cannot be read ({error}): give a UTF-8 text file") from error
     if isinstance(reference, str):
         if source.tokenizer is None:
-            raise ConfigError("draft_options: references are texts, and no tokenizer is known: give them as token ids")
+            raise ConfigError("draft_options: references are texts, but there is no tokenizer: give them as token ids")
         return source.tokenizer.encode_plain(reference)
     if isinstance(reference, list | tuple) and all(
         isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in reference

@@ -61,7 +61,7 @@ class TextIndex(Protocol):
     """Texts in which places can be found."""
 
     def followers(self, place: Any) -> Sequence[Follower]:
-        """Return the distinct tokens that follow at a place; none where every text ends."""
+        """Return the distinct tokens that follow at a place; none if every text ends there."""
         ...
 
 
@@ -80,7 +80,7 @@ class Match:
 
 
 class _Occurrences(NamedTuple):
-    """The place of a ``SuffixArray``: where the matches start, sorted by suffix, and how many tokens matched."""
+    """The place of a ``SuffixArray``: the starts of the matches, sorted by suffix, and the number of matched tokens."""
 
     starts: NDArray[np.int64]
     length: int
@@ -149,12 +149,12 @@ class SuffixArray:
         if len(starts) == 1:  # most places inside a draft
             position = int(starts[0]) + length
             token = int(self.tokens[position]) if 0 <= position < len(self.tokens) else END
-            runs = [(token, 0, 1)]
-        else:
-            positions = starts + length
-            tokens = np.where(positions < len(self.tokens), self.tokens.take(positions, mode="clip"), END)
-            bounds = [0, *(np.flatnonzero(tokens[1:] != tokens[:-1]) + 1).tolist(), len(tokens)]
-            runs = [(int(tokens[low]), low, high) for low, high in pairwise(bounds) if high > low]
+            is_token = 0 <= token < self._vocab_size
+            return [Follower(token, 1, _Occurrences(starts, length + 1))] if is_token else []
+        positions = starts + length
+        tokens = np.where(positions < len(self.tokens), self.tokens.take(positions, mode="clip"), END)
+        bounds = [0, *(np.flatnonzero(tokens[1:] != tokens[:-1]) + 1).tolist(), len(tokens)]
+        runs = ((int(tokens[low]), low, high) for low, high in pairwise(bounds) if high > low)
         return [
             Follower(token, high - low, _Occurrences(starts[low:high], length + 1))
             for token, low, high in runs
@@ -188,7 +188,7 @@ def sort_by_doubling(tokens: Ids) -> Order:
     """Sort by the ranks of prefixes of 1, 2, 4, ... tokens, until all of them differ (Manber and Myers, 1990)."""
     size = len(tokens)
     _, rank = np.unique(tokens, return_inverse=True)
-    rank, length = rank.astype(np.int64) + 1, 1  # 0 lies behind the end
+    rank, length = rank.astype(np.int64) + 1, 1  # 0 is the rank after the end
     while True:
         second = np.zeros(size, dtype=np.int64)
         if length < size:
