@@ -623,14 +623,15 @@ class CombinedDrafter(Drafter):
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Return the best nodes of all proposals within the budget."""
-        if self._step is not None:
-            self._step.learn(self._claims, whole=self._claims.is_due())
+        step, self._step = self._step, None
+        if step is not None:
+            step.learn(self._claims, whole=self._claims.is_due())
         if ctx.num_rows == 1 and ctx.rows[0] is not self._row:
             self._row = ctx.rows[0]
             for asking in (*self.claims.asking, *self.claims.sampled.asking):
                 asking.begin_request()
         self._claims = self.claims if sampling.all_greedy else self.claims.sampled
-        self._offers, self._step, self._extra_from, self._extra = [None] * len(self.parts), None, None, None
+        self._offers, self._extra_from, self._extra = [None] * len(self.parts), None, None
         if budget.depth == 0:
             for part in self.parts:
                 if not part.lists:
