@@ -233,17 +233,13 @@ def test_static_trees_are_made_of_ranks(name, kind):
     assert tree.num_nodes == 1 + len(paths)
 
 
-def test_eagles_tree_has_its_levels():
+def test_the_shape_of_a_budget():
     assert Counter(map(len, EAGLE_TREE)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
     assert [len(level.ranks) for level in static_levels(EAGLE_TREE)] == [4, 8, 8, 3, 2]
     budget = Budget(paths=EAGLE_TREE)
-    assert (budget.depth, budget.width, budget.is_chain) == (5, 4, False)
-
-
-def test_the_shape_of_a_budget():
+    assert (budget.depth, budget.width, budget.is_chain, Budget(2).is_chain) == (5, 4, False, True)
     assert Budget(3, 2).shape() == ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0))
     assert Budget(paths=TREES["bush"]).shape() == TREES["bush"]
-    assert Budget(2).is_chain
 
 
 @pytest.mark.parametrize(

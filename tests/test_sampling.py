@@ -183,17 +183,14 @@ def test_ties_at_the_cut_all_stay(cuts, logits, wanted):
     assert kept(Sampling(**{"temperature": 1.0, **cuts}), logits) == wanted
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.62, 0.9, 0.99])
+@pytest.mark.parametrize("top_p", [0.05, 0.62, 0.99])
 def test_top_p_against_brute_force(top_p):
     rng = random.Random(5)
     for _ in range(20):
         logits = [float(rng.randrange(4)) for _ in range(8)]  # ties everywhere
         probs = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
-        total, cut = 0.0, 1.0
-        for prob in sorted(probs, reverse=True):
-            if total >= top_p:
-                break
-            total, cut = total + prob, prob
+        ranked = sorted(probs, reverse=True)
+        cut = next((p for i, p in enumerate(ranked) if sum(ranked[: i + 1]) >= top_p), ranked[-1])
         assert kept(Sampling(temperature=1.0, top_p=top_p), logits) == [i for i, p in enumerate(probs) if p >= cut]
 
 
