@@ -190,11 +190,20 @@ def snapkv_slots(watched: Tensor, count: int, pool: int, grain: int = 1) -> Tens
 
 
 class SelfDrafter(NetDrafter):
-    """Drafts with the target through the slots that ``policy`` chooses; the target must support views."""
+    """Drafts with the target through the slots that ``policy`` chooses.
+
+    Raises:
+        UnsupportedError: the target does not run on the lean decoder.
+    """
 
     grows_by_rule = True
 
     def __init__(self, target: Target, policy: WindowSlots | SnapKVSlots) -> None:
+        if not target.supports_views:
+            raise UnsupportedError(
+                f"{target.name} runs in transformers and cannot draft for itself: load it with engine='lean' if its "
+                f"family is supported, or choose draft='lookup'"
+            )
         self._target, self._policy = target, policy
         self.name, self.identity, self.context = policy.name, policy.settings, policy.budget
         self.num_bytes, self.runs_as = target.num_weight_bytes, target.runs_as
@@ -250,11 +259,7 @@ def _per_head(value: Any) -> bool:
 
 
 def _maker(target: Target, new_policy: Callable[[], WindowSlots | SnapKVSlots]) -> NewDrafter:
-    if not target.supports_views:
-        raise UnsupportedError(
-            f"{target.name} runs in transformers and cannot draft for itself: load it with engine='lean' if its family "
-            f"is supported, or choose draft='lookup'"
-        )
+    SelfDrafter(target, new_policy())  # raises an error before anything is decoded
     return lambda: SelfDrafter(target, new_policy())
 
 
