@@ -1,4 +1,4 @@
-"""Several drafters as one: the outcome that each gets, its calibration, when it is asked, and how they are named."""
+"""Several drafters as one: each part's outcome, calibration, when a part is asked, and names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ from draftwing.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.lm import LM
 from draftwing.loading import load, load_drafter
-from draftwing.methods import ensemble as claims_module
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, ListTree
 from draftwing.methods.causal_lm import CausalLMDrafter
-from draftwing.methods.ensemble import Asking, Claims, CombinedDrafter, Offer, Proposal, Proposed, proposals, unite
+from draftwing.methods.ensemble import (
+    MAX_PATIENCE,
+    MIN_ANSWERS,
+    MIN_PATIENCE,
+    Asking,
+    Claims,
+    CombinedDrafter,
+    Offer,
+    Proposed,
+    proposals,
+    unite,
+)
 from draftwing.methods.lookup import LookupDrafter, SuffixAutomaton
 from draftwing.methods.retrieval import RetrievalDrafter
 from draftwing.models.context import Context, FeatureSpec, Row
@@ -49,7 +59,8 @@ class Oracle(Drafter):
         self.text, self.depth = text, depth
         self.seen: dict[int, torch.Tensor] = {}
         self.budgets: list[Budget] = []
-        self.own: list[list[int]] = []
+        self.paths: list[list[int]] = []
+        self.num_learned = self.num_forgotten = 0
 
     def admit(self, ctx, features) -> None:
         assert (features is None) == (not self.features.taps)
@@ -65,12 +76,35 @@ class Oracle(Drafter):
 
     def observe(self, ctx, tree, accepted, output) -> None:
         path = accepted.path[0][: int(accepted.num[0]) + 1].tolist()
-        self.own.append(accepted.own_path[0].tolist())
+        self.paths.append(accepted.own_path[0].tolist())
         if output.features is not None:
             self.seen |= {ctx.rows[0].length + i: output.features[0, node].clone() for i, node in enumerate(path)}
 
+    def learn(self) -> None:
+        self.num_learned += 1
 
-# --- what the parts are told -----------------------------------------------------------------------------------------
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+
+GREEDY = SamplingBatch([Sampling()], KeyedNoise(VOCAB))
+REPEATS = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]
+
+
+def context(texts: list[list[int]]) -> Context:
+    return Context(torch.device("cpu"), [Row(list(text), len(text) - 1, 1) for text in texts])
+
+
+def combined(parts, texts, names=None) -> tuple[CombinedDrafter, Context]:
+    """The parts as one drafter, which has admitted some rows."""
+    both, ctx = CombinedDrafter(parts, Claims(len(parts)), names), context([])
+    for text in texts:
+        ctx.rows += context([text]).rows
+        both.admit(ctx, None)
+    return both, ctx
+
+
+# --- the parts' view of a step ---------------------------------------------------------------------------------------
 
 
 def decode(target: LeanTarget, drafter, prompt, budget: Budget, **sampling) -> list[int]:
@@ -102,14 +136,26 @@ def test_each_part_hears_which_of_its_own_nodes_were_kept(target):
     short, wrong = Oracle(text, 1), Oracle([0] * 100, 2)
     both = CombinedDrafter([wrong, Oracle(text, 3), short], Claims(3))
     assert decode(target, both, [5, 6, 7], Budget(4, 3)) == text
-    assert both.parts[1].own[0] == [0, 1, 2, 3]
-    assert short.own[0] == [0, 1, -1, -1]
-    assert wrong.own[0] == [0, -1, -1, -1]
+    assert [part.paths[0] for part in both.parts] == [[0, -1, -1, -1], [0, 1, 2, 3], [0, 1, -1, -1]]
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_every_part_learns_and_forgets(learns, target):
+    """An engine calls ``learn`` before each step, for each part once, and only if a part learns."""
+    parts = [Oracle([0] * 50, 1, learns=learns), Oracle([1] * 50, 2), LookupDrafter(VOCAB)]
+    both = CombinedDrafter(parts, Claims(3))
+    assert both.learns == learns
+    both.learn()
+    both.forget()
+    assert [(part.num_learned, part.num_forgotten) for part in parts[:2]] == [(1, 1), (1, 1)]
+    engine = Engine(Decoder(target, both, budget=Budget(2, 2)))
+    engine.submit([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True))
+    num_steps = len(list(engine.steps()))
+    assert [part.num_learned for part in parts[:2]] == [1 + num_steps] * 2 if learns else [1] * 2
 
 
 def test_traits_are_those_of_all(target):
-    parts = [Oracle([], 1, (3,), identity="a", num_bytes=3, runs_as="x"),
-             LookupDrafter(VOCAB)]  # fmt: skip
+    parts = [Oracle([], 1, (3,), identity="a", num_bytes=3, runs_as="x"), LookupDrafter(VOCAB)]
     both = CombinedDrafter(parts, Claims(2))
     assert [part.name for part in both.parts] == ["lookup", "oracle 1"]  # what costs nothing is asked first
     assert both.name == "lookup + oracle 1"
@@ -125,21 +171,20 @@ def test_a_row_that_one_part_refuses_joins_none(target):
         def admit(self, ctx, features) -> None:
             raise ConfigError("not this one")
 
-    rows = []
+    class Counted(Oracle):
+        num_rows = 0
 
-    class Counted(LookupDrafter):
         def admit(self, ctx, features) -> None:
-            rows.append(ctx.rows[-1])
+            self.num_rows += 1
 
         def remove(self, ctx, row) -> None:
-            rows.pop(row)
+            assert row == ctx.num_rows - 1
+            self.num_rows -= 1
 
-    both = CombinedDrafter([Counted(VOCAB), Refuses([], 1)], Claims(2))
-    decoder = Decoder(target, both)
+    decoder = Decoder(target, CombinedDrafter([counted := Counted([], 1), Refuses([], 1)], Claims(2)))
     with refused(ConfigError, "not this one"):
         decoder.admit([5, 6, 7], Sampling())
-    assert rows == []
-    assert decoder.ctx.num_rows == 0
+    assert decoder.ctx.num_rows == counted.num_rows == 0
 
 
 # --- what is learnt --------------------------------------------------------------------------------------------------
@@ -175,20 +220,20 @@ def test_each_drafters_claims_are_learnt_by_themselves(many, emitted):
     learnt.learn(many, None, emitted)
     for drafter, each in enumerate(many):
         wanted = table_of(brute(paths(each), each.node_probs, emitted))
-        found = learnt.rule_of(drafter, rule_of())
+        found = learnt.calibrated(drafter, rule_of())
         np.testing.assert_allclose(found.knots, wanted[0], rtol=1e-5)
         np.testing.assert_allclose(found.rates, wanted[1], rtol=1e-5)
-        reached = learnt.reached(drafter, each)
+        reached = learnt.path_probs(drafter, each)
         for node, above in enumerate(each.parents[1:], 1):
             place = min(len(paths(each)[node]), len(wanted[0])) - 1
             rate = np.interp(each.node_probs[node], wanted[0][place], wanted[1][place])
             assert reached[node] == pytest.approx(reached[above] * rate, rel=1e-4)
 
 
-def distinct(one: Proposal) -> Proposal:
+def distinct(one: ListTree) -> ListTree:
     """Without equal siblings, so that a path is a node."""
     union = unite([one])
-    return Proposal(union.tokens, union.parents, [1.0, *(claims[0] for claims in union.claims[1:])])
+    return ListTree(union.tokens, union.parents, [1.0, *(claims[0] for claims in union.claims[1:])])
 
 
 @settings(max_examples=60, deadline=None)
@@ -202,7 +247,7 @@ def test_claims_where_several_spoke_are_learnt_by_who_spoke(one, other, emitted)
     told = [noisy_or(union, node) for node in range(len(own))]
     seen: dict[tuple[int, int], list[tuple[float, int, bool]]] = {}
     for node in range(1, len(own)):
-        who = union.makers(node), union.speakers[union.parents[node]]
+        who = union.proposers(node), union.child_proposers[union.parents[node]]
         if who[1] == 3:
             seen.setdefault(who, []).extend(brute([own[node]], [told[node]], emitted))
     for who, claims in seen.items():
@@ -220,15 +265,15 @@ def test_agreement_and_contradiction_come_to_mean_what_they_are_worth():
     learnt, rng = Claims(2), np.random.default_rng(0)
     for _ in range(400):
         true = int(rng.integers(0, 2))
-        first = Proposal([9, true if rng.random() < 0.5 else 1 - true], [-1, 0], [1.0, 0.5])
-        second = Proposal([9, first.tokens[1] if first.tokens[1] == true else 5], [-1, 0], [1.0, 0.5])
+        first = ListTree([9, true if rng.random() < 0.5 else 1 - true], [-1, 0], [1.0, 0.5])
+        second = ListTree([9, first.tokens[1] if first.tokens[1] == true else 5], [-1, 0], [1.0, 0.5])
         learnt.learn([first, second], unite([first, second]), [true, 0])
-    agreed, apart = (unite([Proposal([9, 1], [-1, 0], [1.0, 0.5]), Proposal([9, token], [-1, 0], [1.0, 0.5])])
+    agreed, apart = (unite([ListTree([9, 1], [-1, 0], [1.0, 0.5]), ListTree([9, token], [-1, 0], [1.0, 0.5])])
                      for token in (1, 5))  # fmt: skip
     assert learnt.chance(agreed, 1) > 0.9
     assert learnt.chance(apart, 1) < 0.1
     assert learnt.chance(apart, 2) < 0.1
-    alone = unite([Proposal([9, 1], [-1, 0], [1.0, 0.5]), Proposal([9], [-1], [1.0])])
+    alone = unite([ListTree([9, 1], [-1, 0], [1.0, 0.5]), ListTree([9], [-1], [1.0])])
     assert 0.4 < learnt.chance(alone, 1) < 0.6
 
 
@@ -239,124 +284,116 @@ def test_a_drafter_is_asked_where_it_brings_more_than_it_takes():
     asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
     assert asking.is_worth_it([0.0], 0, rule)  # nothing is known of it
     for _ in range(60):
-        asking.took(1, 1.0, rule)
-        asking.brought(0.0, 2, 4)  # where nobody else says anything it adds two tokens,
-        asking.brought(3.0, 0, 4)  # and none where three are promised
+        asking.add_time(1, 1.0, rule)
+        asking.add_gain(0.0, 2, 4)  # where nobody else says anything it adds two tokens,
+        asking.add_gain(3.0, 0, 4)  # and none where three are promised
     assert asking.is_worth_it([0.0], 0, rule)
     assert not asking.is_worth_it([3.0], 5, rule)
     assert asking.is_worth_it([1.0], 5, rule)  # never seen
-    asking.took(2, 3.0, rule)
+    asking.add_time(2, 3.0, rule)
     assert asking.is_worth_it([0.0, 3.0], 5, rule)  # four seconds' worth of tokens for three
-    asking.took(3, 5.0, rule)
+    asking.add_time(3, 5.0, rule)
     assert not asking.is_worth_it([0.0, 3.0, 3.0], 5, rule)
     costly = rule_of(worth=2.0, node=1.0)
     assert not asking.is_worth_it([0.0], 5, costly)  # its nodes take what its tokens are worth
 
 
+def asking_after(answers: list[int], expected: float = 3.0, seconds: float = 1.0, rule=None) -> Asking:
+    """A policy that has seen these numbers of added tokens."""
+    asking = Asking()
+    asking.add_time(1, seconds, rule or rule_of())
+    for tokens in answers:
+        asking.add_gain(expected, tokens, 0)
+    return asking
+
+
 def test_what_is_refused_is_tried_ever_rarer():
-    asking, rule = Asking(), rule_of()
-    asking.took(1, 1.0, rule)
-    for _ in range(200):
-        asking.brought(3.0, 0, 0)
+    asking, rule = asking_after([0] * 200), rule_of()
     tried = [step for step in range(400) if asking.is_worth_it([3.0], 5, rule)]
     pauses = [later - earlier for earlier, later in pairwise(tried)]
-    assert tried[0] == claims_module.MIN_PATIENCE - 1
+    assert tried[0] == MIN_PATIENCE - 1
     assert pauses[:4] == [8, 16, 32, 64]
-    assert set(pauses[4:]) == {claims_module.MAX_PATIENCE}
+    assert set(pauses[4:]) == {MAX_PATIENCE}
     for _ in range(200):
-        asking.brought(3.0, 4, 0)  # by now it is worth it,
+        asking.add_gain(3.0, 4, 0)  # now it is worth it,
     assert asking.is_worth_it([3.0], 5, rule)
     for _ in range(400):
-        asking.brought(3.0, 0, 0)  # and then no more
+        asking.add_gain(3.0, 0, 0)  # and then no longer
     assert [asking.is_worth_it([3.0], 5, rule) for _ in range(4)] == [False, False, False, True]
 
 
-def test_a_few_bad_answers_prove_little():
-    asking, rule = Asking(), rule_of(worth=4.0)
-    asking.took(1, 0.5, rule)
-    for _ in range(claims_module.MIN_ANSWERS):
-        asking.brought(3.0, 0, 0)
-    assert asking.is_worth_it([3.0], 5, rule)
-    for _ in range(100):
-        asking.brought(3.0, 0, 0)
-    assert not asking.is_worth_it([3.0], 5, rule)
-
-
-def test_answers_that_scatter_are_believed_later():
-    """What never added anything is known after a few answers, what adds much now and then is not."""
-    rule, never, sometimes = rule_of(worth=2.0, node=0.0), Asking(), Asking()
-    for each, answers in ((never, [0] * 10), (sometimes, [0] * 9 + [4])):
-        each.took(1, 1.0, rule)
-        for tokens in answers:
-            each.brought(3.0, tokens, 0)
-    assert not never.is_worth_it([3.0], 0, rule)
-    assert sometimes.is_worth_it([3.0], 0, rule)
+@pytest.mark.parametrize(
+    ("answers", "worth", "seconds", "is_worth_it"),
+    [
+        ([0] * MIN_ANSWERS, 4.0, 0.5, True),  # a few bad answers prove little
+        ([0] * (MIN_ANSWERS + 100), 4.0, 0.5, False),
+        ([0] * 10, 2.0, 1.0, False),  # answers that scatter are believed later than equal ones
+        ([0] * 9 + [4], 2.0, 1.0, True),
+    ],
+)
+def test_few_answers_prove_little(answers, worth, seconds, is_worth_it):
+    rule = rule_of(worth, 0.0)
+    assert asking_after(answers, 3.0, seconds, rule).is_worth_it([3.0], 0, rule) == is_worth_it
 
 
 def test_slow_first_drafts_are_not_held_against_it():
-    asking, rule = Asking(), rule_of(worth=2.0, node=0.0)
-    for seconds in (10.0, 1.0, 5.0):
-        asking.took(1, seconds, rule)
-    for _ in range(200):
-        asking.brought(0.0, 1, 0)
+    rule = rule_of(worth=2.0, node=0.0)
+    asking = asking_after([1] * 200, 0.0, 10.0, rule)
+    for seconds in (1.0, 5.0):
+        asking.add_time(1, seconds, rule)
     assert asking.is_worth_it([0.0], 0, rule)
 
 
-def test_what_asking_takes_follows_the_machine():
-    """One that is asked rarely was last asked when the machine was slower."""
-    asking, slow, fast = Asking(), rule_of(worth=2.0), rule_of(worth=1.0, node=0.05)
-    slow, fast = (replace(rule, verify=rule.verify * speed) for rule, speed in ((slow, 4.0), (fast, 1.0)))
-    for _ in range(40):
-        asking.took(1, 2.0, slow)  # half of a forward
-        asking.brought(3.0, 1, 0)
+def test_the_time_of_a_draft_follows_the_machine():
+    """A drafter that is asked rarely was last asked when the machine was slower."""
+    slow, fast = rule_of(worth=2.0), rule_of(worth=1.0, node=0.05)
+    slow = replace(slow, verify=slow.verify * 4.0)
+    asking = asking_after([1] * 40, 3.0, 2.0, slow)
+    for _ in range(39):
+        asking.add_time(1, 2.0, slow)  # half of a forward
     assert not asking.is_worth_it([3.0], 0, replace(slow, worth=1.0))
     assert asking.is_worth_it([3.0], 0, fast)
 
 
 def test_another_text_is_looked_at_soon_and_believed():
-    asking, rule = Asking(), rule_of()
-    asking.took(1, 1.0, rule)
-    for _ in range(200):
-        asking.brought(3.0, 0, 0)
+    asking, rule = asking_after([0] * 200), rule_of()
     assert sum(asking.is_worth_it([3.0], 5, rule) for _ in range(200)) < 8
     asking.begin_request()
     tried = [step for step in range(30) if asking.is_worth_it([3.0], 5, rule)]
-    assert tried[:2] == [claims_module.MIN_PATIENCE - 1, 3 * claims_module.MIN_PATIENCE - 1]
+    assert tried[:2] == [MIN_PATIENCE - 1, 3 * MIN_PATIENCE - 1]
     for _ in range(10):
-        asking.brought(3.0, 2, 0)
+        asking.add_gain(3.0, 2, 0)
     assert asking.is_worth_it([3.0], 5, rule)
 
 
 def test_sampled_texts_are_learnt_of_by_themselves():
-    both = CombinedDrafter([LookupDrafter(VOCAB), Oracle([4, 5, 6, 7, 8, 9], 3)], claims := Claims(2))
-    ctx, budget = context([[4, 5]]), Budget(4, 2, 16, rule=rule_of(node=0.01))
-    both.admit(ctx, None)
-    for temperature, learnt in ((0.0, claims), (1.0, claims.sampled)):
+    both, ctx = combined([LookupDrafter(VOCAB), Oracle([4, 5, 6, 7, 8, 9], 3)], [[4, 5]])
+    budget, tables = Budget(4, 2, 16, rule=rule_of(node=0.01)), (both.claims, both.claims.sampled)
+    for temperature, before in ((0.0, [0, 0]), (1.0, [1, 0])):
         batch = SamplingBatch([Sampling(temperature=temperature, seed=1)], KeyedNoise(VOCAB))
-        before = [each.asking[1].num_answers[0] for each in (claims, claims.sampled)]
-        assert before == ([0, 0] if learnt is claims else [1, 0])
+        assert [claims.asking[1].num_answers[0] for claims in tables] == before
         both.propose(ctx, batch, budget)
         ctx.rows[0].tokens += ctx.rows[0].tokens[:1]
         ctx.rows[0].length += 1
         both.propose(ctx, batch, Budget(0))
-    assert [each.asking[1].num_answers[0] for each in (claims, claims.sampled)] == [1, 1]
+    assert [claims.asking[1].num_answers[0] for claims in tables] == [1, 1]
 
 
-def test_lists_are_what_is_proposed():
-    """Who merges trees asks for lists, everybody else for tensors."""
-    text, sampling = [1, 2, 3, 4, 1, 2, 5, 1, 2], SamplingBatch([Sampling()], KeyedNoise(VOCAB))
-    for make in (LookupDrafter, RetrievalOfOwn):
-        for budget in (Budget(3), Budget(4, 3), Budget(4, 3, 5)):
-            drafters = [make(VOCAB), make(VOCAB)]
-            ctx = context([text, [7, 8, 9]])
-            for each in drafters:
-                each.admit(ctx, None)
-                each.admit(ctx, None)
-            tree, lists = drafters[0].propose(ctx, sampling, budget), drafters[1].list_trees(ctx, budget)
-            for found, wanted in zip(proposals(tree), lists, strict=True):
-                assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
-                assert found.node_probs[1:] == pytest.approx(wanted.node_probs[1:])
-            assert tree.num_nodes > 1
+@pytest.mark.parametrize("budget", [Budget(3), Budget(4, 3), Budget(4, 3, 5)], ids=str)
+@pytest.mark.parametrize("drafter", ["lookup", "retrieval"])
+def test_listed_trees_are_those_proposed(drafter, budget):
+    trees = []
+    for call in (lambda made, ctx: proposals(made.propose(ctx, GREEDY, budget)),
+                 lambda made, ctx: made.list_trees(ctx, budget)):  # fmt: skip
+        made, ctx = {"lookup": LookupDrafter, "retrieval": RetrievalOfOwn}[drafter](VOCAB), context([])
+        for text in ([1, 2, 3, 4, 1, 2, 5, 1, 2], [7, 8, 9]):
+            ctx.rows += context([text]).rows
+            made.admit(ctx, None)
+        trees.append(call(made, ctx))
+    for found, listed in zip(*trees, strict=True):
+        assert (found.tokens, found.parents) == (listed.tokens, listed.parents)
+        assert found.node_probs[1:] == pytest.approx(listed.node_probs[1:])
+    assert len(trees[0][0].tokens) > 1
 
 
 class RetrievalOfOwn(RetrievalDrafter):
@@ -369,42 +406,33 @@ class RetrievalOfOwn(RetrievalDrafter):
 def test_what_asking_brought_is_learnt_of_every_step():
     """Of claims every fourth is enough."""
     claims = Claims(2)
-    offers = [Offer([Proposal([9], [-1], [1.0])]), Offer([Proposal([9, 1], [-1, 0], [1.0, 0.5])])]
+    offers = [Offer([ListTree([9], [-1], [1.0])]), Offer([ListTree([9, 1], [-1, 0], [1.0, 0.5])])]
     row = Row([5, 9, 1, 7], 3, 1)
-    Proposed([row], [1], offers, [None], {1: [0.0]}).teach(claims, whole=False)
+    Proposed([row], [1], offers, [None], {1: [0.0]}).learn(claims, whole=False)
     assert claims.asking[1].num_answers[0] == 1
     assert claims.asking[1].mean_added[0] == 1.0
     assert claims.tables[1].pending == []
 
 
-def context(texts: list[list[int]]) -> Context:
-    return Context(torch.device("cpu"), [Row(list(text), len(text) - 1, 1) for text in texts])
-
-
 def test_a_draft_without_a_pass_says_that_it_took_none():
     """Else the clock would take the seconds of lookup for those of a net."""
-    both = CombinedDrafter([LookupDrafter(VOCAB), costly := Oracle([0] * 50, 3)], claims := Claims(2))
-    ctx, sampling = context([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]), SamplingBatch([Sampling()], KeyedNoise(VOCAB))
-    both.admit(ctx, None)
+    both, ctx = combined([LookupDrafter(VOCAB), costly := Oracle([0] * 50, 3)], [REPEATS])
     budget = Budget(4, 2, 16, rule=rule_of(node=0.01))
-    first = both.propose(ctx, sampling, budget)
-    assert first.num_draft_forwards == 3
+    assert both.propose(ctx, GREEDY, budget).num_draft_forwards == 3
     assert costly.budgets[-1].depth == 4
-    asking = claims.asking[1]
-    asking.forwards_by_rows[1] = (claims_module.MIN_ANSWERS, 100.0)
-    for _ in range(claims_module.MIN_ANSWERS):
-        asking.brought(3.0, 0, 3)
-    tree = both.propose(ctx, sampling, budget)
+    asking = both.claims.asking[1]
+    asking.forwards_by_rows[1] = (MIN_ANSWERS, 100.0)
+    for _ in range(MIN_ANSWERS):
+        asking.add_gain(3.0, 0, 3)
+    tree = both.propose(ctx, GREEDY, budget)
     assert costly.budgets[-1].depth == 0
     assert tree.tokens[0, :4].tolist() == [4, 5, 6, 7]
     assert tree.num_draft_forwards == 0.0
 
 
 def test_lone_claims_that_are_worth_nothing_are_left_out():
-    both = CombinedDrafter([LookupDrafter(VOCAB), Oracle([0] * 50, 3, grows_by_rule=True)], Claims(2))
-    ctx, sampling = context([[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]), SamplingBatch([Sampling()], KeyedNoise(VOCAB))
-    both.admit(ctx, None)
-    tree = both.propose(ctx, sampling, Budget(4, 2, 16, rule=rule_of(worth=0.01, node=1.0)))
+    both, ctx = combined([LookupDrafter(VOCAB), Oracle([0] * 50, 3, grows_by_rule=True)], [REPEATS])
+    tree = both.propose(ctx, GREEDY, Budget(4, 2, 16, rule=rule_of(worth=0.01, node=1.0)))
     assert tree.tokens[0, 1:].tolist() == [0, 0, 0]  # the other grows by its own rule, as this one does not
 
 
@@ -434,50 +462,44 @@ def choosing(target, rule="match", budget=None):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_requests_of_one_batch_choose_who_drafts_for_them(temperature, target):
-    for budget in (Budget(3, 2), Budget(4, 2, 20, rule=rule_of(node=0.01))):
-        _, plain = choosing(target, budget=Budget(0))
-        model, own = choosing(target, budget=budget)
-        texts = [
-            [
-                each.submit(
-                    prompt, Sampling(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True), drafts=wish
-                )
-                for prompt, wish in zip((*PROMPTS, PROMPTS[0]), WISHES, strict=True)
-            ]
-            for each in (plain, own)
-        ]
-        plain.run()
-        for step in own.steps():
-            step.tree.check(VOCAB)
-            for row, tokens in zip(step.rows, step.tree.tokens.tolist(), strict=True):
-                if WISHES[row.request_id] == []:
-                    assert row.num_drafted == 0, tokens
-        assert [each.token_ids for each in texts[1]] == [each.token_ids for each in texts[0]]
-        of_lookup, of_model, of_both = (texts[1][row].stats for row in (0, 1, 2))
-        assert of_model.num_accepted > of_lookup.num_accepted  # a model that drafts for itself is right
-        assert of_both.num_accepted > 0
-        assert max(model.depths) > 0
+@pytest.mark.parametrize("budget", [Budget(3, 2), Budget(4, 2, 20, rule=rule_of(node=0.01))], ids=["fixed", "rule"])
+def test_requests_of_one_batch_choose_who_drafts_for_them(budget, temperature, target):
+    sampling = Sampling(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True)
+    (_, plain), (model, engine) = choosing(target, budget=Budget(0)), choosing(target, budget=budget)
+    baseline, requests = (
+        [each.submit(prompt, sampling, drafts=drafts)
+         for prompt, drafts in zip((*PROMPTS, PROMPTS[0]), WISHES, strict=True)]
+        for each in (plain, engine)
+    )  # fmt: skip
+    plain.run()
+    for step in engine.steps():
+        step.tree.check(VOCAB)
+        assert not any(row.num_drafted for row in step.rows if WISHES[row.request_id] == [])
+    assert [request.token_ids for request in requests] == [request.token_ids for request in baseline]
+    of_lookup, of_model, of_both = (request.stats.num_accepted for request in requests[:3])
+    assert of_model > of_lookup  # a model that drafts for itself is right
+    assert of_both > 0
+    assert max(model.depths) > 0
 
 
-def test_who_is_wanted_by_nobody_is_not_asked(target):
-    for rule, budget in (("match", Budget(3, 2)), ("speculative", Budget(3))):
-        model, own = choosing(target, rule, budget)
-        first, second = (own.submit(prompt, Sampling(max_tokens=8), drafts=["lookup"]) for prompt in PROMPTS[:2])
-        own.run()
-        assert set(model.depths) == {0}
-        assert first.finish_reason == second.finish_reason == "length"
-        last = own.submit(PROMPTS[0], Sampling(max_tokens=8), drafts=["model"])
-        own.run()
-        assert max(model.depths) > 0
-        assert last.token_ids == first.token_ids
-        assert last.stats.num_accepted > 0
+@pytest.mark.parametrize(("rule", "budget"), [("match", Budget(3, 2)), ("speculative", Budget(3))])
+def test_a_part_that_no_request_chose_is_not_asked(rule, budget, target):
+    model, engine = choosing(target, rule, budget)
+    first, second = (engine.submit(prompt, Sampling(max_tokens=8), drafts=["lookup"]) for prompt in PROMPTS[:2])
+    engine.run()
+    assert set(model.depths) == {0}
+    assert first.finish_reason == second.finish_reason == "length"
+    last = engine.submit(PROMPTS[0], Sampling(max_tokens=8), drafts=["model"])
+    engine.run()
+    assert max(model.depths) > 0
+    assert last.token_ids == first.token_ids
+    assert last.stats.num_accepted > 0
 
 
-def test_what_nobody_wanted_says_nothing_of_a_drafter(target):
-    claims, offers = Claims(2), [Offer([Proposal([9], [-1], [1.0])] * 2) for _ in range(2)]
+def test_nothing_is_learnt_of_a_part_that_no_request_chose(target):
+    claims, offers = Claims(2), [Offer([ListTree([9], [-1], [1.0])] * 2) for _ in range(2)]
     rows = [Row([5, 9, 1, 7], 3, 1, drafts=wish) for wish in (("lookup",), None)]
-    Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).teach(claims, whole=True)
+    Proposed(rows, [1, 1], offers, [None] * 2, {1: [0.0, 0.0]}, ("lookup", "model")).learn(claims, whole=True)
     assert claims.asking[1].num_answers[0] == 1
 
 
@@ -502,12 +524,7 @@ def test_drafts_that_are_not_there_are_refused(folder, target):
 
 def test_each_row_takes_lookup_where_that_is_sure_and_else_the_model(target):
     """Before anything is drawn: children of one node come from one q."""
-    model = CausalLMDrafter(target, VOCAB)
-    both = CombinedDrafter([model, LookupDrafter(VOCAB)], Claims(2))
-    ctx = context([])
-    for text in ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [1, 2, 3, 4, 5]):
-        ctx.rows.append(Row(text, len(text) - 1, 1))
-        both.admit(ctx, None)
+    both, ctx = combined([CausalLMDrafter(target, VOCAB), LookupDrafter(VOCAB)], [REPEATS, [1, 2, 3, 4, 5]])
     sampling = SamplingBatch([Sampling(temperature=1.0, seed=seed) for seed in (1, 2)], KeyedNoise(VOCAB))
     tree = both.propose(ctx, sampling, Budget(3, children="sampled"))
     assert tree.tokens[0].tolist() == [4, 5, 6, 7]
@@ -526,18 +543,18 @@ def folder(folder_of):
     return add_tokenizer(folder_of("llama", vocab_size=300))
 
 
-def test_several_are_named_with_a_plus(folder, tmp_path):
+def test_several_are_named_with_a_plus(folder):
     lm = load(folder, f"{folder}+lookup", dtype="float64", draft_options={"min_match": 1}, budget=Budget(3, 2))
     assert lm.drafter_name == f"lookup + causal-lm ({folder.name})"
     assert lm.new_drafter().parts[0].min_match == 1
-    assert lm.new_drafter().claims is lm.new_drafter().claims  # what is learnt holds for the next text
+    assert lm.new_drafter().claims is lm.new_drafter().claims  # shared by the next text
     plain, planned = LM(lm.target, lm.tokenizer), LM(lm.target, lm.tokenizer, lm.new_drafter)
     for temperature in (0.0, 1.0):
-        asked = {"max_tokens": 30, "temperature": temperature, "seed": 3, "ignore_eos": True}
-        found, same, wanted = (each.generate(["def add(a, b):", "class"], **asked) for each in (lm, planned, plain))
-        assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
-        assert [each.token_ids for each in same] == [each.token_ids for each in wanted]
-        assert all(each.tau > 1.5 for each in found)
+        options = {"max_tokens": 30, "temperature": temperature, "seed": 3, "ignore_eos": True}
+        found, same, baseline = (each.generate(["def add(a, b):", "class"], **options) for each in (lm, planned, plain))
+        ids = [[text.token_ids for text in texts] for texts in (found, same, baseline)]
+        assert ids[0] == ids[1] == ids[2]
+        assert all(text.tau > 1.5 for text in found)
 
 
 def test_a_folder_may_have_a_plus_in_its_name(folder, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""How trees grow, against explicit search over a fake net: which nodes, in which order, with which chances and q."""
+"""Tree growth against explicit search over a fake net: nodes, their order, chances and q."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def paths_of(tree: DraftTree, row: int = 0) -> dict[int, tuple[int, ...]]:
 
 
 def grow(law, budget, requests=None, prompts=PROMPTS, wanted=None, vocab=VOCAB) -> tuple[DraftTree, TreeBuilder]:
-    """What a drafter does, with ``law`` for its net."""
+    """Grow trees as a drafter does, with ``law`` as its network."""
     requests = requests or [GREEDY] * len(prompts)
     ctx = Context(torch.device("cpu"), [Row(list(prompt), len(prompt) - 1, len(prompt)) for prompt in prompts])
     sampling = SamplingBatch(requests, KeyedNoise(vocab))
@@ -185,26 +185,27 @@ def law_of(chances: dict[tuple[int, ...], dict[int, float]]):
     return law
 
 
-def test_equals_go_to_the_shallower_node():
-    """The sibling at 1/4 is kept before the grandchild at 1/2 * 1/2, wherever it stands."""
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [(3, [(), (1,), (3,), (8,)]), (5, [(), (1,), (3,), (3, 5), (3, 6), (8,)])],
+)
+def test_equals_go_to_the_shallower_node(nodes, wanted):
+    """The sibling at 1/4 is kept before the grandchild at 1/2 * 1/2, at any place."""
     law = law_of({(): {3: 0.5, 8: 0.25, 1: 0.25}, (3,): {5: 0.5, 6: 0.5}})
-    tree, _ = grow(law, Budget(2, 3, 3), prompts=PROMPTS[:1])
-    assert sorted(paths_of(tree).values()) == [(), (1,), (3,), (8,)]
-    tree, _ = grow(law, Budget(2, 3, 5), prompts=PROMPTS[:1])
-    assert sorted(paths_of(tree).values()) == [(), (1,), (3,), (3, 5), (3, 6), (8,)]
+    assert sorted(paths_of(grow(law, Budget(2, 3, nodes), prompts=PROMPTS[:1])[0]).values()) == wanted
 
 
-def test_a_child_as_sure_as_its_parent_never_stands_without_it():
+@pytest.mark.parametrize("nodes", range(1, 6))
+def test_a_child_as_sure_as_its_parent_never_stands_without_it(nodes):
     sure = {tuple(range(length)): {length: 1.0} for length in range(6)}
-    for nodes in range(1, 6):
-        tree, _ = grow(law_of(sure), Budget(5, 2, nodes), prompts=PROMPTS[:1])
-        tree.check(VOCAB)
-        assert sorted(paths_of(tree).values()) == [tuple(range(length)) for length in range(nodes + 1)]
-        assert tree.confidence[0].tolist() == [1.0] * (nodes + 1)
+    tree, _ = grow(law_of(sure), Budget(5, 2, nodes), prompts=PROMPTS[:1])
+    tree.check(VOCAB)
+    assert sorted(paths_of(tree).values()) == [tuple(range(length)) for length in range(nodes + 1)]
+    assert tree.confidence[0].tolist() == [1.0] * (nodes + 1)
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 6, 9, 20])
-def test_where_all_are_equal_levels_fill_up_one_after_the_other(nodes):
+def test_equal_chances_fill_level_after_level(nodes):
     tree, _ = grow(law_of({}), Budget(3, 5, nodes), prompts=PROMPTS[:1])
     tree.check(VOCAB)
     depths = Counter(len(path) for path in paths_of(tree).values())
@@ -232,17 +233,13 @@ def test_static_trees_are_made_of_ranks(name, kind):
     assert tree.num_nodes == 1 + len(paths)
 
 
-def test_eagles_tree_has_its_levels():
+def test_the_shape_of_a_budget():
     assert Counter(map(len, EAGLE_TREE)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
     assert [len(level.ranks) for level in static_levels(EAGLE_TREE)] == [4, 8, 8, 3, 2]
     budget = Budget(paths=EAGLE_TREE)
-    assert (budget.depth, budget.width, budget.is_chain) == (5, 4, False)
-
-
-def test_the_shape_of_a_budget():
+    assert (budget.depth, budget.width, budget.is_chain, Budget(2).is_chain) == (5, 4, False, True)
     assert Budget(3, 2).shape() == ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0))
     assert Budget(paths=TREES["bush"]).shape() == TREES["bush"]
-    assert Budget(2).is_chain
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ class Watched(LookaheadDrafter):
         self.seen: list[tuple] = []
 
     def observe(self, ctx, tree, accepted, output) -> None:
-        before = copy.deepcopy(self._windows)
+        before = copy.deepcopy(self.windows)
         super().observe(ctx, tree, accepted, output)
-        for row, old, new in zip(ctx.rows, before, copy.deepcopy(self._windows), strict=True):
+        for row, old, new in zip(ctx.rows, before, copy.deepcopy(self.windows), strict=True):
             self.seen.append((row, row.tokens[: row.length + 1], tree.num_extra_nodes, old, new))
 
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", full)
-        with pytest.warns(DraftwingWarning, match=r"memory: what was learnt .* cannot be kept \(.*No space left"):
+        with pytest.warns(DraftwingWarning, match=r"memory: former requests cannot be stored \(.*No space left"):
             memory.save()
     assert list(tmp_path.iterdir()) == []
     memory.add([4, 5])

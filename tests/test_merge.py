@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwing.methods.base import Budget
+from draftwing.methods.base import Budget, ListTree
 from draftwing.methods.ensemble import (
-    Proposal,
     Union,
     by_row,
     follow,
     kept_tokens,
-    own_path,
+    part_path,
     proposals,
     together,
     unite,
@@ -30,19 +29,19 @@ Path = tuple[int, ...]
 
 
 @st.composite
-def proposal(draw, most: int = 7) -> Proposal:
+def proposal(draw, most: int = 7) -> ListTree:
     """Any tree over three tokens, so that paths often meet, equal siblings too."""
     size = draw(st.integers(1, most))
     parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, size))]
     tokens = [ROOT, *(draw(st.integers(0, 2)) for _ in range(1, size))]
     told = [1.0, *(draw(st.floats(0.05, 1.0)) for _ in range(1, size))]
-    return Proposal(tokens, parents, told)
+    return ListTree(tokens, parents, told)
 
 
 several = st.lists(proposal(), min_size=1, max_size=3)
 
 
-def paths(of: Proposal | Union) -> list[Path]:
+def paths(of: ListTree | Union) -> list[Path]:
     """The tokens on the way to every node, the root's left out."""
     found: list[Path] = [()]
     for node in range(1, len(of.tokens)):
@@ -50,7 +49,7 @@ def paths(of: Proposal | Union) -> list[Path]:
     return found
 
 
-def told_of(many: list[Proposal]) -> dict[Path, dict[int, float]]:
+def told_of(many: list[ListTree]) -> dict[Path, dict[int, float]]:
     found: dict[Path, dict[int, float]] = {}
     for drafter, each in enumerate(many):
         for path, told in list(zip(paths(each), each.node_probs, strict=True))[1:]:
@@ -66,7 +65,7 @@ def noisy_or(union: Union, node: int) -> float:
     return 1 - wrong
 
 
-def weighed(many: list[Proposal]) -> Union:
+def weighed(many: list[ListTree]) -> Union:
     union = unite(many)
     union.weigh(noisy_or)
     return union
@@ -83,8 +82,8 @@ def test_the_union_is_that_of_the_paths(many):
         assert node == 0 or 0 <= union.parents[node] < node
         assert union.claims[node] == wanted.get(path, {})
         below = [found for found in wanted if found[:-1] == path]
-        assert union.speakers[node] == sum({1 << drafter for found in below for drafter in wanted[found]})
-        assert union.makers(node) == sum(1 << drafter for drafter in wanted.get(path, {}))
+        assert union.child_proposers[node] == sum({1 << drafter for found in below for drafter in wanted[found]})
+        assert union.proposers(node) == sum(1 << drafter for drafter in wanted.get(path, {}))
 
 
 @given(several)
@@ -169,7 +168,7 @@ def test_the_batch_holds_every_rows_nodes(rows):
 def test_tokens_are_followed_as_far_as_they_were_proposed(one, tokens):
     """Equal siblings count as the first of them: what hangs below the second alone is not found."""
     single = unite([one])
-    own, single = paths(single), Proposal(single.tokens, single.parents, [1.0] * len(single.tokens))
+    own, single = paths(single), ListTree(single.tokens, single.parents, [1.0] * len(single.tokens))
     path = follow(single, tokens)
     assert [own[node] for node in path] == [tuple(tokens[:depth]) for depth in range(len(path))]
     assert tuple(tokens[: len(path)]) not in own or len(path) == len(tokens) + 1
@@ -195,14 +194,14 @@ def test_chances_are_read_from_what_a_tree_says():
 
 
 def test_a_kept_path_in_a_drafters_own_numbers():
-    own = [Proposal([ROOT, 1, 2, 3], [-1, 0, 0, 2], [1.0] * 4), Proposal([ROOT, 9], [-1, 0], [1.0] * 2)]
+    own = [ListTree([ROOT, 1, 2, 3], [-1, 0, 0, 2], [1.0] * 4), ListTree([ROOT, 9], [-1, 0], [1.0] * 2)]
     tree = DraftTree.from_lists([[ROOT, 2, 1, 3, 5], [ROOT, 2]], [[-1, 0, 0, 1, 3], [-1, 0]])
     accepted = Accepted(torch.tensor([[0, 1, 3, 4], [0, 1, PAD, PAD]]), torch.tensor([3, 1]), torch.tensor([0, 0]))
     kept = kept_tokens(tree, accepted)
     assert kept == [[2, 3, 5], [2]]
     on_host = [Emitted([2, 3, 5, 0], 4, 3, True), Emitted([2, 0], 1, 1, True)]
     assert kept_tokens(tree, replace(accepted, on_host=on_host)) == kept
-    assert own_path(own, kept, accepted.path).tolist() == [[0, 2, 3, PAD], [0, PAD, PAD, PAD]]
+    assert part_path(own, kept, accepted.path).tolist() == [[0, 2, 3, PAD], [0, PAD, PAD, PAD]]
 
 
 def test_rows_are_taken_from_the_chosen_trees():

@@ -1,8 +1,9 @@
-"""A head that learns while it serves: what it learns from, what that takes, how it is undone; never what is said."""
+"""A head that learns while it serves: its loss, its time, how updates are undone; the output never changes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_a_gated_matrix_too(quantize):
     matrix, wanted = (Linear(each).lay_out(Layout("kernel", quantize), gated=True) for each in (before, after))
     memory = matrix.packed[0].weight.data_ptr()
     matrix.refill(after)
-    assert matrix.packed[0].weight.data_ptr() == memory  # where programs look
+    assert matrix.packed[0].weight.data_ptr() == memory  # programs hold the address
     for name in ("weight", "scales", "sums"):
         one, other = (getattr(each.packed[0], name) for each in (matrix, wanted))
         assert one is other or torch.equal(one, other)
@@ -91,7 +92,7 @@ def stretches_of(net: EagleNet, count: int = 2) -> list[Stretch]:
 
 @pytest.mark.parametrize("case", ["eagle1", "eagle3", "eagle3-few-tokens"])
 def test_the_loss_is_that_of_drafts_which_were_wrong(case):
-    """A place at a time: the chain that starts so many steps before it, by a slow net of vectors; gradients too."""
+    """Against a slow net of vectors, one place and one chain at a time; gradients too."""
     few = DRAFT_IDS if case.endswith("few-tokens") else None
     net, serving = (random_net(1 if case == "eagle1" else 3, few) for _ in range(2))
     learner = Learner(serving, net, LearningPace(num_steps=3))
@@ -116,23 +117,26 @@ def test_the_loss_is_that_of_drafts_which_were_wrong(case):
     torch.testing.assert_close(net.fc.weight.grad, slow["fc.weight"].grad, **close)
 
 
-def make(folder: Path, dtype=torch.float32, prepack=True, seed=2, **pace) -> tuple[LeanTarget, OnlineDrafter]:
-    """A target, and an EAGLE-3 head that knows nothing."""
+def make(
+    folder: Path, dtype=torch.float32, prepack=True, clock=perf_counter, **pace
+) -> tuple[LeanTarget, OnlineDrafter]:
+    """A target, and an untrained EAGLE-3 head."""
     target, plain = (LeanTarget.from_folder(folder, dtype, prepack=each) for each in (prepack, False))
     config = EagleConfig.for_target(3, plain.config)
-    torch.manual_seed(seed)
+    torch.manual_seed(2)
     trained = EagleNet(config, plain.embedding, plain.head, None, dtype)
     serving = EagleNet(config, target.embedding, target.head, None, dtype)
     serving.load_state_dict(trained.state_dict())
     serving = serving.prepack() if prepack else serving.requires_grad_(False)
-    learner = Learner(serving, trained, LearningPace(**{"share": EVER, "lr": 1e-2, "places": 8, "window": 32, **pace}))
+    pace = LearningPace(**{"share": EVER, "lr": 1e-2, "places": 8, "window": 32, **pace})
+    learner = Learner(serving, trained, pace, clock)
     return target, OnlineDrafter(EagleDrafter(serving, target), learner)
 
 
-def write(target: LeanTarget, drafter: OnlineDrafter | None, times: int, prompt=(5, 9, 7), tokens=40) -> Stats:
-    """The same text again and again."""
+def write(target: LeanTarget, drafter: OnlineDrafter | None, times: int) -> Stats:
+    """The same text several times."""
     engine = Engine(Decoder(target, drafter, budget=Budget(3)), max_batch=1)
-    requests = [engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True)) for _ in range(times)]
+    requests = [engine.submit((5, 9, 7), Sampling(max_tokens=40, ignore_eos=True)) for _ in range(times)]
     stats = Stats.of(engine.steps())
     assert len({tuple(request.token_ids) for request in requests}) == 1
     return stats
@@ -141,26 +145,25 @@ def write(target: LeanTarget, drafter: OnlineDrafter | None, times: int, prompt=
 @pytest.mark.parametrize("prepack", [False, pytest.param(True, marks=needs_kernel)])
 def test_a_head_that_starts_wrong_gets_better(prepack, folder_of):
     target, drafter = make(folder_of("llama", head_dim=32), prepack=prepack)
-    assert drafter.learner.serving.runs.name == ("kernel" if prepack else "torch")
+    learner = drafter.learner
+    assert learner.serving.runs.name == ("kernel" if prepack else "torch")
     before = write(target, drafter, 1)
     write(target, drafter, 12)
     after = write(target, drafter, 1)
     assert before.tau < 1.5
     assert after.tau > before.tau + 1
-    learner = drafter.learner
     assert learner.num_updates > learner.num_handed > 2
     assert len(learner.ring) <= learner.pace.ring
 
 
 def test_without_the_engine_nothing_is_learnt(folder_of):
-    """Costs are measured on bare loops, whose texts mean nothing; and an engine asks before each step."""
+    """Costs are measured on bare loops over meaningless texts; an engine calls ``learn`` before each step."""
     target, drafter = make(folder_of("llama"), torch.float64, prepack=False)
     decoder = Decoder(target, drafter, budget=Budget(3))
     decoder.admit((5, 9, 7), Sampling(max_tokens=40, ignore_eos=True))
     while decoder.num_running:
         decoder.step()
-    assert drafter.learner.num_updates == 0
-    assert not drafter.learner.ring
+    assert drafter.learner.num_updates == len(drafter.learner.ring) == 0
 
 
 def test_what_is_put_down_is_what_was_said(folder_of):
@@ -193,15 +196,8 @@ def test_what_is_put_down_is_what_was_said(folder_of):
 
 def small_learner(**pace) -> Learner:
     """One whose every update takes two seconds."""
-    nets, now = [random_net(3, DRAFT_IDS) for _ in range(2)], [0.0]
-    learner = Learner(nets[0].requires_grad_(False), nets[1], LearningPace(**pace), lambda: now[0])
-    update = learner._update
-
-    def slowly() -> None:
-        now[0] += 2.0
-        update()
-
-    learner._update = slowly
+    serving, copy = (random_net(3, DRAFT_IDS) for _ in range(2))
+    learner = Learner(serving.requires_grad_(False), copy, LearningPace(**pace), lambda: 2.0 * learner.num_updates)
     return learner
 
 
@@ -220,8 +216,8 @@ def test_learning_takes_its_share_of_the_time_and_no_more():
     assert learner.num_updates <= seen + 1  # what was not spent does not pile up
 
 
-def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in learner.serving.named_parameters()}
+def weights_of(net: EagleNet) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in net.named_parameters()}
 
 
 def assert_equal(one: dict, other: dict) -> None:
@@ -241,17 +237,17 @@ def learn_until_handed(learner: Learner, rate: float) -> None:
 def test_weights_that_draft_worse_are_taken_back():
     """To the bit; and a rate that falls by chance alone takes nothing back."""
     learner = small_learner(share=1.0, lr=0.05, window=100)
-    first = weights_of(learner)
+    first = weights_of(learner.serving)
     learn_until_handed(learner, 0.5)
-    second = weights_of(learner)
+    second = weights_of(learner.serving)
     assert not torch.equal(first["fc.weight"], second["fc.weight"])
     learn_until_handed(learner, 0.45)
-    third = weights_of(learner)
+    third = weights_of(learner.serving)
     assert not torch.equal(second["fc.weight"], third["fc.weight"])
     assert learner.num_taken_back == 0
     learner.learn([], Tally(100, 10), 1.0)
     assert learner.num_taken_back == 1
-    assert_equal(weights_of(learner), second)
+    assert_equal(weights_of(learner.serving), second)
     assert torch.equal(learner.net.fc.weight, second["fc.weight"])  # and it learns on from there
     learn_until_handed(learner, 0.1)  # nothing is known of those that were put back, so nothing is taken back
     assert not torch.equal(learner.net.fc.weight, second["fc.weight"])
@@ -262,7 +258,7 @@ def test_weights_handed_over_again_are_the_same_to_the_bit(folder_of):
     """What serves packed drafts the very trees that it drafted before."""
     target, drafter = make(folder_of("llama", head_dim=32))
     learner = drafter.learner
-    kept = {name: value.detach().clone() for name, value in learner.net.named_parameters()}
+    kept = weights_of(learner.net)
     parts = [part for part in learner.serving.modules() if isinstance(part, Linear)]
 
     def bits() -> list[torch.Tensor]:
@@ -283,23 +279,30 @@ def test_weights_handed_over_again_are_the_same_to_the_bit(folder_of):
 
 def test_gradients_that_are_not_finite_change_nothing():
     learner = small_learner(share=1.0)
-    before = {name: each.detach().clone() for name, each in learner.net.named_parameters()}
+    before = weights_of(learner.net)
     (bad,) = stretches_of(learner.net, 1)
     bad.features[0, 0] = float("nan")
     learner.learn([bad], Tally(), 1.0)
     assert learner.num_updates == 0
-    assert_equal(before, {name: each.detach() for name, each in learner.net.named_parameters()})
+    assert_equal(before, weights_of(learner.net))
 
 
 def test_decoders_share_what_is_learnt(folder_of):
-    """A second one hands over what it saw when nobody else is learning."""
-    target, drafter = make(folder_of("llama"), torch.float64, prepack=False)
-    other = OnlineDrafter(EagleDrafter(drafter.learner.serving, target), drafter.learner)
+    """A second one hands over its stretches when no other thread is learning."""
+
+    def clock() -> float:
+        if meanwhile:
+            write(*meanwhile.pop(), 2)
+        return 0.0
+
+    meanwhile: list[tuple] = []
+    target, drafter = make(folder_of("llama"), torch.float64, prepack=False, clock=clock)
     learner = drafter.learner
-    with learner._lock:
-        write(target, other, 2)
-        assert learner.num_updates == 0
-        assert 0 < len(other.stretches) <= learner.pace.ring
+    other = OnlineDrafter(EagleDrafter(learner.serving, target), learner)
+    meanwhile.append((target, other))
+    assert learner.learn([], Tally(), 0.0)  # while the other one decodes
+    assert learner.num_updates == 0
+    assert 0 < len(other.stretches) <= learner.pace.ring
     other.learn()
     assert learner.num_updates == 1
     assert other.stretches == []

@@ -1,9 +1,9 @@
-"""Drafters that look drafts up: what they propose when rows come and go, their options, and what they gain."""
+"""Drafters that look drafts up: their proposals while rows come and go, their options, and their gain."""
 
 from __future__ import annotations
 
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,16 +30,12 @@ REFERENCES = [[1, 2, 3, 4, 5], [9, 2, 3, 6], [7, 2, 3, 6]]
 TEXTS = ([1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 9, 1, 2, 8, 1, 2], [3, 3, 3], [4])
 
 
-def context(texts) -> Context:
-    return Context(torch.device("cpu"), [Row(list(text), len(text) - 1, 1) for text in texts])
-
-
 def propose(drafter, ctx: Context, budget: Budget) -> DraftTree:
     return drafter.propose(ctx, SamplingBatch([Sampling()] * len(ctx.rows), KeyedNoise(VOCAB)), budget)
 
 
 def admitted(drafter, texts, references=()) -> Context:
-    ctx = context([])
+    ctx = Context(torch.device("cpu"))
     for text in texts:
         ctx.rows.append(Row(list(text), len(text) - 1, 1, references))
         drafter.admit(ctx, None)
@@ -97,22 +93,19 @@ def test_rest_proposes_a_tree_of_what_followed():
     assert fresh(short, [[1, 2, 3]], Budget(1)).tokens.tolist() == [[3, 6]]
 
 
-def test_suffix_drafts_more_the_longer_a_match_is():
+@pytest.mark.parametrize(
+    ("alpha", "text", "wanted"),
+    [(1.0, [1], [2]), (1.0, [1, 2, 3], [4, 5, 6]), (2.0, [1, 2, 3], [4, 5, 6, 7, 8, 9]), (0.1, [1, 2, 3], [4])],
+)
+def test_suffix_drafts_more_the_longer_a_match_is(alpha, text, wanted):
     memory = Memory(1000)
     memory.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
-    for alpha, text, wanted in (
-        (1.0, [1], [2]),
-        (1.0, [1, 2, 3], [4, 5, 6]),
-        (2.0, [1, 2, 3], [4, 5, 6, 7, 8, 9]),
-        (0.1, [1, 2, 3], [4]),
-    ):
-        tree = fresh(SuffixDrafter(VOCAB, memory, alpha), [text], Budget(8))
-        assert tree.tokens[0, 1:].tolist() == wanted
-    assert fresh(SuffixDrafter(VOCAB, memory, 2.0, min_match=2), [[1]], Budget(8)).num_nodes == 1
+    assert fresh(SuffixDrafter(VOCAB, memory, alpha), [text], Budget(8)).tokens[0, 1:].tolist() == wanted
+    assert fresh(SuffixDrafter(VOCAB, memory, alpha, min_match=len(text) + 1), [text], Budget(8)).num_nodes == 1
 
 
 def test_suffix_takes_what_promises_more():
-    """What the request itself says of "3", or what former ones say of "2 3": whichever is expected to keep more."""
+    """The continuation of "3" in the request, or of "2 3" in former ones: the one with more tokens to be accepted."""
     memory = Memory(1000)
     memory.add([2, 3, 7, 7])
     assert fresh(SuffixDrafter(VOCAB, memory), [[3, 5, 8, 2, 3]], Budget(2)).tokens.tolist() == [[3, 7, 7]]
@@ -126,7 +119,7 @@ def test_suffix_takes_what_promises_more():
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("leaving", [0, 2, 4])
 def test_a_row_that_leaves_takes_nothing_along(leaving, name):
-    """The last row comes into its place; both then go on as a drafter that has never seen the one that left."""
+    """The last row takes its place; the drafter then proposes like one that has never seen the row that left."""
     drafter = MAKERS[name]()
     ctx = admitted(drafter, TEXTS)
     for row in ctx.rows:
@@ -217,14 +210,14 @@ def test_references_that_are_given(target, tmp_path):
     requests = [engine.submit(plain.prompt_ids, Sampling(**WANTED), references=given) for given in ([ids], [], ())]
     engine.run()
     assert all(request.token_ids == plain.token_ids for request in requests)
-    assert requests[0].stats.tau > max(4, requests[1].stats.tau)
-    assert requests[1].stats.tau == requests[2].stats.tau
+    with_ids, *others = (request.stats.tau for request in requests)
+    assert with_ids > max(4, others[0])
+    assert others[0] == others[1]
 
 
 def test_references_as_texts(target):
-    seen, model = [], lm(target, "llma")
-    tokenizer = model.tokenizer
-    ids = tokenizer.encode_plain(PROMPT)
+    model, seen = lm(target, "llma"), []
+    ids, x = model.tokenizer.encode_plain(PROMPT), model.tokenizer.encode_plain("x")
     drafter = lm(target, "llma", references=["", PROMPT]).new_drafter()
     assert fresh(drafter, [ids[:4]], Budget(3)).tokens.tolist() == [ids[3:7]]
 
@@ -236,8 +229,7 @@ def test_references_as_texts(target):
     model.new_drafter = lambda: Watched(model.target.vocab_size)
     model.generate([PROMPT, "for"], references=[PROMPT, "x"], max_tokens=2)
     list(model.stream(PROMPT, references=["x"], max_tokens=2))
-    ids = tokenizer.encode_plain(PROMPT), tokenizer.encode_plain("x")
-    assert seen == [[*ids], [*ids], [ids[1]]]
+    assert seen == [[ids, x], [ids, x], [x]]
 
 
 @pytest.mark.parametrize("references", ["a text", [1, 2], [["a"]], [None], None, 5])
@@ -278,18 +270,10 @@ def test_comparisons_do_not_draft_from_the_last_round(target):
 
 def test_threads_that_share_a_memory_write_the_plain_texts(target):
     model, prompts = lm(target, "suffix"), [PROMPT, "for row in rows:", "class Table:"]
-    plain = [each.token_ids for each in lm(target, "none").generate(prompts, **WANTED)]
-    found: dict[int, list] = {}
-
-    def work(place: int) -> None:
-        found[place] = [model.generate(prompts, max_batch=2, **WANTED) for _ in range(2)]
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [[each.token_ids for each in texts] for runs in found.values() for texts in runs] == [plain] * 6
+    plain = [text.token_ids for text in lm(target, "none").generate(prompts, **WANTED)]
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(model.generate, prompts, max_batch=2, **WANTED) for _ in range(6)]
+    assert [[text.token_ids for text in run.result()] for run in runs] == [plain] * 6
     assert model.generate(prompts, **WANTED)[0].tau > 4
 
 
@@ -305,8 +289,7 @@ def test_a_memory_of_another_tokenizer_is_refused(target, tmp_path, folder_of):
         lm(target, "suffix", memory=file)
 
 
-def test_what_is_measured_where_no_draft_is_named():
-    """As the help says; every kind that needs no folder is still at hand."""
+def test_what_is_measured_without_a_named_draft():
     assert default_drafts("a/hub-id") == ["lookup"]
     assert default_drafts(None)[0] == "lookup"
     assert "suffix" not in default_drafts(None)
@@ -337,6 +320,6 @@ def test_options_that_are_refused(draft, options, kind, parts, target):
 
 def test_texts_need_a_tokenizer(target):
     model = dw.load(target, "none", device="cpu").target
-    with refused(ConfigError, "references are texts, and no tokenizer is known", "as token ids"):
+    with refused(ConfigError, "references are texts, but there is no tokenizer", "as token ids"):
         load_drafter("llma", model, None, options={"references": ["a text"]})
     load_drafter("llma", model, None, options={"references": [[1, 2]]})()

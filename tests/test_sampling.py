@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -68,9 +69,15 @@ def test_values_at_the_ends_of_their_range():
     Sampling(temperature=0, top_k=1, top_p=1e-9, min_p=1.0, repetition_penalty=0.1, max_tokens=1, seed=2**63 - 1)
     assert Sampling(logprobs=0, presence_penalty=-2.0).penalises
     assert not Sampling().penalises
-    assert Sampling(stop="END", stop_tokens=[3], banned_tokens=range(2)) == Sampling(
-        stop=("END",), stop_tokens=(3,), banned_tokens=(0, 1)
-    )
+    lists, tuples = ("END", [3], range(2)), (("END",), (3,), (0, 1))
+    one, other = (Sampling(stop=a, stop_tokens=b, banned_tokens=c) for a, b, c in (lists, tuples))
+    assert one == other
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_tokens"])
+def test_text_that_utf8_cannot_encode(name):
+    with pytest.raises(SamplingError, match=rf"^{name} must be text, found .*: remove the unpaired surrogate"):
+        Sampling(**{name: ["a", "b\ud800"]})
 
 
 def test_token_ids_must_be_the_targets():
@@ -146,45 +153,44 @@ def kept(sampling: Sampling, logits: list[float]) -> list[int]:
     return found[0, 0].isfinite().nonzero()[:, 0].tolist()
 
 
-def test_ties_at_the_cut_all_stay():
-    """Whatever a sort would do with them: the text must not depend on it."""
-    logits = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
-    assert kept(Sampling(temperature=1.0, top_k=1), logits) == [1]
-    assert kept(Sampling(temperature=1.0, top_k=2), logits) == [1, 2, 3, 4]
-    assert (
-        kept(Sampling(temperature=1.0, top_k=5), logits)
-        == [0, 1, 2, 3, 4]
-        == kept(Sampling(temperature=9.0, top_k=5), logits)
-    )
-    mass = torch.tensor(logits).softmax(0)
-    assert kept(Sampling(temperature=1.0, top_p=float(mass[1]) - 1e-3), logits) == [1]
-    assert kept(Sampling(temperature=1.0, top_p=float(mass[1]) + 1e-3), logits) == [1, 2, 3, 4]
-    assert kept(Sampling(temperature=1.0, top_p=0.3), [1.0] * 6) == [*range(6)]
-    assert kept(Sampling(temperature=1.0, min_p=1.0), [2.0, 2.0, 1.0]) == [0, 1]
-    assert kept(Sampling(temperature=1.0, top_k=1), [2.0, 2.0, 1.0]) == [0, 1]
+TIES = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
+BEST = float(torch.tensor(TIES).softmax(0)[1])
+HALF = [0.0, -math.log(2), -math.log(2)]  # exactly 0.5, 0.25 and 0.25
 
 
-def test_a_nucleus_that_is_full_takes_no_more():
-    """Probabilities that are exact in binary: 0.5 reaches a top-p of 0.5, and 0.5 + 0.25 + 0.25 one of 0.75."""
-    logits = [0.0, -math.log(2), -math.log(2)]
-    assert torch.tensor(logits, dtype=torch.float64).softmax(0).tolist() == [0.5, 0.25, 0.25]
-    assert kept(Sampling(temperature=1.0, top_p=0.5), logits) == [0]
-    assert kept(Sampling(temperature=1.0, top_p=0.5), logits[::-1]) == [2]
-    assert kept(Sampling(temperature=1.0, top_p=math.nextafter(0.5, 1)), logits) == [0, 1, 2]
-    assert kept(Sampling(temperature=1.0, top_p=0.75), logits) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("cuts", "logits", "wanted"),
+    [
+        ({"top_k": 1}, TIES, [1]),
+        ({"top_k": 2}, TIES, [1, 2, 3, 4]),
+        ({"top_k": 5}, TIES, [0, 1, 2, 3, 4]),
+        ({"top_k": 5, "temperature": 9.0}, TIES, [0, 1, 2, 3, 4]),
+        ({"top_p": BEST - 1e-3}, TIES, [1]),
+        ({"top_p": BEST + 1e-3}, TIES, [1, 2, 3, 4]),
+        ({"top_p": 0.3}, [1.0] * 6, [*range(6)]),
+        ({"min_p": 1.0}, [2.0, 2.0, 1.0], [0, 1]),
+        ({"top_k": 1}, [2.0, 2.0, 1.0], [0, 1]),
+        # A nucleus that is full takes no more: 0.5 reaches a top-p of 0.5, and 0.5 + 0.25 + 0.25 one of 0.75.
+        ({"top_p": 0.5}, HALF, [0]),
+        ({"top_p": 0.5}, HALF[::-1], [2]),
+        ({"top_p": math.nextafter(0.5, 1)}, HALF, [0, 1, 2]),
+        ({"top_p": 0.75}, HALF, [0, 1, 2]),
+    ],
+)
+def test_ties_at_the_cut_all_stay(cuts, logits, wanted):
+    """However a sort orders them: the text must not depend on it."""
+    assert torch.tensor(HALF, dtype=torch.float64).softmax(0).tolist() == [0.5, 0.25, 0.25]
+    assert kept(Sampling(**{"temperature": 1.0, **cuts}), logits) == wanted
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.62, 0.9, 0.99])
+@pytest.mark.parametrize("top_p", [0.05, 0.62, 0.99])
 def test_top_p_against_brute_force(top_p):
     rng = random.Random(5)
     for _ in range(20):
         logits = [float(rng.randrange(4)) for _ in range(8)]  # ties everywhere
         probs = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
-        total, cut = 0.0, 1.0
-        for prob in sorted(probs, reverse=True):
-            if total >= top_p:
-                break
-            total, cut = total + prob, prob
+        ranked = sorted(probs, reverse=True)
+        cut = next((p for i, p in enumerate(ranked) if sum(ranked[: i + 1]) >= top_p), ranked[-1])
         assert kept(Sampling(temperature=1.0, top_p=top_p), logits) == [i for i, p in enumerate(probs) if p >= cut]
 
 
@@ -250,20 +256,18 @@ def test_penalties_look_at_each_nodes_own_path(seed):
         tokens.append(row)
         parents.append(above)
     longest = max(map(len, committed))
+    padded = [row + [0] * (longest - len(row)) for row in committed]
     history = History(
-        torch.tensor([row + [0] * (longest - len(row)) for row in committed], dtype=torch.int64).view(
-            num_rows, longest
-        ),
+        torch.tensor(padded, dtype=torch.int64).view(num_rows, longest),
         torch.tensor([len(row) for row in committed]),
         torch.tensor(prompt_lengths),
     )
     logits = logits_of(num_rows, num_nodes, vocab, seed)
     tree = DraftTree.from_lists(tokens, parents)
     found = scores_of(samplings, logits, tree, history)
-    columns = [
-        [getattr(each, f"{name}_penalty") for each in samplings] for name in ("repetition", "presence", "frequency")
-    ]
-    by = Penalties(*(torch.tensor(each, dtype=torch.float64)[:, None, None] for each in columns))
+    names = ("repetition", "presence", "frequency")
+    columns = [[[[getattr(row, f"{name}_penalty")]] for row in samplings] for name in names]
+    by = Penalties(*torch.tensor(columns, dtype=torch.float64))
     for kind in (torch.float32, torch.float64):
         on_host = penalised_on_host(logits.to(kind), tree, history, by)
         assert torch.equal(on_host, on_device(logits.to(kind), tree, history, by))
@@ -306,8 +310,7 @@ def test_a_row_does_not_notice_the_others(dtype):
         single = SamplingBatch([row], KeyedNoise(400))
         one = DraftTree.from_lists([[1, 2, 3, 4]], [parents])
         alone = single.scores(logits[b : b + 1], one, None)
-        if row.temperature:
-            assert torch.equal(alone[0], together[b])
+        assert not row.temperature or torch.equal(alone[0], together[b])
         assert torch.equal(single.draw(alone, one.depths, starts[b : b + 1], 2)[0], drawn[b])
         assert torch.equal(single.probs(alone)[0], probs[b])
 
@@ -323,27 +326,25 @@ def test_no_setting_makes_scores_that_are_not_finite(dtype):
     """Everything at its limits at once: NaN or infinity is then the weights' doing alone."""
     logits = 1e3 * logits_of(2, 1, 61).to(dtype)
     history = History(torch.full((2, 1000), 7), torch.tensor([1000, 1000]), torch.tensor([1, 1]))
-    for sign in (-1, 1):
-        for temperature in (1e-10, 1e10):
-            for repetition in (1e-10, 1e10):
-                sampling = Sampling(
-                    temperature=temperature,
-                    repetition_penalty=repetition,
-                    presence_penalty=sign * 1e20,
-                    frequency_penalty=sign * 1e20,
-                    logit_bias={7: -sign * 1e20, 8: sign * 1e20},
-                    banned_tokens=(3,),
-                    top_p=0.9,
-                    min_p=0.01,
-                )
-                batch = SamplingBatch([sampling] * 2, KeyedNoise(61))
-                tree = DraftTree.root(torch.tensor([7, 7]))
-                scores = batch.scores(logits, tree, history)
-                assert not scores.isnan().any()
-                assert not (scores == math.inf).any()
-                drawn = batch.draw(scores, tree.depths, [1000, 1000], 0)
-                assert scores.gather(-1, drawn[..., None]).isfinite().all()
-                assert batch.probs(scores).isfinite().all()
+    tree = DraftTree.root(torch.tensor([7, 7]))
+    for sign, temperature, repetition in product((-1, 1), (1e-10, 1e10), (1e-10, 1e10)):
+        sampling = Sampling(
+            temperature=temperature,
+            repetition_penalty=repetition,
+            presence_penalty=sign * 1e20,
+            frequency_penalty=sign * 1e20,
+            logit_bias={7: -sign * 1e20, 8: sign * 1e20},
+            banned_tokens=(3,),
+            top_p=0.9,
+            min_p=0.01,
+        )
+        batch = SamplingBatch([sampling] * 2, KeyedNoise(61))
+        scores = batch.scores(logits, tree, history)
+        assert not scores.isnan().any()
+        assert not (scores == math.inf).any()
+        drawn = batch.draw(scores, tree.depths, [1000, 1000], 0)
+        assert scores.gather(-1, drawn[..., None]).isfinite().all()
+        assert batch.probs(scores).isfinite().all()
 
 
 def test_top_k_fits_the_kernel_whatever_it_is():

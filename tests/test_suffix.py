@@ -1,4 +1,4 @@
-"""The suffix automaton against brute force, and the tree that is made of its drafts."""
+"""The suffix automaton against brute force, and the tree that merges its drafts."""
 
 from __future__ import annotations
 
@@ -87,33 +87,27 @@ def test_latest_occurrence_is_exact_without_the_cap(monkeypatch: pytest.MonkeyPa
             assert is_prefix(tokens[latest : latest + 5], found[0][1])
 
 
-def test_longest_match_and_latest_occurrence_come_first() -> None:
-    # "1 2 3" was followed by 4, then by 5; "2 3" alone by 6 in between, "3" alone by 7.
-    tokens = [1, 2, 3, 4, 0, 3, 7, 0, 2, 3, 6, 0, 1, 2, 3, 5, 9, 1, 2, 3]
-    automaton = SuffixAutomaton(tokens)
-    assert match_length(automaton) == 3
-    assert automaton.continuations(2, 9) == [(3, [5, 9]), (3, [4, 0])]
-    assert automaton.continuations(1, 1) == [(3, [5])]
-    assert automaton.continuations(2, 9, min_match=4) == []
+# "1 2 3" was followed by 4, then by 5; "2 3" alone by 6 in between, "3" alone by 7.
+LATEST = [1, 2, 3, 4, 0, 3, 7, 0, 2, 3, 6, 0, 1, 2, 3, 5, 9, 1, 2, 3]
 
 
-def test_shorter_matches_give_other_branches() -> None:
-    tokens = [2, 3, 6, 0, 1, 2, 3, 5, 1, 2, 3]
-    assert SuffixAutomaton(tokens).continuations(1, 9) == [(3, [5]), (2, [6])]
-
-
-def test_a_continuation_cut_by_the_end_goes_on() -> None:
-    automaton = SuffixAutomaton([1, 2, 3] * 4)
-    assert match_length(automaton) == 9
-    assert automaton.continuations(8, 4) == [(9, [1, 2, 3, 1, 2, 3, 1, 2])]
-    assert SuffixAutomaton([7] * 500).continuations(5, 2) == [(499, [7] * 5)]
-
-
-def test_nothing_to_offer() -> None:
-    assert SuffixAutomaton().continuations(4, 4) == []
-    assert SuffixAutomaton([1, 2, 3]).continuations(4, 4) == []
-    assert SuffixAutomaton([1, 1]).continuations(0, 4) == []
-    assert SuffixAutomaton([1, 1]).continuations(4, 0) == []
+@pytest.mark.parametrize(
+    ("tokens", "args", "wanted"),
+    [
+        (LATEST, (2, 9), [(3, [5, 9]), (3, [4, 0])]),
+        (LATEST, (1, 1), [(3, [5])]),
+        (LATEST, (2, 9, 4), []),
+        ([2, 3, 6, 0, 1, 2, 3, 5, 1, 2, 3], (1, 9), [(3, [5]), (2, [6])]),  # shorter matches give other branches
+        ([1, 2, 3] * 4, (8, 4), [(9, [1, 2, 3, 1, 2, 3, 1, 2])]),  # continued where the sequence's end cuts one
+        ([7] * 500, (5, 2), [(499, [7] * 5)]),
+        ([], (4, 4), []),
+        ([1, 2, 3], (4, 4), []),
+        ([1, 1], (0, 4), []),
+        ([1, 1], (4, 0), []),
+    ],
+)
+def test_continuations_by_hand(tokens, args, wanted) -> None:
+    assert SuffixAutomaton(tokens).continuations(*args) == wanted
 
 
 def test_incremental_building() -> None:
@@ -144,12 +138,17 @@ def test_merge_paths_properties() -> None:
         assert sources == [-1, *first[1:]]
 
 
-def test_merge_paths_example() -> None:
-    paths = [[1, 2, 3], [1, 4], [5, 6]]
-    assert merge_paths(0, paths, 99) == ([0, 1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 1, 0, 5], [-1, 0, 0, 0, 1, 2, 2])
-    assert merge_paths(0, paths, 6) == ([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 1, 0], [-1, 0, 0, 0, 1, 2])
-    assert merge_paths(0, paths, 1) == ([0], [-1], [-1])
-    assert merge_paths(0, [], 4) == ([0], [-1], [-1])
+@pytest.mark.parametrize(
+    ("paths", "max_nodes", "wanted"),
+    [
+        ([[1, 2, 3], [1, 4], [5, 6]], 99, ([0, 1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 1, 0, 5], [-1, 0, 0, 0, 1, 2, 2])),
+        ([[1, 2, 3], [1, 4], [5, 6]], 6, ([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 1, 0], [-1, 0, 0, 0, 1, 2])),
+        ([[1, 2, 3], [1, 4], [5, 6]], 1, ([0], [-1], [-1])),
+        ([], 4, ([0], [-1], [-1])),
+    ],
+)
+def test_merge_paths_by_hand(paths, max_nodes, wanted) -> None:
+    assert merge_paths(0, paths, max_nodes) == wanted
 
 
 def test_what_follows_tokens_that_are_not_appended() -> None:
@@ -158,11 +157,8 @@ def test_what_follows_tokens_that_are_not_appended() -> None:
     for tokens in sequences(8, 150):
         automaton = SuffixAutomaton(tokens)
         for _ in range(4):
-            extra, most, least = (
-                [rng.randrange(3) for _ in range(rng.randint(0, 4))],
-                rng.randint(1, 5),
-                rng.randint(1, 3),
-            )
+            extra = [rng.randrange(3) for _ in range(rng.randint(0, 4))]
+            most, least = rng.randint(1, 5), rng.randint(1, 3)
             if tokens and rng.random() < 0.5:
                 at = rng.randrange(len(tokens))
                 extra = tokens[at : at + 4]

@@ -1,8 +1,9 @@
-"""Drafts through a view: against transformers with masks written by hand, and SnapKV's choice against loops."""
+"""Drafts through a view, against transformers with explicit masks, and SnapKV's choice against loops."""
 
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -67,19 +68,17 @@ class Both:
             depths.append(depths[parents[node]] + 1)
             above.append({node, *above[parents[node]]})
         positions = [*range(length), *[length + depth for depth in depths]]
-        masks = torch.full((LAYERS, HEADS * GROUPS, *[len(positions)] * 2), -torch.inf, dtype=torch.float64)
-        for layer in range(LAYERS):
-            for head in range(HEADS * GROUPS):
-                slots = set(seen(layer, head // GROUPS))
-                for query in range(len(positions)):
-                    for key in range(len(positions)):
-                        allowed = self.sees(positions[query], positions[key])
-                        if query >= length:
-                            allowed &= key in slots if key < length else key - length in above[query - length]
-                        else:
-                            allowed &= key < length
-                        if allowed:
-                            masks[layer, head, query, key] = 0
+        size = len(positions)
+        slots = {(layer, head): set(seen(layer, head)) for layer in range(LAYERS) for head in range(HEADS)}
+        masks = torch.full((LAYERS, HEADS * GROUPS, size, size), -torch.inf, dtype=torch.float64)
+        for layer, head, query, key in product(range(LAYERS), range(HEADS * GROUPS), range(size), range(size)):
+            allowed = self.sees(positions[query], positions[key])
+            if query >= length and key < length:
+                allowed &= key in slots[layer, head // GROUPS]
+            elif query >= length:
+                allowed &= key - length in above[query - length]
+            if allowed and (query >= length or key < length):
+                masks[layer, head, query, key] = 0
         self.model.set_attn_implementation("sdpa")  # the eager one takes its softmax in float32
         hooks = [
             layer.self_attn.register_forward_pre_hook(
@@ -344,19 +343,17 @@ def test_classic_rules_take_its_drafts(rule, runs, folder_of):
     assert greedy == decoded(target, None, Budget(), 0.0)[0]
 
 
-def test_drafts_are_the_same_beside_a_drafter_that_reads_features(runs, folder_of):
-    """A context that gives out hidden states drafts as one that does not."""
-    both = Both("llama", runs, folder_of)
-    found = []
+def test_drafts_are_the_same_next_to_a_drafter_that_reads_features(runs, folder_of):
+    """A context that returns hidden states drafts like one that does not."""
+    both, trees = Both("llama", runs, folder_of), []
+    sampling = SamplingBatch([Sampling(temperature=1.0, seed=5)] * 2, noise_of(VOCAB, both.target.device))
     for features in (None, FeatureSpec((1, 3))):
         ctx, slots = both.context(features), WindowSlots(12, 3)
         for _ in TEXTS:
             slots.admit(both.target)
-        sampling = SamplingBatch([Sampling(temperature=1.0, seed=5)] * 2, noise_of(VOCAB, both.target.device))
-        for budget in (Budget(3), Budget(3, 2, 5)):
-            drafter = SelfDrafter(both.target, slots)
-            found.append(drafter.propose(ctx, sampling, budget))
-    for one, other in zip(found[:2], found[2:], strict=True):
+        drafter = SelfDrafter(both.target, slots)
+        trees.append([drafter.propose(ctx, sampling, budget) for budget in (Budget(3), Budget(3, 2, 5))])
+    for one, other in zip(*trees, strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.parents, other.parents)
         assert one.num_nodes > 1
@@ -365,27 +362,28 @@ def test_drafts_are_the_same_beside_a_drafter_that_reads_features(runs, folder_o
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 
-def test_both_are_drafts_by_name(folder_of):
-    target = LeanTarget.from_folder(folder_of("llama"), torch.float64)
-    for name, options, budget in (
+@pytest.mark.parametrize(
+    ("name", "options", "budget"),
+    [
         ("self-window", {}, 512),
         ("self-window", {"budget": 9, "sinks": 0}, 9),
         ("self-snapkv", {}, 512),
         ("self-snapkv", {"budget": 40, "window": 8, "pool": 1, "grain": 4, "refresh": 0, "per_head": False}, 40),
-    ):
-        make = load_drafter(name, target, None, options=options)
-        drafter = make()
-        assert drafter.name == f"{name}:{budget}"
-        assert drafter.context == budget
-        for each in (drafter, make()):  # each keeps its own rows
-            ctx = target.new_context()
-            target.prefill(ctx, TEXTS[0])
-            each.admit(ctx, None)
-            assert (
-                each.propose(ctx, SamplingBatch([Sampling()], noise_of(VOCAB, target.device)), Budget(2)).num_nodes > 1
-            )
-    identities = {load_drafter("self-snapkv", target, None, options={"pool": pool})().identity for pool in (1, 3, 7)}
-    assert len(identities) == 3
+    ],
+    ids=str,
+)
+def test_both_are_drafts_by_name(name, options, budget, folder_of):
+    target = LeanTarget.from_folder(folder_of("llama"), torch.float64)
+    make = load_drafter(name, target, None, options=options)
+    sampling = SamplingBatch([Sampling()], noise_of(VOCAB, target.device))
+    for drafter in (make(), make()):  # each keeps its own rows
+        assert (drafter.name, drafter.context) == (f"{name}:{budget}", budget)
+        ctx = target.new_context()
+        target.prefill(ctx, TEXTS[0])
+        drafter.admit(ctx, None)
+        assert drafter.propose(ctx, sampling, Budget(2)).num_nodes > 1
+    others = [load_drafter("self-snapkv", target, None, options={"pool": pool})() for pool in (1, 3, 7)]
+    assert len({drafter.identity for drafter in others}) == 3
 
 
 @pytest.mark.parametrize(

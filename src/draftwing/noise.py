@@ -26,19 +26,19 @@ DRAFT, ACCEPT, TARGET = 1, 2, 0  # streams: noise for different purposes is inde
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Logical shift; torch's is arithmetic."""
+    """Shift logically; PyTorch's shift is arithmetic."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014): integer arithmetic, so the same on every device."""
+    """Apply the finaliser of splitmix64 (Steele et al. 2014): integer arithmetic, equal on every device."""
     x = _shift_right(x, 30).bitwise_xor_(x).mul_(_MIX1)  # in place: this runs over the whole vocabulary
     x = _shift_right(x, 27).bitwise_xor_(x).mul_(_MIX2)
     return _shift_right(x, 31).bitwise_xor_(x)
 
 
 def _mix_int(x: int) -> int:
-    """``_mix`` of one number on the host, where a dozen kernels would take far longer."""
+    """Do the same for one number on the host, since a dozen kernels would take far longer."""
     x &= _ALL
     x = (x ^ x >> 30) * _MIX1 & _ALL
     x = (x ^ x >> 27) * _MIX2 & _ALL
@@ -46,12 +46,12 @@ def _mix_int(x: int) -> int:
 
 
 def _wrap(x: int) -> int:
-    """``x`` wrapped to int64."""
+    """Wrap to int64."""
     return (x + 2**63 & _ALL) - 2**63
 
 
 def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tensor:
-    """64 random bits for each id: int64 of the shape that ``counters`` and ``ids`` broadcast to.
+    """Return 64 random bits for each id: int64 of the shape that ``counters`` and ``ids`` broadcast to.
 
     Each counter (an int or an int64 tensor) is absorbed in turn, so that (1, 2) and (2, 1) differ.
     """
@@ -68,12 +68,12 @@ def hash_bits(seed: int, counters: Sequence[int | Tensor], ids: Tensor) -> Tenso
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """float64 in the open interval (0, 1) from 64 bits, on a grid of 2^-52."""
+    """Return float64 in the open interval (0, 1) from 64 bits, on a grid of 2^-52."""
     return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise as float32; computed in float64, so that a last-bit difference of ``log`` rounds away."""
+    """Return standard Gumbel noise in float32; float64 inside, so that a last-bit difference of ``log`` rounds away."""
     return uniform(bits).log_().neg_().log_().neg_().float()
 
 
@@ -82,7 +82,7 @@ Filters = tuple[Sequence[float], Sequence[int], Sequence[float], Sequence[float]
 
 
 class AcceptArgs(NamedTuple):
-    """How the target draws the tokens after a batch of trees: what a runner needs to apply ``accept.match`` itself.
+    """How the target draws the tokens after a batch of trees, for a runner that applies ``accept.match`` itself.
 
     Attributes:
         noise: the handle of a ``KeyedNoise``.
@@ -116,19 +116,19 @@ class KeyedNoise:
         return torch.arange(self.vocab_size, device=self._device)
 
     def at(self, seed: int, position: int) -> Tensor:
-        """(V,) float32."""
+        """Return the noise (V,) float32 of a position."""
         key = (seed, position)
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = gumbel(hash_bits(seed, (TARGET, position), self._ids))
+        noise = self._cache.get(key)
+        if noise is None:
+            noise = self._cache[key] = gumbel(hash_bits(seed, (TARGET, position), self._ids))
             if len(self._cache) > self._capacity:
                 self._cache.popitem(last=False)
         else:
             self._cache.move_to_end(key)
-        return found
+        return noise
 
     def block(self, seeds: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """(B, D, V): positions ``starts[b] .. starts[b] + num_positions - 1`` of every row."""
+        """Return the noise (B, D, V) of positions ``starts[b] .. starts[b] + num_positions - 1`` of every row."""
         keys = [(seed, start + i) for seed, start in zip(seeds, starts, strict=True) for i in range(num_positions)]
         rows = [self.at(seed, position) for seed, position in keys]
         return torch.stack(rows).view(len(seeds), num_positions, -1)
@@ -141,7 +141,7 @@ class KeyedNoise:
         starts: Sequence[int],
         filters: Filters | None = None,
     ) -> Accepted | None:
-        """The nodes that ``accept.match`` accepts, if native code can find them; else None.
+        """Return the nodes that ``accept.match`` accepts, if native code can find them; else None.
 
         Args:
             scores: (B, N, V) on the host; logits if ``filters`` are given.

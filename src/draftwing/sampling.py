@@ -1,6 +1,11 @@
-"""Penalties for what stands in a text already: repetition, presence, frequency, by each node's own path.
+"""Sampling parameters, and scores: logits after penalties, biases, temperature and cuts, with one noise per position.
 
-Shape suffixes: B rows, N nodes, V vocabulary, S slots.
+A token is drawn as argmax(scores + g) with Gumbel noise g (the Gumbel-max trick). g is a hash of (seed, absolute
+position, token id); there is no generator and no state. The text is therefore a function of target, prompt and seed
+alone, whatever the drafter, the tree or the batch, and a drafter that adds the same g to its own scores agrees with the
+target more often (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative decoding").
+
+Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ class History:
 
     Attributes:
         tokens: (B, S) int64, valid up to ``lengths``.
-        lengths: (B,) committed tokens (the pending token not counted).
+        lengths: (B,) committed tokens, without the pending token.
         prompt_lengths: (B,).
     """
 
@@ -46,26 +51,24 @@ class Penalties:
 
 
 def penalised(scores: Tensor, tree: DraftTree, history: History, by: Penalties) -> Tensor:
-    """(B, N, V) the scores, with counts of the committed tokens plus those on each node's own path."""
+    """Return the scores (B, N, V) with penalties by the counts of the committed tokens and of each node's path."""
     rows, nodes, vocab = scores.shape
     slots = torch.arange(history.tokens.shape[1], device=scores.device)
     committed = slots < history.lengths[:, None]
     output = committed & (slots >= history.prompt_lengths[:, None])
-    safe = history.tokens.clamp(min=0)
+    ids = history.tokens.clamp(min=0)
     path = tree.ancestors & tree.valid[:, None, :]
-    # The root is output unless it is still the prompt's last token; every drafted node is.
+    # The root is output unless it is the prompt's last token; every drafted node is.
     path_output = path.clone()
     path_output[:, :, 0] &= (history.lengths >= history.prompt_lengths)[:, None]
-    path_tokens = tree.tokens.clamp(min=0)[:, None, :].expand(rows, nodes, tree.num_nodes)
+    path_ids = tree.tokens.clamp(min=0)[:, None, :].expand(rows, nodes, tree.num_nodes)
 
     def counts(past: Tensor, on_path: Tensor) -> Tensor:
-        base = torch.zeros(rows, vocab, dtype=scores.dtype, device=scores.device)
-        base.scatter_add_(1, safe, past.to(scores.dtype))
-        each = base[:, None, :].repeat(1, nodes, 1)
-        return each.scatter_add_(2, path_tokens, on_path.to(scores.dtype))
+        in_past = torch.zeros(rows, vocab, dtype=scores.dtype, device=scores.device)
+        in_past.scatter_add_(1, ids, past.to(scores.dtype))
+        return in_past[:, None, :].repeat(1, nodes, 1).scatter_add_(2, path_ids, on_path.to(scores.dtype))
 
-    seen = counts(committed, path) > 0
-    written = counts(output, path_output)
+    seen, written = counts(committed, path) > 0, counts(output, path_output)
     penalty = by.repetition.to(scores.dtype)
     scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
     scores = scores - by.frequency.to(scores.dtype) * written
@@ -73,66 +76,48 @@ def penalised(scores: Tensor, tree: DraftTree, history: History, by: Penalties) 
 
 
 def penalised_on_host(scores: Tensor, tree: DraftTree, history: History, by: Penalties) -> Tensor:
-    """The same, bit for bit, of float32 or float64 on the host: only what was said is touched, and by one thread."""
+    """Do the same, to the bit, for float32 or float64 scores on the host.
+
+    Only tokens that occurred are touched, in one thread.
+    """
     whole = np.array(scores.detach().numpy())  # a copy
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     lengths, prompts = history.lengths.tolist(), history.prompt_lengths.tolist()
-    committed = history.tokens.numpy()
-    kind = whole.dtype.type
-    amounts = zip(*(each.flatten().tolist() for each in (by.repetition, by.presence, by.frequency)), strict=True)
-    for row, (repetition, presence, frequency) in enumerate(amounts):
-        if (repetition, presence, frequency) == (1.0, 0.0, 0.0):
+    committed, dtype = history.tokens.numpy(), whole.dtype.type
+
+    def change(scores: np.ndarray, written: np.ndarray) -> np.ndarray:
+        scores = np.where(scores > 0, scores / repetition, scores * repetition)
+        scores = scores - frequency * written
+        changed: np.ndarray = scores - presence * (written > 0).astype(dtype)
+        return changed
+
+    amounts = zip(*(values.flatten().tolist() for values in (by.repetition, by.presence, by.frequency)), strict=True)
+    for row, penalties in enumerate(amounts):
+        if penalties == (1.0, 0.0, 0.0):
             continue
-        own = kind(repetition), kind(presence), kind(frequency)
-        said = committed[row, : lengths[row]]
-        ids, place = np.unique(said, return_inverse=True)
-        written = np.bincount(place[prompts[row] :], minlength=len(ids)).astype(kind)
+        repetition, presence, frequency = map(dtype, penalties)
+        ids, place = np.unique(committed[row, : lengths[row]], return_inverse=True)
+        written = np.bincount(place[prompts[row] :], minlength=len(ids)).astype(dtype)
         before = {int(token): float(count) for token, count in zip(ids, written, strict=True)}
         root_counts = lengths[row] >= prompts[row]
-        for node, path in enumerate(_paths(tokens[row], parents[row])):
-            law = whole[row, node]
+        paths: list[list[int]] = []
+        for node, (token, above) in enumerate(zip(tokens[row], parents[row], strict=True)):
+            paths.append([*(paths[above] if above >= 0 else []), *([node] if token >= 0 else [])])
             on_path: dict[int, float] = {}
-            for step in path:
+            for step in paths[-1]:
                 token = tokens[row][step]
                 on_path[token] = on_path.get(token, before.get(token, 0.0)) + (step > 0 or root_counts)
-            extra = np.array(list(on_path), dtype=np.int64)
-            counts = np.array(list(on_path.values()), dtype=kind)
-            changed = _changed(law[extra], counts, own)
-            law[ids] = _changed(law[ids], written, own)
-            law[extra] = changed
+            path_ids, node_scores = np.array(list(on_path), dtype=np.int64), whole[row, node]
+            changed = change(node_scores[path_ids], np.array(list(on_path.values()), dtype=dtype))
+            node_scores[ids] = change(node_scores[ids], written)
+            node_scores[path_ids] = changed
     return torch.from_numpy(whole)
 
 
-def _changed(scores: np.ndarray, written: np.ndarray, by: tuple[np.floating, np.floating, np.floating]) -> np.ndarray:
-    repetition, presence, frequency = by
-    scores = np.where(scores > 0, scores / repetition, scores * repetition)
-    scores = scores - frequency * written
-    found: np.ndarray = scores - presence * (written > 0).astype(scores.dtype)
-    return found
-
-
-def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    paths: list[list[int]] = []
-    for node, (token, above) in enumerate(zip(tokens, parents, strict=True)):
-        paths.append([*(paths[above] if above >= 0 else []), *([node] if token >= 0 else [])])
-    return paths
-
-
-# From logits to a token: the sampling parameters, the processed scores, and one noise per position.
-#
-# A token is drawn as argmax(scores + g) with Gumbel noise g (the Gumbel-max trick), and g is a hash of (seed, absolute
-# position, token id): no generator, no state. The text is therefore a function of target, prompt and seed alone,
-# whatever
-# the drafter, the tree or the batch, and a drafter that adds *the same* g to its own scores agrees with the target more
-# often (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative decoding").
-#
-# Shape suffixes: B rows, N nodes, D positions, V vocabulary, S slots.
-
-
 _PENALTIES = ("repetition", "presence", "frequency")
-# Limits of a setting's factor and addend: all of them together stay far inside float32, so that scores
-# that are not finite are never a setting's fault.
-_MOST, _MOST_ADDED = 1e10, 1e20
+# Limits of a setting's factor and addend: all of them together stay far inside float32, so that settings never make
+# scores that are not finite.
+_MAX_FACTOR, _MAX_ADDEND = 1e10, 1e20
 _OR_GREEDY, _OR_NONE = "0 (greedy) or in [1e-10, 1e10]", "in [-1e20, 1e20] (0 is none)"
 
 
@@ -140,17 +125,19 @@ _OR_GREEDY, _OR_NONE = "0 (greedy) or in [1e-10, 1e10]", "in [-1e20, 1e20] (0 is
 class Sampling:
     """How one request is sampled and when it ends. The defaults are greedy decoding of 128 tokens.
 
-    A ``seed`` of None is drawn for every request by itself; the result says which it was.
+    Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned tokens,
+    temperature, top-k, top-p, min-p. Repetition counts prompt and output, presence and frequency only the output. All
+    of it is applied at every tree node with the tokens of that node's path.
 
-    Applied in this order, as in transformers: repetition, presence and frequency penalties, logit bias, banned
-    tokens, temperature, top-k, top-p, min-p. Repetition looks at prompt and output, presence and frequency at
-    the output alone. All of it is applied at every tree node with the history of that node's own path.
-
-    ``min_tokens`` come before anything ends the text: until then end tokens and ``stop_tokens`` are not drawn, and a
-    stop string that is complete by then is none. (A grammar that is complete ends its text all the same.)
+    Attributes:
+        seed: None draws one per request; the result reports it.
+        min_tokens: tokens before anything ends the text. Until then end tokens and ``stop_tokens`` are not drawn, and
+            a stop string that is complete by then is ignored. A complete grammar still ends its text.
+        logprobs: most likely tokens to report with the log-probability of each emitted token; None reports nothing.
+        laws: most likely tokens to report for each node of the trees; 0 reports nothing.
 
     Raises:
-        SamplingError: a value outside its range, named with the range.
+        SamplingError: a value outside its range; the message states the range.
     """
 
     temperature: float = 0.0
@@ -186,14 +173,18 @@ class Sampling:
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos must be True or False, found {shown(self.ignore_eos)}")
         self._set("logit_bias", _biases(self.logit_bias))
-        ranges: list[tuple[str, bool, str]] = [
-            ("temperature", self.temperature == 0 or 1 / _MOST <= self.temperature <= _MOST, _OR_GREEDY),
+        ranges = [
+            ("temperature", self.temperature == 0 or 1 / _MAX_FACTOR <= self.temperature <= _MAX_FACTOR, _OR_GREEDY),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 1 / _MOST <= self.repetition_penalty <= _MOST, "in [1e-10, 1e10] (1 is none)"),
-            ("presence_penalty", abs(self.presence_penalty) <= _MOST_ADDED, _OR_NONE),
-            ("frequency_penalty", abs(self.frequency_penalty) <= _MOST_ADDED, _OR_NONE),
+            (
+                "repetition_penalty",
+                1 / _MAX_FACTOR <= self.repetition_penalty <= _MAX_FACTOR,
+                "in [1e-10, 1e10] (1 is none)",
+            ),
+            ("presence_penalty", abs(self.presence_penalty) <= _MAX_ADDEND, _OR_NONE),
+            ("frequency_penalty", abs(self.frequency_penalty) <= _MAX_ADDEND, _OR_NONE),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens = {self.max_tokens}]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "None (drawn) or in [0, 2**63)"),
@@ -201,16 +192,15 @@ class Sampling:
             ("laws", 0 <= self.laws <= 64, "in [0, 64] (0 is none)"),
             ("stop", all(self.stop), "without empty strings"),
         ]
-        for name, good, wanted in ranges:
-            if not good:  # NaN fails every comparison, and so lands here too
-                raise SamplingError(f"{name} must be {wanted}, found {shown(getattr(self, name))}")
+        for name, is_valid, allowed in ranges:
+            if not is_valid:  # also for NaN, which fails every comparison
+                raise SamplingError(f"{name} must be {allowed}, found {shown(getattr(self, name))}")
 
     def _set(self, name: str, value: object) -> None:
-        """Put a checked value in place of the given one."""
         object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise SamplingError where a token id lies outside the target's vocabulary."""
+        """Raise SamplingError if a token id is outside the target's vocabulary."""
         for name in ("logit_bias", "banned_tokens", "stop_tokens"):
             for token in getattr(self, name):
                 if not 0 <= token < vocab_size:
@@ -222,7 +212,7 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """True if the scores depend on the tokens that came before."""
+        """True if the scores depend on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -236,51 +226,47 @@ def _number(name: str, value: object) -> float:
 
 
 def _items(name: str, value: object, kind: type) -> tuple[Any, ...]:
-    """A field that lists token ids or stop strings; a lone string is one stop string."""
+    """Return a field that lists token ids or stop strings; a single string is one stop string."""
     items: tuple[Any, ...] | None = (value,) if isinstance(value, str) else None
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping | bytes | bytearray):
         items = tuple(value)
-    if items is not None and any(isinstance(item, str) and not _is_text(item) for item in items):
-        raise SamplingError(f"{name} must be text, found {shown(value)}: half of a surrogate pair stands in no text")
+    if items is not None and any(
+        "\ud800" <= char <= "\udfff" for item in items if isinstance(item, str) for char in item
+    ):
+        raise SamplingError(f"{name} must be text, found {shown(value)}: remove the unpaired surrogate")
     if items is None or any(isinstance(item, bool) or not isinstance(item, kind) for item in items):
-        what = "strings" if kind is str else "token ids"
-        raise SamplingError(f"{name} must be a list of {what}, found {shown(value)}: leave it out for none")
+        content = "strings" if kind is str else "token ids"
+        raise SamplingError(f"{name} must be a list of {content}, found {shown(value)}: leave it out for none")
     return items if kind is str else tuple(map(int, items))
 
 
-def _is_text(value: str) -> bool:
-    """Return True if UTF-8 can encode ``value``: half of a surrogate pair cannot be, nor an escaped byte."""
-    return not any("\ud800" <= each <= "\udfff" for each in value)
-
-
 def _biases(value: object) -> dict[int, float]:
-    """``logit_bias`` as plain numbers."""
     if not isinstance(value, Mapping):
         raise SamplingError(
             f"logit_bias must be a dict of token ids to numbers, as {{42: -1.5}}, found {shown(value)}: leave it out"
         )
-    found = {}
+    biases = {}
     for token, bias in value.items():
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise SamplingError(
                 f"logit_bias must have token ids (ints) as keys, found {shown(token)}: write {{42: -1.5}}"
             )
-        found[int(token)] = _number("each value of logit_bias", bias)
-        if not abs(found[int(token)]) <= _MOST_ADDED:
+        number = biases[int(token)] = _number("each value of logit_bias", bias)
+        if not abs(number) <= _MAX_ADDEND:
             raise SamplingError(
                 f"logit_bias must be in [-1e20, 1e20] (ban tokens with banned_tokens), found {shown(bias)} for token "
                 f"{shown(token)}"
             )
-    return found
+    return biases
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Return True if reading numbers does not wait for a device: then loops over a few beat operators."""
+    """Return True if reading numbers does not wait for a device; loops over a few are then faster than operators."""
     return tensor.device.type == "cpu"
 
 
 def best_of(scores: Tensor) -> Tensor:
-    """argmax over the last dimension; on a CPU by numpy, many times as fast on a few rows."""
+    """Return the argmax over the last dimension; on a CPU by NumPy, many times as fast on a few rows."""
     if on_host(scores) and scores.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
     return scores.argmax(-1)
@@ -292,15 +278,15 @@ def best_of(scores: Tensor) -> Tensor:
 class SamplingBatch:
     """The sampling of the rows of one step, as tensors.
 
-    Scores are float32 (float64 for a float64 target): masked tokens hold -inf, rows with a temperature are
-    divided by it. Keyed sampling adds noise to them; the classic rules take their softmax.
+    Scores are float32 (float64 for a float64 target): masked tokens hold -inf, rows with a temperature are divided by
+    it. Keyed sampling adds noise to them; the classic rules take their softmax.
     """
 
     def __init__(self, rows: Sequence[Sampling], noise: KeyedNoise, device: torch.device | str = "cpu") -> None:
         self.rows = tuple(rows)
         self.noise = noise
         self.device = torch.device(device)
-        self.seeds = [row.seed or 0 for row in rows]  # the loop has drawn those that were None
+        self.seeds = [row.seed or 0 for row in rows]  # the decode loop has replaced None
         self.drawing_seeds = [row.seed or 0 if row.temperature > 0 else -1 for row in rows]  # -1: greedy
         self.num_greedy = sum(row.temperature == 0 for row in rows)
         self.all_greedy = self.num_greedy == len(rows)
@@ -312,7 +298,7 @@ class SamplingBatch:
         self._columns: dict[str, Tensor] = {}
 
     def _column(self, name: str) -> Tensor:
-        """One parameter of every row, (B, 1, 1) float64; it goes to the device once, since that may have to wait."""
+        """Return a parameter of every row, (B, 1, 1) float64; copied to the device once, since copies may wait."""
         if name not in self._columns:
             values = [getattr(row, name) for row in self.rows]
             self._columns[name] = torch.tensor(values, dtype=torch.float64, device=self.device)[:, None, None]
@@ -338,13 +324,13 @@ class SamplingBatch:
         return any(row.top_k is not None or row.top_p < 1 or row.min_p > 0 for row in self.rows)
 
     def scores(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
-        """(B, N, V) scores of the token after each node. ``history`` may be None where nothing penalises."""
+        """Return the scores (B, N, V) of the token after each node. ``history`` may be None without penalties."""
         return self.filtered(self.adjusted(logits, tree, history))
 
     def adjusted(self, logits: Tensor, tree: DraftTree, history: History | None) -> Tensor:
-        """The first half of it: penalties and biases, which depend on what came before or concern a few tokens.
+        """Apply penalties and biases, which depend on earlier tokens or concern a few tokens.
 
-        On a CPU by numpy: PyTorch's threads would go on waiting for more, on the processors that the kernel needs.
+        On a CPU by NumPy: PyTorch's threads would busy-wait on the processors that the kernel needs.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.penalises:
@@ -354,18 +340,14 @@ class SamplingBatch:
             scores = (penalised_on_host if on_host(scores) else penalised)(scores, tree, history, by)
         if not self.biases:
             return scores
-        if on_host(scores):
-            return self._biased_on_host(scores, is_copy=self.penalises)
-        return scores + self._bias_rows.to(scores.dtype)
-
-    def _biased_on_host(self, scores: Tensor, *, is_copy: bool) -> Tensor:
-        """Biases on the few tokens that have one."""
-        whole = scores.detach().numpy()
-        whole = whole if is_copy else np.array(whole, order="C")
+        if not on_host(scores):
+            return scores + self._bias_rows.to(scores.dtype)
+        array = scores.detach().numpy()
+        array = array if self.penalises else np.array(array, order="C")  # penalties have made a copy
         for row, (ids, amounts) in enumerate(self._host_biases):
             if len(ids):
-                whole[row, :, ids] += amounts.astype(whole.dtype)[:, None]
-        return torch.from_numpy(whole)
+                array[row, :, ids] += amounts.astype(array.dtype)[:, None]
+        return torch.from_numpy(array)
 
     @cached_property
     def _host_biases(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -374,7 +356,7 @@ class SamplingBatch:
         return [(np.array(ids, dtype=np.int64), np.array(amounts, dtype=np.float64)) for ids, amounts in rows]
 
     def filtered(self, scores: Tensor) -> Tensor:
-        """The second half: temperature, top-k, top-p, min-p."""
+        """Apply temperature, top-k, top-p and min-p."""
         if self.all_greedy:
             return scores
         if self.scales:
@@ -408,26 +390,23 @@ class SamplingBatch:
 
     @cached_property
     def filters(self) -> Filters | None:
-        """The temperatures and cuts of the rows, as the kernel takes them; None if there are none."""
+        """``all_filters``; None if there is nothing to apply."""
         return None if self.all_greedy or not (self.scales or self._cuts) else self.all_filters
 
     @cached_property
     def all_filters(self) -> Filters:
-        """Temperatures, top-k in 32 bits (0 for all tokens), top-p and min-p of the rows."""
+        """Temperatures, top-k in 32 bits (0 for all tokens), top-p and min-p of the rows, as the kernel takes them."""
         vocab, rows = self.noise.vocab_size, self.rows
         top_ks = [0 if row.top_k is None or row.top_k >= vocab else row.top_k for row in rows]
         return [row.temperature for row in rows], top_ks, [row.top_p for row in rows], [row.min_p for row in rows]
 
-    def _ks(self, vocab: int) -> Tensor:
-        """(B, 1, 1) int64: the same as a tensor, ``vocab`` for all of them."""
+    def _top_k(self, scores: Tensor) -> Tensor:
+        """Mask scores below the k-th; ties with it stay, as in transformers."""
+        vocab = scores.shape[-1]
         if "ks" not in self._columns:
             values = [min(row.top_k or vocab, vocab) for row in self.rows]
             self._columns["ks"] = torch.tensor(values, device=self.device)[:, None, None]
-        return self._columns["ks"]
-
-    def _top_k(self, scores: Tensor) -> Tensor:
-        """Mask what lies below the k-th score; ties with it stay, as in transformers."""
-        vocab, ks = scores.shape[-1], self._ks(scores.shape[-1])
+        ks = self._columns["ks"]
         largest = max(row.top_k for row in self.rows if row.top_k is not None)
         best = scores.topk(min(largest, vocab), dim=-1).values
         cut = best.gather(-1, (ks - 1).clamp(max=best.shape[-1] - 1).expand(-1, scores.shape[1], 1))
@@ -436,8 +415,8 @@ class SamplingBatch:
     def _nucleus(self, scores: Tensor) -> Tensor:
         """Keep the fewest tokens whose probability reaches top-p, and all that tie with the last of them.
 
-        The cut is a *value*, so it does not depend on how a sort breaks ties. The few best are nearly always
-        enough; a full sort (slow on a CPU) is made only where they are not.
+        The cut is a *value*, so it does not depend on how a sort breaks ties. The 256 best are nearly always enough; a
+        full sort, slow on a CPU, is made only if they are not.
         """
         probs = scores.softmax(-1)
         top_p = self._column("top_p").to(probs.dtype)
@@ -453,24 +432,24 @@ class SamplingBatch:
         return scores.masked_fill((probs < cut) & (top_p < 1), -math.inf)
 
     def draw(self, scores: Tensor, depths: Tensor, starts: Sequence[int], max_depth: int) -> Tensor:
-        """(B, N) the tokens that the scores' owner draws after each node with the noise of their positions.
+        """Return the tokens (B, N) drawn after each node with the noise of their positions.
 
         Args:
             scores: (B, N, V).
             depths: (B, N) each node's depth.
             starts: for each row the absolute position of the token after the root.
-            max_depth: at least ``depths.max()``; kept on the host so that nothing waits for a device.
+            max_depth: at least ``depths.max()``; given by the host, so that nothing waits for a device.
         """
         return best_of(self.perturb(scores, depths, starts, max_depth))
 
     def draw_one(self, scores: Tensor, row: int, position: int) -> int:
-        """The same for one node: its ``scores`` (V,), and the absolute position of the token after it."""
+        """Return the token drawn from the ``scores`` (V,) of one node; ``position`` is the token's, absolute."""
         if self.rows[row].temperature > 0:
             scores = scores + self.noise.at(self.seeds[row], position)
         return int(best_of(scores))
 
     def perturb(self, scores: Tensor, depths: Tensor, starts: Sequence[int], max_depth: int) -> Tensor:
-        """(B, N, V) scores + noise; greedy rows stay as they are. Its argmax is the drawn token."""
+        """Return scores + noise (B, N, V), greedy rows unchanged. The argmax is the drawn token."""
         if self.all_greedy:
             return scores
         noise = self.noise.block(self.seeds, starts, max_depth + 1)
@@ -478,20 +457,20 @@ class SamplingBatch:
         return self.add_noise(scores, per_node)
 
     def perturb_level(self, scores: Tensor, starts: Sequence[int], level: int) -> Tensor:
-        """The same where all nodes have one depth: what a growing tree adds to its newest level."""
+        """Do the same for nodes of one depth: the newest level of a growing tree."""
         if self.all_greedy:
             return scores
         noise = self.noise.block(self.seeds, [start + level for start in starts], 1)
         return self.add_noise(scores, noise)
 
     def add_noise(self, scores: Tensor, noise: Tensor) -> Tensor:
-        """``scores`` (B, N, V) + ``noise`` (B, N or 1, V), but for greedy rows."""
+        """Return ``scores`` (B, N, V) + ``noise`` (B, N or 1, V), greedy rows unchanged."""
         if not self.num_greedy:
             return scores + noise
         return torch.where(self.greedy, scores, scores + noise)
 
     def probs(self, scores: Tensor) -> Tensor:
-        """(B, N, V) the law of a drawn token: softmax of the scores; one-hot at the argmax for greedy rows."""
+        """Return the distribution (B, N, V) of a drawn token: softmax; one-hot at the argmax for greedy rows."""
         probs = scores.softmax(-1)
         if not self.num_greedy:
             return probs

@@ -1,4 +1,4 @@
-"""``Sampling`` as users write it: keyword options, dicts, one for each prompt, several texts of one seed."""
+"""``Sampling`` from user input: keyword options, dicts, one for each prompt, several texts from one seed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from draftwing.errors import ConfigError
 from draftwing.noise import hash_bits
 from draftwing.sampling import Sampling
 
-# Our names for options of transformers and vLLM.
-_ELSEWHERE = {
+# Names for the options of transformers and vLLM.
+_OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens, which does not count the prompt",
     "do_sample": "temperature (0 is greedy, 1 samples)",
@@ -33,35 +33,35 @@ _ELSEWHERE = {
 
 
 def nth_seed(seed: int, number: int) -> int:
-    """A seed for each of several samples: the first one has ``seed`` itself."""
+    """Return the seed of one of several samples; sample 0 has ``seed`` itself."""
     if number == 0:
         return seed
     return int(hash_bits(seed, (number,), torch.zeros(1, dtype=torch.int64))) & (2**63 - 1)
 
 
 def nth_sampling(sampling: Sampling, number: int) -> Sampling:
-    """The sampling of the ``number``-th text of a prompt."""
+    """Return the sampling of the ``number``-th text of a prompt."""
     if number == 0 or sampling.seed is None:
         return sampling
     return replace(sampling, seed=nth_seed(sampling.seed, number))
 
 
 def one_each(sampling: Any, count: int, options: Mapping[str, Any]) -> list[Sampling]:
-    """The sampling of every prompt."""
+    """Return the sampling of every prompt. Raises ConfigError if their number is wrong."""
     if not isinstance(sampling, list | tuple):
         return [sampling_from(sampling, options)] * count
     if len(sampling) != count:
         raise ConfigError(
             f"sampling has {len(sampling)} entries for {count} prompts: give one for each prompt, or one for all"
         )
-    return [sampling_from(each, options) for each in sampling]
+    return [sampling_from(entry, options) for entry in sampling]
 
 
 def sampling_from(sampling: Any, options: Mapping[str, Any]) -> Sampling:
-    """A ``Sampling``, a dict of its fields or None, with ``options`` laid on it.
+    """Return a ``Sampling``, given as such, as a dict of its fields or as None, with ``options`` replaced.
 
     Raises:
-        ConfigError: it is something else, or an option is unknown.
+        ConfigError: another type, or an unknown option.
         SamplingError: a value outside its range.
     """
     if isinstance(sampling, Mapping):
@@ -71,10 +71,10 @@ def sampling_from(sampling: Any, options: Mapping[str, Any]) -> Sampling:
             f"sampling must be a Sampling, a dict of its fields or None, found {sampling!r:.60}: write "
             f"Sampling(temperature=0.8), or temperature=0.8"
         )
-    known = [each.name for each in fields(Sampling)]
-    unknown = next((name for name in options if name not in known), None)
+    names = [entry.name for entry in fields(Sampling)]
+    unknown = next((name for name in options if name not in names), None)
     if unknown is not None:
-        near = [_ELSEWHERE[unknown]] if unknown in _ELSEWHERE else get_close_matches(str(unknown), known, 1)
+        near = [_OTHER_NAMES[unknown]] if unknown in _OTHER_NAMES else get_close_matches(str(unknown), names, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown sampling option {unknown!r}: {hint}the options are {', '.join(known)}")
+        raise ConfigError(f"unknown sampling option {unknown!r}: {hint}the options are {', '.join(names)}")
     return replace(sampling or Sampling(), **options)

@@ -1,7 +1,7 @@
 """The record of a decode step, and sums over many.
 
-A ``Step`` is all that leaves the decode loop: the command line prints it, evaluation folds it with ``Stats``,
-tests compare it. No counters live in the loop.
+The decode loop returns a ``Step`` and keeps no counters: the command line prints it, evaluation sums it with ``Stats``,
+tests compare it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draftwing.tree import Accepted, DraftTree
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one step by phase. ``host`` is what is left of the wall time."""
+    """Seconds of one step by phase; ``host`` is the rest of the wall time."""
 
     draft: float
     verify: float
@@ -33,7 +33,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The target's log-probability of an emitted token before any processing, and of the ``top`` tokens there."""
+    """The target's log-probability of an emitted token before any processing, and those of the ``top`` tokens."""
 
     token: int
     logprob: float
@@ -45,10 +45,10 @@ class Law:
     """The target's distribution after one node of a tree, and the draw from it.
 
     Attributes:
-        chances: token, probability and noise, the likeliest first: of the likeliest tokens, the node's children, and
-            what is drawn. The probabilities are the request's own, at temperature 0 those of temperature 1; the noise
-            is that of the position, 0 where nothing is drawn.
-        drawn: the token of the greatest log-probability plus noise: what the target itself says next.
+        chances: token, probability and noise of the likeliest tokens, the node's children and the drawn token, the
+            likeliest first. Probabilities are those of the request's sampling, at temperature 0 those of temperature 1;
+            the noise is that of the position, 0 if nothing is drawn.
+        drawn: the token of the greatest log-probability plus noise: the target's next token.
     """
 
     chances: tuple[tuple[int, float, float], ...]
@@ -61,17 +61,17 @@ class RowStep:
 
     Attributes:
         request_id: the request in this row.
-        token_ids: the tokens emitted: accepted drafts, then the bonus; cut where the request ended.
-        num_drafted: nodes proposed (the root not counted).
+        token_ids: the tokens emitted: accepted drafts, then the bonus; cut at the end of the request.
+        num_drafted: nodes proposed, without the root.
         num_accepted: drafted nodes on the kept path, before any cut.
         depth: depth of the row's tree.
         finish_reason: None while the request runs, else ``stop`` (a stop token or string), ``length`` or ``error``.
-        logprobs: one per emitted token where asked for.
-        position: of the first of these tokens in the row, the prompt counted.
-        text: newly printable text, where the request has a tokenizer; may be empty while a character or a possible
-            stop string is incomplete.
-        error: why the row could not go on.
-        laws: one per node of the row's tree where asked for.
+        logprobs: one per emitted token if requested.
+        position: of the first of these tokens in the row, including the prompt.
+        text: newly printable text, if the request has a tokenizer; may be empty while a character or a possible stop
+            string is incomplete.
+        error: why the row stopped.
+        laws: one per node of the row's tree if requested.
     """
 
     request_id: int
@@ -93,10 +93,9 @@ class Step:
 
     Attributes:
         rows: one entry per running request.
-        tree: what the drafter proposed.
-        accepted: what the rule kept.
-        timings: seconds by phase.
-        lossless: whether the rule keeps the target's law.
+        tree: the drafter's proposals.
+        accepted: the nodes that the rule kept.
+        lossless: the rule keeps the target's distribution.
     """
 
     rows: tuple[RowStep, ...]
@@ -107,7 +106,7 @@ class Step:
 
 
 class Share(NamedTuple):
-    """The facts of a step from which a row counts its share."""
+    """The part of a step from which a row computes its share."""
 
     timings: Timings
     num_rows: int
@@ -116,17 +115,17 @@ class Share(NamedTuple):
 
 @dataclass
 class Stats:
-    """A fold of steps: ``Stats.of(steps)``, or ``add`` one by one.
+    """A sum of steps: ``Stats.of(steps)``, or ``add`` one by one.
 
     Attributes:
-        num_tokens, num_forwards: emitted, and target forwards; a forward counts once for every row in it, so that
-            tau is per request.
+        num_tokens, num_forwards: tokens emitted, and target forwards; a forward counts once for every row in it, so
+            that tau is per request.
         num_drafted, num_accepted: drafted nodes, and those kept.
-        reached, taken: by depth, rows that came to it and rows that kept a node there.
-        seconds: by phase. Of one request, its share of each step: the rows of a batch share a step's time equally, so
-            that the requests of a batch add up to the time that the batch took.
-        elapsed: wall seconds of the folded steps, shared or not: how long a request waited for its text.
-        lossless: whether every step's rule keeps the target's law.
+        reached, taken: by depth, rows that reached it and rows that kept a node there.
+        seconds: by phase. The rows of a batch share a step's time equally, so the seconds of the requests of a batch
+            add up to the time of the batch.
+        elapsed: wall seconds of the steps, shared or not: how long a request waited for its text.
+        lossless: every step's rule keeps the target's distribution.
     """
 
     num_tokens: int = 0
@@ -141,7 +140,7 @@ class Stats:
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Stats:
-        """Fold many."""
+        """Return the sum of many steps."""
         stats = cls()
         for step in steps:
             stats.add(step)
@@ -149,32 +148,31 @@ class Stats:
 
     @classmethod
     def sum(cls, many: Iterable[Stats]) -> Stats:
-        """The total of several requests.
+        """Return the total of several requests.
 
-        Steps that they shared count once: ``elapsed`` is the sum of their shares, so of a whole batch its wall time.
+        Steps that they shared count once: ``elapsed`` is the sum of their shares, the wall time of a whole batch.
         """
         total = cls()
         for stats in many:
-            total.num_tokens += stats.num_tokens
-            total.num_forwards += stats.num_forwards
-            total.num_drafted += stats.num_drafted
-            total.num_accepted += stats.num_accepted
+            for name in ("num_tokens", "num_forwards", "num_drafted", "num_accepted"):
+                setattr(total, name, getattr(total, name) + getattr(stats, name))
             total.elapsed += stats.total_seconds
             total.lossless &= stats.lossless
-            total.reached = _longer_sum(total.reached, stats.reached)
-            total.taken = _longer_sum(total.taken, stats.taken)
+            for name in ("reached", "taken"):
+                pairs = zip_longest(getattr(total, name), getattr(stats, name), fillvalue=0)
+                setattr(total, name, [left + right for left, right in pairs])
             for phase, seconds in stats.seconds.items():
                 total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
         return total
 
     def add(self, step: Step) -> None:
-        """Fold one step."""
+        """Add a step."""
         self._spend(step.timings, 1.0, step.lossless)
         for row in step.rows:
             self._count(row)
 
     def add_row(self, row: RowStep, share: Share) -> None:
-        """Fold one row's share of a step."""
+        """Add one row's share of a step."""
         self._spend(share.timings, 1 / share.num_rows, share.lossless)
         self._count(row)
 
@@ -198,7 +196,7 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Tokens emitted per target forward, the bonus token counted."""
+        """Tokens emitted per target forward, including the bonus token."""
         return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
 
     @property
@@ -213,10 +211,5 @@ class Stats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of decoding; of several requests decoded at once, their throughput together."""
+        """Tokens per second of decoding; for requests decoded together, their total throughput."""
         return self.num_tokens / self.total_seconds if self.num_tokens else 0.0
-
-
-def _longer_sum(left: list[int], right: list[int]) -> list[int]:
-    """Element by element; the shorter list counts as zeros at its end."""
-    return [a + b for a, b in zip_longest(left, right, fillvalue=0)]

@@ -36,9 +36,9 @@ from draftwing.formats.identity import differences, has_tokenizer, made_for, tar
 from draftwing.formats.read import is_head
 from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, ListTree
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.ensemble import Proposal, Union, together, unite
+from draftwing.methods.ensemble import Union, together, unite
 from draftwing.methods.lookup import SuffixAutomaton
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
 from draftwing.methods.net import DraftNet, Scored, TargetId
@@ -255,7 +255,7 @@ class StagedDraft:
         self.fresh = self.tokens[-1:]
         self.is_open = len(self.tokens) < depth
 
-    def proposal(self, root: int) -> Proposal:
+    def proposal(self, root: int) -> ListTree:
         """Return the draft with all siblings as a tree."""
         tokens, parents, probs, trunk = [root], [-1], [1.0], 0
         for children in self.children:
@@ -265,7 +265,7 @@ class StagedDraft:
                 parents.append(trunk)
                 probs.append(prob)
             trunk = first
-        return Proposal(tokens, parents, probs)
+        return ListTree(tokens, parents, probs)
 
 
 class StagedDrafter(CausalLMDrafter):

@@ -1,11 +1,11 @@
 """Several drafters as one: their trees are merged (SpecInfer, 2305.09781).
 
-Drafters without a network draft first. One whose drafts take forwards is asked if the tokens it is expected to add to
-the others' are worth its time. A path of tokens is one node no matter which drafters proposed it; its probability is
-calibrated per drafter, and again per set of drafters, and the nodes worth their verification are kept.
+Drafters without a network draft first. A drafter that needs forwards is asked if the tokens it is expected to add are
+worth its time. Equal paths of tokens are one node, no matter which drafters proposed it; its probability is calibrated
+per drafter, and again per set of drafters, and the nodes worth their verification are kept.
 
-Under the classic rules a node's children must come from one q. There each row takes the first drafter without a network
-that is confident of its next token, which the row's tokens alone decide, or else the first of the others
+Under the classic rules a node's children must come from one q. Each row then takes the first drafter without a network
+that is confident of its next token, which depends on the row's tokens alone, or else the first of the others
 (SAM-Decoding, 2411.10666).
 
 Shape suffixes: B rows, N nodes, T tokens, F features.
@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -27,80 +27,78 @@ from torch import Tensor
 
 from draftwing.budget.acceptance import Acceptance
 from draftwing.errors import DraftwingError
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.base import Budget, Drafter, ListTree
+from draftwing.methods.lookup import node_depths
 from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
 from draftwing.runtime.tree_builder import UNKNOWN_PROB, AcceptRates, num_worthwhile, prune_by_rule
 from draftwing.sampling import SamplingBatch
 from draftwing.tree import PAD, Accepted, DraftTree, GrowthRule
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """One row's tree: the root first, parents before their children, no unused nodes.
+def proposals(tree: DraftTree) -> list[ListTree]:
+    """Return the rows of a batch of trees, without unused nodes.
 
-    Attributes:
-        node_probs: the drafter's own probability of each node given its parent.
+    Without node probabilities, use those of the paths, or UNKNOWN_PROB.
     """
-
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    node_probs: Sequence[float]
-
-
-def proposals(tree: DraftTree) -> list[Proposal]:
-    """Return the rows of a batch of trees. Without node probabilities, use the path's confidence, or UNKNOWN_PROB."""
-    columns = [tree.tokens.tolist(), tree.parents.tolist()]
-    probs, reached = (None if each is None else each.tolist() for each in (tree.node_probs, tree.confidence))
+    probs, confidence = (None if values is None else values.tolist() for values in (tree.node_probs, tree.confidence))
     rows = []
-    for row, (tokens, parents) in enumerate(zip(*columns, strict=True)):
+    for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
         if probs is not None:
             node_probs = probs[row]
-        elif reached is not None:
-            pairs = zip(reached[row], parents, strict=True)
-            node_probs = [prob / max(reached[row][max(above, 0)], 1e-9) for prob, above in pairs]
+        elif confidence is not None:
+            path_probs = confidence[row]
+            node_probs = [
+                prob / max(path_probs[max(above, 0)], 1e-9) for prob, above in zip(path_probs, parents, strict=True)
+            ]
         else:
             node_probs = [UNKNOWN_PROB] * len(tokens)
         used = [node for node, token in enumerate(tokens) if token != PAD]
         if (count := len(used)) == used[-1] + 1:
-            rows.append(Proposal(tokens[:count], parents[:count], node_probs[:count]))
+            rows.append(ListTree(tokens[:count], parents[:count], node_probs[:count]))
             continue
         place = {node: i for i, node in enumerate(used)}
         parents = [-1, *[place[parents[node]] for node in used[1:]]]
-        rows.append(Proposal([tokens[node] for node in used], parents, [node_probs[node] for node in used]))
+        rows.append(ListTree([tokens[node] for node in used], parents, [node_probs[node] for node in used]))
     return rows
 
 
 class Offer:
     """The proposals of one drafter in one step. A tree becomes lists only when these are needed, which is rare.
 
-    Args:
-        proposed: the rows' proposals, or their trees.
-
     Attributes:
-        num_nodes: size of the largest tree, including its root.
-        reached: for each row the probability of each node's path, once computed.
-        num_worthy: nodes of each row that are worth their verification if no other drafter offers any.
+        tree: None if the drafter listed its proposals.
+        num_nodes: size of the largest row, including its root.
+        path_probs: for each row the probability of each node's path, once computed.
+        num_worthy: nodes of each row that are worth their verification if no other drafter proposes any.
         is_used: some of it may be verified.
     """
 
-    def __init__(self, proposed: DraftTree | list[Proposal]) -> None:
-        self.tree = proposed if isinstance(proposed, DraftTree) else None
-        self._rows = None if isinstance(proposed, DraftTree) else proposed
-        self.num_nodes = max([len(row.tokens) for row in self.rows]) if self.tree is None else self.tree.num_nodes
+    def __init__(self, proposed: DraftTree | list[ListTree]) -> None:
+        self.tree: DraftTree | None = None
+        if isinstance(proposed, DraftTree):
+            self.tree, self.num_nodes = proposed, proposed.num_nodes
+        else:
+            self.rows, self.num_nodes = proposed, max([len(row.tokens) for row in proposed])
         self.is_used = self.num_nodes > 1
-        self.reached: list[list[float]] = []
+        self.path_probs: list[list[float]] = []
         self.num_worthy = 0
 
-    @property
-    def rows(self) -> list[Proposal]:
+    @cached_property
+    def rows(self) -> list[ListTree]:
         """The proposals by row; a lone root if there is nothing for a row."""
-        if self._rows is None:
-            assert self.tree is not None
-            self._rows = proposals(self.tree)
-        return self._rows
+        assert self.tree is not None
+        return proposals(self.tree)
+
+    @property
+    def num_forwards(self) -> float:
+        """Draft forwards that the tree took."""
+        if self.tree is None:
+            return 0.0
+        count = self.tree.num_draft_forwards
+        return float(self.tree.max_depth) if count is None else count
 
 
-def follow(proposal: Proposal, tokens: Sequence[int]) -> list[int]:
+def follow(proposal: ListTree | Union, tokens: Sequence[int]) -> list[int]:
     """Return the nodes along ``tokens``, the root first, as far as they were proposed."""
     path, parents = [0], proposal.parents
     for token in tokens:
@@ -120,35 +118,35 @@ class Union:
 
     Attributes:
         claims: for each node the probability that each of its drafters gave it; empty for the root.
-        speakers: for each node a bit mask of the drafters that proposed any child of it.
+        child_proposers: for each node a bit mask of the drafters that proposed any child of it.
         chances: probability of each node given its parent, from all claims together; 1 for the root.
         reached: probability of each node's path.
     """
 
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
+    tokens: Sequence[int]
+    parents: Sequence[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
     claims: list[dict[int, float]] = field(default_factory=lambda: [{}])
-    speakers: list[int] = field(default_factory=lambda: [0])
-    chances: list[float] = field(default_factory=lambda: [1.0])
-    reached: list[float] = field(default_factory=lambda: [1.0])
+    child_proposers: list[int] = field(default_factory=lambda: [0])
+    chances: Sequence[float] = field(default_factory=lambda: [1.0])
+    reached: Sequence[float] = field(default_factory=lambda: [1.0])
 
-    def makers(self, node: int) -> int:
+    def proposers(self, node: int) -> int:
         """Return a bit mask of the drafters that proposed a node."""
         return sum(1 << drafter for drafter in self.claims[node])
 
     def weigh(self, chance: Callable[[Union, int], float]) -> None:
         """Set the probability of every node by ``chance``, scaled so that those of siblings sum to 1 at most."""
-        sums = [0.0] * len(self.tokens)
-        self.chances = [1.0] * len(self.tokens)
+        chances, sums = [1.0] * len(self.tokens), [0.0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
-            self.chances[node] = chance(self, node)
-            sums[self.parents[node]] += self.chances[node]
-        self.reached = [1.0] * len(self.tokens)
+            chances[node] = chance(self, node)
+            sums[self.parents[node]] += chances[node]
+        reached = [1.0] * len(self.tokens)
         for node in range(1, len(self.tokens)):
             above = self.parents[node]
-            self.chances[node] /= max(sums[above], 1.0)
-            self.reached[node] = self.reached[above] * self.chances[node]
+            chances[node] /= max(sums[above], 1.0)
+            reached[node] = reached[above] * chances[node]
+        self.chances, self.reached = chances, reached
 
     def ordered(self) -> list[int]:
         """Return all nodes, the likeliest first; parents come before their children, and ties are broken by depth."""
@@ -160,58 +158,45 @@ class Union:
             return self.ordered()[: 1 + (len(budget.paths) if budget.paths is not None else budget.nodes or 0)]
         if budget.width == 1:
             return self._best_chain()
-        room, kept = [budget.width] * (budget.depth + 1), {0}
+        room, kept = [budget.width] * (budget.depth + 1), {0: None}
         for node in self.ordered()[1:]:
             if self.parents[node] in kept and self.depths[node] <= budget.depth and room[self.depths[node]]:
                 room[self.depths[node]] -= 1
-                kept.add(node)
-        return [node for node in self.ordered() if node in kept]
+                kept[node] = None
+        return list(kept)
 
     def _best_chain(self) -> list[int]:
         count = len(self.tokens)
-        value, chosen = list(self.reached), [PAD] * count
-        for node in range(count - 1, 0, -1):  # descendants come later, so they are known
+        value, best_child = list(self.reached), [PAD] * count
+        for node in range(count - 1, 0, -1):  # children come later, so their values are final
             above = self.parents[node]
-            if chosen[node] != PAD:
-                value[node] += value[chosen[node]]
-            if chosen[above] == PAD or value[node] >= value[chosen[above]]:
-                chosen[above] = node
-        path, node = [0], chosen[0]
-        while node != PAD:
-            path.append(node)
-            node = chosen[node]
+            if best_child[node] != PAD:
+                value[node] += value[best_child[node]]
+            if best_child[above] == PAD or value[node] >= value[best_child[above]]:
+                best_child[above] = node
+        path = [0]
+        while best_child[path[-1]] != PAD:
+            path.append(best_child[path[-1]])
         return path
 
 
-def alone(proposal: Proposal, reached: Sequence[float], most: int) -> Union:
-    """Return the ``most`` likely nodes of one proposal, in their order, with the drafter's own probabilities."""
-    best = sorted(range(1, len(reached)), key=reached.__getitem__, reverse=True)[:most]
-    kept = [0, *sorted([node for node in best if reached[node] > 0])]
-    place = {node: i for i, node in enumerate(kept)}
-    tokens, probs = [proposal.tokens[node] for node in kept], [proposal.node_probs[node] for node in kept]
-    parents = [-1, *[place[proposal.parents[node]] for node in kept[1:]]]
-    depths = [0]
-    for above in parents[1:]:
-        depths.append(depths[above] + 1)
-    return Union(tokens, parents, depths, chances=probs, reached=[reached[node] for node in kept])
-
-
-def unite(proposed: Sequence[Proposal]) -> Union:
+def unite(proposed: Sequence[ListTree]) -> Union:
     """Merge one proposal per drafter (a lone root if it has none). Equal siblings become one node."""
-    union, children = Union([proposed[0].tokens[0]]), dict[tuple[int, int], int]()
+    tokens, parents = [proposed[0].tokens[0]], [-1]
+    union, children = Union(tokens, parents), dict[tuple[int, int], int]()
     for drafter, proposal in enumerate(proposed):
         places = [0] * len(proposal.tokens)
         for node in range(1, len(proposal.tokens)):
             above, token = places[proposal.parents[node]], proposal.tokens[node]
-            union.speakers[above] |= 1 << drafter
+            union.child_proposers[above] |= 1 << drafter
             child = children.get((above, token))
             if child is None:
-                child = children[above, token] = len(union.tokens)
-                union.tokens.append(token)
-                union.parents.append(above)
+                child = children[above, token] = len(tokens)
+                tokens.append(token)
+                parents.append(above)
                 union.depths.append(union.depths[above] + 1)
                 union.claims.append({})
-                union.speakers.append(0)
+                union.child_proposers.append(0)
             places[node] = child
             claims = union.claims[child]
             claims[drafter] = max(claims.get(drafter, 0.0), proposal.node_probs[node])
@@ -222,55 +207,43 @@ def together(
     unions: Sequence[Union], kept: Sequence[Sequence[int]], device: torch.device, num_forwards: float | None = None
 ) -> DraftTree:
     """Return the ``kept`` nodes of every row, parents first, as one batch of trees."""
-    width = max(map(len, kept))
-    whole: list[list[list[int]]] = [[], []]
-    chances: list[list[list[float]]] = [[], []]
-    is_line = True
+    width, is_line, rows = max(map(len, kept)), True, []
     for union, nodes in zip(unions, kept, strict=True):
-        place, rest = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
+        place, num_unused = {node: i for i, node in enumerate(nodes)}, width - len(nodes)
         parents = [-1, *[place[union.parents[node]] for node in nodes[1:]]]
         is_line &= parents == [*range(-1, len(nodes) - 1)]
-        whole[0].append([*[union.tokens[node] for node in nodes], *[PAD] * rest])
-        whole[1].append([*parents, *[-1] * rest])
-        chances[0].append([*[union.reached[node] for node in nodes], *[0.0] * rest])
-        chances[1].append([*[union.chances[node] for node in nodes], *[0.0] * rest])
-    tokens_BN, parents_BN = torch.tensor(whole, device=device).unbind()
-    reached_BN, probs_BN = torch.tensor(chances, dtype=torch.float32, device=device).unbind()
+        tokens = [*[union.tokens[node] for node in nodes], *[PAD] * num_unused]
+        reached = [*[union.reached[node] for node in nodes], *[0.0] * num_unused]
+        probs = [*[union.chances[node] for node in nodes], *[0.0] * num_unused]
+        rows.append((tokens, parents + [-1] * num_unused, reached, probs))
+    columns = tuple(zip(*rows, strict=True))
+    tokens_BN, parents_BN = torch.tensor(columns[:2], device=device).unbind()
+    reached_BN, probs_BN = torch.tensor(columns[2:], dtype=torch.float32, device=device).unbind()
     depth = max(union.depths[node] for union, nodes in zip(unions, kept, strict=True) for node in nodes)
-    return DraftTree(
-        tokens_BN,
-        parents_BN,
-        reached_BN,
-        node_probs=probs_BN,
-        num_draft_forwards=num_forwards,
-        is_line=is_line,
-        depth=depth,
-    )
+    return DraftTree(tokens_BN, parents_BN, reached_BN, None, probs_BN, num_forwards, is_line=is_line, depth=depth)
 
 
 def by_row(trees: Sequence[DraftTree], chosen: Sequence[int]) -> DraftTree:
     """Return a batch with each row from its chosen tree, including q."""
-    places = sorted(set(chosen))
-    if len(places) == 1:
-        return trees[places[0]]
-    used = {place: trees[place] for place in places}
-    width = max(tree.num_nodes for tree in used.values())
+    if len(set(chosen)) == 1:
+        return trees[chosen[0]]
+    used = [trees[place] for place in chosen]
+    width = max(tree.num_nodes for tree in used)
 
-    def joined(columns: Sequence[Tensor], filling: int) -> Tensor:
-        dtype = max((column.dtype for column in columns), key=lambda dtype: dtype.itemsize)
-        sides = [(0, 0) * (column.ndim - 2) + (0, width - column.shape[1]) for column in columns]
-        padded = [F.pad(column, side, value=filling).to(dtype) for column, side in zip(columns, sides, strict=True)]
-        by_place = dict(zip(places, padded, strict=True))
-        return torch.stack([by_place[place][row] for row, place in enumerate(chosen)])
+    def stack(columns: Sequence[Tensor], padding: int) -> Tensor:
+        rows = [column[row] for row, column in enumerate(columns)]
+        dtype = max((row.dtype for row in rows), key=lambda dtype: dtype.itemsize)
+        sides = [(0, 0) * (row.ndim - 1) + (0, width - len(row)) for row in rows]
+        return torch.stack([F.pad(row, side, value=padding).to(dtype) for row, side in zip(rows, sides, strict=True)])
 
-    tokens, parents = (joined([getattr(tree, of) for tree in used.values()], -1) for of in ("tokens", "parents"))
-    is_line, depth = all(tree.is_line for tree in used.values()), max(tree.max_depth for tree in used.values())
-    given = [tree.draft_probs for tree in used.values() if tree.draft_probs is not None]
-    if not given or any(tree.draft_probs is None and tree.num_nodes > 1 for tree in used.values()):
+    tokens, parents = stack([tree.tokens for tree in used], PAD), stack([tree.parents for tree in used], -1)
+    is_line, depth = all(tree.is_line for tree in used), max(tree.max_depth for tree in used)
+    laws = [tree.draft_probs for tree in used if tree.draft_probs is not None]
+    if not laws or any(tree.draft_probs is None and tree.num_nodes > 1 for tree in used):
         return DraftTree(tokens, parents, is_line=is_line, depth=depth)  # a rule that needs q raises an error
-    zeros = given[0].new_zeros(len(chosen), 1, given[0].shape[2])
-    draft_probs = [zeros if tree.draft_probs is None else tree.draft_probs for tree in used.values()]
-    return DraftTree(tokens, parents, None, joined(draft_probs, 0), is_line=is_line, depth=depth)
+    zeros = laws[0].new_zeros(len(chosen), 1, laws[0].shape[2])
+    draft_probs = stack([zeros if tree.draft_probs is None else tree.draft_probs for tree in used], 0)
+    return DraftTree(tokens, parents, None, draft_probs, is_line=is_line, depth=depth)
 
 
 def kept_tokens(tree: DraftTree, accepted: Accepted) -> list[list[int]]:
@@ -281,8 +254,8 @@ def kept_tokens(tree: DraftTree, accepted: Accepted) -> list[list[int]]:
     return [tokens[1 : num + 1] for tokens, num in zip(drafted, accepted.num.tolist(), strict=True)]
 
 
-def own_path(proposed: Sequence[Proposal], kept: Sequence[Sequence[int]], like: Tensor) -> Tensor:
-    """Return the nodes (B, D + 1) of the ``kept`` tokens in a drafter's own numbering, as far as proposed, then PAD.
+def part_path(proposed: Sequence[ListTree], kept: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    """Return the nodes (B, D + 1) of the ``kept`` tokens in one drafter's numbering, as far as proposed, then PAD.
 
     Args:
         like: the same in the numbering of the whole tree.
@@ -295,7 +268,7 @@ def own_path(proposed: Sequence[Proposal], kept: Sequence[Sequence[int]], like: 
 
 FIRST_CLAIMS, MAX_CLAIMS = 1, 64  # claims that a table learns from at once: few at first
 LEARN_ALL_STEPS, LEARN_EVERY = 128, 4  # after this many steps, learn from every 4th only: learning takes time
-EXPECTED_TOKENS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # bins of the tokens that the other drafters promise
+EXPECTED_TOKENS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # bins of the tokens expected from the other drafters
 MIN_ANSWERS = 6  # times to ask a drafter in each bin before judging it
 DOUBT_TOKENS = 1.0  # tokens, divided by the number of answers: uncertainty that the variance of few answers hides
 CARRIED_ANSWERS = 10  # weight of the answers from earlier requests when another begins
@@ -304,30 +277,41 @@ EMA_WEIGHT = 0.03  # smallest weight of the latest answer
 MIN_PATIENCE, MAX_PATIENCE = 4, 64  # refusals after which a drafter is asked anyway, at first and at most
 
 
-class _ClaimTable:
-    """How often claims of a given probability and depth come true."""
+class ClaimTable:
+    """How often claims of a given probability and depth come true.
+
+    Attributes:
+        pending: probability, depth (from 1) and outcome of claims whose parents were accepted, not learned from yet.
+        lines: knots and rates of a ``GrowthRule``.
+    """
 
     def __init__(self) -> None:
-        self._acceptance, self._seen = Acceptance(), 0
+        self._acceptance, self._num_seen = Acceptance(), 0
         self.pending: list[tuple[float, int, bool]] = []
+        self._update()
+
+    def _update(self) -> None:
         self.lines = self._acceptance.tables()
         self.rates = AcceptRates(*self.lines)
-
-    def observe(self, prob: float, depth: int, is_right: bool) -> None:
-        """Add the outcome of a claim whose parent was accepted; depth counts from 1."""
-        self.pending.append((prob, depth, is_right))
 
     def settle(self) -> bool:
         """Learn from the pending outcomes if they are enough; return True if anything changed."""
-        if len(self.pending) < min(FIRST_CLAIMS + self._seen // 4, MAX_CLAIMS):
+        if len(self.pending) < min(FIRST_CLAIMS + self._num_seen // 4, MAX_CLAIMS):
             return False
-        probs, depths, right = zip(*self.pending, strict=True)
-        self._seen += len(probs)
+        self._num_seen += len(self.pending)
+        self._acceptance.observe(*zip(*self.pending, strict=True))
         self.pending = []
-        self._acceptance.observe(probs, depths, right)
-        self.lines = self._acceptance.tables()
-        self.rates = AcceptRates(*self.lines)
+        self._update()
         return True
+
+
+def outcomes(proposal: ListTree | Union, emitted: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+    """Yield (node, depth, is right) of the nodes whose parents were accepted, if the next token is known."""
+    depths = {node: depth for depth, node in enumerate(follow(proposal, emitted))}
+    for node in range(1, len(proposal.tokens)):
+        depth = depths.get(proposal.parents[node])
+        if depth is not None and depth < len(emitted):
+            yield node, depth + 1, proposal.tokens[node] == emitted[depth]
 
 
 class Claims:
@@ -335,17 +319,17 @@ class Claims:
 
     A drafter's claim is calibrated by the outcomes of its earlier claims. If several drafters proposed children of a
     node, their claims for one token are combined as independent, and the result is calibrated by the outcomes for the
-    same makers and the same speakers.
+    same proposers of the node and of its siblings.
 
     Attributes:
-        tables, shared: calibration by drafter, and by (makers, speakers) of claims for one token.
+        tables, shared: calibration by drafter, and by (proposers of a node, proposers of its parent's children).
         asking: for each drafter, when to ask it.
         version: increases whenever something was learned.
     """
 
     def __init__(self, num_drafters: int) -> None:
-        self.tables = [_ClaimTable() for _ in range(num_drafters)]
-        self.shared: dict[tuple[int, int], _ClaimTable] = {}
+        self.tables = [ClaimTable() for _ in range(num_drafters)]
+        self.shared: dict[tuple[int, int], ClaimTable] = {}
         self.asking = [Asking() for _ in range(num_drafters)]
         self._lock = threading.Lock()
         self.version = self._steps = 0
@@ -363,12 +347,12 @@ class Claims:
         self._steps += 1
         return self._steps <= LEARN_ALL_STEPS or self._steps % LEARN_EVERY == 0
 
-    def rule_of(self, drafter: int, rule: GrowthRule) -> GrowthRule:
+    def calibrated(self, drafter: int, rule: GrowthRule) -> GrowthRule:
         """Return ``rule`` with the calibration of one drafter's own claims."""
         knots, rates = self.tables[drafter].lines
         return replace(rule, knots=knots, rates=rates)
 
-    def reached(self, drafter: int, proposal: Proposal) -> list[float]:
+    def path_probs(self, drafter: int, proposal: ListTree) -> list[float]:
         """Return the probability of every node's path, by one drafter's claims alone."""
         rates, reached, depths = self.tables[drafter].rates, [1.0], [0]
         for node in range(1, len(proposal.tokens)):
@@ -380,7 +364,7 @@ class Claims:
     def chance(self, union: Union, node: int) -> float:
         """Return a node's probability given its parent, from all drafters that proposed its siblings or itself."""
         prob = self._joint(union, node)
-        table = self.shared.get(_makers_and_speakers(union, node))
+        table = self.shared.get((union.proposers(node), union.child_proposers[union.parents[node]]))
         return prob if table is None else table.rates(prob, union.depths[node] - 1)
 
     def _joint(self, union: Union, node: int) -> float:
@@ -390,7 +374,7 @@ class Claims:
             wrong *= 1 - self.tables[drafter].rates(prob, level)
         return 1 - wrong
 
-    def learn(self, proposed: Sequence[Proposal], union: Union | None, emitted: Sequence[int]) -> None:
+    def learn(self, proposed: Sequence[ListTree], union: Union | None, emitted: Sequence[int]) -> None:
         """Learn from the outcome of one row's proposals.
 
         Args:
@@ -400,27 +384,20 @@ class Claims:
         """
         with self._lock:
             for table, proposal in zip(self.tables, proposed, strict=True):
-                place = {node: depth for depth, node in enumerate(follow(proposal, emitted))}
-                for node in range(1, len(proposal.tokens)):
-                    depth = place.get(proposal.parents[node])
-                    if depth is not None and depth < len(emitted):
-                        table.observe(proposal.node_probs[node], depth + 1, proposal.tokens[node] == emitted[depth])
+                for node, depth, is_right in outcomes(proposal, emitted):
+                    table.pending.append((proposal.node_probs[node], depth, is_right))
             if union is not None:
                 self.learn_shared(union, emitted)
             for table in (*self.tables, *self.shared.values()):
                 self.version += table.settle()
 
     def learn_shared(self, union: Union, emitted: Sequence[int]) -> None:
-        merged = Proposal(union.tokens, union.parents, union.chances)
-        place = {node: depth for depth, node in enumerate(follow(merged, emitted))}
-        for node in range(1, len(union.tokens)):
-            depth = place.get(union.parents[node])
-            if depth is None or depth >= len(emitted):
-                continue
-            who = _makers_and_speakers(union, node)
-            if who[1] & (who[1] - 1):  # several speakers
-                table = self.shared.setdefault(who, _ClaimTable())
-                table.observe(self._joint(union, node), depth + 1, union.tokens[node] == emitted[depth])
+        """Add the outcomes of nodes with several proposers, of the nodes themselves or of siblings."""
+        for node, depth, is_right in outcomes(union, emitted):
+            siblings_by = union.child_proposers[union.parents[node]]
+            if siblings_by & (siblings_by - 1):  # more than one bit is set
+                table = self.shared.setdefault((union.proposers(node), siblings_by), ClaimTable())
+                table.pending.append((self._joint(union, node), depth, is_right))
 
 
 @dataclass
@@ -431,7 +408,7 @@ class Proposed:
         rows, starts: the rows, and their lengths before the step.
         offers: by drafter.
         unions: for each row; None if only one drafter proposed something.
-        expected: for each drafter that was asked and costs forwards, by row the tokens that those before it promised.
+        expected: for each drafter that was asked and costs forwards, by row the tokens expected from those before it.
         names: of the drafters; nothing is learned about one that a request did not choose.
     """
 
@@ -442,7 +419,7 @@ class Proposed:
     expected: Mapping[int, Sequence[float]]
     names: Sequence[str] = ()
 
-    def teach(self, claims: Claims, *, whole: bool) -> None:
+    def learn(self, claims: Claims, *, whole: bool) -> None:
         """Learn from the tokens emitted since: what each drafter added and, if ``whole``, every claim."""
         if not whole and not self.expected:
             return
@@ -453,72 +430,63 @@ class Proposed:
             if whole:
                 claims.learn([offer.rows[number] for offer in self.offers], self.unions[number], emitted)
             for place, expected in self.expected.items():
-                if row.drafts is not None and not row.takes(self.names[place]):
-                    continue
-                tokens, nodes = self._added(place, number, emitted, row.length - start - 1)
-                claims.asking[place].brought(expected[number], tokens, nodes)
+                if row.drafts is None or row.takes(self.names[place]):
+                    tokens, nodes = self._added(place, number, emitted, row.length - start - 1)
+                    claims.asking[place].add_gain(expected[number], tokens, nodes)
 
-    def _added(self, place: int, number: int, emitted: Sequence[int], kept: int) -> tuple[int, int]:
-        """Return how many tokens a drafter added to those of the drafters before it in a row, and its nodes there.
-
-        Args:
-            kept: the row's accepted tokens, from any drafter.
-        """
+    def _added(self, place: int, number: int, emitted: Sequence[int], num_accepted: int) -> tuple[int, int]:
+        """Return how many tokens a drafter added to those of the drafters before it in a row, and its nodes there."""
         offer = self.offers[place]
         if not offer.is_used:
             return 0, 0
         if sum(other.is_used for other in self.offers) == 1 and len(self.rows) == 1:
-            return kept, offer.num_nodes - 1
+            return num_accepted, offer.num_nodes - 1
         depths = [
-            min(len(follow(other.rows[number], emitted)) - 1, kept) if other.is_used else 0
+            min(len(follow(other.rows[number], emitted)) - 1, num_accepted) if other.is_used else 0
             for other in self.offers[: place + 1]
         ]
         return max(depths[place] - max(depths[:place], default=0), 0), len(offer.rows[number].tokens) - 1
 
 
-def _makers_and_speakers(union: Union, node: int) -> tuple[int, int]:
-    """Return bit masks of the drafters that proposed a node, and that proposed any child of its parent."""
-    return union.makers(node), union.speakers[union.parents[node]]
-
-
 class Asking:
-    """Decides when to ask a drafter that costs forwards, by the tokens it added to what the others promised.
+    """Decides when to ask a drafter that costs forwards, by the tokens it added to those expected from the others.
 
-    Everything is learned: the added tokens, the time by number of rows, the added nodes. Time is kept in forwards of
-    the target, so that a drafter that is asked rarely is not judged by how slow the machine once was.
+    Everything is learned: the added tokens, the time by number of rows, the added nodes. Time is counted in forwards
+    of the target, so that a drafter that is asked rarely is not judged by how slow the machine once was.
     """
 
     def __init__(self) -> None:
-        bins = len(EXPECTED_TOKENS) + 1
-        self.mean_added, self._mean_squares, self.num_answers = [0.0] * bins, [0.0] * bins, [0] * bins
-        self._refused, self._patience = [0] * bins, [MIN_PATIENCE] * bins
-        self.forwards_by_rows: dict[int, tuple[int, float]] = {}  # by rows: times, forwards
+        num_bins = len(EXPECTED_TOKENS) + 1
+        self.mean_added, self._mean_squares = [0.0] * num_bins, [0.0] * num_bins
+        self.num_answers = [0] * num_bins
+        self._refused, self._patience = [0] * num_bins, [MIN_PATIENCE] * num_bins
+        self.forwards_by_rows: dict[int, tuple[int, float]] = {}  # number of rows: times, average forwards
         self._nodes = 0.0
 
     def is_worth_it(self, expected: Sequence[float], nodes: int, rule: GrowthRule) -> bool:
         """Return True if the drafter should be asked in the next step.
 
         Args:
-            expected: for each row, tokens that the others promise.
+            expected: for each row, tokens expected from the others.
             nodes: nodes of each row that would be verified without it, excluding the root.
             rule: the value of tokens and the cost of nodes.
         """
-        places = [_bin(each) for each in expected]
-        times, forwards = self.forwards_by_rows.get(len(places), (0, 0.0))
-        if not times or any(self.num_answers[place] < MIN_ANSWERS for place in places):
+        bins = [_bin(tokens) for tokens in expected]
+        times, forwards = self.forwards_by_rows.get(len(bins), (0, 0.0))
+        if not times or any(self.num_answers[place] < MIN_ANSWERS for place in bins):
             return True
         last = len(rule.verify) - 1
         here, there = min(nodes + 1, last), min(nodes + 1 + round(self._nodes), last)
         takes = forwards * float(rule.verify[1]) + float(rule.verify[there] - rule.verify[here])
         # An upper confidence bound: a few steps in which it added little prove little.
-        added = sum([self.mean_added[place] + self._doubt(place) for place in places])
+        added = sum([self.mean_added[place] + self._doubt(place) for place in bins])
         if added * rule.worth > takes:
-            for place in places:
+            for place in bins:
                 self._refused[place], self._patience[place] = 0, MIN_PATIENCE
             return True
-        for place in places:
+        for place in bins:
             self._refused[place] += 1
-        first = places[0]
+        first = bins[0]
         if self._refused[first] < self._patience[first]:
             return False
         self._refused[first], self._patience[first] = 0, min(2 * self._patience[first], MAX_PATIENCE)
@@ -534,7 +502,7 @@ class Asking:
         self.num_answers = [min(seen, CARRIED_ANSWERS) for seen in self.num_answers]
         self._refused, self._patience = [0] * len(self.num_answers), [MIN_PATIENCE] * len(self.num_answers)
 
-    def took(self, rows: int, seconds: float, rule: GrowthRule) -> None:
+    def add_time(self, rows: int, seconds: float, rule: GrowthRule) -> None:
         """Record the time of a draft."""
         forwards = seconds / float(rule.verify[1])
         times, average = self.forwards_by_rows.get(rows, (0, forwards))
@@ -544,13 +512,13 @@ class Asking:
             average += 0.1 * (min(forwards, MAX_SLOWDOWN * average) - average)
         self.forwards_by_rows[rows] = times + 1, average
 
-    def brought(self, expected: float, tokens: int, nodes: int) -> None:
-        """Record the tokens and nodes that it added in one row in which the others promised ``expected`` tokens."""
+    def add_gain(self, expected: float, tokens: int, nodes: int) -> None:
+        """Record the tokens and nodes that it added in a row in which ``expected`` tokens came from the others."""
         place = _bin(expected)
         self.num_answers[place] += 1
-        latest = max(EMA_WEIGHT, 1 / self.num_answers[place])
-        self.mean_added[place] += latest * (tokens - self.mean_added[place])
-        self._mean_squares[place] += latest * (tokens * tokens - self._mean_squares[place])
+        weight = max(EMA_WEIGHT, 1 / self.num_answers[place])
+        self.mean_added[place] += weight * (tokens - self.mean_added[place])
+        self._mean_squares[place] += weight * (tokens * tokens - self._mean_squares[place])
         self._nodes += EMA_WEIGHT * (nodes - self._nodes)
 
 
@@ -589,13 +557,12 @@ class CombinedDrafter(Drafter):
         self.num_bytes = sum(part.num_bytes for part in self.parts)
         self.runs_as = ", ".join(dict.fromkeys(part.runs_as for part in self.parts if part.runs_as))
         self._resuming = [part for part in self.parts if part.resumes]
-        # For each part the offer that its accepted nodes are looked up in; None if its tree was taken unchanged, or if
-        # it does not need them (``Drafter.list_trees``).
+        # For each part the offer in which its accepted nodes are found; None if its tree was taken unchanged, or if it
+        # does not need them (``Drafter.list_trees``).
         self._offers: list[Offer | None] = [None] * len(self.parts)
-        # The part that has extra nodes scored (``DraftTree.num_extra_nodes``), and these.
-        self._scorer: int | None = None
+        self._extra_from: int | None = None  # the part whose extra nodes are scored (``DraftTree.num_extra_nodes``)
         self._extra: tuple[Tensor, Tensor, int] | None = None
-        self.claims = self._now = claims  # of greedy requests; of the rows of this step
+        self.claims = self._claims = claims  # of greedy requests; of the rows of this step
         self._step: Proposed | None = None
         self._row: Row | None = None  # the last one that ran alone
         self._budgets: dict[int, tuple[Budget, Claims, int, Budget]] = {}
@@ -622,7 +589,7 @@ class CombinedDrafter(Drafter):
 
     @property
     def num_read(self) -> list[int]:
-        return [min(each) for each in zip(*(part.num_read for part in self._resuming), strict=True)]
+        return [min(counts) for counts in zip(*(part.num_read for part in self._resuming), strict=True)]
 
     def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
         for part in self._resuming:
@@ -634,16 +601,16 @@ class CombinedDrafter(Drafter):
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Give every part the outcome of the whole tree, and its accepted nodes."""
-        offer = tree.proposed
+        proposed = tree.proposed
 
-        def own_of(made: Offer) -> Tensor:
-            return own_path(made.rows, kept_tokens(offer, accepted), accepted.path)
+        def path_in(offer: Offer) -> Tensor:
+            return part_path(offer.rows, kept_tokens(proposed, accepted), accepted.path)
 
-        for place, (part, made) in enumerate(zip(self.parts, self._offers, strict=True)):
-            own = accepted if made is None else replace(accepted, own=partial(own_of, made))
+        for place, (part, offer) in enumerate(zip(self.parts, self._offers, strict=True)):
+            renumbered = accepted if offer is None else replace(accepted, own=partial(path_in, offer))
             features = self._features_for(part, output.features)
-            seen = output if features is output.features else replace(output, features=features)
-            part.observe(ctx, tree if place == self._scorer else offer, own, seen)
+            part_output = output if features is output.features else replace(output, features=features)
+            part.observe(ctx, tree if place == self._extra_from else proposed, renumbered, part_output)
 
     def _features_for(self, part: Drafter, features: Tensor | None) -> Tensor | None:
         taps = part.features.taps
@@ -651,142 +618,138 @@ class CombinedDrafter(Drafter):
             return features
         if not taps:
             return None
-        count = len(self.features.taps)
-        by_tap = features.reshape(*features.shape[:2], count, features.shape[2] // count)
+        by_tap = features.reshape(*features.shape[:2], len(self.features.taps), -1)
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
-
-    def _propose(self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Return a part's proposals for the rows that take it; extra nodes of one part are kept for later."""
-        refused = self._refused(place, ctx)
-        part = self.parts[place]
-        tree = part.propose(ctx, sampling, _no_depth(budget) if len(refused) == ctx.num_rows else budget)
-        if tree.num_extra_nodes and self._scorer is None:
-            self._scorer, self._extra = place, tree.extra_nodes
-        tree = tree.proposals
-        return tree.without([(row, node) for row in refused for node in range(1, tree.num_nodes)]) if refused else tree
-
-    def _list(self, place: int, ctx: Context, budget: Budget) -> list[Proposal]:
-        """Return the proposals of a part that lists its trees."""
-        refused, part = self._refused(place, ctx), self.parts[place]
-        trees = part.list_trees(ctx, budget) if len(refused) < ctx.num_rows else ()
-        rows = [Proposal(tree.tokens, tree.parents, tree.node_probs) for tree in trees]
-        if not refused:
-            return rows
-        roots = [Proposal(row.tokens[-1:], [-1], [1.0]) for row in ctx.rows]
-        return [roots[number] if number in refused else rows[number] for number in range(ctx.num_rows)]
-
-    def _refused(self, place: int, ctx: Context) -> list[int]:
-        """Return the rows whose requests have not chosen a part."""
-        return [number for number, row in enumerate(ctx.rows) if not row.takes(self.part_names[place])]
-
-    def _first_confident(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Return each row's tree from one drafter, chosen by the row's tokens before anything is drawn from q."""
-        none, num_forwards = len(self.parts), 0.0
-        chosen, trees = [none] * ctx.num_rows, list[DraftTree]()
-        takes = [[place for place in range(none) if row.takes(self.part_names[place])] or [0] for row in ctx.rows]
-        for place, part in enumerate(self.parts):
-            costs = part.costs_forwards
-            free = [row for row, other in enumerate(chosen) if other == none and place in takes[row]]
-            tree = self._propose(place, ctx, sampling, budget if free else _no_depth(budget))
-            trees.append(tree)
-            if costs and free:
-                num_forwards += _num_forwards(tree)
-            rows = proposals(tree) if free and not costs else []
-            for row in free:
-                if costs or place == takes[row][-1] or max(rows[row].node_probs[1:2], default=0.0) >= CONFIDENT:
-                    chosen[row] = place
-        for place, tree in enumerate(trees):
-            if any(other != place for other in chosen):
-                self._offers[place] = Offer(tree)
-        return replace(by_row(trees, chosen), num_draft_forwards=num_forwards)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Return the best nodes of all proposals within the budget."""
-        self._scorer = self._extra = None
-        tree = self._proposed(ctx, sampling, budget)
-        return tree if self._extra is None else tree.with_extra_nodes(*self._extra)
-
-    def _proposed(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         step, self._step = self._step, None
         if step is not None:
-            step.teach(self._now, whole=self._now.is_due())
+            step.learn(self._claims, whole=self._claims.is_due())
         if ctx.num_rows == 1 and ctx.rows[0] is not self._row:
             self._row = ctx.rows[0]
             for asking in (*self.claims.asking, *self.claims.sampled.asking):
                 asking.begin_request()
-        self._now = self.claims if sampling.all_greedy else self.claims.sampled
-        self._offers = [None] * len(self.parts)
+        self._claims = self.claims if sampling.all_greedy else self.claims.sampled
+        self._offers, self._extra_from, self._extra = [None] * len(self.parts), None, None
         if budget.depth == 0:
             for part in self.parts:
                 if not part.lists:
                     part.propose(ctx, sampling, budget)
             return ctx.roots()
-        if budget.children in ("sampled", "distinct"):
-            return self._first_confident(ctx, sampling, budget)
-        step, num_forwards = self._ask(ctx, sampling, budget)
-        self._step, offers, rule = step, step.offers, budget.rule
-        offering = [place for place, offer in enumerate(offers) if offer.is_used]
-        if not offering:
+        is_drawn = budget.children in ("sampled", "distinct")
+        tree = (self._first_confident if is_drawn else self._merged)(ctx, sampling, budget)
+        return tree if self._extra is None else tree.with_extra_nodes(*self._extra)
+
+    def _merged(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        self._step, num_forwards = self._ask(ctx, sampling, budget)
+        offers, rule = self._step.offers, budget.rule
+        used = [place for place, offer in enumerate(offers) if offer.is_used]
+        if not used:
             return replace(ctx.roots(), num_draft_forwards=num_forwards)
         self._offers = [None if part.lists else offer for part, offer in zip(self.parts, offers, strict=True)]
-        first = offers[offering[0]]
-        if len(offering) == 1 and first.tree is not None:
+        first = offers[used[0]]
+        if len(used) == 1 and first.tree is not None:
             tree = first.tree
-            if rule is not None and not self.parts[offering[0]].grows_by_rule:
-                tree = prune_by_rule(tree, self._now.rule_of(offering[0], rule))
+            if rule is not None and not self.parts[used[0]].grows_by_rule:
+                tree = prune_by_rule(tree, self._claims.calibrated(used[0], rule))
             else:
-                self._offers[offering[0]] = None  # its own tree, unchanged
+                self._offers[used[0]] = None  # its tree is taken unchanged
             return tree if tree.num_draft_forwards == num_forwards else replace(tree, num_draft_forwards=num_forwards)
-        if len(offering) == 1:
-            assert rule is not None
-            pairs = zip(first.rows, first.reached, strict=True)
-            unions = [alone(row, reached, first.num_worthy) for row, reached in pairs]
-            return together(unions, [range(len(union.tokens)) for union in unions], ctx.device, num_forwards)
+        if len(used) == 1:
+            unions, kept = [], []
+            for row, probs in zip(first.rows, first.path_probs, strict=True):
+                depths = node_depths(row.parents)
+                unions.append(Union(row.tokens, row.parents, depths, chances=row.node_probs, reached=probs))
+                best = sorted(range(1, len(probs)), key=probs.__getitem__, reverse=True)[: first.num_worthy]
+                kept.append([0, *sorted([node for node in best if probs[node] > 0])])
+            return together(unions, kept, ctx.device, num_forwards)
         unions = [unite(row) for row in zip(*[offer.rows for offer in offers], strict=True)]
         for union in unions:
-            union.weigh(self._now.chance)
-        step.unions = unions
+            union.weigh(self._claims.chance)
+        self._step.unions = unions
         return together(unions, _kept(unions, budget), ctx.device, num_forwards)
 
     def _ask(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> tuple[Proposed, float]:
         """Return every drafter's offer, and the draft forwards it took."""
-        rule, rows, num_forwards, worthy = budget.rule, ctx.num_rows, 0.0, 0
-        offers, expected, promised = list[Offer](), [0.0] * rows, dict[int, list[float]]()
+        rule, rows, num_forwards, num_worthy = budget.rule, ctx.num_rows, 0.0, 0
+        offers, expected, expected_before = list[Offer](), [0.0] * rows, dict[int, list[float]]()
         for place, part in enumerate(self.parts):
             costs, lists = part.costs_forwards, part.lists and rule is not None
             if lists:
-                offer = Offer(self._list(place, ctx, self._budget_of(place, budget)))
+                offer = self._offer(place, ctx, sampling, self._part_budget(place, budget), lists=True)
             else:
-                asking, began = self._now.asking[place], time.perf_counter()
-                is_asked = not costs or rule is None or asking.is_worth_it(expected, worthy, rule)
+                asking, start = self._claims.asking[place], time.perf_counter()
+                is_asked = not costs or rule is None or asking.is_worth_it(expected, num_worthy, rule)
                 is_asked = is_asked and any(row.takes(self.part_names[place]) for row in ctx.rows)
-                own = self._budget_of(place, budget) if is_asked else _no_depth(budget)
-                offer = Offer(tree := self._propose(place, ctx, sampling, own))
+                part_budget = self._part_budget(place, budget) if is_asked else _no_depth(budget)
+                offer = self._offer(place, ctx, sampling, part_budget)
                 if costs and is_asked:
                     if rule is not None:
-                        asking.took(rows, time.perf_counter() - began, rule)
-                    promised[place], num_forwards = expected, num_forwards + _num_forwards(tree)
+                        asking.add_time(rows, time.perf_counter() - start, rule)
+                    expected_before[place], num_forwards = expected, num_forwards + offer.num_forwards
             if rule is not None and offer.is_used and (lists or place + 1 < len(self.parts)):
-                offer.reached = [self._now.reached(place, row) for row in offer.rows]
-                ranked = [sorted(row[1:], reverse=True) for row in offer.reached]
-                offer.num_worthy = num_worthwhile(ranked, rule, len(rule.verify) - 3)
+                offer.path_probs = [self._claims.path_probs(place, row) for row in offer.rows]
+                ranked = [sorted(row[1:], reverse=True) for row in offer.path_probs]
+                offer.num_worthy = num_worthwhile(ranked, rule, rule.max_nodes)
                 offer.is_used = costs or offer.num_worthy > 0
                 if offer.is_used:
-                    worthy = max(worthy, offer.num_worthy)
-                    expected = [max(old, sum(new[1:])) for old, new in zip(expected, offer.reached, strict=True)]
+                    num_worthy = max(num_worthy, offer.num_worthy)
+                    expected = [max(old, sum(new[1:])) for old, new in zip(expected, offer.path_probs, strict=True)]
             offers.append(offer)
-        return Proposed(list(ctx.rows), ctx.lengths, offers, [None] * rows, promised, self.part_names), num_forwards
+        unions: list[Union | None] = [None] * rows
+        return Proposed(list(ctx.rows), ctx.lengths, offers, unions, expected_before, self.part_names), num_forwards
 
-    def _budget_of(self, place: int, budget: Budget) -> Budget:
+    def _first_confident(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        """Return each row's tree from one drafter, chosen by the row's tokens before anything is drawn from q."""
+        none, num_forwards, offers = len(self.parts), 0.0, list[Offer]()
+        chosen = [none] * ctx.num_rows
+        allowed = [[place for place in range(none) if row.takes(self.part_names[place])] or [0] for row in ctx.rows]
+        for place, part in enumerate(self.parts):
+            free = [row for row, other in enumerate(chosen) if other == none and place in allowed[row]]
+            offer = self._offer(place, ctx, sampling, budget if free else _no_depth(budget))
+            offers.append(offer)
+            num_forwards += offer.num_forwards if part.costs_forwards and free else 0
+            for row in free:
+                is_last = part.costs_forwards or place == allowed[row][-1]
+                if is_last or max(offer.rows[row].node_probs[1:2], default=0.0) >= CONFIDENT:
+                    chosen[row] = place
+        self._offers = [
+            offer if any(other != place for other in chosen) else None for place, offer in enumerate(offers)
+        ]
+        trees = [offer.tree for offer in offers if offer.tree is not None]
+        return replace(by_row(trees, chosen), num_draft_forwards=num_forwards)
+
+    def _offer(
+        self, place: int, ctx: Context, sampling: SamplingBatch, budget: Budget, *, lists: bool = False
+    ) -> Offer:
+        """Return a part's proposals for the rows whose requests take it; extra nodes of one part are kept for later."""
+        part, name = self.parts[place], self.part_names[place]
+        refused = [number for number, row in enumerate(ctx.rows) if not row.takes(name)]
+        if len(refused) == ctx.num_rows:
+            if lists:
+                return Offer([ListTree(row.tokens[-1:]) for row in ctx.rows])
+            budget = _no_depth(budget)
+        if lists:
+            rows = list(part.list_trees(ctx, budget))
+            for number in refused:
+                rows[number] = ListTree(ctx.rows[number].tokens[-1:])
+            return Offer(rows)
+        tree = part.propose(ctx, sampling, budget)
+        if tree.num_extra_nodes and self._extra_from is None:
+            self._extra_from, self._extra = place, tree.extra_nodes
+        tree = tree.proposals
+        return Offer(tree.without([(row, node) for row in refused for node in range(1, tree.num_nodes)]))
+
+    def _part_budget(self, place: int, budget: Budget) -> Budget:
         """Return the budget of a part: by its own calibration, and deep if drafting takes no forwards."""
         if budget.rule is None:
             return budget
-        cached, claims = self._budgets.get(place), self._now
+        cached, claims = self._budgets.get(place), self._claims
         if cached is None or cached[0] is not budget or cached[1] is not claims or cached[2] != claims.version:
-            costs = self.parts[place].costs_forwards
-            depth = budget.depth if costs else max(budget.depth, MIN_COPY_DEPTH)
-            own = replace(budget, depth=depth, rule=claims.rule_of(place, budget.rule))
-            cached = self._budgets[place] = budget, claims, claims.version, own
+            depth = budget.depth if self.parts[place].costs_forwards else max(budget.depth, MIN_COPY_DEPTH)
+            part_budget = replace(budget, depth=depth, rule=claims.calibrated(place, budget.rule))
+            cached = self._budgets[place] = budget, claims, claims.version, part_budget
         return cached[3]
 
 
@@ -797,15 +760,10 @@ def _kept(unions: Sequence[Union], budget: Budget) -> list[list[int]]:
     if rule is None:
         return kept
     ranked = [[union.reached[node] for node in nodes[1:]] for union, nodes in zip(unions, kept, strict=True)]
-    count = 1 + num_worthwhile(ranked, rule, len(rule.verify) - 3)
+    count = 1 + num_worthwhile(ranked, rule, rule.max_nodes)
     pairs = zip(unions, kept, strict=True)
     return [[node for node in nodes[:count] if union.reached[node] > 0] for union, nodes in pairs]
 
 
 def _no_depth(budget: Budget) -> Budget:
-    """Return a budget for a part that is not asked."""
     return Budget(0, children=budget.children)
-
-
-def _num_forwards(tree: DraftTree) -> float:
-    return float(tree.max_depth) if tree.num_draft_forwards is None else tree.num_draft_forwards

@@ -3,16 +3,16 @@
     Draft & Verify (2309.08168)    skips attentions and MLPs that a search found (`draftwing tune layers`)
     LayerSkip (2404.16710)         exits early: the first layers and the LM head
 
-The drafting passes read the target's own keys and values of every committed token, and write those of the drafted nodes
-into the slots of the tree, which the target's forward writes again. So no state is kept: nothing is prefilled, nothing
-is committed, and weights and slots are the target's. When an early exit drafts a chain, the target's forward continues
-from the stream that its first layers left (``models.subnet.StartedForward``).
+A draft reads the target's keys and values of every committed token, and writes those of the drafted nodes into the
+slots of the tree, which the target's forward overwrites. So the drafter keeps no state, needs no prefill, and shares
+weights and slots with the target. When an early exit drafts a chain, the target's forward continues from the residual
+stream of its first layers (``models.subnet.StartedForward``).
 
 Draft & Verify stops a draft below a confidence that it adapts to the acceptance rate. Here the growth rule does that,
 by a table per depth of how often drafts of such a confidence were accepted. LayerSkip trains the target for early
 exits; here any target is used unchanged.
 
-The set of layers that a search chose is a folder that ``--draft`` takes, with no weights and one file:
+A search stores the layers that it chose as a folder without weights, which ``--draft`` accepts:
 
     config.json   {"draftwing": {"format": 1, "kind": "layers", "target": {...}, "skip_attention": [...],
                                  "skip_mlp": [...], "tuning": {...}}}
@@ -40,14 +40,13 @@ from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_op
 from draftwing.methods.net import TargetId
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.models.config import read_config
-from draftwing.models.context import Context, TargetOutput, own_context
+from draftwing.models.context import Context, own_context
 from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.subnet import Parts, StartedForward, SubNet, lean_target, runner_over
 from draftwing.runtime.forward import Runner
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import inference
-from draftwing.tree import Accepted, DraftTree
 
 LAYERS = "layers"
 
@@ -69,13 +68,12 @@ class LayerSkipDrafter(NetDrafter):
         self._rest: Runner | None = None  # of the layers behind an early exit
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
-        """Ask for trees from the pending tokens."""
+        """Return a request for trees from the pending tokens."""
         if budget.depth == 0:
             return None
-        lengths, roots = ctx.lengths, [[row.tokens[row.length]] for row in ctx.rows]
-        everywhere = [True] * ctx.num_rows
+        active, roots = [True] * ctx.num_rows, [[row.tokens[row.length]] for row in ctx.rows]
         return DraftRequest(
-            ctx, everywhere, sampling, budget, Calibration(), roots, lengths, lengths, wants_places=True
+            ctx, active, sampling, budget, Calibration(), roots, ctx.lengths, ctx.lengths, wants_places=True
         )
 
     @inference
@@ -88,8 +86,8 @@ class LayerSkipDrafter(NetDrafter):
             resume = StartedForward(runner, self._rest, drafted.tree, drafted.states, lengths)
             drafted = drafted._replace(resume=resume)
         if self._net.dtype == torch.float16:
-            # Without some layers the stream may overflow when the target's own does not, and a NaN that stays in a
-            # slot reaches every row that looks there, masked or not.
+            # Without some layers the stream may overflow although the target's does not, and a NaN in a slot spreads
+            # to every row that reads the slot, masked or not.
             slots = ctx.cache.data[..., min(request.lengths) if ctx.cache.table is None else 0 :, :]
             slots.copy_(slots.nan_to_num(nan=0.0))
         return drafted
@@ -100,18 +98,15 @@ class LayerSkipDrafter(NetDrafter):
             self._rest = None if rest is None else runner_over(rest, self._target, ctx)
         return self._over_slots
 
-    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
-        """Nothing to learn."""
-
 
 @dataclass(frozen=True)
 class LayerSet:
     """The parts of a target that draft for it, as a folder.
 
     Attributes:
-        parts: those that run.
-        target: for which they were chosen.
-        tuning: how they were found, for people; any JSON.
+        parts: the parts that run.
+        target: the target that they were chosen for.
+        tuning: how the search went, for readers; any JSON.
     """
 
     parts: Parts
@@ -119,10 +114,10 @@ class LayerSet:
     tuning: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write a folder, whole or not at all; an older set in it is replaced.
+        """Write a folder atomically; replaces an older set in it.
 
         Raises:
-            CheckpointError: it cannot be written, or holds another model.
+            CheckpointError: the folder cannot be written, or holds another model.
         """
         folder = Path(folder)
         check_destination(folder)
@@ -148,31 +143,31 @@ class LayerSet:
             CheckpointError: it cannot be read, or was written by another version.
             ConfigError: it holds something else, or layers that the target does not have.
         """
-        block, where = read_config(folder).get("draftwing"), f"{Path(folder) / 'config.json'}: draftwing"
+        block, place = read_config(folder).get("draftwing"), f"{Path(folder) / 'config.json'}: draftwing"
         if not isinstance(block, dict) or block.get("kind") != LAYERS:
             raise ConfigError(
-                f"{where}: expected a set of layers, found {shown(block)}: give a folder of `draftwing tune layers`"
+                f"{place}: expected a set of layers, found {shown(block)}: give a folder of `draftwing tune layers`"
             )
         if block.get("format") != FORMAT:
             raise CheckpointError(
-                f"{where}: expected format {FORMAT}, found {shown(block.get('format'))}: it was written by another "
+                f"{place}: expected format {FORMAT}, found {shown(block.get('format'))}: it was written by another "
                 f"version of Draftwing; use that one, or tune again"
             )
         target = made_for(folder)
         if target is None or type(target.num_layers) is not int:
-            raise ConfigError(f"{where}: target must say for which model the layers are: tune again")
+            raise ConfigError(f"{place}: target must name the model that the layers are for: tune again")
         skipped = []
         for name in ("skip_attention", "skip_mlp"):
             layers = block.get(name)
             if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
                 raise ConfigError(
-                    f"{where}: {name} must be a list of layers such as [3, 7], found {shown(layers)}: tune again"
+                    f"{place}: {name} must be a list of layers such as [3, 7], found {shown(layers)}: tune again"
                 )
             skipped.append(tuple(layers))
         try:
             parts = Parts.without(target.num_layers, *skipped)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{place}: {error}") from None
         tuning = block.get("tuning")
         return cls(parts, target, tuning if isinstance(tuning, dict) else {})
 
@@ -181,23 +176,18 @@ class LayerSet:
 
 
 class Layers(DraftMethod):
-    """Draft with the layers of a ``LayerSet``."""
-
     def new_drafter(self, source: Source) -> NewDrafter:
         layers, target = LayerSet.read(source.folder), lean_target(source.target, "draft 'layers'")
-        own = target_id(target, source.tokenizer)
-        wrong = differences(layers.target, own)
-        if wrong:
+        loaded = target_id(target, source.tokenizer)
+        if found := differences(layers.target, loaded):
             raise CheckpointError(
-                f"{source.folder}: these layers are of {layers.target.name}, not of {own.name} ({'; '.join(wrong)}): "
-                f"tune the layers of {own.name}"
+                f"{source.folder}: these layers are of {layers.target.name}, not of {loaded.name} "
+                f"({'; '.join(found)}): tune the layers of {loaded.name}"
             )
         return partial(LayerSkipDrafter, SubNet.of(target.net, layers.parts), target, LAYERS)
 
 
 class EarlyExit(DraftMethod):
-    """Draft with the target's first layers."""
-
     options: ClassVar = {"layers": integer_option("layers", 1)}
 
     def new_drafter(self, source: Source) -> NewDrafter:

@@ -1,14 +1,14 @@
 """Lookahead decoding (Fu et al., 2402.02057): the target guesses n-grams of its future while it verifies.
 
-Next to the sequence the target runs a window: W columns of N - 1 tokens each, the newest in the last row. Column i of
-the first row stands i + 1 tokens after the pending one, and each further row one more. A token of the first row follows
-the one on its left, every other the one above it. So the window is a tree, whose paths are the paper's attention mask;
+Next to the sequence the target runs a window: W columns of N - 1 tokens each, the newest in the last row. The token in
+row r and column i, both from 0, is i + r + 1 positions after the pending token. A token of the first row follows its
+left neighbour, every other token the one above it. So the window is a tree, whose paths are the paper's attention mask;
 its nodes are scored but never kept (``DraftTree.num_extra_nodes``). The target's choice after the last row is the next
-row (a step of Jacobi iteration, under the noise of that very position when sampling is keyed), and each column with its
-choice is an n-gram for the pool. The pool's latest n-grams that begin with the pending token are proposed. Nothing is
+row (a step of Jacobi iteration, under the noise of that position if sampling is keyed), and each column with its choice
+is an n-gram for the pool. The latest n-grams of the pool that begin with the pending token are proposed. Nothing is
 trained.
 
-Differs from the paper: one pool per request, which starts from the prompt's tokens only in the window.
+Differs from the paper: each request has a pool, and the prompt's tokens only start the window.
 
 Shape suffixes: B rows, K nodes of the window, V vocabulary.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import ClassVar
 
 from torch import Tensor
@@ -29,8 +30,7 @@ from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.sampling import SamplingBatch, best_of
 from draftwing.tree import PAD, Accepted, DraftTree
 
-# Claimed probabilities of the latest n-gram's first token (older ones in proportion to 1 / age), and of later tokens.
-# The planner learns the true ones.
+# Initial probabilities of the latest n-gram's first token (older ones in proportion to 1 / age), and of later tokens.
 FIRST_PROB, LATER_PROB = 0.5, 0.7
 
 
@@ -43,20 +43,19 @@ class NGramPool:
 
     def __init__(self, max_ngrams: int) -> None:
         self._max_ngrams = max_ngrams
-        self._rest: dict[int, dict[tuple[int, ...], None]] = {}  # an ordered set per token, the oldest first
+        self._followers: dict[int, dict[tuple[int, ...], None]] = {}  # an ordered set per token, the oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Add an n-gram, or make a known one the latest."""
-        ngrams = self._rest.setdefault(ngram[0], {})
-        rest = tuple(ngram[1:])
-        ngrams.pop(rest, None)
-        ngrams[rest] = None
-        if len(ngrams) > self._max_ngrams:
-            del ngrams[next(iter(ngrams))]
+        """Add an n-gram, or make it the latest if the pool has it."""
+        followers, rest = self._followers.setdefault(ngram[0], {}), tuple(ngram[1:])
+        followers.pop(rest, None)
+        followers[rest] = None
+        if len(followers) > self._max_ngrams:
+            del followers[next(iter(followers))]
 
     def after(self, token: int) -> list[list[int]]:
-        """Return the rest of the n-grams that begin with ``token``, the latest first."""
-        return [list(rest) for rest in reversed(self._rest.get(token, ()))]
+        """Return the n-grams that begin with ``token``, without it, the latest first."""
+        return [list(rest) for rest in reversed(self._followers.get(token, ()))]
 
 
 @dataclass
@@ -83,11 +82,10 @@ class LookaheadWindow:
             [row.tokens[(2654435761 * (start + width - behind + i + level)) % len(row.tokens)] for i in range(behind)]
             for level in range(len(self.levels))
         ]
-        # Past the end of a request nothing is run, nor anything after it.
-        ended = [bool(old) and old[-1] == PAD for old in self.levels]
+        # A column after one that is past the end of the request is not run either.
         self.levels = [
-            old[behind:] + ([PAD] * behind if end else new)
-            for old, new, end in zip(self.levels, fresh, ended, strict=True)
+            old[behind:] + ([PAD] * behind if old and old[-1] == PAD else new)
+            for old, new in zip(self.levels, fresh, strict=True)
         ]
 
     def advance(self, choices: list[int], ngram: int) -> None:
@@ -109,6 +107,9 @@ class LookaheadDrafter(Drafter):
         window: columns of the window, W.
         ngram: tokens of an n-gram, N.
         guesses: n-grams that are verified at a time, G.
+
+    Attributes:
+        windows: by row.
     """
 
     name = "lookahead"
@@ -117,48 +118,45 @@ class LookaheadDrafter(Drafter):
     def __init__(self, vocab_size: int, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         self._vocab_size, self._width, self._ngram, self._guesses = vocab_size, window, ngram, guesses
         self.identity = f"window {window}, ngram {ngram}, guesses {guesses}"
-        self._windows: list[LookaheadWindow] = []
+        self.windows: list[LookaheadWindow] = []
         self._sampling: SamplingBatch | None = None  # of the windows that are being scored
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
-        """Add an empty pool and window."""
-        self._windows.append(LookaheadWindow(NGramPool(self._guesses)))
+        self.windows.append(LookaheadWindow(NGramPool(self._guesses)))
 
     def remove(self, ctx: Context, row: int) -> None:
-        """Drop the row's pool and window; the last row takes its place."""
-        self._windows[row] = self._windows[-1]
-        self._windows.pop()
+        self.windows[row] = self.windows[-1]
+        self.windows.pop()
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Propose up to ``budget.width`` n-grams (with a rule: all guesses), and add the window."""
         self._sampling = None
         if budget.depth == 0:
             return ctx.roots()
-        drawn = budget.children in ("sampled", "distinct")
-        num_paths = 1 if drawn else self._guesses if budget.rule is not None else min(budget.width, self._guesses)
+        is_drawn = budget.children in ("sampled", "distinct")
+        num_paths = 1 if is_drawn else self._guesses if budget.rule is not None else min(budget.width, self._guesses)
         max_nodes = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)
         rows = []
-        for row, window in zip(ctx.rows, self._windows, strict=True):
+        for row, window in zip(ctx.rows, self.windows, strict=True):
             window.move(row, self._width)
             paths = [path[: budget.depth] for path in window.pool.after(row.tokens[-1])[:num_paths]]
             tokens, parents, sources = merge_paths(row.tokens[-1], paths, max_nodes)
-            nodes = zip(parents[1:], sources[1:], strict=True)
-            probs = [LATER_PROB if parent else FIRST_PROB / (1 + source) for parent, source in nodes]
+            pairs = zip(parents[1:], sources[1:], strict=True)
+            probs = [LATER_PROB if parent else FIRST_PROB / (1 + source) for parent, source in pairs]
             rows.append(ListTree(tokens, parents, [1.0, *probs], max(node_depths(parents))))
-        certain_of = self._vocab_size if drawn else None
+        certain_of = self._vocab_size if is_drawn else None
         tree = to_draft_tree(rows, ctx.device, is_line=num_paths == 1, certain_of=certain_of)
         self._sampling = sampling
         return tree.with_extra_nodes(*self._window_nodes(ctx))
 
     def _window_nodes(self, ctx: Context) -> tuple[Tensor, Tensor, int]:
         """Return the windows' tokens and parents (B, K), row after row, and their depth; missing rows are unused."""
-        width, num_levels = self._width, max(len(window.levels) for window in self._windows)
+        width, num_levels = self._width, max(len(window.levels) for window in self.windows)
         parents = [*range(-1, width - 1), *range((num_levels - 1) * width)]
-        unused = [PAD] * width
         tokens = []
-        for window in self._windows:
-            levels = [*window.levels, *[unused] * (num_levels - len(window.levels))]
-            tokens.append([token for level in levels for token in level])
+        for window in self.windows:
+            unused = [PAD] * width * (num_levels - len(window.levels))
+            tokens.append([*chain.from_iterable(window.levels), *unused])
         return ctx.tensor(tokens), ctx.tensor([parents] * len(tokens)), width + num_levels - 1
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
@@ -167,29 +165,28 @@ class LookaheadDrafter(Drafter):
         if sampling is None or not tree.num_extra_nodes:
             return
         width, first = self._width, tree.num_nodes - tree.num_extra_nodes
-        last = [[first + (len(window.levels) - 1) * width + i for i in range(width)] for window in self._windows]
-        nodes = ctx.tensor(last)[:, :, None].expand(-1, -1, output.logits.shape[2])
+        starts = [first + (len(window.levels) - 1) * width for window in self.windows]
+        last = ctx.tensor([[*range(start, start + width)] for start in starts])
+        nodes = last[:, :, None].expand(-1, -1, output.logits.shape[2])
         if sampling.penalises:  # penalties depend on whole paths
             scores = sampling.scores(output.logits, tree, ctx.history()).gather(1, nodes)
         else:
             scores = sampling.scores(output.logits.gather(1, nodes), tree, None)
-        depths = [[len(window.levels) + i for i in range(width)] for window in self._windows]
-        starts = [row.length + 1 for row in ctx.rows]
-        choices = best_of(sampling.perturb(scores, ctx.tensor(depths), starts, max(map(max, depths)))).tolist()
-        run = tree.tokens.gather(1, ctx.tensor(last)).tolist()  # near the end of a request some nodes were not run
-        for window, row_choices, row_run in zip(self._windows, choices, run, strict=True):
-            pairs = zip(row_choices, row_run, strict=True)
+        depths = [[len(window.levels) + i for i in range(width)] for window in self.windows]
+        positions = [row.length + 1 for row in ctx.rows]
+        choices = best_of(sampling.perturb(scores, ctx.tensor(depths), positions, max(map(max, depths)))).tolist()
+        nodes_run = tree.tokens.gather(1, last).tolist()  # near the end of a request some nodes were not run
+        for window, row_choices, row_nodes in zip(self.windows, choices, nodes_run, strict=True):
+            pairs = zip(row_choices, row_nodes, strict=True)
             window.advance([PAD if node == PAD else token for token, node in pairs], self._ngram)
 
 
-# W, N and G: the paper's for 7B on a GPU; a CPU has less arithmetic to spare.
+# W, N and G: the paper's for 7B on a GPU; fewer on a CPU, which has less arithmetic to spare.
 _GPU_SIZES = {"window": 7, "ngram": 5, "guesses": 7}
 _CPU_SIZES = {"window": 4, "ngram": 3, "guesses": 4}
 
 
 class Lookahead(DraftMethod):
-    """See ``LookaheadDrafter``."""
-
     options: ClassVar = {
         "window": integer_option("window", 1, 64),
         "ngram": integer_option("ngram", 2, 64),

@@ -1,11 +1,11 @@
-"""Prompt lookup: draft what followed the last time that the sequence ended like this (Saxena 2023).
+"""Prompt lookup: draft what followed an earlier occurrence of the sequence's last tokens (Saxena 2023).
 
 Code, tables, quotes and answers about a given document repeat themselves. A suffix automaton, extended token by token,
-always knows the longest suffix of the sequence that occurred in it before, and where; what followed there is a draft
+holds the longest suffix of the sequence that occurred in it before, and its positions; what followed there is a draft
 that costs no forward pass. The automaton is that of SAM-Decoding (2411.10666); here several matches, the latest and the
 first occurrence of each, are merged into a tree.
 
-This file also holds ``ListDrafter``, the base of all drafters that look drafts up, and ``RowAutomata``.
+This file also holds ``ListDrafter``, the base of all drafters that look drafts up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPEAT_DISCOUNT = 0.3  # relative probability of a second continuation: a shorte
 
 
 class SuffixAutomaton:
-    """The suffix automaton of a growing sequence of token ids, with where each of its substrings occurred.
+    """The suffix automaton of a growing sequence of token ids, with the positions of its substrings.
 
     A state stands for the strings that end at the same positions of the sequence; its suffix link leads to the longest
     of their suffixes that also ends elsewhere. A position is a number of tokens: what followed an occurrence with end
@@ -80,7 +80,7 @@ class SuffixAutomaton:
             state = self._link[state]
         self._tokens.append(token)
         end = len(self._tokens)
-        current = self._add_state(length=end, transitions={}, first_end=end, latest_end=end)
+        current = self._add_state({}, end, end, end)
         state = self._last
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = current
@@ -93,7 +93,7 @@ class SuffixAutomaton:
             self._count[current] += 1
             current = self._link[current]
 
-    def _add_state(self, *, length: int, transitions: dict[int, int], first_end: int, latest_end: int) -> int:
+    def _add_state(self, transitions: dict[int, int], length: int, first_end: int, latest_end: int) -> int:
         self._next.append(transitions)
         self._link.append(0)
         self._length.append(length)
@@ -108,13 +108,8 @@ class SuffixAutomaton:
         length = self._length[state] + 1
         if self._length[target] == length:
             return target
-        # Up to now the shorter strings ended wherever the longer ones did, so the ends are copied.
-        clone = self._add_state(
-            length=length,
-            transitions=dict(self._next[target]),
-            first_end=self._first_end[target],
-            latest_end=self._latest_end[target],
-        )
+        # Up to now the shorter strings had the ends of the longer ones, so the ends are copied.
+        clone = self._add_state(dict(self._next[target]), length, self._first_end[target], self._latest_end[target])
         self._link[clone] = self._link[target]
         self._count[clone] = self._count[target]
         self._link[target] = clone
@@ -140,11 +135,11 @@ class SuffixAutomaton:
         return [Follower(token, self._count[state], state) for token, state in self._next[place].items()]
 
     def continuations(self, max_tokens: int, max_branches: int, min_match: int = 1) -> list[tuple[int, list[int]]]:
-        """Return what followed earlier occurrences of the longest matching suffixes of the sequence.
+        """Return the continuations of earlier occurrences of the longest matching suffixes of the sequence.
 
-        The longest match comes first, then shorter ones; for each, what followed its latest known earlier occurrence,
-        then what followed its first one. None is a prefix of another: a path that repeats the beginning of a chosen one
-        is dropped, and one that continues where a chosen one was cut by the sequence's end replaces it. At most the 64
+        The longest match comes first, then shorter ones; for each, the continuation of its latest recorded earlier
+        occurrence, then that of its first one. None is a prefix of another: a path that repeats the beginning of a
+        chosen one is dropped, and one that extends a path cut by the sequence's end replaces it. At most the 64
         longest distinct matches are considered.
 
         Returns:
@@ -165,13 +160,13 @@ class SuffixAutomaton:
         return chosen
 
     def after(self, extra: Sequence[int], max_tokens: int, min_match: int = 1) -> tuple[int, list[int]]:
-        """Return what followed the longest suffix of the sequence plus ``extra`` that occurred in the sequence.
+        """Return the continuation of the longest suffix of the sequence plus ``extra`` that occurred in the sequence.
 
         Nothing is appended: ``extra`` may turn out to be wrong.
 
         Returns:
-            The match's length and the 1 to ``max_tokens`` token ids after its latest known occurrence; ``(0, [])`` if
-            nothing follows any match of at least ``min_match`` tokens.
+            The match's length and the 1 to ``max_tokens`` token ids after its latest recorded occurrence; ``(0, [])``
+            if nothing follows any match of at least ``min_match`` tokens.
         """
         state = self._link[self._last] if self._last else 0
         length = self._length[state]
@@ -201,31 +196,6 @@ def _choose(chosen: list[tuple[int, list[int]]], length: int, path: list[int], m
             return
     if len(chosen) < max_branches:
         chosen.append((length, path))
-
-
-class RowAutomata:
-    """A suffix automaton for each row of a batch, over prompt and output."""
-
-    def __init__(self) -> None:
-        self._automata: list[SuffixAutomaton] = []
-
-    def __len__(self) -> int:
-        return len(self._automata)
-
-    def admit(self) -> None:
-        """Add a row at the end; its tokens are read when it is first used."""
-        self._automata.append(SuffixAutomaton())
-
-    def remove(self, row: int) -> None:
-        """Drop a row; the last one takes its place."""
-        self._automata[row] = self._automata[-1]
-        self._automata.pop()
-
-    def get(self, index: int, row: Row) -> SuffixAutomaton:
-        """Return a row's automaton, extended by its new tokens."""
-        automaton = self._automata[index]
-        automaton.extend_all(row.tokens[len(automaton) :])
-        return automaton
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------
@@ -287,7 +257,9 @@ def to_draft_tree(
 
 
 class ListDrafter(Drafter):
-    """A drafter that looks its drafts up: no net, no features, and trees that start as lists.
+    """A drafter that looks its drafts up: no network, no features, and trees that start as lists.
+
+    It has a suffix automaton per row, over prompt and output.
 
     Args:
         vocab_size: V, for the draft distribution that the classic rules need (certain of its one proposal).
@@ -298,14 +270,33 @@ class ListDrafter(Drafter):
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._automata: list[SuffixAutomaton] = []
+
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        self._automata.append(SuffixAutomaton())
+
+    def remove(self, ctx: Context, row: int) -> None:
+        self._automata[row] = self._automata[-1]
+        self._automata.pop()
+
+    def automaton(self, index: int, row: Row) -> SuffixAutomaton:
+        """Return a row's automaton, extended by its new tokens."""
+        automaton = self._automata[index]
+        automaton.extend_all(row.tokens[len(automaton) :])
+        return automaton
+
+    @staticmethod
+    def max_paths(budget: Budget) -> tuple[int, int]:
+        """Return the most children of a node (1 if children are drawn from q), and the most nodes besides the root."""
+        width = 1 if budget.children in ("sampled", "distinct") else budget.width
+        return width, budget.depth * width if budget.nodes is None else budget.nodes
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         """Propose the trees of ``list_trees``: chains if the budget's children are drawn from q."""
-        if budget.depth == 0:  # new tokens are read when there is something to propose
+        if budget.depth == 0:  # new tokens are read by the next draft
             return ctx.roots()
-        drawn = budget.children in ("sampled", "distinct")
-        certain_of = self._vocab_size if drawn else None
-        is_line = drawn or budget.width == 1
+        certain_of = self._vocab_size if budget.children in ("sampled", "distinct") else None
+        is_line = self.max_paths(budget)[0] == 1
         return to_draft_tree(self.list_trees(ctx, budget), ctx.device, is_line=is_line, certain_of=certain_of)
 
 
@@ -320,13 +311,7 @@ class LookupDrafter(ListDrafter):
 
     def __init__(self, vocab_size: int, min_match: int = 2) -> None:
         super().__init__(vocab_size)
-        self.min_match, self._automata = min_match, RowAutomata()
-
-    def admit(self, ctx: Context, features: Tensor | None) -> None:
-        self._automata.admit()
-
-    def remove(self, ctx: Context, row: int) -> None:
-        self._automata.remove(row)
+        self.min_match = min_match
 
     def list_trees(self, ctx: Context, budget: Budget) -> list[ListTree]:
         """Merge up to ``budget.width`` continuations of ``budget.depth`` tokens; see ``ListDrafter``.
@@ -334,14 +319,12 @@ class LookupDrafter(ListDrafter):
         The longer a match, the likelier its continuation, and a match grows with every accepted token: the probability
         of a node is 1 - 1 / length. The planner learns from acceptance how far that is off.
         """
-        num_paths = 1 if budget.children in ("sampled", "distinct") else budget.width
-        max_nodes = 1 + (budget.depth * num_paths if budget.nodes is None else budget.nodes)
+        num_paths, max_nodes = self.max_paths(budget)
         trees = []
         for index, row in enumerate(ctx.rows):
-            automaton = self._automata.get(index, row)
-            continuations = automaton.continuations(budget.depth, num_paths, self.min_match)
+            continuations = self.automaton(index, row).continuations(budget.depth, num_paths, self.min_match)
             paths = [path for _, path in continuations]
-            tokens, parents, sources = merge_paths(row.tokens[-1], paths, max_nodes)
+            tokens, parents, sources = merge_paths(row.tokens[-1], paths, 1 + max_nodes)
             depths, probs, branched = node_depths(parents), [1.0], set[int]()
             for node in range(1, len(tokens)):
                 length = continuations[sources[node]][0] + depths[node]
@@ -359,8 +342,6 @@ class Baseline(DraftMethod):
 
 
 class Lookup(DraftMethod):
-    """See ``LookupDrafter``."""
-
     options: ClassVar = {"min_match": integer_option("min_match", 1)}
 
     def new_drafter(self, source: Source) -> NewDrafter:

@@ -1,13 +1,13 @@
 """MagicDec (2408.11049): the target drafts for itself through a view of its KV slots.
 
-With long contexts most of a step's time goes into reading keys and values. A draft that looks at a few hundred slots
-costs a baseline step of a short context, and the forward that verifies several tokens reads the slots once for all of
-them. Which slots:
+With long contexts most of a step's time is spent on reading keys and values. A draft that attends to a few hundred
+slots costs a baseline step of a short context, and the forward that verifies several tokens reads all slots once for
+them. Two policies choose the slots:
 
     WindowSlots    the first slots (sinks) and the last ones    StreamingLLM 2309.17453
     SnapKVSlots    those that the last tokens attend to most    SnapKV 2404.14469
 
-Either is an index; no slots are copied, and the draft's own land where the verification writes again. Differs from
+A view is an index; no slots are copied, and the draft writes slots that the verification writes again. Differences to
 SnapKV: slots are chosen in groups of 16 by default, as the CPU kernel stores keys, and chosen again while decoding.
 
 Shape suffixes: B rows, L layers, K KV heads, S slots, M slots of a view.
@@ -15,7 +15,9 @@ Shape suffixes: B rows, L layers, K KV heads, S slots, M slots of a view.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,44 +29,22 @@ from draftwing.methods.calibration import Calibration
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.methods.net_drafter import NetDrafter
 from draftwing.models.cache import View
-from draftwing.models.context import Context, TargetOutput
+from draftwing.models.context import Context
 from draftwing.models.target import Target
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import inference
-from draftwing.tree import Accepted, DraftTree
 
 # --- which slots -----------------------------------------------------------------------------------------------------
 
 
-class SlotPolicy(Protocol):
-    """Chooses slots for every row. It keeps a state per row, in the order of ``ctx.rows``.
+class WindowSlots:
+    """The first ``sinks`` slots and the last ones, ``budget`` in all, the same in all layers.
 
     Attributes:
-        name: the policy and its budget.
-        settings: its other options.
+        name, settings: describe the policy.
         budget: the most slots of a view, without those written since they were chosen.
     """
-
-    name: str
-    settings: str
-    budget: int
-
-    def admit(self, target: Target) -> None:
-        """Add a row at the end."""
-        ...
-
-    def remove(self, row: int) -> None:
-        """Drop a row; the last row takes its place."""
-        ...
-
-    def view(self, target: Target, ctx: Context) -> View:
-        """Return the slots that the next draft looks at."""
-        ...
-
-
-class WindowSlots:
-    """The first ``sinks`` slots and the last ones, ``budget`` in all, the same in all layers."""
 
     def __init__(self, budget: int = 512, sinks: int = 4) -> None:
         self.budget, self._sinks = budget, sinks
@@ -72,14 +52,17 @@ class WindowSlots:
         self._slots = torch.zeros(0, 1, 1, budget, dtype=torch.int32)
 
     def admit(self, target: Target) -> None:
-        fresh = torch.arange(self.budget, dtype=torch.int32, device=target.device)
-        self._slots = torch.cat([self._slots.to(target.device), fresh[None, None, None]])
+        """Add a row at the end."""
+        row = torch.arange(self.budget, dtype=torch.int32, device=target.device)
+        self._slots = torch.cat([self._slots.to(target.device), row[None, None, None]])
 
     def remove(self, row: int) -> None:
+        """Drop a row; the last row takes its place."""
         self._slots[row] = self._slots[-1]
         self._slots = self._slots[:-1]
 
     def view(self, target: Target, ctx: Context) -> View:
+        """Return the slots that the next draft attends to."""
         sinks, size = self._sinks, self.budget - self._sinks
         for slots, length in zip(self._slots, ctx.lengths, strict=True):
             start = max(length - size, sinks)
@@ -88,7 +71,7 @@ class WindowSlots:
 
 
 class _SlotChoice(NamedTuple):
-    """A row's choice: ``num`` chosen slots and then all from ``start`` on; made when the row had ``length`` tokens."""
+    """``num`` chosen slots of a row and then all from ``start`` on; chosen when the row had ``length`` tokens."""
 
     num: int = 0
     start: int = 0
@@ -96,19 +79,19 @@ class _SlotChoice(NamedTuple):
 
 
 class SnapKVSlots:
-    """The slots that a row's last tokens attend to most, these tokens, and everything written since.
+    """The slots that a row's last tokens attend to most, the slots of these tokens, and all written since.
 
     They are chosen when a row first drafts, and again after every ``refresh`` tokens, by a forward of ``window``
-    tokens. A row of at most ``budget`` tokens looks at all of them.
+    tokens. A row of at most ``budget`` tokens attends to all of its slots. Same interface as ``WindowSlots``.
 
     Args:
-        budget: slots of a choice, including the last tokens'.
-        window: last tokens whose attention chooses.
+        budget: slots of a choice, including those of the last tokens.
+        window: last tokens, whose attention decides.
         pool: width of the max pooling over neighbouring slots.
         grain: adjacent slots that are chosen together. The CPU kernel stores the keys of 16 slots together; the paper
-            chooses single ones.
+            chooses single slots.
         refresh: tokens after which slots are chosen again; 0: never.
-        per_head: each KV head has its own slots; else those of a layer share theirs.
+        per_head: choose slots for each KV head instead of each layer.
     """
 
     def __init__(
@@ -123,9 +106,9 @@ class SnapKVSlots:
     ) -> None:
         self.budget, self._window, self._pool, self._grain = budget, window, pool, grain
         self._refresh, self._per_head = refresh, per_head
-        shared = "each KV head's own" if per_head else "each layer's"
+        scope = "each KV head's own" if per_head else "each layer's"
         self.name = f"self-snapkv:{budget}"
-        self.settings = f"{shared}, {grain} at a time by the last {window}, pool {pool}, refresh {refresh}"
+        self.settings = f"{scope}, {grain} at a time by the last {window}, pool {pool}, refresh {refresh}"
         self._choices: list[_SlotChoice] = []
         self._slots: Tensor | None = None  # (B, L, K, M) the chosen slots, then all from ``start`` on
 
@@ -156,7 +139,7 @@ class SnapKVSlots:
         return View(self._with_room(target, max(counts)), counts)
 
     def _choose(self, target: Target, ctx: Context, row: int, length: int) -> None:
-        start = (length - self._window) // self._grain * self._grain  # everything after it is always looked at
+        start = (length - self._window) // self._grain * self._grain  # slots from here on are always in view
         watched = target.watch(ctx, row, start)
         if not self._per_head:
             watched = watched.sum(1, keepdim=True)
@@ -171,19 +154,17 @@ class SnapKVSlots:
 
     def _with_room(self, target: Target, count: int) -> Tensor:
         """Return the slots with room for ``count`` of each row."""
-        slots = self._slots
-        if slots is None:  # nothing was ever chosen: rows look at all that they have
-            size = max(count, self.budget) + 64
-            everything = torch.arange(size, dtype=torch.int32, device=target.device)
-            return everything.repeat(len(self._choices), 1, 1, 1)
-        if count > slots.shape[3]:
-            self._slots = slots = F.pad(slots, (0, max(count, self.budget) + 64 - slots.shape[3]))
+        size = max(count, self.budget) + 64
+        if self._slots is None:  # nothing was ever chosen: rows attend to all of their slots
+            return torch.arange(size, dtype=torch.int32, device=target.device).repeat(len(self._choices), 1, 1, 1)
+        if count > self._slots.shape[3]:
+            self._slots = F.pad(self._slots, (0, size - self._slots.shape[3]))
             for row in range(len(self._choices)):
                 self._fill(row)
-        return slots
+        return self._slots
 
     def _fill(self, row: int) -> None:
-        """Put all slots from the row's start on behind the chosen ones."""
+        """Append all slots from the row's start on to the chosen ones."""
         if self._slots is not None:
             num, start, _ = self._choices[row]
             rest = self._slots.shape[3] - num
@@ -199,10 +180,9 @@ def snapkv_slots(watched: Tensor, count: int, pool: int, grain: int = 1) -> Tens
         grain: slots that are chosen together; S must be a multiple.
     """
     layers, heads, size = watched.shape
-    pooled = F.max_pool1d(watched.reshape(1, layers * heads, size), pool, 1, pool // 2) if pool > 1 else watched
+    pooled = F.max_pool1d(watched.reshape(1, layers * heads, size), pool, 1, pool // 2)
     groups = pooled.view(layers, heads, size // grain, grain).sum(3)
-    num = min(count // grain, groups.shape[2])
-    best = groups.topk(num, dim=2).indices.sort(2).values
+    best = groups.topk(min(count // grain, groups.shape[2]), dim=2).indices.sort(2).values
     return (best[..., None] * grain + torch.arange(grain, device=best.device)).flatten(2).int()
 
 
@@ -218,11 +198,14 @@ class SelfDrafter(NetDrafter):
 
     grows_by_rule = True
 
-    def __init__(self, target: Target, policy: SlotPolicy) -> None:
-        _check_views(target)
+    def __init__(self, target: Target, policy: WindowSlots | SnapKVSlots) -> None:
+        if not target.supports_views:
+            raise UnsupportedError(
+                f"{target.name} runs in transformers and cannot draft for itself: load it with engine='lean' if its "
+                f"family is supported, or choose draft='lookup'"
+            )
         self._target, self._policy = target, policy
-        self.name = policy.name
-        self.identity, self.context = policy.settings, policy.budget
+        self.name, self.identity, self.context = policy.name, policy.settings, policy.budget
         self.num_bytes, self.runs_as = target.num_weight_bytes, target.runs_as
 
     @inference
@@ -235,7 +218,7 @@ class SelfDrafter(NetDrafter):
 
     @inference
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
-        """Ask for trees as deep as every row's context allows."""
+        """Return a request for trees as deep as every row's context allows."""
         rooms = [self._target.max_length - row.length - 2 for row in ctx.rows]
         room = min((room for room in rooms if room > 0), default=0)
         if min(room, budget.depth) <= 0:
@@ -256,39 +239,31 @@ class SelfDrafter(NetDrafter):
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         return self._target.draft(request)
 
-    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
-        """Nothing to keep: the slots are the target's."""
-
-
-def _check_views(target: Target) -> None:
-    if not target.supports_views:
-        raise UnsupportedError(
-            f"{target.name} runs in transformers and cannot draft for itself, which takes the lean decoder: load it "
-            f"with engine='lean' if that knows its family, or choose draft='lookup'"
-        )
-
 
 # --- registration ----------------------------------------------------------------------------------------------------
 
 _MAX = 1 << 16  # of any option: a larger view saves nothing
 
 
-def _odd(value: Any) -> int:
+def _pool(value: Any) -> int:
     pool = integer_option("pool", 1, _MAX)(value)
     if pool % 2 == 0:
         raise ConfigError(f"draft_options: pool must be odd, found {pool}: a slot is in the middle of its pool")
     return pool
 
 
-def _boolean(value: Any) -> bool:
+def _per_head(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"draft_options: per_head must be True or False, found {shown(value)}")
     return value
 
 
-class SelfWindow(DraftMethod):
-    """Draft with the target, which sees its first and last tokens."""
+def _maker(target: Target, new_policy: Callable[[], WindowSlots | SnapKVSlots]) -> NewDrafter:
+    SelfDrafter(target, new_policy())  # raises an error before anything is decoded
+    return lambda: SelfDrafter(target, new_policy())
 
+
+class SelfWindow(DraftMethod):
     options: ClassVar = {"budget": integer_option("budget", 2, _MAX), "sinks": integer_option("sinks", 0, _MAX)}
 
     def new_drafter(self, source: Source) -> NewDrafter:
@@ -297,20 +272,17 @@ class SelfWindow(DraftMethod):
             raise ConfigError(
                 f"draft_options: sinks must be fewer than budget, found {sinks} of {budget}: leave room for a window"
             )
-        _check_views(source.target)
-        return lambda: SelfDrafter(source.target, WindowSlots(budget, sinks))
+        return _maker(source.target, partial(WindowSlots, budget, sinks))
 
 
 class SelfSnapKV(DraftMethod):
-    """Draft with the target, which sees the tokens that matter most."""
-
     options: ClassVar = {
         "budget": integer_option("budget", 2, _MAX),
         "window": integer_option("window", 1, _MAX),
-        "pool": _odd,
+        "pool": _pool,
         "grain": integer_option("grain", 1, _MAX),
         "refresh": integer_option("refresh", 0, _MAX),
-        "per_head": _boolean,
+        "per_head": _per_head,
     }
 
     def new_drafter(self, source: Source) -> NewDrafter:
@@ -321,5 +293,4 @@ class SelfSnapKV(DraftMethod):
                 f"draft_options: budget must hold the window and twice the grain, found {budget} for {window} and "
                 f"{grain}: give a budget of at least {window + 2 * grain}"
             )
-        _check_views(source.target)
-        return lambda: SelfDrafter(source.target, SnapKVSlots(**source.options))
+        return _maker(source.target, partial(SnapKVSlots, **source.options))

@@ -1,15 +1,15 @@
 """A network that learns while it serves, from tokens it drafted wrongly (online speculative decoding, 2310.07177).
 
-A float32 copy is trained. The network that serves, whose matrices may be packed, gets the copy's weights now and then,
-in place. If fewer drafts are accepted than before, the earlier weights are put back. Drafts never change the output.
+A float32 copy is trained. Its weights are copied in place into the network that drafts, whose matrices may be packed.
+If fewer drafts are accepted than before, the earlier weights are restored. The output never depends on the drafts.
 
 - Time: an update runs once its share of the steps' time has paid for earlier updates, including packing; unused time
   does not accumulate. Packing takes about 3 ns per number on a CPU: 30 ms for a head of 10 million, or ten drafts.
 - Memory: the copy, its gradients, two averages of AdamW, and two sets of weights to restore: six times the network in
-  float32; the target's LM head in float32 if the network reads that; and ``LearningPace.ring`` stretches with
-  features. The stretches of requests and answers stay in memory and are never written to disk.
+  float32; the target's LM head in float32 if the network reads it; and ``LearningPace.ring`` stretches with features.
+  Stretches contain tokens of requests and answers; they stay in memory and are never written to disk.
 
-Shape suffixes: T tokens of a stretch, M places in it, K tokens of a place, B stretches, F features, V draft vocabulary.
+Shape suffixes: T tokens of a stretch, M places in it, K tokens of a place, F features.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Tally:
 
     def fell_from(self, before: Tally) -> bool:
         """Return True if the rate is significantly below another."""
-        both = self + before
-        spread = both.rate * (1 - both.rate) * (1 / max(self.levels, 1) + 1 / max(before.levels, 1))
-        return self.rate < before.rate - MAX_FALL * math.sqrt(spread)
+        rate = (self + before).rate
+        variance = rate * (1 - rate) * (1 / max(self.levels, 1) + 1 / max(before.levels, 1))
+        return self.rate < before.rate - MAX_FALL * math.sqrt(variance)
 
 
 class Learner:
@@ -115,13 +115,12 @@ class Learner:
     Args:
         serving: the network that drafts, possibly packed.
         copy: the same network in float32, not packed.
-        clock: in seconds.
+        clock: returns seconds.
 
     Attributes:
         net: the copy.
-        serving: the network that drafts.
         ring: the newest stretches.
-        num_updates, num_handed, num_taken_back: counts of updates, and of weights that were served and taken back.
+        num_updates, num_handed, num_taken_back: counts of updates, and of weights that were served and restored.
     """
 
     def __init__(
@@ -138,15 +137,24 @@ class Learner:
         self._trained = {name: value for name, value in copy.named_parameters() if id(value) not in tables}
         for parameter in self._trained.values():
             parameter.requires_grad_(True)
-        self._head = None if copy.head is not None else _plain(copy.read_head)
-        self.ring: deque[Stretch] = deque(maxlen=self.pace.ring)
+        self._head = None if copy.head is not None else _unpacked(copy.read_head)
         self._random = random.Random(0)
-        self._optimizer = self._new_optimizer()
-        self._out = self._good = self._weights()  # the weights that serve, and those to restore
-        self._fresh = self._unseen = 0  # stretches that no update used, and updates that do not serve yet
-        self._tally, self._before = Tally(), Tally()
+        self.ring: deque[Stretch] = deque(maxlen=self.pace.ring)
+        self._serving_weights = self._good_weights = self._weights()  # those that serve, and those to restore
         self._owed = 0.0  # seconds of learning that steps have not paid for yet
         self.num_updates = self.num_handed = self.num_taken_back = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.ring.clear()
+        self._optimizer = torch.optim.AdamW(
+            list(self._trained.values()), lr=self.pace.lr, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._num_unused = self._num_pending = 0  # stretches that no update used, and updates that do not serve yet
+        self._tally, self._before = Tally(), Tally()
+
+    def _weights(self) -> Weights:
+        return {name: parameter.detach().clone() for name, parameter in self._trained.items()}
 
     def learn(self, stretches: Sequence[Stretch], tally: Tally, seconds: float) -> bool:
         """Add the results of steps that took ``seconds``, and learn from them if there is time.
@@ -159,58 +167,51 @@ class Learner:
         try:
             with torch.inference_mode(False):
                 self.ring.extend(stretches)
-                self._fresh += len(stretches)
+                self._num_unused += len(stretches)
                 self._tally += tally
                 self._owed = max(self._owed - self.pace.share * seconds, 0.0)
-                began = self._clock()
+                start = self._clock()
                 if self._tally.levels >= self.pace.window:
                     self._judge()
-                if self._owed == 0 and self._fresh:
+                if self._owed == 0 and self._num_unused:
                     self._update()
-                self._owed += self._clock() - began
+                self._owed += self._clock() - start
         finally:
             self._lock.release()
         return True
-
-    # --- how it learns ---------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
         """After a window, restore the earlier weights if fewer drafts were accepted than before, or serve new ones."""
         latest, self._tally = self._tally, Tally()
         if self._before.levels and latest.fell_from(self._before):
-            self._put_back(self._good)
+            with torch.no_grad():
+                for name, parameter in self._trained.items():
+                    parameter.copy_(self._good_weights[name])
+            hand_over(self.net, self.serving)
+            self._serving_weights = self._good_weights
+            self._restart()
             self.num_taken_back += 1
             return
-        self._good, self._before = self._out, latest
-        if self._unseen:
-            self._out, self._unseen = self._weights(), 0
+        self._good_weights, self._before = self._serving_weights, latest
+        if self._num_pending:
+            self._serving_weights, self._num_pending = self._weights(), 0
             hand_over(self.net, self.serving)
             self.num_handed += 1
 
-    def _put_back(self, weights: Weights) -> None:
-        with torch.no_grad():
-            for name, parameter in self._trained.items():
-                parameter.copy_(weights[name])
-        hand_over(self.net, self.serving)
-        self._out = self._good = weights
-        self.ring.clear()
-        self._optimizer = self._new_optimizer()
-        self._tally, self._before = Tally(), Tally()
-        self._fresh = self._unseen = 0
-
     def _update(self) -> None:
-        newest = list(self.ring)[-min(self._fresh, (self.pace.batch + 1) // 2) :]
-        others = [stretch for stretch in self.ring if all(stretch is not one for one in newest)]
+        newest = list(self.ring)[-min(self._num_unused, (self.pace.batch + 1) // 2) :]
+        others = [stretch for stretch in self.ring if all(stretch is not new for new in newest)]
         chosen = [*newest, *self._random.sample(others, min(len(others), self.pace.batch - len(newest)))]
-        self._fresh = 0
+        self._num_unused = 0
+        parameters = list(self._trained.values())
         with torch.enable_grad():
-            gradients = torch.autograd.grad(self.loss(chosen), list(self._trained.values()), allow_unused=True)
-        for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
+            gradients = torch.autograd.grad(self.loss(chosen), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        norm = torch.nn.utils.clip_grad_norm_(list(self._trained.values()), MAX_GRADIENT_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
         if torch.isfinite(norm):
             self._optimizer.step()
-            self._unseen += 1
+            self._num_pending += 1
             self.num_updates += 1
         self._optimizer.zero_grad()
 
@@ -227,8 +228,8 @@ class Learner:
         weight = net.head_weight if self._head is None else self._head
         truth = torch.zeros(len(tokens), weight.shape[0], dtype=net.dtype, device=device)
         truth.scatter_(1, tokens.to(device), probs.to(device, net.dtype))
-        rows = [torch.full_like(stretch.places, number) for number, stretch in enumerate(stretches)]
-        row = torch.cat(rows).to(device)
+        counts = torch.tensor([len(stretch.places) for stretch in stretches])
+        row = torch.arange(len(stretches)).repeat_interleave(counts).to(device)
         entry = torch.cat([stretch.places for stretch in stretches]).to(device) - 1
         total = torch.zeros((), dtype=net.dtype, device=device)
         for step in unroll(net, ids, features, self.pace.num_steps):
@@ -238,36 +239,30 @@ class Learner:
             total = total + STEP_DECAY**step.index * loss / max(len(which), 1)
         return total
 
-    def _weights(self) -> Weights:
-        return {name: parameter.detach().clone() for name, parameter in self._trained.items()}
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(list(self._trained.values()), lr=self.pace.lr, betas=(0.9, 0.95), weight_decay=0.0)
-
 
 @torch.no_grad()
 def hand_over(source: DraftNet, into: DraftNet) -> None:
     """Copy the weights of one network into another of the same shape, packed or not, except embeddings.
 
-    A draft made by another thread meanwhile reads some of each, which only makes it less accurate.
+    A draft that another thread makes meanwhile reads some of each, which only makes it less accurate.
     """
     for name, part in source.named_modules():
-        own = into.get_submodule(name)
-        if isinstance(part, Linear) and isinstance(own, Linear):
-            own.refill(part.weight, part.bias)
+        destination = into.get_submodule(name)
+        if isinstance(part, Linear) and isinstance(destination, Linear):
+            destination.refill(part.weight, part.bias)
         elif not isinstance(part, Embedding):
-            for mine, weight in zip(own.parameters(recurse=False), part.parameters(recurse=False), strict=True):
-                mine.copy_(weight)
+            pairs = zip(destination.parameters(recurse=False), part.parameters(recurse=False), strict=True)
+            for parameter, weight in pairs:
+                parameter.copy_(weight)
 
 
-def _plain(head: Linear) -> Tensor:
-    """Return a matrix (V, H) in float32, packed or not."""
+def _unpacked(head: Linear) -> Tensor:
+    """Return the matrix (V, H) in float32."""
     with torch.inference_mode(False), torch.no_grad():
         if head.weight.numel():
             return head.weight.detach().float()
-        unit = torch.eye(head.num_in, dtype=head.dtype)
-        found: Tensor = head.forward(unit).float().T.contiguous()
-        return found
+        matrix: Tensor = head.forward(torch.eye(head.num_in, dtype=head.dtype)).float().T.contiguous()
+        return matrix
 
 
 # --- the drafter -----------------------------------------------------------------------------------------------------
@@ -278,16 +273,11 @@ NUM_BEST = 64  # most likely tokens that are kept for a place
 
 @dataclass
 class _Trail:
-    """The end of a row: features from position ``start`` on, and the places of wrong drafts."""
+    """The end of a row: features from position ``start`` on, and the wrong drafts: place, best tokens, their probs."""
 
     start: int
     features: list[Tensor]
     places: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Return the number of features."""
-        return sum(map(len, self.features))
 
 
 class OnlineDrafter(NetDrafter):
@@ -299,18 +289,18 @@ class OnlineDrafter(NetDrafter):
     """
 
     def __init__(self, drafter: Drafter, learner: Learner) -> None:
-        self._drafter, self.learner = drafter, learner
+        self._drafter, self.learner = cast(NetDrafter, drafter), learner
         self.copy_capabilities(drafter)
         self.name, self.learns, self.identity = f"{drafter.name}, online", True, f"{drafter.identity} online"
         self._trails: list[_Trail] = []
         self.stretches: list[Stretch] = []
-        self._tally, self._seconds, self._began = Tally(), 0.0, 0.0
+        self._tally, self._seconds, self._start = Tally(), 0.0, 0.0
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         self._drafter.admit(ctx, features)
         if features is None:
             raise ConfigError(f"{self.name} reads hidden states, and the target gave none for the prompt")
-        last = _own(features[0, -NUM_SHARED:])
+        last = _cloned(features[0, -NUM_SHARED:])
         self._trails.append(_Trail(ctx.rows[-1].length - len(last), [last]))
 
     @property
@@ -319,13 +309,13 @@ class OnlineDrafter(NetDrafter):
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
         self._end_long(ctx)
-        return cast(NetDrafter, self._drafter).request(ctx, sampling, budget)
+        return self._drafter.request(ctx, sampling, budget)
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
-        return cast(NetDrafter, self._drafter).draft(request, verify)
+        return self._drafter.draft(request, verify)
 
     def receive(self, ctx: Context, drafted: Drafted) -> DraftTree:
-        return cast(NetDrafter, self._drafter).receive(ctx, drafted)
+        return self._drafter.receive(ctx, drafted)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
         self._end_long(ctx)
@@ -333,9 +323,9 @@ class OnlineDrafter(NetDrafter):
 
     def _end_long(self, ctx: Context) -> None:
         """End the stretches that are long enough: all of their tokens are known here."""
-        self._began, pace = time.perf_counter(), self.learner.pace
+        self._start, pace = time.perf_counter(), self.learner.pace
         for row, trail in zip(ctx.rows, self._trails, strict=True):
-            if trail.length >= pace.length or len(trail.places) >= pace.places:
+            if sum(map(len, trail.features)) >= pace.length or len(trail.places) >= pace.places:
                 self._end(row, trail)
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
@@ -344,18 +334,17 @@ class OnlineDrafter(NetDrafter):
         features = output.features_on(tree, accepted.path)
         if features is None:
             raise ConfigError(f"{self.name} reads hidden states, and the target's forward gave none")
-        paths, counts = accepted.path.tolist(), accepted.num.tolist()
-        parents = tree.parents.tolist()
+        paths, counts, parents = accepted.path.tolist(), accepted.num.tolist(), tree.parents.tolist()
         for number, (row, trail) in enumerate(zip(ctx.rows, self._trails, strict=True)):
             path = paths[number][: counts[number] + 1]
-            trail.features.append(_own(features[number, : len(path)]))
-            missed = path[-1] in parents[number]
-            self._tally += Tally(len(path) - 1 + missed, len(path) - 1)
+            trail.features.append(_cloned(features[number, : len(path)]))
+            is_wrong = path[-1] in parents[number]
+            self._tally += Tally(len(path) - 1 + is_wrong, len(path) - 1)
             place = row.length + len(path) - 1
-            if missed and place > trail.start:
+            if is_wrong and place > trail.start:
                 best = self._best(output.logits[number, path[-1]])
                 trail.places += [] if best is None else [(place, *best)]
-        self._seconds += time.perf_counter() - self._began
+        self._seconds += time.perf_counter() - self._start
 
     def remove(self, ctx: Context, row: int) -> None:
         """Keep the row's last stretch."""
@@ -382,14 +371,13 @@ class OnlineDrafter(NetDrafter):
         """Make a stretch of the trail, which continues with its last tokens."""
         features = torch.cat(trail.features)[: max(len(row.tokens) - 1 - trail.start, 0)]
         ids = row.tokens[trail.start : trail.start + len(features) + 1]
-        places = [place for place in trail.places if place[0] < trail.start + len(features)]
-        if places and len(ids) > 2:
+        wrong = [place for place in trail.places if place[0] < trail.start + len(features)]
+        if wrong and len(ids) > 2:
             with torch.inference_mode(False):
-                where = torch.tensor([place - trail.start for place, _, _ in places])
-                tokens = torch.stack([best for _, best, _ in places])
-                probs = torch.stack([probs for _, _, probs in places])
-                self.stretches.append(Stretch(torch.tensor(ids), _own(features), where, tokens, probs))
-        kept = _own(features[-NUM_SHARED:])
+                places = torch.tensor([place - trail.start for place, _, _ in wrong])
+                tokens, probs = torch.stack([best for _, best, _ in wrong]), torch.stack([prob for _, _, prob in wrong])
+                self.stretches.append(Stretch(torch.tensor(ids), _cloned(features), places, tokens, probs))
+        kept = _cloned(features[-NUM_SHARED:])
         trail.start += len(features) - len(kept)
         trail.features, trail.places = [kept], []
 
@@ -397,13 +385,13 @@ class OnlineDrafter(NetDrafter):
         """Return (K,) draft ids and probabilities of the likeliest tokens; None if the best one cannot be drafted."""
         ids = self.learner.net.target_ids
         with torch.inference_mode(False), torch.no_grad():
-            own = logits.float() if ids is None else logits.index_select(0, ids.to(logits.device)).float()
-            if not torch.isfinite(logits.max()) or own.max() < logits.max():
+            draftable = logits.float() if ids is None else logits.index_select(0, ids.to(logits.device)).float()
+            if not torch.isfinite(logits.max()) or draftable.max() < logits.max():
                 return None
-            best = own.topk(min(NUM_BEST, len(own)))
+            best = draftable.topk(min(NUM_BEST, len(draftable)))
             return best.indices, best.values.softmax(0)
 
 
-def _own(features: Tensor) -> Tensor:
+def _cloned(features: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         return features.clone()

@@ -1,4 +1,4 @@
-"""Retrieval: draft what followed the same words in other texts. Three methods, which differ in the texts:
+"""Retrieval: draft what followed the same tokens in other texts. Three methods, which differ in the texts:
 
     LLMA            (Yang et al. 2304.04487) reference texts that come with a request: retrieved documents, the old
                     version of a file
@@ -7,7 +7,7 @@
     SuffixDecoding  (Oliaro et al. 2411.04975) former requests, whose answers agents and pipelines repeat
 
 All three find the longest suffixes of the sequence in an index of their texts, grow the tree of the likeliest
-continuations by counts (``suffix_array.grow_tree``), and propose the best tree. Differs from the papers: LLMA and
+continuations by counts (``suffix_array.grow_tree``), and propose the best tree. Differences to the papers: LLMA and
 SuffixDecoding also match the request's own tokens; LLMA proposes trees by counts, not one span; REST matches exactly
 and takes probabilities from counts.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, DraftwingWarning, shown
 from draftwing.methods.base import Budget, ListTree
-from draftwing.methods.lookup import ListDrafter, RowAutomata
+from draftwing.methods.lookup import ListDrafter
 from draftwing.methods.method import DraftMethod, NewDrafter, Source, integer_option
 from draftwing.methods.suffix_array import (
     Follower,
@@ -35,7 +35,6 @@ from draftwing.methods.suffix_array import (
     SuffixArray,
     check_tokenizer,
     grow_tree,
-    is_datastore,
     join_texts,
     read_datastore,
     read_store,
@@ -43,26 +42,23 @@ from draftwing.methods.suffix_array import (
 )
 from draftwing.models.context import Context, Row
 
-MAX_MATCH = 32  # tokens; a longer match says no more about what follows
+MAX_MATCH = 32  # tokens; a longer match predicts no better
 
 
 class RetrievalDrafter(ListDrafter):
     """Proposes for each row the best of its matches' trees; a subclass finds the matches."""
 
-    name = "retrieval"
-
     def matches(self, index: int, row: Row) -> Iterable[Match]:
-        """Yield the places where the sequence of the row at ``index`` continues elsewhere."""
+        """Yield the places at which the row's last tokens occur in a text and are continued."""
         raise NotImplementedError
 
     def max_nodes(self, match: Match) -> float:
-        """Return how many nodes a match is good for."""
+        """Return the most nodes to draft from a match."""
         return math.inf
 
     def list_trees(self, ctx: Context, budget: Budget) -> list[ListTree]:
         """Return for each row the tree with the most nodes expected to be accepted; see ``ListDrafter``."""
-        width = 1 if budget.children in ("sampled", "distinct") else budget.width
-        max_nodes = budget.depth * width if budget.nodes is None else budget.nodes
+        width, max_nodes = self.max_paths(budget)
         best = []
         for index, row in enumerate(ctx.rows):
             root, matches = row.tokens[-1], self.matches(index, row) if budget.depth else ()
@@ -91,29 +87,27 @@ class LlmaDrafter(RetrievalDrafter):
         super().__init__(vocab_size)
         self._shared, self._min_match = self._index(references), min_match
         self._references: list[SuffixArray | None] = []
-        self._automata = RowAutomata()
 
     def _index(self, references: Sequence[Sequence[int]]) -> SuffixArray | None:
         return SuffixArray(join_texts(references), vocab_size=self._vocab_size) if len(references) else None
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
-        """Index the row's own references."""
+        super().admit(ctx, features)
         self._references.append(self._index(ctx.rows[-1].references))
-        self._automata.admit()
 
     def remove(self, ctx: Context, row: int) -> None:
+        super().remove(ctx, row)
         self._references[row] = self._references[-1]
         self._references.pop()
-        self._automata.remove(row)
 
-    def matches(self, index: int, row: Row) -> Iterable[Match]:
+    def matches(self, index: int, row: Row) -> Iterator[Match]:
         """Yield the longest match in the row's references, the shared ones, and the request itself."""
         ending = row.tokens[-MAX_MATCH:]
         for texts in (self._references[index], self._shared):
             match = None if texts is None else texts.match(ending, self._min_match, MAX_MATCH)
             if match is not None:
                 yield match
-        yield from self._automata.get(index, row).matches(self._min_match, 1)
+        yield from self.automaton(index, row).matches(self._min_match, 1)
 
 
 # --- REST ------------------------------------------------------------------------------------------------------------
@@ -152,14 +146,14 @@ Place = tuple[tuple[SuffixArray, Any], ...]  # a place in several arrays at once
 class Memory:
     """The texts of former requests: searched and extended by any number of threads, bounded, optionally in a file.
 
-    Texts come one by one, so they lie in several suffix arrays, each more than twice as large as the next: a new array
-    is merged with the previous ones until that holds (a log-structured merge), so that a token is sorted again only a
-    few times. When there are too many tokens, the oldest array is dropped. Readers take the tuple of arrays as it is at
-    that moment and need no lock, because arrays never change.
+    Texts are added one by one, so they lie in several suffix arrays, each more than twice as large as the next: a new
+    array is merged with the previous ones until that holds (a log-structured merge), so that a token is sorted again
+    only a few times. When there are too many tokens, the oldest array is dropped. Readers take the current tuple of
+    arrays and need no lock, because arrays never change.
 
     Args:
         max_tokens: tokens to keep, including the ends of texts; about 8 bytes each.
-        file: where they are kept, or None. It is read if it exists.
+        file: to keep them in, or None. It is read if it exists.
         about: the tokenizer of the ids: ``vocab_size``, ``vocab_hash`` and ``target``.
 
     Attributes:
@@ -229,7 +223,7 @@ class Memory:
         return tuple(parts)
 
     def forget(self) -> None:
-        """Go back to the state that was read from the file, or to nothing."""
+        """Restore the state that was read from the file, or the empty one."""
         with self._lock:
             self.parts, self._num_unsaved = self._initial, 0
 
@@ -242,23 +236,19 @@ class Memory:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 write_store(self._file, self.parts, self._about)
             except (OSError, ValueError) as error:  # ValueError: an invalid file name
-                warnings.warn(
-                    f"{self._file}: what was learnt of former requests cannot be kept ({error}): check the path and "
-                    f"the disk",
-                    DraftwingWarning,
-                    stacklevel=2,
-                )
+                message = f"{self._file}: former requests cannot be stored ({error}): check the path and the disk"
+                warnings.warn(message, DraftwingWarning, stacklevel=2)
             self._num_unsaved = 0
 
 
 class SuffixDrafter(RetrievalDrafter):
     """Proposes the best continuation from the request's own tokens or from former requests.
 
-    The longer a match, the more is drafted.
+    The longer a match, the more tokens are drafted.
 
     Args:
         memory: of former requests; drafters of any number of threads may share it. A row's output is added when the
-            row leaves.
+            row is removed.
         alpha: nodes drafted per token of a match.
         min_match: the shortest match, in tokens.
     """
@@ -270,26 +260,22 @@ class SuffixDrafter(RetrievalDrafter):
     def __init__(self, vocab_size: int, memory: Memory, alpha: float = 2.0, min_match: int = 1) -> None:
         super().__init__(vocab_size)
         self._memory, self._alpha, self._min_match = memory, alpha, min_match
-        self._automata = RowAutomata()
-
-    def admit(self, ctx: Context, features: Tensor | None) -> None:
-        self._automata.admit()
 
     def forget(self) -> None:
         self._memory.forget()
 
     def remove(self, ctx: Context, row: int) -> None:
         """Remember the output, with the end of the prompt that it answers."""
+        super().remove(ctx, row)
         left = ctx.rows[row]
         if len(left.tokens) > left.prompt_length:
             self._memory.add(left.tokens[max(0, left.prompt_length - MAX_MATCH) :])
-        self._automata.remove(row)
-        if not len(self._automata):
+        if ctx.num_rows == 1:
             self._memory.save()
 
     def matches(self, index: int, row: Row) -> Iterable[Match]:
         """Yield matches of several lengths, in the request and the memory: shorter ones have more evidence."""
-        yield from self._automata.get(index, row).matches(self._min_match, self.MAX_OWN_MATCHES)
+        yield from self.automaton(index, row).matches(self._min_match, self.MAX_OWN_MATCHES)
         ending, length = row.tokens[-MAX_MATCH:], MAX_MATCH
         while length >= self._min_match:
             match = self._memory.match(ending, self._min_match, length)
@@ -305,6 +291,7 @@ class SuffixDrafter(RetrievalDrafter):
 # --- registration ----------------------------------------------------------------------------------------------------
 
 _MEMORY_TOKENS = 1_000_000  # of former requests, by default: 8 MB
+_MIN_MATCH = {"min_match": integer_option("min_match", 1)}
 
 
 def _alpha(value: Any) -> float:
@@ -323,7 +310,6 @@ def _memory_file(value: Any) -> Path:
 
 
 def _references(value: Any) -> list[Any]:
-    """Texts, files (as ``Path``) and lists of ids."""
     if not isinstance(value, list | tuple):
         raise ConfigError(
             f"draft_options: references must be a list of texts (str), files (Path) or token ids, found "
@@ -333,6 +319,7 @@ def _references(value: Any) -> list[Any]:
 
 
 def _reference_ids(reference: Any, source: Source) -> Sequence[int]:
+    """Return the ids of a text (str), of a file (``Path``) or of a list of ids."""
     vocab_size = source.target.vocab_size
     if isinstance(reference, Path):
         try:
@@ -341,7 +328,7 @@ def _reference_ids(reference: Any, source: Source) -> Sequence[int]:
             raise DataError(f"{reference}: this reference cannot be read ({error}): give a UTF-8 text file") from error
     if isinstance(reference, str):
         if source.tokenizer is None:
-            raise ConfigError("draft_options: references are texts, and no tokenizer is known: give them as token ids")
+            raise ConfigError("draft_options: references are texts, but there is no tokenizer: give them as token ids")
         return source.tokenizer.encode_plain(reference)
     if isinstance(reference, list | tuple) and all(
         isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in reference
@@ -353,12 +340,7 @@ def _reference_ids(reference: Any, source: Source) -> Sequence[int]:
     )
 
 
-_MIN_MATCH = {"min_match": integer_option("min_match", 1)}
-
-
 class Llma(DraftMethod):
-    """See ``LlmaDrafter``."""
-
     options: ClassVar = {"references": _references, **_MIN_MATCH}
 
     def new_drafter(self, source: Source) -> NewDrafter:
@@ -368,8 +350,6 @@ class Llma(DraftMethod):
 
 
 class Suffix(DraftMethod):
-    """See ``SuffixDrafter``."""
-
     options: ClassVar = {
         "alpha": _alpha,
         "memory": _memory_file,
@@ -392,12 +372,7 @@ class Suffix(DraftMethod):
 
 
 class Rest(DraftMethod):
-    """See ``RestDrafter``."""
-
     options: ClassVar = {"max_match": integer_option("max_match", 1), **_MIN_MATCH}
-
-    def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
-        return is_datastore(config, folder)
 
     def new_drafter(self, source: Source) -> NewDrafter:
         store = read_datastore(source.folder)

@@ -1,10 +1,10 @@
 """Suffix arrays over token ids, the trees grown from them, and their files: the index of retrieval drafters.
 
-The sorted suffixes of some texts that begin alike are adjacent. So the occurrences of a pattern are found by two binary
-searches, and what follows them is sorted too: a trie that needs no building.
+Suffixes that begin alike are adjacent in sorted order. Two binary searches find the occurrences of a pattern, and the
+tokens after them are sorted too: a trie that needs no building.
 
-An index of texts (``SuffixArray``, ``lookup.SuffixAutomaton``, ``retrieval.Memory``) answers one question: which tokens
-follow at a place, and how often. The places below a match form the trie of its continuations; ``grow_tree`` visits only
+An index of texts (``SuffixArray``, ``lookup.SuffixAutomaton``, ``retrieval.Memory``) returns the tokens that follow at
+a place, and how often each does. The places below a match form the trie of its continuations; ``grow_tree`` visits only
 the part of it that is drafted.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -42,7 +41,6 @@ _MAX_OCCURRENCES = 1024  # of more occurrences, as many are sampled at even dist
 Ids = NDArray[np.int32]
 Order = NDArray[Any]  # int32, or int64 for more tokens than int32 counts
 
-
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
@@ -63,7 +61,7 @@ class TextIndex(Protocol):
     """Texts in which places can be found."""
 
     def followers(self, place: Any) -> Sequence[Follower]:
-        """Return the distinct tokens that follow at a place; none where every text ends."""
+        """Return the distinct tokens that follow at a place; none if every text ends there."""
         ...
 
 
@@ -82,7 +80,7 @@ class Match:
 
 
 class _Occurrences(NamedTuple):
-    """The place of a ``SuffixArray``: where the matches start, sorted by suffix, and how many tokens matched."""
+    """The place of a ``SuffixArray``: the starts of the matches, sorted by suffix, and the number of matched tokens."""
 
     starts: NDArray[np.int64]
     length: int
@@ -113,24 +111,19 @@ class SuffixArray:
         return low, bisect_right(self.order, ids, lo=low, key=prefix)
 
     def _prefix(self, size: int) -> Callable[[int], list[int]]:
-        def first_tokens(start: int) -> list[int]:
-            ids: list[int] = self.tokens[start : int(start) + size].tolist()
-            return ids
-
-        return first_tokens
+        """Return a function from the start of a suffix to its first ``size`` tokens."""
+        return lambda start: self.tokens[start : int(start) + size].tolist()
 
     def longest(self, ending: Sequence[int], min_length: int, max_length: int) -> int:
         """Return the length of the longest suffix of ``ending`` that something follows here, 0 without one."""
-        low, high = min_length, min(max_length, len(ending))  # the longer, the rarer
-        if high < low or not self._is_continued(ending[-low:]):
+        longest = min(max_length, len(ending))
+        if longest < min_length or not self._is_continued(ending[-min_length:]):
             return 0
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._is_continued(ending[-middle:]) else (low, middle - 1)
-        return low
+        longer = range(min_length + 1, longest + 1)  # the longer a suffix, the rarer it is
+        return min_length + bisect_left(longer, 1, key=lambda length: not self._is_continued(ending[-length:]))
 
     def _is_continued(self, pattern: Sequence[int]) -> bool:
-        """Return True if ``pattern`` occurs before the end of a text. Ends sort first, so the last occurrence tells."""
+        """Return True if ``pattern`` occurs before the end of a text: its last occurrence does, as ends sort first."""
         ids, size = list(pattern), len(pattern)
         last = bisect_right(self.order, ids, key=self._prefix(size)) - 1
         if last < 0:
@@ -141,10 +134,10 @@ class SuffixArray:
     def place(self, pattern: Sequence[int]) -> _Occurrences:
         """Return the place after ``pattern``, for ``followers``."""
         low, high = self.find(pattern)
-        if high - low <= _MAX_OCCURRENCES:
-            return _Occurrences(self.order[low:high].astype(np.int64), len(pattern))
-        even = np.linspace(low, high - 1, _MAX_OCCURRENCES).astype(np.int64)
-        return _Occurrences(self.order[even].astype(np.int64), len(pattern))
+        starts = self.order[low:high]
+        if high - low > _MAX_OCCURRENCES:
+            starts = self.order[np.linspace(low, high - 1, _MAX_OCCURRENCES).astype(np.int64)]
+        return _Occurrences(starts.astype(np.int64), len(pattern))
 
     def match(self, ending: Sequence[int], min_length: int, max_length: int) -> Match | None:
         """Return the longest suffix of ``ending`` that something follows here, or None."""
@@ -195,7 +188,7 @@ def sort_by_doubling(tokens: Ids) -> Order:
     """Sort by the ranks of prefixes of 1, 2, 4, ... tokens, until all of them differ (Manber and Myers, 1990)."""
     size = len(tokens)
     _, rank = np.unique(tokens, return_inverse=True)
-    rank, length = rank.astype(np.int64) + 1, 1  # 0 lies behind the end
+    rank, length = rank.astype(np.int64) + 1, 1  # 0 is the rank after the end
     while True:
         second = np.zeros(size, dtype=np.int64)
         if length < size:
@@ -203,11 +196,11 @@ def sort_by_doubling(tokens: Ids) -> Order:
         keys = rank * (size + 1) + second
         order = np.argsort(keys, kind="stable")
         ordered = keys[order]
-        fresh = np.concatenate([[1], ordered[1:] != ordered[:-1]]).cumsum()
+        new_ranks = np.concatenate([[1], ordered[1:] != ordered[:-1]]).cumsum()
         rank = np.empty(size, dtype=np.int64)
-        rank[order] = fresh
+        rank[order] = new_ranks
         length *= 2
-        if fresh[-1] == size:
+        if new_ranks[-1] == size:
             return order.astype(np.int32) if size < 2**31 else order
 
 
@@ -261,7 +254,7 @@ MAGIC, VERSION = b"DWTEXTS\n", 1
 _ALIGN, BLOCK_BYTES = 64, 4 << 20
 NUM_CHECKED = 64  # blocks that are checked when a file is opened: the first, the last, and evenly spaced ones
 
-_NUMBERS = itertools.count()
+_NUMBERS = count()
 
 
 @dataclass(frozen=True)
@@ -278,6 +271,15 @@ class Store:
     num_bytes: int
 
 
+def _dtypes(size: int) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Return the types of the tokens and of the order of a part with ``size`` tokens."""
+    return np.dtype("<i4"), np.dtype("<i4" if size < 2**31 else "<i8")
+
+
+def _aligned(offset: int) -> int:
+    return offset + -offset % _ALIGN
+
+
 def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, Any]) -> None:
     """Write a file; an existing one is replaced only once the new one is complete.
 
@@ -288,13 +290,17 @@ def write_store(path: Path, parts: Sequence[SuffixArray], about: Mapping[str, An
     remove_leftovers(path)
     partial = partial_name(path)
     try:
-        with partial.open("wb") as file:
+        with partial.open("w+b") as file:
             file.write(MAGIC + struct.pack("<II", len(header), zlib.crc32(header)) + header)
-            blocks = _BlockWriter(file)
+            begin = file.seek(_aligned(file.tell()))
             for part in parts:
-                blocks.write(part.tokens, np.dtype("<i4"))
-                blocks.write(part.order, _order_type(len(part)))
-            blocks.finish()
+                for values, dtype in zip((part.tokens, part.order), _dtypes(len(part)), strict=True):
+                    file.write(np.ascontiguousarray(values, dtype).data)
+                    file.seek(_aligned(file.tell()))
+            file.truncate()
+            file.seek(begin)
+            sums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+            file.write(np.array(sums, dtype="<u4").data)
             file.flush()
             os.fsync(file.fileno())  # else the name might reach the disk before the data
         os.replace(partial, path)
@@ -326,43 +332,6 @@ def _is_running(process: str) -> bool:
     return True
 
 
-class _BlockWriter:
-    """Writes aligned arrays and a checksum for every block."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sum, self._filled, self._sums = file, 0, 0, list[int]()
-        file.write(bytes(-file.tell() % _ALIGN))
-
-    def write(self, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Write an array, padded to the next multiple of 64 bytes."""
-        step = BLOCK_BYTES // dtype.itemsize
-        for start in range(0, len(values), step):
-            self._put(np.ascontiguousarray(values[start : start + step], dtype=dtype).tobytes())
-        self._put(bytes(-len(values) * dtype.itemsize % _ALIGN))
-
-    def _put(self, data: bytes) -> None:
-        self._file.write(data)
-        while data:
-            head, data = data[: BLOCK_BYTES - self._filled], data[BLOCK_BYTES - self._filled :]
-            self._sum, self._filled = zlib.crc32(head, self._sum), self._filled + len(head)
-            if self._filled == BLOCK_BYTES:
-                self._close()
-
-    def _close(self) -> None:
-        self._sums.append(self._sum)
-        self._sum = self._filled = 0
-
-    def finish(self) -> None:
-        """Write the checksums."""
-        if self._filled:
-            self._close()
-        self._file.write(np.array(self._sums, dtype="<u4").tobytes())
-
-
-def _order_type(size: int) -> np.dtype[Any]:
-    return np.dtype("<i4" if size < 2**31 else "<i8")
-
-
 def read_store(path: Path, *, whole: bool = False) -> Store:
     """Open a file. Its arrays are mapped, and read on use.
 
@@ -374,21 +343,27 @@ def read_store(path: Path, *, whole: bool = False) -> Store:
     """
     try:
         with path.open("rb") as file:
-            about, begin = _read_header(path, file)
+            about, offset = _read_header(path, file)
             sizes = about["sizes"]
-            offsets, end = _part_offsets(sizes, begin)
-            num_bytes = end + 4 * -(-(end - begin) // BLOCK_BYTES)
-            actual = path.stat().st_size
+            end = offset + sum(_aligned(size * dtype.itemsize) for size in sizes for dtype in _dtypes(size))
+            num_blocks, actual = -(-(end - offset) // BLOCK_BYTES), path.stat().st_size
+            num_bytes = end + 4 * num_blocks
             if actual != num_bytes:
                 raise _damaged(path, f"it should have {num_bytes:,} bytes, and has {actual:,}")
-            _check_blocks(path, file, begin, end, whole=whole)
+            file.seek(end)
+            sums = np.frombuffer(file.read(), dtype="<u4")
+            spaced = np.linspace(0, num_blocks - 1, min(num_blocks, NUM_CHECKED)).astype(int).tolist()
+            for number in range(num_blocks) if whole else sorted(set(spaced)):
+                start = file.seek(offset + number * BLOCK_BYTES)
+                if zlib.crc32(file.read(min(BLOCK_BYTES, end - start))) != sums[number]:
+                    raise _damaged(path, f"block {number} of {num_blocks} is not what was written")
         parts = []
-        for size, (tokens, order) in zip(sizes, offsets, strict=True):
-            mapped = [
-                np.memmap(path, dtype, "r", offset, (size,)) if size else np.zeros(0, dtype)
-                for dtype, offset in ((np.dtype("<i4"), tokens), (_order_type(size), order))
-            ]
-            parts.append(SuffixArray(mapped[0], mapped[1], about["vocab_size"]))
+        for size in sizes:
+            arrays = []
+            for dtype in _dtypes(size):
+                arrays.append(np.memmap(path, dtype, "r", offset, (size,)) if size else np.zeros(0, dtype))
+                offset += _aligned(size * dtype.itemsize)
+            parts.append(SuffixArray(arrays[0], arrays[1], about["vocab_size"]))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}): check the path and its permissions") from error
     return Store(path, about, tuple(parts), num_bytes)
@@ -412,34 +387,11 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
             f"{path}: expected version {VERSION} of the format, found {shown(about['version'])}: update Draftwing, or "
             f"make the file again"
         )
-    return about, 16 + length + -(16 + length) % _ALIGN
+    return about, _aligned(16 + length)
 
 
-def _part_offsets(sizes: Sequence[int], begin: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the offsets of the tokens and the order of each part, and the end of all parts."""
-    offsets = []
-    for size in sizes:
-        order = begin + 4 * size + -4 * size % _ALIGN
-        offsets.append((begin, order))
-        num_bytes = _order_type(size).itemsize * size
-        begin = order + num_bytes + -num_bytes % _ALIGN
-    return offsets, begin
-
-
-def _check_blocks(path: Path, file: BinaryIO, begin: int, end: int, *, whole: bool) -> None:
-    num_blocks = -(-(end - begin) // BLOCK_BYTES)
-    file.seek(end)
-    sums = np.frombuffer(file.read(4 * num_blocks), dtype="<u4")
-    spaced = np.linspace(0, num_blocks - 1, min(num_blocks, NUM_CHECKED)).astype(int).tolist()
-    for number in range(num_blocks) if whole else sorted(set(spaced)):
-        file.seek(begin + number * BLOCK_BYTES)
-        data = file.read(min(BLOCK_BYTES, end - begin - number * BLOCK_BYTES))
-        if zlib.crc32(data) != sums[number]:
-            raise _damaged(path, f"block {number} of {num_blocks} is not what was written")
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path}: this file is damaged ({why}): copy it again, or delete it and recreate it")
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: this file is damaged ({reason}): copy it again, or delete it and recreate it")
 
 
 def check_tokenizer(
@@ -464,12 +416,6 @@ def check_tokenizer(
 
 DATASTORE_KIND = "rest"
 TEXTS_FILE = "texts.bin"
-
-
-def is_datastore(config: Mapping[str, Any], folder: Path | None = None) -> bool:
-    """Return True if a folder with this ``config.json`` is a datastore."""
-    block = config.get("draftwing")
-    return isinstance(block, dict) and block.get("kind") == DATASTORE_KIND
 
 
 def check_new_datastore(folder: Path) -> None:
@@ -513,7 +459,8 @@ def read_datastore(folder: Path, *, whole: bool = False) -> Store:
     Raises:
         CheckpointError: not a datastore, or a damaged one.
     """
-    if not is_datastore(read_config(folder)):
+    block = read_config(folder).get("draftwing")
+    if not isinstance(block, dict) or block.get("kind") != DATASTORE_KIND:
         raise CheckpointError(f"{folder}: is no datastore: give a folder that `draftwing datastore build` has written")
     store = read_store(folder / TEXTS_FILE, whole=whole)
     if len(store.parts) != 1:

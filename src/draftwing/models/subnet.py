@@ -1,7 +1,7 @@
 """Sub-networks of the target: some of its layers, or only the attention or the MLP of a layer.
 
 They share the target's modules and KV slots. Their nodes use the slots of the tree, which the target's next forward
-writes again in every layer.
+overwrites in every layer.
 
 Shape suffixes: R rows, H hidden, V vocabulary.
 """
@@ -50,19 +50,14 @@ class Parts:
 
     @classmethod
     def first(cls, num_layers: int, count: int) -> Parts:
-        """The first ``count`` layers: an early exit."""
+        """Return the first ``count`` layers: an early exit."""
         return cls(num_layers, tuple(range(count)), tuple(range(count)))
 
     @classmethod
     def without(cls, num_layers: int, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Parts:
-        """All but these sublayers: Draft & Verify."""
-        check = cls(num_layers, attention, mlp)
-        every = range(num_layers)
-        return cls(
-            num_layers,
-            tuple(layer for layer in every if layer not in check.attention),
-            tuple(layer for layer in every if layer not in check.mlp),
-        )
+        """Return all but these sublayers: Draft & Verify."""
+        skipped = cls(num_layers, attention, mlp)
+        return cls(num_layers, skipped.skipped_attention, skipped.skipped_mlp)
 
     @property
     def num_first(self) -> int:
@@ -73,22 +68,22 @@ class Parts:
     @property
     def skipped_attention(self) -> tuple[int, ...]:
         """Layers whose attention does not run."""
-        return tuple(sorted(set(range(self.num_layers)) - set(self.attention)))
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.attention)
 
     @property
     def skipped_mlp(self) -> tuple[int, ...]:
         """Layers whose MLP does not run."""
-        return tuple(sorted(set(range(self.num_layers)) - set(self.mlp)))
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.mlp)
 
     def __str__(self) -> str:
-        both = set(self.attention) & set(self.mlp)
-        if both == set(range(len(both))) and len(self.attention) == len(self.mlp) == len(both):
-            return f"the first {len(both)} of {self.num_layers} layers"
+        if self == Parts.first(self.num_layers, len(self.mlp)):
+            return f"the first {len(self.mlp)} of {self.num_layers} layers"
         return f"{len(self.attention)} attentions and {len(self.mlp)} MLPs of {self.num_layers} layers"
 
 
-class _OfTarget:
-    """A part of a target: a ``Net`` with the target's dtype, device and rotation."""
+@dataclass(eq=False)
+class _TargetPart:
+    """A part of a target as a ``Net``."""
 
     net: TappedNet
 
@@ -104,17 +99,24 @@ class _OfTarget:
     def rotary(self) -> Rotary:
         return self.net.rotary
 
+    def fuse(self, features: Any) -> Any:
+        """Return the features unchanged."""
+        return features
+
+    def logits(self, read: Any) -> Any:
+        """(R, H) -> (R, V)."""
+        return self.net.head.forward(read)
+
 
 @dataclass(eq=False)
-class SubNet(_OfTarget):
-    """Some ``parts`` of a decoder as a ``Net``, followed by its final norm and LM head.
+class SubNet(_TargetPart):
+    """Some ``parts`` of a decoder, followed by its final norm and LM head.
 
     Attributes:
-        gives_stream: whether the second output is the residual stream (R, H) after the last part.
+        gives_stream: the second output of ``forward`` is the residual stream (R, H) after the last part.
         rest: the layers after an early exit, if ``gives_stream``.
     """
 
-    net: TappedNet
     parts: Parts
     gives_stream: bool = False
     rest: RestNet | None = field(init=False, default=None)
@@ -125,16 +127,12 @@ class SubNet(_OfTarget):
 
     @classmethod
     def of(cls, net: TappedNet, parts: Parts) -> SubNet:
-        """The network that drafts with ``parts``; after an early exit it returns the stream too."""
+        """Return the network that drafts with ``parts``; after an early exit it returns the stream too."""
         return cls(net, parts, gives_stream=parts.num_first > 0)
 
     @property
     def shape(self) -> NetShape:
         return replace(self.net.shape, out_width=self.net.config.hidden_size if self.gives_stream else 0)
-
-    def fuse(self, features: Any) -> Any:
-        """Unchanged: it reads tokens alone."""
-        return features
 
     def stream(self, ids: Any, attend: Attend) -> Any:
         """(R,) -> the residual stream (R, H) after the last part."""
@@ -151,13 +149,9 @@ class SubNet(_OfTarget):
         x = self.stream(ids, attend)
         return self.net.norm.forward(x), x if self.gives_stream else None
 
-    def logits(self, read: Any) -> Any:
-        """(R, H) -> (R, V)."""
-        return self.net.head.forward(read)
-
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights that a forward of one token reads, the LM head included."""
+        """Bytes of weights that a forward of one token reads, including the LM head."""
         moe, layers = self.net.config.moe, self.net.layers
         num_experts = moe.num_experts_per_token if moe else 0
         attention = sum(attention_bytes(layers[index]) for index in self.parts.attention)
@@ -165,10 +159,9 @@ class SubNet(_OfTarget):
 
 
 @dataclass(eq=False)
-class RestNet(_OfTarget):
+class RestNet(_TargetPart):
     """The layers after the first ``count``, as a network that reads the residual stream after these."""
 
-    net: TappedNet
     count: int
 
     @property
@@ -176,32 +169,24 @@ class RestNet(_OfTarget):
         hidden = self.net.config.hidden_size
         return replace(self.net.shape, feature_width=hidden, state_width=hidden, out_width=0)
 
-    def fuse(self, features: Any) -> Any:
-        """Unchanged."""
-        return features
-
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
         """(R, H) after the first layers -> (R, H) after the final norm."""
         for index in range(self.count, self.net.config.num_layers):
             states = self.net.layers[index].forward(states, attend, index)
         return self.net.norm.forward(states), None
 
-    def logits(self, read: Any) -> Any:
-        """(R, H) -> (R, V)."""
-        return self.net.head.forward(read)
-
 
 @dataclass(frozen=True)
 class StartedForward:
-    """The forward of a chain whose first layers ran while it was drafted: their keys and values lie in its slots.
+    """The forward of a chain whose first layers ran while it was drafted: their keys and values are in its slots.
 
-    A call runs the first layers for the nodes that drafting left out (the last one), and the other layers for all
-    nodes: each node's results are those of a forward through all layers.
+    A call runs the first layers for the node that drafting did not run (the last one), and the other layers for all
+    nodes. The results are those of a forward through all layers.
 
     Attributes:
         first, rest: run the first layers and the others, over the same slots.
         tree: the chain.
-        states: (B, W, H) the stream behind the first layers, of the first nodes.
+        states: (B, W, H) the stream after the first layers, of the first W nodes.
         lengths: slots of each row before its chain.
     """
 
@@ -226,18 +211,18 @@ class StartedForward:
 
 
 def runner_over(net: SubNet | RestNet, target: LeanTarget, ctx: LeanContext) -> Runner:
-    """A runner of a part of the target over the KV slots of one of its contexts."""
+    """Return a runner of a part of the target over the KV slots of one of its contexts."""
     return target.runs.runner(net, ctx, ctx.cache)
 
 
 def lean_target(target: Target, what: str) -> LeanTarget:
-    """The target, as one whose layers can be run separately.
+    """Return the target if its layers can be run separately.
 
     Args:
         what: the draft method, for the error message.
 
     Raises:
-        UnsupportedError: it runs on transformers, as a whole.
+        UnsupportedError: it runs in transformers, as a whole.
     """
     if isinstance(target, LeanTarget):
         return target
