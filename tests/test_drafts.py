@@ -19,7 +19,7 @@ from draftwing.methods.base import Budget
 from draftwing.methods.calibration import NUM_COMPARED, Calibration
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.target import Target
@@ -360,5 +360,5 @@ def test_a_target_without_hidden_states_is_named(folder_of):
     target.propose = partial(Target.propose, target)  # draft and forward apart
     decoder = Decoder(target, drafter_for("eagle3", target, folder_of), budget=Budget(3))
     decoder.admit([4, 9, 30], Sampling(max_tokens=4))
-    with refused(ConfigError, "the target's forward gave none", "TargetOutput.features"):
+    with refused(ConfigError, "the target's forward returned none", "TargetOutput.features"):
         decoder.step()

@@ -14,8 +14,8 @@ from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.loading import load, load_drafter, load_target
 from draftwing.methods.base import Budget
-from draftwing.methods.kangaroo import AlignedLoss, KangarooConfig, KangarooDrafter, KangarooNet
-from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.kangaroo import KangarooConfig, KangarooDrafter, KangarooNet
+from draftwing.methods.objectives import OBJECTIVES, AlignedLoss
 from draftwing.methods.registry import diagnose, get_method, method_of_folder
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.context import FeatureSpec
@@ -107,8 +107,11 @@ def test_the_loss_is_the_cross_entropy_by_hand(target):
 
 
 def test_what_the_loss_has_not(target):
-    for objective, steps, share in (("eagle3", 2, 1.0), ("eagle1", 1, 1.0), ("eagle3", 1, 0.5)):
-        with refused(ConfigError, "'kangaroo' learns one step", "leave out"):
+    for objective, steps, share, part in (
+        ("eagle3", 2, 1.0, "learns one step"), ("eagle1", 1, 1.0, "predicts no features"),
+        ("eagle3", 1, 0.5, "learns one step"),
+    ):  # fmt: skip
+        with refused(ConfigError, "'kangaroo'", part, "leave"):
             AlignedLoss(new_net(target), OBJECTIVES[objective], steps, 0.0, share)
 
 
@@ -159,10 +162,10 @@ def test_targets_that_do_not_fit(target, folder_of):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"taps": (1, 2)}, ["reads one tap", "(1, 2)"]),
-        ({"taps": (0,)}, ["reads one tap", "(0,)"]),
-        ({"num_kv_heads": 3}, ["multiple of num_kv_heads", "4, 3 and 8"]),
-        ({"head_dim": 0}, ["head_dim at least 1"]),
+        ({"taps": (1, 2)}, ["reads one hidden state", "(1, 2)"]),
+        ({"taps": (0,)}, ["behind 1 or more of the target's layers"]),
+        ({"num_kv_heads": 3}, ["multiple of num_kv_heads", "4 and 3"]),
+        ({"head_dim": 0}, ["head_dim must be at least 1"]),
     ],
 )
 def test_shapes_that_no_adapter_has(changes, parts, target):

@@ -23,9 +23,9 @@ from draftwing.formats.layouts import LAYOUTS
 from draftwing.formats.read import PICKLED
 from draftwing.loading import load, load_drafter, load_target
 from draftwing.methods.base import Budget
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.method import NewNet
 from draftwing.methods.net import DraftNet
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import OBJECTIVES, Objective
 from draftwing.methods.registry import (
     METHODS,

@@ -273,7 +273,7 @@ def test_architectures_whose_layers_we_lack(architecture, tmp_path):
     if "Next" not in architecture:
         mtp_files.change_config(tmp_path, num_nextn_predict_layers=1)
     target = load_target(tmp_path)
-    with refused(UnsupportedError, f"MTP modules of {architecture} cannot be run", "Draft with lookup"):
+    with refused(UnsupportedError, f"MTP modules of {architecture} cannot be run", "draft with lookup"):
         load_drafter("mtp", target, None)
 
 
@@ -389,15 +389,15 @@ def test_losses_that_cannot_be_meant():
         MtpLoss(net, OBJECTIVES["next-token"], 3)
     with refused(ConfigError, "later_share is 0.5", "leave it out"):
         MtpLoss(net, OBJECTIVES["next-token"], 2, 0.0, 0.5)
-    with refused(ConfigError, "not trained to predict states", "another objective"):
+    with refused(ConfigError, "'mtp' predicts no features", "--objective"):
         MtpLoss(net, OBJECTIVES["eagle1"], 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"num_heads": 3}, ["3 heads cannot share 2 KV heads"]),
-        ({"head_dim": 4}, ["of width 4 cannot be rotated as one of 8"]),
+        ({"num_heads": 3}, ["multiple of num_kv_heads", "3 and 2"]),
+        ({"head_dim": 4}, ["head_dim must be that of rope", "4 and 8"]),
         ({"intermediate_size": 0}, ["intermediate_size must be at least 1, found 0"]),
     ],
 )

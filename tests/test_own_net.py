@@ -23,9 +23,9 @@ from draftwing.lab.compare import compare
 from draftwing.lm import LM
 from draftwing.loading import load, load_drafter, load_target
 from draftwing.methods.base import Budget
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.method import NetMethod
 from draftwing.methods.net import DraftNet, PlainConfig
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import Objective, soft_cross_entropy
 from draftwing.methods.registry import (
     METHODS,
