@@ -291,7 +291,7 @@ class Watched(EagleDrafter):
 
     def __init__(self, net: EagleNet, target: LeanTarget) -> None:
         super().__init__(net, target)
-        self.runner = self._runner = Listening(net)
+        self.runner = Listening(net)
 
     def admit(self, ctx, features):
         self.runner.texts = None

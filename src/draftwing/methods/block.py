@@ -161,9 +161,9 @@ class BlockDrafter(EagleDrafter):
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         net, request = self.net, request.within(self.net.num_levels)
-        chain, last, states = self._runner.catch_up(request)
+        chain, last, states = self.runner.catch_up(request)
         entries = Entries(chain, request.lengths, states=states)
-        _, out = self._runner.forward(entries, want_logits=False, last=last)
+        _, out = self.runner.forward(entries, want_logits=False, last=last)
         assert out is not None
         if net.num_masks:
             out = self._read_masks(request)
@@ -187,7 +187,7 @@ class BlockDrafter(EagleDrafter):
         order = torch.arange(nodes, device=net.device).expand(len(roots), -1)
         everything = torch.ones(len(roots), nodes, nodes, dtype=torch.bool, device=net.device)
         tree = DraftTree(tokens, order - 1, paths=(everything, order))
-        _, out = self._runner.forward(Entries(tree, [root + 1 for root in request.root_slots]), want_logits=False)
+        _, out = self.runner.forward(Entries(tree, [root + 1 for root in request.root_slots]), want_logits=False)
         assert out is not None
         return out
 

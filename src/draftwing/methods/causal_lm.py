@@ -112,7 +112,7 @@ class CausalLMDrafter(NetDrafter):
         self.name = f"causal-lm ({model.name})"
         self.num_bytes, self.runs_as = model.num_weight_bytes, model.runs_as
         self.identity = f"{self.name}, {self.num_bytes}"
-        self._runner = model.runs.runner(model.net, self)
+        self.runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified
 
@@ -136,12 +136,12 @@ class CausalLMDrafter(NetDrafter):
 
     def _prefill(self, row: Row, stop: int) -> None:
         tokens, start = row.tokens[row.resumed : stop], row.resumed
-        self._runner.prefill(len(self._read), tokens, prompt_length=row.prompt_length, start=start)
+        self.runner.prefill(len(self._read), tokens, prompt_length=row.prompt_length, start=start)
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
-        self._runner.cache.move_row(len(self._read) - 1, row)
+        self.runner.cache.move_row(len(self._read) - 1, row)
         self._read[row] = self._read[-1]
         self._read.pop()
 
@@ -182,7 +182,7 @@ class CausalLMDrafter(NetDrafter):
         # The deepest level was never run: its nodes have no slots, and near the end there is no room for any.
         path = drafted.slots_of(accepted.own_path)[:, : 1 + drafted.num_levels]
         if drafted.places is not None:  # even the nodes of a single path may be apart here
-            self._runner.commit(ctx.lengths, path)
+            self.runner.commit(ctx.lengths, path)
         num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has already returned its tokens
         for place, (row, num) in enumerate(zip(ctx.rows, num_kept, strict=True)):
             if self._room(row) > 0:
@@ -336,7 +336,7 @@ class StagedDrafter(CausalLMDrafter):
         runs = [[*draft.fresh, *draft.guess] for draft in drafts]
         width = max(map(len, runs))
         chain = DraftTree.chain(ctx.tensor([[*run, *[PAD] * (width - len(run))] for run in runs]))
-        logits, _ = self._runner.forward(Entries(chain, [draft.read for draft in drafts]))
+        logits, _ = self.runner.forward(Entries(chain, [draft.read for draft in drafts]))
         assert logits is not None
         levels = [[max(len(draft.tokens) + i - len(draft.fresh) + 1, 0) for i in range(width)] for draft in drafts]
         tokens, probs = self._best_children(ctx, sampling, budget, logits, levels)

@@ -353,7 +353,7 @@ class ChainDrafter(EagleDrafter):
         head_bytes = target.head.num_bytes
         self.num_bytes = len(parts) * (self.num_bytes - head_bytes) + head_bytes
         self.name += f", {len(parts)} modules"
-        self._runners = [self._runner, *(part.runs.runner(part, self) for part in parts[1:])]
+        self._runners = [self.runner, *(part.runs.runner(part, self) for part in parts[1:])]
         # (B, D, H) each module's state at the last entry that it read; and the same once this step counts.
         self._left = torch.zeros(0, len(parts), self.net.shape.state_width, dtype=self._dtype, device=self.net.device)
         self._next_left: Tensor | None = None

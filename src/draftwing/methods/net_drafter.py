@@ -30,9 +30,13 @@ from draftwing.tree import Accepted, DraftTree
 
 
 class NetDrafter(Drafter):
-    """Splits ``propose`` into a request, the draft, and the drafter's use of the result."""
+    """Splits ``propose`` into a request, the draft, and the drafter's use of the result.
 
-    _runner: Runner
+    Attributes:
+        runner: runs the network over its KV slots.
+    """
+
+    runner: Runner
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
         """Return the trees to draft, or None to draft nothing. May be called again for a repeated step."""
@@ -40,7 +44,7 @@ class NetDrafter(Drafter):
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """Grow the trees, and verify them in the same call if the runner can."""
-        return self._runner.draft(request, verify)
+        return self.runner.draft(request, verify)
 
     def receive(self, ctx: Context, drafted: Drafted) -> DraftTree:
         """Take the result of ``draft``, and return the trees to propose."""
@@ -159,7 +163,7 @@ class EagleDrafter(NetDrafter):
         self.identity = f"{identity} {config} {net.dtype} {num_bytes}"
         self.num_bytes = num_bytes + (target.head.num_bytes if net.head is None else 0)
         self.runs_as = runs_as(matrices)
-        self.net, self._runner = net, net.runs.runner(net, self)
+        self.net, self.runner = net, net.runs.runner(net, self)
         self._dtype, self._calibration, self._shift = net.dtype, config.calibration, int(net.shape.is_shifted)
         self._fed: list[int] = []  # entries of each row whose slots hold true features
         self._unread = PendingFeatures()
@@ -192,13 +196,13 @@ class EagleDrafter(NetDrafter):
 
     def _prefill(self, row: int, ids: Sequence[int], features: Tensor, start: int) -> None:
         """Feed features (1, T, F) of a prompt to a row, from slot ``start`` on."""
-        self._runner.prefill(row, ids, features, start=start)
+        self.runner.prefill(row, ids, features, start=start)
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
         self._unread.remove(row, [other.length for other in ctx.rows])
-        self._runner.cache.move_row(len(self._fed) - 1, row)
+        self.runner.cache.move_row(len(self._fed) - 1, row)
         self._fed[row] = self._fed[-1]
         self._fed.pop()
         self._read = None
