@@ -326,7 +326,7 @@ class StagedDrafter(CausalLMDrafter):
     def _pass(
         self, ctx: Context, sampling: SamplingBatch, budget: Budget, drafts: Sequence[StagedDraft], depth: int
     ) -> None:
-        """Run every row's fresh tokens with guesses behind them, and extend the drafts by the model's own choices."""
+        """Run every row's fresh tokens with guesses behind them, and extend the drafts by the model's choices."""
         for staged, draft in zip(self._rows, drafts, strict=True):
             draft.guess = []
             if draft.is_open:
@@ -377,7 +377,7 @@ HEAD_DIM = 64  # of a new model, unless given
 
 @dataclass(frozen=True)
 class CausalLMConfig:
-    """The config of a draft model: a ``methods.net.NetConfig``.
+    """The config of a draft model, with the fields that ``DraftNet`` reads of a ``PlainConfig``.
 
     Attributes:
         shape: as the lean decoder reads it.
@@ -456,7 +456,7 @@ class CausalLMNet(DraftNet):
     """A lean decoder with gradients for all its weights, embedding and LM head included.
 
     Args:
-        lean: its parts, not prepacked; they become the net's own.
+        lean: its parts, not prepacked; the net takes them over.
         files: the tokenizer's files, which are copied into every folder that the net is written to.
 
     Raises:
@@ -591,12 +591,12 @@ def read_causal_lm(
             f"{', '.join(sorted(LEAN_MODEL_TYPES))}, or from nothing"
         )
     WeightFiles(folder).close()  # safetensors alone: a GGUF file's blocks have no gradients
-    own = target_id_of_folder(folder)
+    draft = target_id_of_folder(folder)
     if target is not None:
-        same = own.vocab_size == target.vocab_size
-        if not same or (own.vocab_hash and target.vocab_hash and own.vocab_hash != target.vocab_hash):
+        hashes = {draft.vocab_hash, target.vocab_hash} - {""}
+        if draft.vocab_size != target.vocab_size or len(hashes) > 1:
             raise TokenizerError(
-                f"{folder}: the draft model has another tokenizer than the target (vocabularies of {own.vocab_size} "
+                f"{folder}: the draft model has another tokenizer than the target (vocabularies of {draft.vocab_size} "
                 f"and {target.vocab_size}): start from a model that shares the target's, or from nothing"
             )
     kept = {name: value for name, value in source.items() if name not in ("draftwing", "dtype", "torch_dtype")}
@@ -677,7 +677,7 @@ class CausalLM(NetMethod):
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
         """Check that a draft model can be read and shares the target's tokenizer."""
-        own = None if target is None else target_id_of_folder(target)
+        identity = None if target is None else target_id_of_folder(target)
         try:
             net = read_causal_lm(folder, None, torch.device("cpu"))
         except DraftwingError as error:
@@ -685,14 +685,14 @@ class CausalLM(NetMethod):
             return [Finding("head", "fail", str(error), fix)]
         size = sum(parameter.numel() for parameter in net.parameters())
         findings = [Finding("head", "ok", f"a {net.config.shape.model_type} causal LM of {size:,} numbers")]
-        if target is None or own is None or not has_tokenizer(folder) or not has_tokenizer(target):
+        if target is None or identity is None or not has_tokenizer(folder) or not has_tokenizer(target):
             return [*findings, Finding("target", "unknown", "no target was given, or one of both has no tokenizer")]
         try:
             Tokenizer(target).check_same(Tokenizer(folder), folder.name)
         except TokenizerError as error:
             return [*findings, Finding("target", "fail", str(error), "draft with a model that shares its tokenizer")]
         trained_for = made_for(folder)
-        differing = differences(trained_for, own) if trained_for is not None else []
+        differing = differences(trained_for, identity) if trained_for is not None else []
         if differing:
             detail = f"it was trained for another target ({'; '.join(differing)})"
             return [*findings, Finding("target", "warn", detail, "train it for this one: it will agree more often")]

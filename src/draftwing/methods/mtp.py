@@ -165,7 +165,7 @@ class MtpNet(DraftNet):
 
 # --- training --------------------------------------------------------------------------------------------------------
 
-LAMBDA = 0.3  # for most of DeepSeek-V3's training; here the target is frozen, so that it weighs against nothing
+LAMBDA = 0.3  # as for most of DeepSeek-V3's training; only a scale here, since the target is frozen
 
 
 class MtpLoss(DraftLoss):
