@@ -28,7 +28,7 @@ from draftwing.lab.machine import describe_machine
 from draftwing.loading import load_target
 from draftwing.methods.base import Drafter
 from draftwing.methods.causal_lm import CausalLMDrafter
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.lean import LeanTarget
 from draftwing.shipped import TOY
 from draftwing.text.prompts import shipped_prompts

@@ -21,8 +21,8 @@ from draftwing.budget.planner import CONFIG, Arm, Bandit, Planner
 from draftwing.decode import Decoder
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.context import Context, Row
 from draftwing.runtime.tree_builder import RuledTrees
 from draftwing.tree import PAD, Accepted, DraftTree

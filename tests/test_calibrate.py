@@ -24,18 +24,13 @@ def fitted(monkeypatch, *law):
     return calibrate.fit_calibration(None, None, [])
 
 
-def test_a_net_that_is_right_is_left_as_it_is(monkeypatch):
-    found = fitted(monkeypatch, 1.0, 0.0)
-    assert found.scale == 1
-    assert found.miss == 0
+def test_only_a_net_that_is_too_flat_is_sharpened(monkeypatch):
+    right = fitted(monkeypatch, 1.0, 0.0)
+    assert (right.scale, right.miss) == (1, 0)
+    assert fitted(monkeypatch, 0.6, 0.0).scale in (1.5, 1.7)  # 1 / 0.6, or next to it
 
 
-def test_a_net_that_is_too_flat_is_sharpened(monkeypatch):
-    found = fitted(monkeypatch, 0.6, 0.0)
-    assert found.scale in (1.5, 1.7)  # 1 / 0.6, or next to it
-
-
-def test_more_first_guesses_come_true_with_the_scale(monkeypatch):
+def test_more_first_guesses_come_true_with_the_scale_and_chances_are_those_under_it(monkeypatch):
     found = fitted(monkeypatch, 0.6, 0.4)
     q, noise, drawn = planted(0.6, 0.4, seed=1)  # other positions than it was fitted on
 
@@ -44,11 +39,6 @@ def test_more_first_guesses_come_true_with_the_scale(monkeypatch):
 
     assert found.scale > 1
     assert right(found.scale) > 1.05 * right(1.0)
-
-
-def test_chances_are_those_under_the_scale(monkeypatch):
-    found = fitted(monkeypatch, 0.6, 0.4)
-    q, noise, drawn = planted(0.6, 0.4, seed=1)
     ranked = found.scale * q + noise
     tokens = ranked.topk(4, dim=-1).indices
     told = found.log_chance(ranked, tokens).exp()

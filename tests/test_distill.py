@@ -15,8 +15,8 @@ from conftest import add_tokenizer, build, float64_norms, refused
 from draftwing.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedError
 from draftwing.loading import load, load_target
 from draftwing.methods.base import Budget
-from draftwing.methods.causal_lm import CausalLoss, read_causal_lm, write_causal_lm
-from draftwing.methods.objectives import OBJECTIVES, head_loss, objective_named
+from draftwing.methods.causal_lm import read_causal_lm
+from draftwing.methods.objectives import OBJECTIVES, AlignedLoss, head_loss, objective_named
 from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
 from draftwing.models.lean import LeanTarget
 from draftwing.train.checkpoint import read_checkpoint
@@ -118,7 +118,7 @@ def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, 
     batch = collate(rows)
     found = scored(target, batch, ())
     truth = Truth.of(found, target.head, None, torch.float64)
-    (sums,) = CausalLoss(net, objective_named(name))(found, truth, agreement=True)
+    (sums,) = AlignedLoss(net, objective_named(name))(found, truth, agreement=True)
     p = float64_norms(build("llama"))(batch.ids).logits.softmax(-1).detach()
     logits = model(batch.ids).logits
     wanted, count, agreed = 0.0, 0, 0
@@ -139,10 +139,10 @@ def test_the_loss_is_the_divergence_after_every_token_that_counts(family, name, 
 
 def test_what_is_not_for_draft_models_is_refused(folder_of):
     net = read_causal_lm(folder_of("llama"), None, CPU)
-    with refused(ConfigError, "no features to compare", "--objective fkl"):
-        CausalLoss(net, OBJECTIVES["hass"])
+    with refused(ConfigError, "predicts no features", "--objective fkl"):
+        AlignedLoss(net, OBJECTIVES["hass"])
     with refused(ConfigError, "every position at once", "--unroll-steps"):
-        CausalLoss(net, OBJECTIVES["fkl"], 3)
+        AlignedLoss(net, OBJECTIVES["fkl"], 3)
     with refused(ConfigError, "own_text belongs to causal-lm", "eagle3"):
         TrainOptions("eagle3", own_text=0.5, iterations=1)
     with refused(UnsupportedError, "mixture of experts", "start from a dense model"):
@@ -329,7 +329,7 @@ def test_a_run_goes_on_from_any_dense_family(family, target, tmp_path, data):
     build(family, 5, vocab_size=300, **changes).float().save_pretrained(initial)
     add_tokenizer(initial)
     net = read_causal_lm(initial, None, CPU)
-    write_causal_lm(tmp_path / "copy", net)
+    get_method("causal-lm").write(tmp_path / "copy", net)
     one, other = (transformers.AutoModelForCausalLM.from_pretrained(each) for each in (initial, tmp_path / "copy"))
     for (name, wanted), found in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(wanted, found), name

@@ -19,7 +19,7 @@ from draftwing.methods.base import Budget
 from draftwing.methods.calibration import NUM_COMPARED, Calibration
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter, PendingFeatures
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.target import Target
@@ -95,7 +95,7 @@ def trees(name, target, folder_of, kind, budget, at_once) -> DraftTree:
 
 
 def same(found: DraftTree, wanted: DraftTree) -> None:
-    """The same nodes with the same parents: in what order is not asked."""
+    """Assert that both have the same nodes with the same parents, in any order."""
     for row in range(found.num_rows):
         assert paths(found, row) == paths(wanted, row)
 
@@ -119,21 +119,9 @@ def test_a_fixed_tree_is_that_of_growing_level_by_level(name, kind, budget, targ
     found.check(target.vocab_size)
     wanted = trees(name, target, folder_of, kind, budget, False)
     same(found, wanted)
-    assert found.is_line == all(
-        parents == [-1, *range(len(parents) - 1)][: len(parents)] for parents in used_parents(found)
-    )
+    used = zip(found.parents.tolist(), (found.tokens != PAD).sum(1).tolist(), strict=True)
+    assert found.is_line == all(parents[:num] == list(range(-1, num - 1)) for parents, num in used)
     assert found.max_depth == wanted.depths.max()
-
-
-def used_parents(tree: DraftTree) -> list[list[int]]:
-    used = (tree.tokens != PAD).sum(1).tolist()
-    return [parents[:num] for parents, num in zip(tree.parents.tolist(), used, strict=True)]
-
-
-@pytest.mark.parametrize("name", ["eagle3", "lm"])
-def test_without_noise_the_likeliest_are_drafted(name, target, folder_of):
-    found = trees(name, target, folder_of, "t1", Budget(3, 4, 9, children="top"), True)
-    same(found, trees(name, target, folder_of, "t1", Budget(3, 4, 9, children="top"), False))
 
 
 # --- by what nodes are worth -----------------------------------------------------------------------------------------
@@ -217,7 +205,7 @@ class Search:
         return [each[:width] for each in chosen] if enough else []
 
     def tree(self) -> DraftTree:
-        waiting, runner = self.drafter.request(self.ctx, self.sampling, self.budget), self.drafter._runner
+        waiting, runner = self.drafter.request(self.ctx, self.sampling, self.budget), self.drafter.runner
         width = waiting.num_entries
         chain = DraftTree.chain(torch.tensor([[*ids, *[PAD] * (width - len(ids))] for ids in waiting.tokens]))
         last = torch.tensor([len(ids) - 1 for ids in waiting.tokens])[:, None, None]
@@ -294,37 +282,29 @@ def test_in_torch_and_in_the_kernel_a_rule_grows_the_same_trees(name, kind, budg
     assert grown
 
 
+@pytest.mark.parametrize("rule", [None, rule_of(3, 6, 12)], ids=["fixed", "rule"])
 @pytest.mark.parametrize("name", ["eagle3", "lm"])
-def test_without_noise_a_rule_reads_the_plain_chances(name, target, folder_of):
-    ruled = Budget(6, 3, 12, children="top", rule=rule_of(3, 6, 12))
-    found, wanted = (trees(name, target, folder_of, "mixed", ruled, at_once) for at_once in (True, False))
+def test_without_noise_the_likeliest_are_drafted(name, rule, target, folder_of):
+    budget = Budget(6, 3, 12, children="top", rule=rule)
+    found, wanted = (trees(name, target, folder_of, "mixed", budget, at_once) for at_once in (True, False))
     same(found, wanted)
     assert found.num_nodes > 1
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_where_nothing_costs_anything_the_whole_tree_grows(name, at_once, target, folder_of):
+def test_rules_of_no_cost_and_of_no_worth(name, at_once, target, folder_of):
+    """Without costs the whole tree grows, within the rule's tables; if no verification pays off, nothing is drafted."""
     found = trees(name, target, folder_of, "greedy", Budget(3, 3, 100, rule=free(3, 100)), at_once)
     same(found, trees(name, target, folder_of, "greedy", Budget(3, 3, 100), True))
     assert found.num_draft_forwards == 3
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_where_nothing_is_worth_its_verification_nothing_is_drafted(name, at_once, target, folder_of):
-    rule = replace(free(3, 100), verify=np.arange(103, dtype=np.float32) * 10)
-    found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, rule=rule), at_once)
-    assert found.num_nodes == 1
-    assert found.is_line
-    assert found.num_draft_forwards == 1  # the first level is drafted to know that
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_no_tree_grows_beyond_the_tables_of_its_rule(at_once, target, folder_of):
-    found = trees("eagle3", target, folder_of, "greedy", Budget(5, 3, 100, rule=free(2, 4)), at_once)
+    found = trees(name, target, folder_of, "greedy", Budget(5, 3, 100, rule=free(2, 4)), at_once)
     assert found.num_nodes == 5
     assert found.max_depth <= 2
+    rule = replace(free(3, 100), verify=np.arange(103, dtype=np.float32) * 10)
+    found = trees(name, target, folder_of, "t1", Budget(3, 3, 100, rule=rule), at_once)
+    assert (found.num_nodes, found.is_line) == (1, True)
+    assert found.num_draft_forwards == 1  # the first level is drafted to know that
 
 
 def test_a_draft_whose_step_never_ended_is_drafted_again(target, folder_of):
@@ -338,11 +318,10 @@ def test_scores_that_are_no_numbers_end_a_draft(target, folder_of):
     """What is drafted may be anything; it must be a tree."""
     drafter = drafter_for("eagle3", target, folder_of)
     decoder, sampling = started(drafter, target, SAMPLINGS["mixed"])
-    joined = drafter._unread.joined
-    drafter._unread.joined = lambda lengths: torch.full_like(joined(lengths), math.nan)
-    drafter.propose(decoder.ctx, sampling, Budget(4, 3, 9)).check(target.vocab_size)
-    for budget in (Budget(3), Budget(4, 3, 9, rule=free(4, 9))):
-        drafter.propose(decoder.ctx, sampling, budget).check(target.vocab_size)
+    joined = PendingFeatures.joined
+    with mock.patch.object(PendingFeatures, "joined", lambda *args: torch.full_like(joined(*args), math.nan)):
+        for budget in (Budget(4, 3, 9), Budget(3), Budget(4, 3, 9, rule=free(4, 9))):
+            drafter.propose(decoder.ctx, sampling, budget).check(target.vocab_size)
 
 
 def test_usual_taps_need_layers_to_tap(folder_of):
@@ -360,5 +339,5 @@ def test_a_target_without_hidden_states_is_named(folder_of):
     target.propose = partial(Target.propose, target)  # draft and forward apart
     decoder = Decoder(target, drafter_for("eagle3", target, folder_of), budget=Budget(3))
     decoder.admit([4, 9, 30], Sampling(max_tokens=4))
-    with refused(ConfigError, "the target's forward gave none", "TargetOutput.features"):
+    with refused(ConfigError, "the target's forward returned none", "TargetOutput.features"):
         decoder.step()

@@ -15,8 +15,8 @@ from draftwing.errors import ConfigError, NumericsError, PromptError
 from draftwing.methods.base import NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.readout import explain

@@ -30,15 +30,15 @@ from draftwing.methods.block import BlockDrafter, BlockNet
 from draftwing.methods.causal_lm import CausalLMDrafter, StagedDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.ensemble import Claims, CombinedDrafter
-from draftwing.methods.feature import EagleDrafter
-from draftwing.methods.kangaroo import AlignedLoss, KangarooConfig, KangarooDrafter, KangarooNet
+from draftwing.methods.kangaroo import KangarooConfig, KangarooDrafter, KangarooNet
 from draftwing.methods.layer_skip import LayerSkipDrafter
 from draftwing.methods.lookahead import LookaheadDrafter
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.methods.magicdec import SelfDrafter, SnapKVSlots, WindowSlots
 from draftwing.methods.method import NewNet
 from draftwing.methods.mtp import ChainDrafter, MtpConfig, MtpLoss, MtpNet
-from draftwing.methods.objectives import OBJECTIVES
+from draftwing.methods.net_drafter import EagleDrafter
+from draftwing.methods.objectives import OBJECTIVES, AlignedLoss
 from draftwing.methods.online import Learner, LearningPace, OnlineDrafter
 from draftwing.methods.registry import get_method
 from draftwing.methods.retrieval import LlmaDrafter, Memory, RestDrafter, SuffixDrafter

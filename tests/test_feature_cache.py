@@ -13,7 +13,7 @@ from conftest import TEXTS, add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import target_id
-from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.models.lean import LeanTarget
 from draftwing.train import feature_cache as store

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from conftest import build, float64_norms
 from draftwing.decode import Decoder
 from draftwing.methods.base import EAGLE_TREE, Budget
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.runtime import graphs

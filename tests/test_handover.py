@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.shipped import TOY
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "vllm_handover.py"

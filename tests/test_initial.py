@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.unroll import unroll
 from draftwing.models.config import RopeConfig

@@ -18,8 +18,8 @@ from draftwing.cpu.program import Program, Workspace
 from draftwing.decode import Decoder
 from draftwing.methods.base import Budget
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import FeatureSpec

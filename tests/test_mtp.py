@@ -14,24 +14,20 @@ import mtp_files
 from conftest import SMALL, refused
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.formats.identity import target_id
-from draftwing.loading import load, load_drafter, load_target
+from draftwing.loading import load_drafter, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.mtp import LAMBDA, MtpConfig, MtpLoss, MtpNet, read_modules
 from draftwing.methods.objectives import OBJECTIVES
-from draftwing.methods.registry import convert, diagnose, get_method, method_of_folder
 from draftwing.models.attention import CausalAttention
 from draftwing.models.config import RopeConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
 from draftwing.train.loss import Truth
 from draftwing.tree import PAD
-from short_runs import new_target, short_run
 
 VOCAB, HIDDEN = SMALL["vocab_size"], SMALL["hidden_size"]
 PROMPT = [4, 7, 7, 1, 30, 12, 5, 60]
@@ -200,40 +196,40 @@ def test_a_target_without_modules(folder_of):
         load_drafter("mtp", target, None)
 
 
-def test_blocks_that_no_dense_layer_has(target_of, tmp_path):
-    folder, _ = target_of("deepseek")
-    for odd in ("mlp.experts.0.gate_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "self_attn.q_norm.weight"):
-        place = tmp_path / odd
-        shutil.copytree(folder, place)
-        mtp_files.change_tensors(place, **{f"model.layers.3.{odd}": torch.ones(HIDDEN)})
-        target = load_target(place)
-        with refused(UnsupportedError, "an MTP module of LlamaForCausalLM has", odd, "draft with lookup"):
-            load_drafter("mtp", target, None)
+MIMO = "model.mtp_layers.0.{}.weight".format
 
 
-def test_an_embedding_or_head_of_its_own(target_of, tmp_path):
-    folder, _ = target_of("deepseek")
-    for name, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
-        place = tmp_path / name
-        shutil.copytree(folder, place)
-        mtp_files.change_tensors(place, **{f"model.layers.3.{name}.weight": torch.randn(VOCAB, HIDDEN).double()})
-        with refused(UnsupportedError, f"model.layers.3.{name}.weight is not the target's {original}.weight"):
-            load_drafter("mtp", load_target(place), None)
-
-
-def test_modules_that_are_damaged(target_of, tmp_path):
-    folder, _ = target_of("mimo")
-    name = "model.mtp_layers.0.{}.weight".format
-    for number, (change, parts) in enumerate((
-        ({name("final_layernorm"): None}, ["final_layernorm.weight is missing"]),
-        ({name("self_attn.o_proj"): torch.ones(3, 4)}, ["chain.0.block.out.weight has shape (3, 4)", "(32, 32)"]),
-        ({name("input_proj"): torch.full((32, 64), torch.nan)}, ["input_proj.weight", "NaN"]),
-    )):  # fmt: skip
-        place = tmp_path / str(number)
-        shutil.copytree(folder, place)
-        mtp_files.change_tensors(place, **change)
-        with refused(CheckpointError, *parts):
-            load_drafter("mtp", load_target(place), None)
+@pytest.mark.parametrize(
+    ("name", "change", "kind", "parts"),
+    [
+        *(
+            ("deepseek", {f"model.layers.3.{odd}": torch.ones(HIDDEN)}, UnsupportedError, [odd, "draft with lookup"])
+            for odd in ("mlp.experts.0.gate_proj.weight", "self_attn.q_norm.weight")
+        ),
+        *(
+            (
+                "deepseek", {f"model.layers.3.{part}.weight": torch.ones(VOCAB, HIDDEN).double()}, UnsupportedError,
+                [f"model.layers.3.{part}.weight is not the target's {original}.weight"],
+            )
+            for part, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head"))
+        ),
+        ("mimo", {MIMO("final_layernorm"): None}, CheckpointError, ["final_layernorm.weight is missing"]),
+        (
+            "mimo", {MIMO("self_attn.o_proj"): torch.ones(3, 4)}, CheckpointError,
+            ["chain.0.block.out.weight has shape (3, 4)", "(32, 32)"],
+        ),
+        (
+            "mimo", {MIMO("input_proj"): torch.full((32, 64), torch.nan)}, CheckpointError,
+            ["input_proj.weight", "NaN"],
+        ),
+    ],
+)  # fmt: skip
+def test_modules_that_cannot_be_run(name, change, kind, parts, target_of, tmp_path):
+    """Layers that are not dense, an embedding or LM head other than the target's, and damage."""
+    place = shutil.copytree(target_of(name)[0], tmp_path / "changed")
+    mtp_files.change_tensors(place, **change)
+    with refused(kind, *parts):
+        load_drafter("mtp", load_target(place), None)
 
 
 FOREIGN = {
@@ -273,7 +269,7 @@ def test_architectures_whose_layers_we_lack(architecture, tmp_path):
     if "Next" not in architecture:
         mtp_files.change_config(tmp_path, num_nextn_predict_layers=1)
     target = load_target(tmp_path)
-    with refused(UnsupportedError, f"MTP modules of {architecture} cannot be run", "Draft with lookup"):
+    with refused(UnsupportedError, f"MTP modules of {architecture} cannot be run", "draft with lookup"):
         load_drafter("mtp", target, None)
 
 
@@ -348,25 +344,18 @@ def compared(net, found, truth, objective, judge, ids=None):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("modules", [1, 3])
-def test_the_loss_of_the_texts_own_tokens(modules):
+@pytest.mark.parametrize(("modules", "objective"), [(1, "next-token"), (3, "next-token"), (2, "eagle3")])
+def test_the_loss_of_the_texts_own_tokens(modules, objective):
+    """And against the target's distribution."""
     net, head = tiny_net(modules)
     found = scored(head)
 
     def judge(logits, row, guessed):
-        return -logits.log_softmax(0)[found.batch.ids[row, guessed]]
-
-    compared(net, found, Truth.of(found, head, None, torch.float64), "next-token", judge)
-
-
-def test_the_loss_against_what_the_target_thinks():
-    net, head = tiny_net(2)
-    found = scored(head)
-
-    def judge(logits, row, guessed):
+        if objective == "next-token":
+            return -logits.log_softmax(0)[found.batch.ids[row, guessed]]
         return -(found.logits[row, guessed - 1].softmax(0) * logits.log_softmax(0)).sum()
 
-    compared(net, found, Truth.of(found, head, None, torch.float64), "eagle3", judge)
+    compared(net, found, Truth.of(found, head, None, torch.float64), objective, judge)
 
 
 def test_the_loss_over_some_tokens():
@@ -389,15 +378,15 @@ def test_losses_that_cannot_be_meant():
         MtpLoss(net, OBJECTIVES["next-token"], 3)
     with refused(ConfigError, "later_share is 0.5", "leave it out"):
         MtpLoss(net, OBJECTIVES["next-token"], 2, 0.0, 0.5)
-    with refused(ConfigError, "not trained to predict states", "another objective"):
+    with refused(ConfigError, "'mtp' predicts no features", "--objective"):
         MtpLoss(net, OBJECTIVES["eagle1"], 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"num_heads": 3}, ["3 heads cannot share 2 KV heads"]),
-        ({"head_dim": 4}, ["of width 4 cannot be rotated as one of 8"]),
+        ({"num_heads": 3}, ["multiple of num_kv_heads", "3 and 2"]),
+        ({"head_dim": 4}, ["head_dim must be that of rope", "4 and 8"]),
         ({"intermediate_size": 0}, ["intermediate_size must be at least 1, found 0"]),
     ],
 )
@@ -450,84 +439,8 @@ def drafted_by_hand(folder, weights, drafter, text):
     return ids[len(text) :]
 
 
-@pytest.mark.parametrize(
-    ("value", "parts"),
-    [
-        (4, ["modules is 4, and mtp has 3", "ask for fewer"]),
-        (0, ["modules must be at least 1, found 0"]),
-        (True, ["modules must be at least 1, found True"]),
-    ],
-)
-def test_modules_that_a_head_has_not(value, parts, target_of):
-    with refused(ConfigError, "draft_options", *parts):
-        load_drafter("mtp", load_target(target_of("deepseek-three")[0]), None, options={"modules": value})
-
-
-# --- a head that is trained ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = new_target(tmp_path_factory.mktemp("target"), "qwen3")
-    place, session, metrics = short_run(folder, tmp_path_factory.mktemp("run"), "mtp", unroll_steps=2)
-    return folder, place / "head", session, metrics
-
-
-def test_it_trains(trained):
-    _, _, session, metrics = trained
-    losses = [line["loss"] for line in metrics]
-    assert max(losses[-3:]) < 0.9 * losses[0]
-    assert losses[0] == pytest.approx(LAMBDA * torch.tensor(300.0).log().item(), rel=0.3)
-    assert len(metrics[0]["agreement"]) == 2
-    assert metrics[-1]["tau"] >= 1
-    assert "mtp head of" in session.describe()
-
-
-def test_it_is_saved_and_loaded(trained):
-    folder, head, session, _ = trained
-    target, net = load_target(folder), session.trainer.net
-    assert method_of_folder(head) is get_method("mtp")
-    found = get_method("mtp").read(head, target.embedding, target.head, target_id(target, Tokenizer(folder)))
-    assert found.config == net.config
-    assert found.config.qk_norm
-    assert found.config.num_modules == 2
-    for name, tensor in net.tensors().items():
-        assert torch.equal(found.tensors()[name], tensor), name
-    assert {each.name: each.status for each in diagnose(head, folder)} == {"head": "ok", "target": "ok"}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("options", [None, {"modules": 2}])
-def test_the_text_is_the_targets(trained, options, temperature):
-    folder, head, _, _ = trained
-    settings = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
-    plain = load(folder, "none").generate(["def add(", "class Table:\n    def"], **settings)
-    for budget in (Budget(3, 3, 8), None):
-        lm = load(folder, head, draft_options=options, budget=budget)
-        found = lm.generate(["def add(", "class Table:\n    def"], **settings)
-        assert [each.token_ids for each in found] == [each.token_ids for each in plain]
-        if budget is not None:
-            assert all(each.stats.num_drafted for each in found)
-
-
-def test_one_layout_alone(trained, tmp_path):
-    _, head, _, _ = trained
-    convert(head, tmp_path / "copy", "draftwing")
-    assert (tmp_path / "copy" / "config.json").read_text() == (head / "config.json").read_text()
-    with refused(UnsupportedError, "can only be written as draftwing", "'vllm'"):
-        convert(head, tmp_path / "no", "vllm")
-
-
-def test_another_targets_head_is_refused(trained, folder_of):
-    with refused(CheckpointError, "made for", "vocab_size 300 and 61"):
-        load_drafter(trained[1], load_target(folder_of("llama")), None)
-
-
-def test_a_part_has_the_very_weights(trained):
-    folder, head, _, _ = trained
-    target = load_target(folder, prepack=False)
-    net = get_method("mtp").read(head, target.embedding, target.head)
-    part = net.part(1)
-    assert part.modules_in_order[0] is net.modules_in_order[1]
-    assert part.config.num_modules == len(part.chain) == 1
-    assert net.part(0, 2) is net
+def test_modules_that_a_head_has_not(target_of):
+    target = load_target(target_of("deepseek-three")[0])
+    for value, part in ((4, "modules is 4, and mtp has 3: ask for fewer"), (0, "at least 1, found 0"), (True, "True")):
+        with refused(ConfigError, "draft_options: modules", part):
+            load_drafter("mtp", target, None, options={"modules": value})

@@ -13,7 +13,7 @@ from draftwing.engine import Engine
 from draftwing.methods.base import Budget
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.paged import PageTable

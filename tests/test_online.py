@@ -17,7 +17,7 @@ from draftwing.formats.write import write_head
 from draftwing.loading import load, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.online import Learner, LearningPace, OnlineDrafter, Stretch, Tally, hand_over
 from draftwing.methods.registry import METHODS, get_method
 from draftwing.models.layers import RMSNorm

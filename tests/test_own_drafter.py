@@ -85,9 +85,6 @@ def test_it_is_compared_and_described(lm, table):
     assert found.all_identical
     assert found.settings["budgets"] == {"bigrams": "auto"}
     assert json.dumps(found.to_dict())
-
-
-def test_a_rule_that_needs_q_says_so(lm, table):
     own = LM(lm.target, lm.tokenizer, lambda: Bigrams(table), "multi-round", Budget(3))
     with refused(ConfigError, "the drafter gives none"):
         own.generate(PROMPTS[:1], max_tokens=20, ignore_eos=True)
@@ -109,8 +106,8 @@ def random_tree(rng: np.random.Generator, rows: int, told: bool) -> DraftTree:
     tokens = [[int(token) for token in rng.integers(0, 50, size)] for size in sizes]
     parents = [[-1, *(int(rng.integers(0, node)) for node in range(1, size))] for size in sizes]
     tree = DraftTree.from_lists(tokens, parents)
-    chances = torch.from_numpy(rng.random(tree.tokens.shape).astype(np.float32)) if told else None
-    return DraftTree(tree.tokens, tree.parents, node_probs=chances)
+    probs = torch.from_numpy(rng.random(tree.tokens.shape).astype(np.float32)) if told else None
+    return DraftTree(tree.tokens, tree.parents, node_probs=probs)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -140,10 +137,8 @@ def test_what_is_kept_has_the_greatest_gain(rows, told):
             assert set(kept.tokens[row].tolist()) <= {PAD, *tree.tokens[row].tolist()}
         assert kept.max_depth == int(kept.depths.max())
         assert kept.num_draft_forwards == (tree.max_depth if tree.num_nodes > 1 else 0)
-        sizes.append((kept.num_nodes, tree.num_nodes))
-    assert any(kept == 1 < whole for kept, whole in sizes)
-    assert any(1 < kept < whole for kept, whole in sizes)
-    assert any(1 < kept == whole for kept, whole in sizes)
+        sizes.append((kept.num_nodes == 1, kept.num_nodes == tree.num_nodes))
+    assert {(True, False), (False, False), (False, True)} <= set(sizes)  # none, some and all are kept
 
 
 def test_a_longer_match_is_told_to_be_likelier():

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from conftest import TEXTS, add_tokenizer, build, refused
+from conftest import refused
 from draftwing.cli import main as cli
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.formats.identity import head_id, target_id
 from draftwing.lab.compare import compare
 from draftwing.lm import LM
 from draftwing.loading import load, load_drafter, load_target
 from draftwing.methods.base import Budget
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.method import NetMethod
 from draftwing.methods.net import DraftNet, PlainConfig
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import Objective, soft_cross_entropy
 from draftwing.methods.registry import (
     METHODS,
@@ -43,8 +43,8 @@ from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.loss import UnrolledLoss
 from draftwing.train.options import TrainOptions
-from draftwing.train.session import RunFiles, prepare
 from draftwing.tree import PAD, DraftTree
+from short_runs import new_target, short_run
 
 # --- what a user writes: the net, its objective, and how it is trained -----------------------------------------------
 
@@ -91,32 +91,13 @@ needs_kernel = pytest.mark.skipif(get_kernel() is None, reason="no C++ compiler 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A target whose sampled and greedy texts can be guessed a little."""
-    place = tmp_path_factory.mktemp("target")
-    build("llama", head_dim=32, vocab_size=300, initializer_range=0.1).float().save_pretrained(place)
-    return add_tokenizer(place)
+    return new_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
     """A short training, through the ordinary session: where it is, and the losses."""
-    place = tmp_path_factory.mktemp("run")
-    data = place / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in TEXTS * 6))
-    options = TrainOptions(
-        "two-linear",
-        iterations=12,
-        lr=3e-3,
-        max_length=32,
-        tokens_per_batch=256,
-        precision="no",
-        validation_share=0.2,
-        eval_prompts=1,
-        eval_tokens=4,
-    )
-    session = prepare(RunFiles(folder, [data]), options, place, dtype="float32", device="cpu")
-    session.run()
-    metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    return place, session, metrics
+    return short_run(folder, tmp_path_factory.mktemp("run"), "two-linear")
 
 
 def test_it_trains(run):
@@ -224,22 +205,15 @@ def test_the_command_line_knows_it(run, folder):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_another_targets_head_is_refused(run, folder_of):
+def test_another_targets_head_is_refused(run, folder_of, tmp_path):
     head = run[0] / "head"
     other = load_target(folder_of("llama", head_dim=32))
     with refused(CheckpointError, "made for", "vocab_size 300 and 61"):
         load_drafter(head, other, None)
     found = {each.name: each.status for each in diagnose(head, folder_of("llama", head_dim=32))}
     assert found == {"head": "ok", "target": "fail"}
-
-
-def test_layouts_that_it_has_not(run, tmp_path):
-    convert(run[0] / "head", tmp_path / "copy", "draftwing")
-    assert (tmp_path / "copy" / "config.json").read_text() == (run[0] / "head" / "config.json").read_text()
-    with refused(UnsupportedError, "can only be written as draftwing", "'vllm'"):
-        convert(run[0] / "head", tmp_path / "no", "vllm")
     with refused(ConfigError, "unknown head layout 'gguf'"):
-        convert(run[0] / "head", tmp_path / "no", "gguf")
+        convert(head, tmp_path / "no", "gguf")
 
 
 def changed(head, tmp_path, change):
@@ -253,39 +227,35 @@ def changed(head, tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    ("change", "kind", "parts"),
     [
-        (lambda block: block.update(kind="three-linear"), ["kind 'three-linear'", "import the module"]),
-        (lambda block: block["config"].update(vocab_size="300"), ["config: vocab_size", "type int", "'300'"]),
-        (lambda block: block["config"].pop("taps"), ["lacks the field 'taps'"]),
-        (lambda block: block["config"].update(depth=3), ["unknown field 'depth'"]),
-        (lambda block: block["config"].update(rope=[]), ["config: rope must be an object"]),
-        (lambda block: block["config"].update(taps=[]), ["taps must name at least 1"]),
-        (lambda block: block["config"].update(taps=3), ["config: taps must be a list", "found 3"]),
+        (lambda block: block.update(kind="three-linear"), ConfigError, ["kind 'three-linear'", "import the module"]),
+        (lambda block: block["config"].update(vocab_size="300"), ConfigError, ["config: vocab_size", "int", "'300'"]),
+        (lambda block: block["config"].pop("taps"), ConfigError, ["lacks the field 'taps'"]),
+        (lambda block: block["config"].update(depth=3), ConfigError, ["unknown field 'depth'"]),
+        (lambda block: block["config"].update(rope=[]), ConfigError, ["config: rope must be an object"]),
+        (lambda block: block["config"].update(taps=[]), ConfigError, ["taps must name at least 1"]),
+        (lambda block: block["config"].update(taps=3), ConfigError, ["config: taps must be a list", "found 3"]),
+        (lambda block: block.update(format=9), CheckpointError, ["expected format 1, found 9"]),
+        (lambda block: block["config"].update(hidden_size=16), CheckpointError, ["(300, 16)", "(300, 32)"]),
     ],
 )
-def test_configs_that_cannot_be_meant(run, folder, tmp_path, change, parts):
+def test_configs_that_cannot_be_meant(run, folder, tmp_path, change, kind, parts):
     odd = changed(run[0] / "head", tmp_path, change)
-    with refused(ConfigError, *parts):
+    with refused(kind, *parts):
         load_drafter(odd, load_target(folder), None)
 
 
-def test_a_folder_of_another_format_or_net(run, folder, tmp_path):
-    target = load_target(folder)
-    odd = changed(run[0] / "head", tmp_path, lambda block: block.update(format=9))
-    with refused(CheckpointError, "expected format 1, found 9"):
-        load_drafter(odd, target, None)
-    odd = changed(run[0] / "head", tmp_path, lambda block: block["config"].update(hidden_size=16))
-    with refused(CheckpointError, "(300, 16)", "(300, 32)"):
-        load_drafter(odd, target, None)
-
-
-def test_names_that_are_taken():
+def test_names_and_options_of_other_nets():
     with refused(ConfigError, "'two-linear' cannot be added", "not taken"):
         register("two-linear", TwoLinearMethod, "again")
     with refused(ConfigError, "training method called 'two-linear' is there already"):
         register("other", TwoLinearMethod, "again", training=TRAINING)
     assert "other" not in METHODS
+    with refused(ConfigError, "fc_norm belongs to eagle3", "'two-linear'"):
+        TrainOptions("two-linear", iterations=1, fc_norm=True)
+    with refused(ConfigError, "inputs belongs to eagle1, hass, eagle3", "'two-linear'"):
+        TrainOptions("two-linear", iterations=1, inputs="token")
 
 
 def test_a_net_that_nobody_registered(run, folder):
@@ -305,13 +275,6 @@ def test_a_head_with_a_bias_is_not_trained(run):
     net.head = net.new_matrix(300, 32, bias=True)
     with refused(ConfigError, "two-linear", "LM head with a bias", "without one"):
         UnrolledLoss(net, OBJECTIVE, 2)
-
-
-def test_options_that_shape_other_nets(run):
-    with refused(ConfigError, "fc_norm belongs to eagle3", "'two-linear'"):
-        TrainOptions("two-linear", iterations=1, fc_norm=True)
-    with refused(ConfigError, "inputs belongs to eagle1, hass, eagle3", "'two-linear'"):
-        TrainOptions("two-linear", iterations=1, inputs="token")
 
 
 # --- further on ------------------------------------------------------------------------------------------------------
@@ -334,18 +297,7 @@ class OwnHeadMethod(NetMethod):
 def test_a_draft_vocabulary_of_its_own(run, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("draftwing.methods.registry.METHODS", kinds := dict(METHODS))
     register("own-head", OwnHeadMethod, "with a head", training={"own-head": TrainingMethod("eagle3", 2)})
-    options = TrainOptions(
-        "own-head",
-        draft_vocab_size=80,
-        iterations=2,
-        max_length=32,
-        tokens_per_batch=256,
-        precision="no",
-        validation_share=0.2,
-        eval_prompts=0,
-    )
-    session = prepare(RunFiles(folder, [run[0] / "data.jsonl"]), options, tmp_path, dtype="float32", device="cpu")
-    session.run()
+    _, session, _ = short_run(folder, tmp_path, "own-head", draft_vocab_size=80, iterations=2, eval_prompts=0)
     trained = session.trainer.net
     assert "own-head" in kinds
     assert "80 of 300 tokens" in session.describe()

@@ -22,8 +22,8 @@ from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models import target as targets
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import ModelConfig, read_config

@@ -16,8 +16,8 @@ from draftwing.methods import net as base_module
 from draftwing.methods.base import EAGLE_TREE, Budget
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models import linear as int8_module
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget

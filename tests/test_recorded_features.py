@@ -15,10 +15,10 @@ from draftwing.formats.identity import target_id
 from draftwing.lm import LM
 from draftwing.loading import load_target
 from draftwing.methods.base import Budget
-from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.lookup import LookupDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.sampling import Sampling
 from draftwing.text.tokenizer import Tokenizer

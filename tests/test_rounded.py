@@ -249,7 +249,7 @@ def test_int8_goes_before_bfloat16(folder_of):
 def test_a_head_beside_it_computes_as_beside_float32(folder_of, tmp_path):
     from draftwing.formats.write import write_head
     from draftwing.loading import load_drafter
-    from draftwing.methods.feature import EagleDrafter
+    from draftwing.methods.net_drafter import EagleDrafter
 
     folder = folder_of("llama", head_dim=32)
     target = LeanTarget.from_folder(folder, torch.bfloat16)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, NumericsError
-from draftwing.methods.eagle_init import initialise
+from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.models.lean import LeanTarget
 from draftwing.train import trainer as trainer_module

@@ -12,7 +12,7 @@ from conftest import SMALL
 from draftwing.decode import Decoder
 from draftwing.methods.base import Budget
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
-from draftwing.methods.feature import EagleDrafter
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.unroll import unroll
 from draftwing.models.config import ModelConfig, RopeConfig, read_config
 from draftwing.models.context import FeatureSpec
@@ -291,7 +291,7 @@ class Watched(EagleDrafter):
 
     def __init__(self, net: EagleNet, target: LeanTarget) -> None:
         super().__init__(net, target)
-        self.runner = self._runner = Listening(net)
+        self.runner = Listening(net)
 
     def admit(self, ctx, features):
         self.runner.texts = None

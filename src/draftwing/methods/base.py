@@ -101,32 +101,32 @@ class Budget:
 
 def _checked_paths(given: object) -> tuple[tuple[int, ...], ...]:
     """Return the paths of a static tree as tuples; lists, as in JSON, are accepted too."""
+
+    def is_rank(value: object) -> bool:
+        return not isinstance(value, bool) and isinstance(value, Integral) and 0 <= int(value) < MAX_WIDTH
+
     if not isinstance(given, list | tuple) or not 0 < len(given) <= MAX_NODES:
         count = f"{len(given):,} paths" if isinstance(given, list | tuple) else shown(given)
         raise ConfigError(
             f"a static tree is a list of 1 to {MAX_NODES:,} paths such as [[0], [1], [0, 0]], found {count}"
         )
     for path in given:
-        if not isinstance(path, list | tuple) or not 0 < len(path) <= MAX_DEPTH or not all(map(_is_rank, path)):
+        if not isinstance(path, list | tuple) or not 0 < len(path) <= MAX_DEPTH or not all(map(is_rank, path)):
             raise ConfigError(
                 f"a path of a static tree is a list of 1 to {MAX_DEPTH:,} ranks from 0 to {MAX_WIDTH - 1}, found "
                 f"{shown(path)}: write [0, 2] for the third child of the root's first child"
             )
     paths = tuple(tuple(map(int, path)) for path in given)
     prefixes = {(), *paths}
-    for path in paths:
-        if path[:-1] not in prefixes:
-            raise ConfigError(
-                f"a static tree has each path's parent in its list too, found {shown(path)} without it: write "
-                f"[[0], [1], [0, 0]] for two children of the root and one grandchild"
-            )
+    orphan = next((path for path in paths if path[:-1] not in prefixes), None)
+    if orphan is not None:
+        raise ConfigError(
+            f"a static tree has each path's parent in its list too, found {shown(orphan)} without it: write "
+            f"[[0], [1], [0, 0]] for two children of the root and one grandchild"
+        )
     if len(prefixes) != len(paths) + 1:
         raise ConfigError("a static tree has each of its paths once, found one twice: leave it out")
     return paths
-
-
-def _is_rank(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and 0 <= int(value) < MAX_WIDTH
 
 
 # EAGLE-1's tree (2401.15077): 4, 8, 8, 3 and 2 nodes on its five levels.
@@ -137,8 +137,6 @@ EAGLE_TREE: tuple[tuple[int, ...], ...] = (
     *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
     *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
 )
-
-
 # Medusa's tree (2401.10774) for its first heads on Vicuna 7B: 63 nodes, 10, 28, 23 and 2 on its four levels.
 MEDUSA_TREE: tuple[tuple[int, ...], ...] = (
     *((first,) for first in range(10)),
@@ -259,9 +257,8 @@ class Drafter:
 
     def copy_capabilities(self, drafter: Drafter) -> None:
         """Take the attributes that describe ``drafter``, which this one wraps; its name and identity are kept."""
-        for name in ("features", "drafts", "costs_forwards", "grows_by_rule", "learns", "resumes", "lists"):
-            setattr(self, name, getattr(drafter, name))
-        for name in ("num_bytes", "runs_as", "context", "part_names"):
+        names = "features drafts costs_forwards grows_by_rule learns resumes lists num_bytes runs_as context part_names"
+        for name in names.split():
             setattr(self, name, getattr(drafter, name))
 
 

@@ -2,10 +2,9 @@
 
 Like EAGLE, they pair the feature at position i with the token after it. From the last such entry, whose token is
 pending, one pass opens a *block*: everything needed to guess the next K tokens. A tree then grows without another pass
-of the net. Level k takes its distribution from the block: one for all nodes of the level, or one per node that a small
-step (``guess``) computes from the block and the tokens on the node's path. As long as a level has a single
-distribution, a path's probability is the product of its tokens' probabilities, so level-by-level growth finds the
-best-first tree of DDTree (2604.12989).
+of the net. Level k has one distribution for all its nodes, or one per node that a small step (``guess``) computes from
+the block and the tokens on the node's path. With a single distribution per level, a path's probability is the product
+of its tokens' probabilities, so level-by-level growth finds the best-first tree of DDTree (2604.12989).
 
 Shape suffixes: B rows, T tokens, C entries that blocks start from, W nodes of a level, N = 1 + masks, R = B * C,
 K levels, H hidden, F features, V vocabulary.
@@ -21,17 +20,17 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftwing.errors import ConfigError
 from draftwing.methods.base import Drafter
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.method import NetMethod, NewNet
 from draftwing.methods.net import DraftNet, Scored
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import (
     CHUNK,
     GPU_CHUNK,
-    Objective,
+    DraftLoss,
     StepGuesses,
     StepSums,
     TruthLike,
@@ -101,7 +100,7 @@ class BlockNet(DraftNet):
     # --- drafting --------------------------------------------------------------------------------------------------
 
     def open(self, out: Tensor, depth: int) -> Tensor:
-        """Make every row's block from the output of the pass; only its first ``depth`` levels will be used.
+        """Return every row's block, made from the output of the pass; only its first ``depth`` levels will be used.
 
         Args:
             out: (B, 1, H) of the last entry, or (B, N, H) of the pending token and the masks.
@@ -125,7 +124,7 @@ class BlockNet(DraftNet):
     def levels(
         self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, level by level, what the LM head reads for all of ``entries`` (C,), with the text's tokens as drafted.
+        """Yield the LM head's input at each level for all of ``entries`` (C,), with the text's tokens as drafted.
 
         Level k of entry i guesses the token at i + 2 + k.
 
@@ -142,35 +141,29 @@ class BlockNet(DraftNet):
         return self.read_head
 
     def level_logits(self, level: int, read: Tensor) -> Tensor:
-        """(R, H) of ``levels`` -> (R, V) over the target's tokens."""
+        """Map (R, H) of ``levels`` to logits (R, V) over the target's tokens."""
         head = self.level_head(level)
         logits: Tensor = head.spread(read.to(head.dtype), self.target_ids, self.config.vocab_size)
         return logits
 
     def confidence_logits(self, read: Tensor) -> Tensor | None:
-        """(R, H) of ``levels`` -> (R,) log odds of 1 - TV(p, q), for nets that learn to predict it."""
+        """Map (R, H) of ``levels`` to the log odds (R,) of 1 - TV(p, q), for nets that learn to predict it."""
         return None
-
-
-def check_one_tap(taps: tuple[int, ...], net: str) -> None:
-    """Raise ConfigError if a net that reads a single hidden state is configured with several."""
-    if len(taps) != 1:
-        raise ConfigError(f"{net} reads one hidden state of the target, found taps {taps}: give the last one alone")
 
 
 # --- drafting --------------------------------------------------------------------------------------------------------
 
 
 class BlockDrafter(EagleDrafter):
-    """Drafts with a ``BlockNet``: keeps the same row state as ``EagleDrafter``, and grows trees from the block."""
+    """Drafts with a ``BlockNet``: keeps the row state of ``EagleDrafter``, and grows trees from the block."""
 
     net: BlockNet
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         net, request = self.net, request.within(self.net.num_levels)
-        chain, last, states = self._runner.catch_up(request)
+        chain, last, states = self.runner.catch_up(request)
         entries = Entries(chain, request.lengths, states=states)
-        _, out = self._runner.forward(entries, want_logits=False, last=last)
+        _, out = self.runner.forward(entries, want_logits=False, last=last)
         assert out is not None
         if net.num_masks:
             out = self._read_masks(request)
@@ -188,13 +181,13 @@ class BlockDrafter(EagleDrafter):
         return builder.finish()
 
     def _read_masks(self, request: DraftRequest) -> Tensor:
-        """(B, N, H) of the pending token and the masks, which all see each other and every entry."""
+        """Run the pending token and the masks, which all see each other and every entry: (B, N, H)."""
         net, nodes, roots = self.net, 1 + self.net.num_masks, request.roots
         tokens = on_device([[root, *[net.mask_id] * net.num_masks] for root in roots], net.device)
         order = torch.arange(nodes, device=net.device).expand(len(roots), -1)
         everything = torch.ones(len(roots), nodes, nodes, dtype=torch.bool, device=net.device)
         tree = DraftTree(tokens, order - 1, paths=(everything, order))
-        _, out = self._runner.forward(Entries(tree, [root + 1 for root in request.root_slots]), want_logits=False)
+        _, out = self.runner.forward(Entries(tree, [root + 1 for root in request.root_slots]), want_logits=False)
         assert out is not None
         return out
 
@@ -202,93 +195,67 @@ class BlockDrafter(EagleDrafter):
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-class BlockLoss(nn.Module):
-    """The loss of a ``BlockNet``; called like ``train.loss.UnrolledLoss``.
+class BlockLoss(DraftLoss):
+    """The loss of a ``BlockNet``: each level counts as a step of an unroll, weighted by ``Objective.decay``.
 
-    Each level counts as a step of an unroll: it is scored by the same objectives and weighted by ``Objective.decay``.
-    Nothing is fed back; later levels read the text's own tokens, if any.
-
-    Args:
-        num_steps: must equal ``net.num_levels``.
-        noise: width of the uniform noise added to the features in training.
-        later_share: thins out the entries that blocks start from (``BlockNet.share``); less is faster.
-
-    Raises:
-        ConfigError: a net with another number of levels, or an objective that compares features.
+    Nothing is fed back; later levels read the text's tokens, if any. ``later_share`` thins out the entries that blocks
+    start from (``BlockNet.share``); less is faster.
     """
 
-    def __init__(
-        self,
-        net: BlockNet,
-        objective: Objective,
-        num_steps: int,
-        noise: float = 0.0,
-        later_share: float = 1.0,
-        target_ids: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        if num_steps != net.num_levels:
+    def check(self) -> None:
+        super().check()
+        levels = self.net.num_levels
+        if self.num_steps != levels:
             raise ConfigError(
-                f"this {net.kind} head guesses {net.num_levels} tokens, and the run asks for {num_steps}: give "
-                f"unroll_steps {net.num_levels}, or start from nothing"
+                f"training: this {self.net.kind} head guesses {levels} tokens, and unroll_steps is {self.num_steps}: "
+                f"give {levels}, or start from nothing"
             )
-        if objective.feature_weight:
-            raise ConfigError(
-                f"a {net.kind} head predicts no features, and the objective compares them: use medusa, dflash or tv"
-            )
-        self.net, self.objective, self.num_steps, self.noise = net, objective, num_steps, noise
-        self._share = net.share * later_share
-        self._narrowed = target_ids if net.target_ids is None else None
 
-    def forward(self, found: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        """Return the sums of every level; see ``UnrolledLoss.forward``."""
-        dtype = product_dtype(found.features, self.net.dtype)
-        entries, sums = self.entries(found), []
-        for level, (read, weight) in enumerate(self._levels(found, entries, self.num_steps)):
-            weight = weight if self._narrowed is None else weight[self._narrowed]
-            rows, positions = truth.rows(level, entries, of_text=self.objective.of_text)
+    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        dtype, net = product_dtype(scored.features, self.net.dtype), self.net
+        entries, sums = self.entries(scored), []
+        for level, (read, weight) in enumerate(self._levels(scored, entries, self.num_steps)):
+            weight = self.narrow(weight)
+            rows, where = truth.rows(level, entries, of_text=self.objective.of_text)
             read = read[rows]
-            scored = step_sums(read, weight, truth, positions, self.objective, dtype, agreement=agreement)
-            confidence = self.net.confidence_logits(read.detach())
+            step = step_sums(read, weight, truth, where, self.objective, dtype, agreement=agreement)
+            confidence = net.confidence_logits(read.detach())
             if confidence is not None:
-                overlap = _overlap(read.detach().to(dtype), weight.to(dtype), truth.probs, positions)
+                overlap = _overlap(read.detach().to(dtype), weight.to(dtype), truth.probs, where)
                 miss = F.binary_cross_entropy_with_logits(confidence.float(), overlap.float(), reduction="sum")
-                scored = replace(scored, loss=scored.loss + miss)
-            sums.append(scored)
+                step = replace(step, loss=step.loss + miss)
+            sums.append(step)
         return sums
 
-    def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:
-        entries = self.entries(found)
-        levels = self._levels(found, entries, min(num_steps, self.num_steps))
-        for level, (read, _) in enumerate(levels):
+    def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        entries = self.entries(scored)
+        for level, (read, _) in enumerate(self._levels(scored, entries, min(num_steps, self.num_steps))):
             yield StepGuesses(level, entries, read)
 
     def logits(self, index: int, read: Tensor) -> Tensor:
-        return self.net.level_logits(index, read)
+        logits: Tensor = self.net.level_logits(index, read)
+        return logits
 
-    def entries(self, found: Scored) -> Tensor:
-        """(C,) entries that blocks start from: random ones in training, evenly spaced ones in evaluation."""
-        total = found.batch.ids.shape[1] - 2
-        chosen = max(1, round(self._share * total))
-        if chosen >= total:
+    def entries(self, scored: Scored) -> Tensor:
+        """Return the entries (C,) that blocks start from: random in training, evenly spaced in evaluation."""
+        total = scored.batch.ids.shape[1] - 2
+        count = max(1, round(self.net.share * self.later_share * total))
+        if count >= total:
             entries = torch.arange(total)
         elif self.training:
-            entries = torch.randperm(total)[:chosen].sort().values
+            entries = torch.randperm(total)[:count].sort().values
         else:
-            entries = torch.arange(chosen) * total // chosen
-        return entries.to(found.batch.ids.device)
+            entries = torch.arange(count) * total // count
+        return entries.to(scored.batch.ids.device)
 
-    def _levels(self, found: Scored, entries: Tensor, num_levels: int) -> Iterator[tuple[Tensor, Tensor]]:
-        features = found.features.to(self.net.dtype)
-        if self.noise and self.training:
-            features = features + (torch.rand_like(features) - 0.5) * self.noise
-        ids = F.pad(found.batch.ids, (0, self.net.num_levels))  # the last entries' blocks reach beyond the text
-        return self.net.levels(ids, features, entries, num_levels)
+    def _levels(self, scored: Scored, entries: Tensor, num_levels: int) -> Iterator[tuple[Tensor, Tensor]]:
+        ids = F.pad(scored.batch.ids, (0, self.net.num_levels))  # the last entries' blocks reach beyond the text
+        yield from self.net.levels(ids, self.noisy(scored.features), entries, num_levels)
 
 
 @torch.no_grad()
 def _overlap(read: Tensor, weight: Tensor, probs: Tensor, rows: Tensor) -> Tensor:
-    """(R,) 1 - TV of softmax(read @ weight.T) and ``probs[rows]``: how often speculative sampling keeps a guess."""
+    """Return 1 - TV (R,) of softmax(read @ weight.T) and ``probs[rows]``: how often sampling keeps a guess."""
     chunk, overlaps = CHUNK.get(read.device.type, GPU_CHUNK), []
     for start in range(0, len(read), chunk):
         logits = (read[start : start + chunk] @ weight.T).to(probs.dtype)
@@ -307,11 +274,10 @@ class BlockMethod(NetMethod):
     loss = BlockLoss
 
     def new(self, new: NewNet) -> Any:
-        """As many levels as the run has steps; by default as many as the config has."""
+        """Return an untrained network with as many levels as the run has steps, by default as the config has."""
         fields = {name: value for name, value in new.settings.items() if value is not None}
-        levels = fields.pop("unroll_steps", None)
-        if levels is not None:
-            fields |= self.config.of_levels(levels)
+        if "unroll_steps" in fields:
+            fields |= self.config.for_levels(fields.pop("unroll_steps"))
         return super().new(replace(new, settings=fields)).start_from(new.head)
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:

@@ -1,12 +1,12 @@
 """A smaller causal LM as the drafter (Leviathan et al. 2211.17192; trees as in SpecInfer 2305.09781).
 
-It has its own KV slots, for the same rows as the target: accepted nodes are committed here too, as far as they were
-run, so that the next draft reads only what is missing. Three parts:
-
     CausalLMDrafter    drafts with any model that shares the target's tokenizer
     StagedDrafter      the same draft in fewer passes, because prompt lookup guesses the draft model's tokens (staged
                        speculation, Spector and Re, 2308.04623)
     CausalLMNet        the model in training: distilled from its target (DistillSpec 2310.08461)
+
+The draft model has KV slots for the same rows as the target: accepted nodes are committed there too, as far as they
+were run, so that the next draft reads only what is missing.
 
 On disk it is a Hugging Face folder that transformers, vLLM and ``load(draft=...)`` read:
 
@@ -23,6 +23,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -38,13 +39,13 @@ from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
 from draftwing.methods.base import Budget, Drafter, ListTree
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.ensemble import Union, together, unite
+from draftwing.methods.ensemble import together, unite
 from draftwing.methods.lookup import SuffixAutomaton
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
-from draftwing.methods.net import DraftNet, Scored, TargetId
+from draftwing.methods.net import DraftNet, TargetId
 from draftwing.methods.net_drafter import NetDrafter
-from draftwing.methods.objectives import Objective, StepSums, TruthLike, known_positions, product_dtype, step_sums
-from draftwing.models.attention import Attend, CausalAttention
+from draftwing.methods.objectives import AlignedLoss
+from draftwing.models.attention import Attend
 from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, RopeConfig, read_config
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.families import Reader, read_layer
@@ -53,7 +54,7 @@ from draftwing.models.lean import LeanTarget, TappedNet
 from draftwing.models.linear import Embedding, Layout, Linear
 from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
-from draftwing.models.weights import Stored, WeightFiles, Weights
+from draftwing.models.weights import WeightFiles, Weights
 from draftwing.runtime.forward import Entries, Net, NetShape, Runtime, TorchRuntime
 from draftwing.runtime.tree_builder import AcceptRates, Children, Drafted, DraftRequest, prune_by_rule
 from draftwing.sampling import SamplingBatch
@@ -68,7 +69,6 @@ class DraftModel(Protocol):
     """A model that reads tokens alone, such as a ``LeanTarget``.
 
     Attributes:
-        name: for reports.
         vocab_size: of its logits.
         max_length: the most tokens of a row.
         runs: makes the runners of its ``net``.
@@ -112,17 +112,18 @@ class CausalLMDrafter(NetDrafter):
         self.name = f"causal-lm ({model.name})"
         self.num_bytes, self.runs_as = model.num_weight_bytes, model.runs_as
         self.identity = f"{self.name}, {self.num_bytes}"
-        self._runner = model.runs.runner(model.net, self)
+        self.runner = model.runs.runner(model.net, self)
         self._read: list[int] = []  # tokens of each row that lie in its slots here
         self._drafted: Drafted | None = None  # the tree that is being verified
 
     @inference
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         """Prefill the new row; one that exceeds this model's context stays empty here and is not drafted for."""
-        row, fits = ctx.rows[-1], self._room(ctx.rows[-1]) > 0
-        if fits or not row.resumed:
-            self._prefill(row, row.length if fits else 0)
-        self._read.append(row.length if fits else 0)
+        row = ctx.rows[-1]
+        length = row.length if self._room(row) > 0 else 0
+        if length or not row.resumed:
+            self._prefill(row, length)
+        self._read.append(length)
 
     @property
     def num_read(self) -> list[int]:
@@ -134,18 +135,18 @@ class CausalLMDrafter(NetDrafter):
             self._prefill(row, stop)
 
     def _prefill(self, row: Row, stop: int) -> None:
-        tokens, start, prompt = row.tokens[row.resumed : stop], row.resumed, row.prompt_length
-        self._runner.prefill(len(self._read), tokens, prompt_length=prompt, start=start)
+        tokens, start = row.tokens[row.resumed : stop], row.resumed
+        self.runner.prefill(len(self._read), tokens, prompt_length=row.prompt_length, start=start)
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
         """Drop the row's slots; the last row takes its place."""
-        self._runner.cache.move_row(len(self._read) - 1, row)
+        self.runner.cache.move_row(len(self._read) - 1, row)
         self._read[row] = self._read[-1]
         self._read.pop()
 
     def _room(self, row: Row) -> int:
-        """How deep a tree this model's context allows for a row; once below 1 it stays there."""
+        """Return how deep a tree this model's context allows for a row; once below 1 it stays there."""
         return self.model.max_length - row.length - 2
 
     @inference
@@ -181,7 +182,7 @@ class CausalLMDrafter(NetDrafter):
         # The deepest level was never run: its nodes have no slots, and near the end there is no room for any.
         path = drafted.slots_of(accepted.own_path)[:, : 1 + drafted.num_levels]
         if drafted.places is not None:  # even the nodes of a single path may be apart here
-            self._runner.commit(ctx.lengths, path)
+            self.runner.commit(ctx.lengths, path)
         num_kept = (path != PAD).sum(1).tolist()  # no wait: the step has already returned its tokens
         for place, (row, num) in enumerate(zip(ctx.rows, num_kept, strict=True)):
             if self._room(row) > 0:
@@ -215,18 +216,15 @@ class StagedRow:
         self.num_indexed = len(row.tokens)
 
     def num_kept(self, row: Row) -> int:
-        """Return the number of slots that still hold the row's own tokens."""
-        kept = 0
-        for token, own in zip(self.run, row.tokens[self.start :], strict=False):
-            if token != own:
-                break
-            kept += 1
+        """Return the number of slots that still hold the row's tokens."""
+        pairs = zip(self.run, row.tokens[self.start :], strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return self.start + kept
 
 
 @dataclass
 class StagedDraft:
-    """A row's growing draft: the draft model's own tokens, and after each of them the likely children.
+    """A row's growing draft: the draft model's best tokens, and after each of them the likely children.
 
     Attributes:
         read: slots that hold the row's tokens and the draft's.
@@ -259,12 +257,11 @@ class StagedDraft:
         """Return the draft with all siblings as a tree."""
         tokens, parents, probs, trunk = [root], [-1], [1.0], 0
         for children in self.children:
-            first = len(tokens)
-            for token, prob in [children[0], *(child for child in children[1:] if child[1] > 0)]:
-                tokens.append(token)
-                parents.append(trunk)
-                probs.append(prob)
-            trunk = first
+            kept = [children[0], *(child for child in children[1:] if child[1] > 0)]
+            parents += [trunk] * len(kept)
+            trunk = len(tokens)
+            tokens += [token for token, _ in kept]
+            probs += [prob for _, prob in kept]
         return ListTree(tokens, parents, probs)
 
 
@@ -272,9 +269,9 @@ class StagedDrafter(CausalLMDrafter):
     """A draft model that is itself drafted for by lookup (2308.04623).
 
     The draft model's next tokens often appeared in the text before. Lookup guesses them, one pass scores all guesses,
-    and those that the model would have drafted itself join the draft; the first wrong one is replaced by the model's
-    own token. The draft is the one that the model makes alone, in fewer passes; the other likely tokens of each pass
-    become siblings. Static trees, children drawn from q, and penalties are drafted as by ``CausalLMDrafter``.
+    and those that the model agrees with join the draft; the model's token replaces the first wrong one. The draft is
+    the one that the model makes alone, in fewer passes; the other likely tokens of each pass become siblings. Static
+    trees, children drawn from q, and penalties are drafted as by ``CausalLMDrafter``.
     """
 
     def __init__(self, model: DraftModel, target_vocab_size: int) -> None:
@@ -318,30 +315,28 @@ class StagedDrafter(CausalLMDrafter):
                 self._read[place], staged = row.length, self._rows[place]
                 staged.start, staged.run = row.length, [row.tokens[-1], *draft.tokens][: draft.read - row.length]
         # Keep the siblings that the budget has room for, or that its rule finds worth their verification.
-        unions: list[Union] = []
-        for row, draft in zip(ctx.rows, drafts, strict=True):
-            union = unite([draft.proposal(row.tokens[-1])])
+        unions = [unite([draft.proposal(row.tokens[-1])]) for row, draft in zip(ctx.rows, drafts, strict=True)]
+        for union in unions:
             union.weigh(lambda union, node: union.claims[node][0])
-            unions.append(union)
         is_free = budget.rule is not None and budget.width > 1
         kept = [union.ordered() if is_free else union.within(budget) for union in unions]
         tree = together(unions, kept, ctx.device, float(num_passes))
-        return tree if budget.rule is None else prune_by_rule(tree, budget.rule)
+        return prune_by_rule(tree, budget.rule) if budget.rule else tree
 
     def _pass(
         self, ctx: Context, sampling: SamplingBatch, budget: Budget, drafts: Sequence[StagedDraft], depth: int
     ) -> None:
-        """Run every row's fresh tokens with guesses behind them, and extend the drafts by the model's own choices."""
+        """Run every row's fresh tokens with guesses behind them, and extend the drafts by the model's choices."""
         for staged, draft in zip(self._rows, drafts, strict=True):
-            room = depth - len(draft.tokens) - 1
-            length, guess = (
-                staged.guesses.after(draft.tokens, min(MAX_GUESSES, room), MIN_MATCH) if draft.is_open else (0, [])
-            )
-            draft.guess = guess[:length]
+            draft.guess = []
+            if draft.is_open:
+                most = min(MAX_GUESSES, depth - len(draft.tokens) - 1)
+                length, guess = staged.guesses.after(draft.tokens, most, MIN_MATCH)
+                draft.guess = guess[:length]
         runs = [[*draft.fresh, *draft.guess] for draft in drafts]
         width = max(map(len, runs))
         chain = DraftTree.chain(ctx.tensor([[*run, *[PAD] * (width - len(run))] for run in runs]))
-        logits, _ = self._runner.forward(Entries(chain, [draft.read for draft in drafts]))
+        logits, _ = self.runner.forward(Entries(chain, [draft.read for draft in drafts]))
         assert logits is not None
         levels = [[max(len(draft.tokens) + i - len(draft.fresh) + 1, 0) for i in range(width)] for draft in drafts]
         tokens, probs = self._best_children(ctx, sampling, budget, logits, levels)
@@ -382,7 +377,7 @@ HEAD_DIM = 64  # of a new model, unless given
 
 @dataclass(frozen=True)
 class CausalLMConfig:
-    """The config of a draft model: a ``methods.net.NetConfig``.
+    """The config of a draft model, with the fields that ``DraftNet`` reads of a ``PlainConfig``.
 
     Attributes:
         shape: as the lean decoder reads it.
@@ -397,22 +392,19 @@ class CausalLMConfig:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """It reads none of the target's hidden states."""
+        """Empty: it reads none of the target's hidden states."""
         return ()
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return self.shape.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        """H."""
         return self.shape.hidden_size
 
     @property
     def rope(self) -> RopeConfig:
-        """The rotation of its positions."""
         return self.shape.rope
 
 
@@ -464,7 +456,7 @@ class CausalLMNet(DraftNet):
     """A lean decoder with gradients for all its weights, embedding and LM head included.
 
     Args:
-        lean: its parts, not prepacked; they become the net's own.
+        lean: its parts, not prepacked; the net takes them over.
         files: the tokenizer's files, which are copied into every folder that the net is written to.
 
     Raises:
@@ -496,7 +488,7 @@ class CausalLMNet(DraftNet):
     ) -> CausalLMNet:
         """Return a net with small random weights, in the shape given by the ``config.json`` ``source``."""
         shape = ModelConfig.from_hf(dict(source), "the new draft model")
-        reader = Reader(_RandomWeights(), torch.float32, device, Layout())
+        reader = Reader(cast(Weights, _RandomWeights()), torch.float32, device, Layout())
         layers = [read_layer(reader, shape, index) for index in range(shape.num_layers)]
         norm = RMSNorm(reader.tensor("model.norm.weight", shape.hidden_size), shape.rms_norm_eps)
         size = shape.vocab_size, shape.hidden_size
@@ -511,7 +503,7 @@ class CausalLMNet(DraftNet):
         return self._lean.shape
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
-        """(R,) -> (R, H) the LM head's input, and nothing to feed back."""
+        """Map tokens (R,) to the LM head's input (R, H); nothing is fed back."""
         return self._lean.forward(ids, states, attend)
 
     def as_target(self) -> LeanTarget:
@@ -519,7 +511,7 @@ class CausalLMNet(DraftNet):
         return LeanTarget(self._lean, TorchRuntime(), "draft model in training")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copy its tensors, under the names of its family's Hugging Face folders."""
+        """Return copies of its tensors, under the names of its family's Hugging Face folders."""
         shape = self.config.shape
         tensors = {"model.embed_tokens.weight": self.embedding.plain(), "model.norm.weight": self.norm.weight}
         if not shape.tie_word_embeddings:
@@ -552,92 +544,16 @@ def _layer_tensors(shape: ModelConfig, layer: DecoderLayer, base: str) -> Iterat
                 yield from ((f"{base}{name}.{kind}", part) for name, part in zip(sizes, parts, strict=True))
 
 
-class _RandomWeights(Weights):
-    """Provides any tensor that is read: norms of ones, biases of zeros, and small random numbers."""
+class _RandomWeights:
+    """Stands in for ``Weights``: any tensor; norms of ones, biases of zeros, and small random numbers."""
 
-    folder = Path("a new model")
-
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-    def keys(self) -> list[str]:
-        return []
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return ()
-
-    def get(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """See ``Weights``; sampled on the CPU, so that a seed gives the same model on every device."""
-        size = shape or ()
+    def get(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor on the CPU, so that a seed gives the same model on every device."""
         if name.endswith("norm.weight"):
-            return torch.ones(size, dtype=dtype)
+            return torch.ones(shape, dtype=dtype)
         if name.endswith("bias"):
-            return torch.zeros(size, dtype=dtype)
-        return torch.empty(size, dtype=dtype).normal_(0, INIT_STD)
-
-    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
-        tensor = self.get(name, torch.float32, shape)
-        return Stored("float32", tensor.shape[-1], tensor)
-
-    def drop(self, stored: Stored) -> None:
-        pass
-
-
-class CausalLoss(nn.Module):
-    """A divergence from the target after every token that counts; called like ``train.loss.UnrolledLoss``.
-
-    One causal forward over the batch and no unroll: a draft model reads only tokens, which are the same whether it
-    drafted them or not.
-
-    Args:
-        objective: a divergence.
-        num_steps, later_share: 1.
-        noise, target_ids: ignored; a draft model reads no features and has its own LM head.
-
-    Raises:
-        ConfigError: an objective that compares features, or an unroll.
-    """
-
-    def __init__(
-        self,
-        net: CausalLMNet,
-        objective: Objective,
-        num_steps: int = 1,
-        noise: float = 0.0,
-        later_share: float = 1.0,
-        target_ids: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        if objective.feature_weight:
-            raise ConfigError(
-                "training: a draft model has no features to compare with the target's: choose --objective fkl, rkl, "
-                "jsd or tv"
-            )
-        if num_steps != 1 or later_share != 1:
-            raise ConfigError(
-                "training: a draft model learns from every position at once: leave --unroll-steps and --later-share out"
-            )
-        self.net, self.objective = net, objective
-
-    def forward(self, found: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        """Return the sums over all predictions that count.
-
-        Args:
-            agreement: also count how often the net's best token is the target's.
-        """
-        net, ids = self.net, found.batch.ids
-        rows, length = ids.shape
-        positions = torch.arange(length, device=ids.device).repeat(rows)
-        # Every text is read as one prompt, like ``runtime.eager.score`` reads it.
-        cis = net.rotary.cis(positions, torch.full_like(positions, length), upto=length).view(rows * length, 1, -1)
-        attend: Any = CausalAttention(rows, length, net.shape.windows, net.shape.head_dim**-0.5, cis)
-        where = known_positions(truth, length, ids.device, of_text=self.objective.of_text)
-        read = net.forward(ids.reshape(-1), None, attend)[0][where]
-        dtype = product_dtype(ids, net.dtype)
-        return [step_sums(read, net.head_weight, truth, where, self.objective, dtype, agreement=agreement)]
+            return torch.zeros(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype).normal_(0, INIT_STD)
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
@@ -675,64 +591,18 @@ def read_causal_lm(
             f"{', '.join(sorted(LEAN_MODEL_TYPES))}, or from nothing"
         )
     WeightFiles(folder).close()  # safetensors alone: a GGUF file's blocks have no gradients
-    own = target_id_of_folder(folder)
+    draft = target_id_of_folder(folder)
     if target is not None:
-        same = own.vocab_size == target.vocab_size
-        if not same or (own.vocab_hash and target.vocab_hash and own.vocab_hash != target.vocab_hash):
+        hashes = {draft.vocab_hash, target.vocab_hash} - {""}
+        if draft.vocab_size != target.vocab_size or len(hashes) > 1:
             raise TokenizerError(
-                f"{folder}: the draft model has another tokenizer than the target (vocabularies of {own.vocab_size} "
+                f"{folder}: the draft model has another tokenizer than the target (vocabularies of {draft.vocab_size} "
                 f"and {target.vocab_size}): start from a model that shares the target's, or from nothing"
             )
     kept = {name: value for name, value in source.items() if name not in ("draftwing", "dtype", "torch_dtype")}
     model = LeanTarget.from_folder(folder, dtype, device, prepack=False)
     config = CausalLMConfig(model.config, kept, target=target or made_for(folder))
     return CausalLMNet(config, model.net, tokenizer_files(folder))
-
-
-def write_causal_lm(folder: Path, net: CausalLMNet, *, training: Mapping[str, Any] | None = None) -> None:
-    """Write a draft model; an older one in the folder is replaced, whole or not at all.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or holds another model.
-        ConfigError: ``training`` is not JSON.
-    """
-    target = net.config.target
-    block = {
-        "format": FORMAT,
-        "kind": net.kind,
-        "target": None if target is None else dataclasses.asdict(target),
-        "training": checked_training(training),
-    }
-    config = {**net.config.source, "torch_dtype": str(net.dtype).removeprefix("torch."), "draftwing": block}
-    copies = [file for file in net.files if file.parent != Path(folder)]
-    write_folder(Path(folder), config, net.tensors(), copies=copies)
-
-
-def diagnose_causal_lm(folder: Path, target: Path | None) -> list[Finding]:
-    """Check that a draft model can be read and shares the target's tokenizer, for ``draftwing doctor``.
-
-    Raises:
-        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
-    """
-    own = None if target is None else target_id_of_folder(target)
-    try:
-        net = read_causal_lm(folder, None, torch.device("cpu"))
-    except DraftwingError as error:
-        return [Finding("head", "fail", str(error), "give a folder of a causal LM or of a head, or download it again")]
-    size = sum(parameter.numel() for parameter in net.parameters())
-    findings = [Finding("head", "ok", f"a {net.config.shape.model_type} causal LM of {size:,} numbers")]
-    if target is None or own is None or not has_tokenizer(folder) or not has_tokenizer(target):
-        return [*findings, Finding("target", "unknown", "no target was given, or one of both has no tokenizer")]
-    try:
-        Tokenizer(target).check_same(Tokenizer(folder), folder.name)
-    except TokenizerError as error:
-        return [*findings, Finding("target", "fail", str(error), "draft with a model that shares its tokenizer")]
-    trained_for = made_for(folder)
-    odd = differences(trained_for, own) if trained_for is not None else []
-    if odd:
-        detail = f"it was trained for another target ({'; '.join(odd)})"
-        return [*findings, Finding("target", "warn", detail, "train it for this one: it will agree more often")]
-    return [*findings, Finding("target", "ok", "it shares the target's tokenizer")]
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
@@ -752,7 +622,7 @@ class CausalLM(NetMethod):
     layouts = ()
     settings = ("num_layers", "hidden_size", "num_heads", "own_text")
     options: ClassVar = {"draft": _draft_option}
-    loss = CausalLoss
+    loss = AlignedLoss
     calibrates = False
 
     def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
@@ -783,12 +653,21 @@ class CausalLM(NetMethod):
         embedding: Embedding | Tensor,
         target_head: Linear | None = None,
         target: TargetId | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> DraftNet:
-        return read_causal_lm(folder, target, embedding.device, dtype or torch.float32)
+        return read_causal_lm(folder, target, embedding.device, dtype)
 
     def write(self, folder: Path, net: CausalLMNet, *, training: Mapping[str, Any] | None = None) -> None:
-        write_causal_lm(folder, net, training=training)
+        target = net.config.target
+        block = {
+            "format": FORMAT,
+            "kind": net.kind,
+            "target": None if target is None else dataclasses.asdict(target),
+            "training": checked_training(training),
+        }
+        config = {**net.config.source, "torch_dtype": str(net.dtype).removeprefix("torch."), "draftwing": block}
+        copies = [file for file in net.files if file.parent != Path(folder)]
+        write_folder(Path(folder), config, net.tensors(), copies=copies)
 
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
         raise UnsupportedError(
@@ -797,7 +676,27 @@ class CausalLM(NetMethod):
         )
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
-        return diagnose_causal_lm(folder, target)
+        """Check that a draft model can be read and shares the target's tokenizer."""
+        identity = None if target is None else target_id_of_folder(target)
+        try:
+            net = read_causal_lm(folder, None, torch.device("cpu"))
+        except DraftwingError as error:
+            fix = "give a folder of a causal LM or of a head, or download it again"
+            return [Finding("head", "fail", str(error), fix)]
+        size = sum(parameter.numel() for parameter in net.parameters())
+        findings = [Finding("head", "ok", f"a {net.config.shape.model_type} causal LM of {size:,} numbers")]
+        if target is None or identity is None or not has_tokenizer(folder) or not has_tokenizer(target):
+            return [*findings, Finding("target", "unknown", "no target was given, or one of both has no tokenizer")]
+        try:
+            Tokenizer(target).check_same(Tokenizer(folder), folder.name)
+        except TokenizerError as error:
+            return [*findings, Finding("target", "fail", str(error), "draft with a model that shares its tokenizer")]
+        trained_for = made_for(folder)
+        differing = differences(trained_for, identity) if trained_for is not None else []
+        if differing:
+            detail = f"it was trained for another target ({'; '.join(differing)})"
+            return [*findings, Finding("target", "warn", detail, "train it for this one: it will agree more often")]
+        return [*findings, Finding("target", "ok", "it shares the target's tokenizer")]
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
         return ()

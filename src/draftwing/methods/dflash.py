@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.methods.block import BlockMethod, BlockNet, Guess
-from draftwing.methods.net import PlainConfig
+from draftwing.methods.net import LAYER_FIELDS, PlainConfig
 from draftwing.models.attention import Attend, Attention
 from draftwing.models.config import ModelConfig
 from draftwing.models.layers import ACTIVATIONS, DecoderLayer
@@ -47,7 +47,7 @@ class DFlashConfig(PlainConfig):
         num_layers, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, activation: of its layers.
 
     Raises:
-        ConfigError: see ``PlainConfig``; or sizes that do not go together.
+        ConfigError: sizes that do not go together.
     """
 
     num_layers: int
@@ -58,16 +58,10 @@ class DFlashConfig(PlainConfig):
     rms_norm_eps: float
     activation: str
     block_size: int = 8
+    like_target: ClassVar = LAYER_FIELDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = (self.num_layers, self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim)
-        if min(sizes) < 1 or self.num_heads % self.num_kv_heads or self.rope.head_dim != self.head_dim:
-            raise ConfigError(
-                f"a DFlash net needs sizes of at least 1, query heads that are a multiple of the KV heads, and a "
-                f"rotation of the same head width, found layers {self.num_layers}, MLP {self.intermediate_size}, heads "
-                f"{self.num_heads} and {self.num_kv_heads}, head width {self.head_dim} and {self.rope.head_dim}"
-            )
         if self.activation not in ACTIVATIONS or not 2 <= self.block_size <= 1024:
             raise ConfigError(
                 f"a DFlash net needs a block_size from 2 to 1,024 and an activation of {', '.join(ACTIVATIONS)}, found "
@@ -75,16 +69,14 @@ class DFlashConfig(PlainConfig):
             )
 
     @staticmethod
-    def of_levels(num_levels: int) -> dict[str, int]:
+    def for_levels(num_levels: int) -> dict[str, int]:
         """Return the fields of a net that guesses ``num_levels`` tokens."""
         return {"block_size": 1 + num_levels}
 
     @classmethod
     def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
-        """See ``PlainConfig.for_target``: 5 layers, as in the paper, of the target's own shape."""
-        names = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "activation")
-        shape = {name: getattr(like, name) for name in names}
-        return super().for_target(like, taps, **{"num_layers": 5, **shape, **changes})
+        """Return a config of 5 layers, as in the paper, of the target's shape; see ``PlainConfig.for_target``."""
+        return super().for_target(like, taps, **{"num_layers": 5, **changes})
 
 
 class DFlashNet(BlockNet):
@@ -113,7 +105,7 @@ class DFlashNet(BlockNet):
 
     @property
     def share(self) -> float:  # type: ignore[override]
-        """See ``BlockNet``: all blocks together have as many tokens as the text."""
+        """1 / block_size, so that all blocks together have as many tokens as the text."""
         return 1 / self.config.block_size
 
     @property
@@ -121,11 +113,11 @@ class DFlashNet(BlockNet):
         return self.attention_shape([None] * self.config.num_layers)
 
     def fuse(self, features: Any) -> Any:
-        """The target's features (R, F) -> (R, H) the input of every layer's key and value projections."""
+        """Map the target's features (R, F) to the input (R, H) of every layer's key and value projections."""
         return self.state_norm.forward(self.fc.forward(features))
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
-        """With states, only write the keys and values of these entries; without, run a block."""
+        """With states, write the keys and values of these entries; without, run a block."""
         layers = [cast(DecoderLayer, layer) for layer in self.layers]
         if states is not None:
             for index, layer in enumerate(layers):
@@ -139,12 +131,12 @@ class DFlashNet(BlockNet):
         return read, read
 
     def open(self, out: Tensor, depth: int) -> Tensor:
-        """(B, N, H) -> (B, depth, V), the logits of each mask."""
+        """Return the logits of each mask (B, depth, V)."""
         masks = out[:, 1 : 1 + depth]
         return self.level_logits(0, masks.flatten(0, 1)).view(*masks.shape[:2], -1)
 
     def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
-        """See ``BlockNet``: a mask's distribution, whatever was chosen before it."""
+        """Return a mask's distribution, which ignores the tokens before it."""
         return Guess(block[:, level : level + 1])
 
     # --- training --------------------------------------------------------------------------------------------------
@@ -157,7 +149,7 @@ class DFlashNet(BlockNet):
             yield read[:, :, 1 + level].flatten(0, 1), self.head_weight
 
     def blocks(self, ids: Tensor, features: Tensor, entries: Tensor) -> Tensor:
-        """(B, C, N, H) the LM head's input for blocks that start after each of ``entries`` (C,)."""
+        """Return the LM head's input (B, C, N, H) for blocks that start after each of ``entries`` (C,)."""
         rows, length = features.shape[:2]
         num_blocks, nodes = len(entries), 1 + self.num_masks
         attend = BlockAttention(self, rows, length, entries)
@@ -200,7 +192,7 @@ class BlockAttention(Attention):
         return cis.view(-1, 1, self._net.config.rope.rotary_dim // 2)
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(R, heads, D) each -> (R, heads * D); nothing for the features, whose keys and values are kept."""
+        """Attend: (R, heads, D) each -> (R, heads * D); for the features, only keep their keys and values."""
         q, k, v = (x.view(self._rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         if self._mask is None:
             self._seen.append((k, v))

@@ -1,10 +1,10 @@
-"""DSpark (2607.05147): DFlash whose places see the token before them, and predict how far they can be trusted.
+"""DSpark (2607.05147): DFlash whose masks see the token before them, and predict how often their guess is kept.
 
-    logits of a place = LM head(x) + B a(t)      t the token before it on a node's path, a(t) and B of low rank
-    confidence        = sigmoid(w [x; a(t)])     trained on 1 - TV(p, q): how often a guess from q is kept
+    logits of a mask = LM head(x) + B a(t)      t the token before it on a node's path, a(t) and B of low rank
+    confidence       = sigmoid(w [x; a(t)])     trained on 1 - TV(p, q): how often a guess from q is kept
 
-A block guessed in one pass is then no longer a product of independent distributions, for the price of a thin matrix
-per node, and a draft is cut short where the net does not trust itself.
+A block is then no longer a product of independent distributions, for a thin matrix per node, and a draft ends early
+when the net is unsure.
 
 Shape suffixes: see ``methods.block``; S rank.
 """
@@ -58,12 +58,12 @@ class DSparkNet(DFlashNet):
 
     @torch.no_grad()
     def start_from(self, target_head: Linear) -> Self:
-        """Start as a DFlash net: the token before has no influence yet."""
+        """Start as a DFlash net, without influence of the token before."""
         self.head_after.weight.zero_()
         return self
 
     def open(self, out: Tensor, depth: int) -> Tensor:
-        """(B, N, H) -> (B, depth, V + H): each mask's logits, and the state that they were read from."""
+        """Return each mask's logits, and the state that they were read from: (B, depth, V + H)."""
         masks = out[:, 1 : 1 + depth]
         logits: Tensor = self.logits(masks.flatten(0, 1))
         return torch.cat([logits.view(*masks.shape[:2], -1), masks], -1)
@@ -82,7 +82,7 @@ class DSparkNet(DFlashNet):
     def levels(
         self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See ``BlockNet``: the state and the token before side by side, and so both matrices."""
+        """Yield the state and the token before concatenated, and both matrices likewise."""
         weight = torch.cat([self.head_weight.to(self.dtype), self.head_after.weight], 1)
         for level, (read, _) in enumerate(super().levels(ids, features, entries, num_levels)):
             before = self.embedding_before[ids[:, entries + 1 + level].flatten()]

@@ -13,7 +13,6 @@ Shape suffixes: R rows (any entries of any sequences), H hidden, F features (all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal, cast, get_args
@@ -21,12 +20,12 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import ConfigError
 from draftwing.methods.calibration import Calibration
-from draftwing.methods.net import DraftNet, TargetId
+from draftwing.methods.net import LAYER_FIELDS, DraftNet, TargetId
 from draftwing.models.attention import Attend
 from draftwing.models.config import Activation, ModelConfig, RopeConfig
-from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm, columns, concat
+from draftwing.models.layers import DecoderLayer, RMSNorm, columns, concat
 from draftwing.models.linear import Embedding, Linear
 from draftwing.runtime.forward import NetShape
 
@@ -63,7 +62,7 @@ class EagleConfig:
         fc_norm, norm_output: EAGLE-3.1: an RMSNorm for each tap; the normed state is what is fed back.
         num_layers: decoder layers; the first is the widened one, the others are plain.
         qkv_bias: queries, keys and values of every layer have biases.
-        target_hidden_size: width of the target's features in EAGLE-3, where it is not ``hidden_size``.
+        target_hidden_size: width of the target's features in EAGLE-3 if it is not ``hidden_size``.
         own_embedding: the network has its own token embedding instead of the target's.
         calibration: converts scores to probabilities at T > 0.
         target: the target it was trained for; None in other projects' heads that do not name it.
@@ -128,33 +127,19 @@ class EagleConfig:
     def for_target(
         cls, version: int, like: ModelConfig, draft_vocab_size: int | None = None, **changes: Any
     ) -> EagleConfig:
-        """Return the usual config for a target: one layer of the target's shape, the default taps.
+        """Return the usual config for a target of the shape ``like``: one layer of that shape, the default taps.
 
         Args:
-            like: the target's shape.
             changes: any other field, such as ``inputs`` or ``fc_norm``.
 
         Raises:
             ConfigError: EAGLE-3's default taps for a target of fewer than 3 layers.
         """
+        shape = {name: getattr(like, name) for name in (*LAYER_FIELDS, "max_position_embeddings")}
+        shape["draft_vocab_size"] = (draft_vocab_size if version == 3 else None) or like.vocab_size
         if "taps" not in changes:
-            changes["taps"] = (like.num_layers,) if version == 1 else default_taps(like.num_layers)
-        shape: dict[str, Any] = {
-            "version": version,
-            "hidden_size": like.hidden_size,
-            "intermediate_size": like.intermediate_size,
-            "num_heads": like.num_heads,
-            "num_kv_heads": like.num_kv_heads,
-            "head_dim": like.head_dim,
-            "rms_norm_eps": like.rms_norm_eps,
-            "activation": like.activation,
-            "rope": like.rope,
-            "max_position_embeddings": like.max_position_embeddings,
-            "vocab_size": like.vocab_size,
-            "draft_vocab_size": (draft_vocab_size if version == 3 else None) or like.vocab_size,
-            **changes,
-        }
-        return cls(**shape)
+            shape["taps"] = (like.num_layers,) if version == 1 else default_taps(like.num_layers)
+        return cls(version=version, **{**shape, **changes})
 
     @property
     def feature_size(self) -> int:
@@ -191,13 +176,6 @@ def tensor_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     return {name: place.shape for name, place in _places(config).items()}
 
 
-def _views(net: nn.Module, config: EagleConfig) -> dict[str, Tensor]:
-    return {
-        name: attrgetter(place.path)(net).data[place.start : place.start + place.shape[0]]
-        for name, place in _places(config).items()
-    }
-
-
 def _places(config: EagleConfig) -> dict[str, _Place]:
     is_third, hidden = config.version == 3, config.hidden_size
     taps = config.feature_size * len(config.taps)
@@ -205,7 +183,11 @@ def _places(config: EagleConfig) -> dict[str, _Place]:
     if config.fc_bias:
         places["fc.bias"] = _Place("fc.bias", (hidden,))
     for index in range(config.num_layers):
-        places |= _layer_places(config, index)
+        is_widened = is_third and index == 0
+        name = "midlayer" if is_widened else f"layers.{index}"
+        places |= _layer_places(config, name, f"layers.{index}", 2 * hidden if is_widened else hidden)
+        if index:
+            places[f"{name}.input_layernorm.weight"] = _Place(f"layers.{index}.input_norm.weight", (hidden,))
     if is_third:
         places |= {
             "midlayer.input_layernorm.weight": _Place("token_norm.weight", (hidden,)),
@@ -223,26 +205,21 @@ def _places(config: EagleConfig) -> dict[str, _Place]:
     return places
 
 
-def _layer_places(config: EagleConfig, index: int) -> dict[str, _Place]:
-    is_first = index == 0
-    base = "midlayer" if is_first and config.version == 3 else f"layers.{index}"
-    path = f"layers.{index}"
+def _layer_places(config: EagleConfig, name: str, path: str, width: int) -> dict[str, _Place]:
+    """Return the places of a decoder layer whose attention reads ``width`` numbers, without its input norm."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    width = 2 * hidden if is_first and config.version == 3 else hidden
     places = {
-        f"{base}.self_attn.o_proj.weight": _Place(f"{path}.out.weight", (hidden, query)),
-        f"{base}.mlp.gate_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden)),
-        f"{base}.mlp.up_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden), inner),
-        f"{base}.mlp.down_proj.weight": _Place(f"{path}.mlp.down.weight", (hidden, inner)),
-        f"{base}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,)),
+        f"{name}.self_attn.o_proj.weight": _Place(f"{path}.out.weight", (hidden, query)),
+        f"{name}.mlp.gate_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden)),
+        f"{name}.mlp.up_proj.weight": _Place(f"{path}.mlp.gate_up.weight", (inner, hidden), inner),
+        f"{name}.mlp.down_proj.weight": _Place(f"{path}.mlp.down.weight", (hidden, inner)),
+        f"{name}.post_attention_layernorm.weight": _Place(f"{path}.post_norm.weight", (hidden,)),
     }
-    for name, rows, start in (("q", query, 0), ("k", key, query), ("v", key, query + key)):
-        places[f"{base}.self_attn.{name}_proj.weight"] = _Place(f"{path}.qkv.weight", (rows, width), start)
+    for part, rows, start in (("q", query, 0), ("k", key, query), ("v", key, query + key)):
+        places[f"{name}.self_attn.{part}_proj.weight"] = _Place(f"{path}.qkv.weight", (rows, width), start)
         if config.qkv_bias:
-            places[f"{base}.self_attn.{name}_proj.bias"] = _Place(f"{path}.qkv.bias", (rows,), start)
-    if not is_first:
-        places[f"{base}.input_layernorm.weight"] = _Place(f"{path}.input_norm.weight", (hidden,))
+            places[f"{name}.self_attn.{part}_proj.bias"] = _Place(f"{path}.qkv.bias", (rows,), start)
     return places
 
 
@@ -250,14 +227,9 @@ def _layer_places(config: EagleConfig, index: int) -> dict[str, _Place]:
 
 
 class EagleNet(DraftNet):
-    """An EAGLE-1 or EAGLE-3 network.
+    """An EAGLE-1 or EAGLE-3 network; see ``DraftNet`` for its arguments.
 
-    Args:
-        config: its shape.
-        embedding: (V, H) the target's, frozen and never saved with the head; the start of a network's own embedding.
-        target_head: the target's LM head, frozen; EAGLE-1 uses it, EAGLE-3 does not.
-        target_ids: (V_draft,) ascending target ids of the draft vocabulary; None for the whole vocabulary.
-        dtype: of its weights.
+    EAGLE-1 needs the target's LM head, EAGLE-3 has its own. With ``own_embedding``, the target's is its start.
 
     Raises:
         ConfigError: embedding, head or ids that do not fit ``config``.
@@ -273,29 +245,27 @@ class EagleNet(DraftNet):
         target_ids: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        expected = (config.vocab_size, config.hidden_size)
-        if tuple(embedding.shape) != expected:
-            raise ConfigError(
-                f"the head is made for an embedding of {expected}, the target's is {tuple(embedding.shape)}: a head "
-                f"only fits the target that it was trained for"
-            )
-        if config.version == 1 and target_head is None:
+        is_third, hidden = config.version == 3, config.hidden_size
+        super().__init__(config, embedding, None if is_third else target_head, target_ids, dtype)
+        if not is_third and target_head is None:
             raise ConfigError("an EAGLE-1 net needs the target's LM head")
-        if config.has_draft_vocab != (target_ids is not None) or (
-            target_ids is not None and target_ids.shape != (config.draft_vocab_size,)
-        ):
+        num_ids = config.vocab_size if target_ids is None else len(target_ids)
+        if num_ids != config.draft_vocab_size or config.has_draft_vocab != (target_ids is not None):
             raise ConfigError(
                 f"the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens, and target_ids "
                 f"{None if target_ids is None else tuple(target_ids.shape)}: give one id for each, or None for all"
             )
-        super().__init__(config, embedding, None if config.version == 3 else target_head, target_ids, dtype)
         if config.own_embedding:
             table = embedding.plain() if isinstance(embedding, Embedding) else embedding
             self.embedding = Embedding(nn.Parameter(table.detach().to(dtype).clone()))
-        hidden, is_third = config.hidden_size, config.version == 3
         taps_width = config.feature_size * len(config.taps)
         self.fc = self.new_matrix(hidden, taps_width if is_third else 2 * hidden, bias=config.fc_bias)
-        self.layers = nn.ModuleList([self._new_layer(index) for index in range(config.num_layers)])
+        # The first layer of EAGLE-3 reads (embedding, state), which have norms below; that of EAGLE-1 has no norm.
+        first = self.new_decoder_layer(
+            width=2 * hidden if is_third else hidden, qkv_bias=config.qkv_bias, input_norm=False
+        )
+        others = (self.new_decoder_layer(qkv_bias=config.qkv_bias) for _ in range(config.num_layers - 1))
+        self.layers = nn.ModuleList([first, *others])
         self.token_norm = self.new_norm(hidden) if is_third else None
         self.state_norm = self.new_norm(hidden) if is_third else None
         self.input_norm = self.new_norm(taps_width) if config.norm_before_fc else None
@@ -309,27 +279,14 @@ class EagleNet(DraftNet):
                     unread.requires_grad_(False)
         self.head = self.new_matrix(config.draft_vocab_size, hidden) if is_third else None
 
-    def _new_layer(self, index: int) -> DecoderLayer:
-        config, new = self.config, self.new_matrix
-        hidden, wide, is_widened = config.hidden_size, config.intermediate_size, config.version == 3 and index == 0
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return DecoderLayer(
-            input_norm=None if index == 0 else self.new_norm(hidden),
-            qkv=new(query + 2 * key, 2 * hidden if is_widened else hidden, bias=config.qkv_bias),
-            out=new(hidden, query),
-            post_norm=self.new_norm(hidden),
-            mlp=GatedMLP(new(2 * wide, hidden), new(hidden, wide), config.activation),
-            heads=(config.num_heads, config.num_kv_heads, config.head_dim),
-        )
-
     # --- the forward pass ------------------------------------------------------------------------------------------
 
     def fuse(self, features: Any) -> Any:
-        """Map the target's features (R, F) to states (R, H): EAGLE-3's fc, the identity for EAGLE-1."""
+        """Map the target's features (R, F) to states (R, H) by EAGLE-3's fc; EAGLE-1 reads them unchanged."""
         return features if self.config.version == 1 else self.fc.forward(self.fc_input(features))
 
     def fc_input(self, features: Any) -> Any:
-        """(R, F) -> (R, F) the input of EAGLE-3's fc, normed if the config says so."""
+        """Return the input (R, F) of EAGLE-3's fc: the features, normed if the config says so."""
         if self.tap_norms is not None:
             taps = columns(features, self.config.feature_size)
             norms = [cast(RMSNorm, norm) for norm in self.tap_norms]
@@ -337,7 +294,7 @@ class EagleNet(DraftNet):
         return features if self.input_norm is None else self.input_norm.forward(features)
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
-        """See ``DraftNet.forward``; which token an entry has: ``config.inputs``."""
+        """Run one draft step; ``config.inputs`` decides what entries read."""
         config = self.config
         tokens = self.embedding.forward(ids)
         if config.inputs == "token":
@@ -381,32 +338,8 @@ class EagleNet(DraftNet):
         """False for the ablation's networks that read half of an entry."""
         return self.config.inputs.startswith("feature-")
 
-    # --- tensors ---------------------------------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return copies of the head's tensors under EAGLE's names; the network must not have been prepacked."""
-        return {name: view.clone() for name, view in _views(self, self.config).items()}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> EagleNet:
-        """Load tensors named as in ``tensors``: all of them, and no others.
-
-        Raises:
-            CheckpointError: a name is missing, unknown, or has another shape.
-        """
-        views = _views(self, self.config)
-        missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())
-        if missing or unknown:
-            what = f"lacks {missing[0]!r}" if missing else f"has a tensor {unknown[0]!r} that no such net has"
-            raise CheckpointError(
-                f"{where} {what} (missing {len(missing)}, unknown {len(unknown)}): its config.json and its weights do "
-                f"not belong together; `draftwing doctor` names what differs"
-            )
-        for name, view in views.items():
-            if tensors[name].shape != view.shape:
-                raise CheckpointError(
-                    f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(view.shape)}: was it "
-                    f"trained for another target?"
-                )
-        for name, view in views.items():
-            view.copy_(tensors[name])
-        return self
+    def named_tensors(self) -> dict[str, Tensor]:
+        return {
+            name: attrgetter(place.path)(self).data[place.start : place.start + place.shape[0]]
+            for name, place in _places(self.config).items()
+        }

@@ -5,8 +5,8 @@
              x = x + SiLU(W x)                 once per further layer
              logits = W2 x
 
-So the children of siblings get different distributions, for the price of a small product per node; there is still no
-attention and no KV slot. Differs from the paper: no prefix attention (Hydra++), and heads start as the target's own.
+So the children of siblings get different distributions, for a small product per node; there is still no attention and
+no KV slot. Differs from the paper: no prefix attention (Hydra++), and new heads predict as the target does.
 
 Shape suffixes: see ``methods.block``.
 """
@@ -30,8 +30,6 @@ from draftwing.models.linear import Linear
 class HydraConfig(HeadsConfig):
     """The shape of a Hydra net: ``num_heads`` heads of ``num_layers`` layers."""
 
-    name = "Hydra"
-
 
 class HydraNet(BlockNet):
     """K heads, each of which reads the tokens that the heads before it drafted."""
@@ -52,7 +50,7 @@ class HydraNet(BlockNet):
 
     @torch.no_grad()
     def start_from(self, target_head: Linear) -> Self:
-        """Start every head as the target's LM head on the feature; tokens have no influence yet."""
+        """Start every head as the target's LM head on the feature, without any influence of tokens."""
         weight = heads_weight(self, target_head)
         for level in range(self.num_levels):
             straight, mixed, further = self._layers(level)
@@ -74,10 +72,10 @@ class HydraNet(BlockNet):
         further = [cast(Linear, layer) for layer in cast(nn.ModuleList, self.further[level])]
         return cast(Linear, self.straight[level]), cast(Linear, self.mixed[level]), further
 
-    def mix(self, level: int, known: Tensor) -> Tensor:
-        """The feature and the tokens so far, (R, (level + 2) * H) -> (R, H) the LM head's input."""
+    def mix(self, level: int, inputs: Tensor) -> Tensor:
+        """Map the feature and the tokens so far, (R, (level + 2) * H), to the LM head's input (R, H)."""
         straight, mixed, further = self._layers(level)
-        x: Tensor = straight.forward(known) + F.silu(mixed.forward(known))
+        x: Tensor = straight.forward(inputs) + F.silu(mixed.forward(inputs))
         for layer in further:
             x = x + F.silu(layer.forward(x))
         return x
@@ -87,21 +85,20 @@ class HydraNet(BlockNet):
         return embedded
 
     def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
-        """See ``BlockNet``: a path carries the feature and the embeddings of its tokens, (B, W, (k + 2) * H)."""
+        """A path carries the feature and the embeddings of its tokens, (B, W, (k + 2) * H)."""
         rows, nodes = tokens.shape
         before = block.expand(-1, nodes, -1) if carried is None else carried
-        known = torch.cat([before, self._embed(tokens)], -1)
-        logits = self.level_logits(level, self.mix(level, known.flatten(0, 1)))
-        return Guess(logits.view(rows, nodes, -1), known)
+        inputs = torch.cat([before, self._embed(tokens)], -1)
+        logits = self.level_logits(level, self.mix(level, inputs.flatten(0, 1)))
+        return Guess(logits.view(rows, nodes, -1), inputs)
 
     def levels(
         self, ids: Tensor, features: Tensor, entries: Tensor, num_levels: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        known = features[:, entries].flatten(0, 1)
+        inputs = features[:, entries].flatten(0, 1)
         for level in range(num_levels):
-            tokens = ids[:, entries + 1 + level].flatten()
-            known = torch.cat([known, self._embed(tokens)], -1)
-            yield self.mix(level, known), self.level_head(level).weight
+            inputs = torch.cat([inputs, self._embed(ids[:, entries + 1 + level].flatten())], -1)
+            yield self.mix(level, inputs), self.level_head(level).weight
 
 
 class Hydra(BlockMethod):

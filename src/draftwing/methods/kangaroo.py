@@ -2,42 +2,30 @@
 
     x_E (the target's hidden state E) -> x_E + attention(norm(x_E)) -> norm -> the target's LM head
 
-The adapter is one attention layer and two norms. Entry i is the token at position i and guesses the token at i + 1,
-like the target itself. In training the hidden states are the target's; while drafting, the target's first layers
-compute them (``ShallowNet``). Drafting works like that of a causal LM which shares the target's layers: accepted nodes
-are committed in its KV slots as far as they were run, and the next draft reads only what is missing.
+Entry i is the token at position i and guesses the token at i + 1, like the target itself. In training the hidden states
+are the target's; while drafting, the target's first layers compute them (``ShallowNet``), so that the whole drafts like
+a causal LM that shares the target's layers.
 
 The paper stops a draft when its confidence falls below 0.6; here the growth rule decides, from how often drafts of such
-a confidence were accepted (``methods.growth``).
+a confidence were accepted (``tree.GrowthRule``).
 
 Shape suffixes: R rows of entries, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.methods.base import Drafter
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.method import NetMethod
-from draftwing.methods.net import DraftNet, PlainConfig, Scored
-from draftwing.methods.objectives import (
-    Objective,
-    StepGuesses,
-    StepSums,
-    TruthLike,
-    known_positions,
-    product_dtype,
-    step_sums,
-)
-from draftwing.models.attention import Attend, CausalAttention
-from draftwing.models.config import ModelConfig
+from draftwing.methods.net import ATTENTION_FIELDS, DraftNet, PlainConfig
+from draftwing.methods.objectives import AlignedLoss
+from draftwing.models.attention import Attend
 from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear, runs_as
 from draftwing.models.rope import Rotary
@@ -65,27 +53,17 @@ class KangarooConfig(PlainConfig):
     num_kv_heads: int = 1
     head_dim: int = 64
     rms_norm_eps: float = 1e-5
+    like_target: ClassVar = ATTENTION_FIELDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.taps) != 1 or self.taps[0] < 1:
-            raise ConfigError(
-                f"a Kangaroo adapter reads one tap, a state behind 1 or more of the target's layers, found {self.taps}"
-            )
-        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_heads must be a multiple of num_kv_heads, and head_dim at least 1, found {self.num_heads}, "
-                f"{self.num_kv_heads} and {self.head_dim}"
-            )
-
-    @classmethod
-    def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
-        heads = {"num_heads": like.num_heads, "num_kv_heads": like.num_kv_heads, "head_dim": like.head_dim}
-        return super().for_target(like, taps, **{"rms_norm_eps": like.rms_norm_eps, **heads, **changes})
+        self.check_one_tap()
+        if self.taps[0] < 1:
+            raise ConfigError("a Kangaroo net reads the state behind 1 or more of the target's layers, found tap 0")
 
 
 class KangarooNet(DraftNet):
-    """The adapter: reads the target's hidden state E alone, and is read by the target's LM head."""
+    """The adapter: one attention layer and two norms between the target's hidden state E and its LM head."""
 
     kind = "kangaroo"
     config: KangarooConfig
@@ -104,7 +82,7 @@ class KangarooNet(DraftNet):
         return self.attention_shape((None,))
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
-        """(R, H) hidden states E -> (R, H) the LM head's input, twice. The states already contain the tokens."""
+        """Map hidden states E (R, H), which already contain the tokens, to the LM head's input (R, H), twice."""
         mixed = attend(0, self.qkv.forward(self.input_norm.forward(states)), self).to(self.dtype)
         read = self.norm.forward(self.out.forward(mixed, states))
         return read, read
@@ -123,11 +101,7 @@ class ShallowNet:
 
     @property
     def shape(self) -> NetShape:
-        """See ``runtime.forward.Net``.
-
-        Raises:
-            ConfigError: the adapter's keys and values are not as wide as the target's.
-        """
+        """Its sizes. Raises ConfigError if the adapter's keys and values are not as wide as the target's."""
         shape, config = self._first.shape, self._adapter.config
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         if (config.num_heads, config.num_kv_heads, config.head_dim) != heads:
@@ -150,7 +124,7 @@ class ShallowNet:
         return self._first.rotary
 
     def fuse(self, features: Any) -> Any:
-        """Unused: the net reads only tokens."""
+        """Return them unchanged: the net reads only tokens."""
         return features
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
@@ -167,7 +141,7 @@ class ShallowNet:
         return self._adapter.logits(read)
 
 
-class _ShallowModel:
+class ShallowModel:
     """A ``causal_lm.DraftModel`` around a ``ShallowNet``."""
 
     def __init__(self, adapter: KangarooNet, target: LeanTarget, name: str) -> None:
@@ -199,71 +173,9 @@ class KangarooDrafter(CausalLMDrafter):
                 f"{config.vocab_size}; {lean.name} has {lean.num_layers} layers and {lean.vocab_size} tokens: use one "
                 f"trained for it"
             )
-        super().__init__(_ShallowModel(adapter, lean, name), lean.vocab_size, config.calibration)
+        super().__init__(ShallowModel(adapter, lean, name), lean.vocab_size, config.calibration)
         self.name = adapter.kind + (f" ({name})" if name else "")
         self.identity = f"{identity} {config} {adapter.dtype} {self.num_bytes}"
-
-
-class AlignedLoss(nn.Module):
-    """The loss of a network that predicts the token after each entry, like the target.
-
-    Nothing is unrolled: the target's own layers compute the network's inputs, in training and while drafting. Arguments
-    as for ``train.loss.UnrolledLoss``.
-
-    Raises:
-        ConfigError: more than one step, or an objective that regresses features.
-    """
-
-    def __init__(
-        self,
-        net: DraftNet,
-        objective: Objective,
-        num_steps: int,
-        noise: float = 0.0,
-        later_share: float = 1.0,
-        target_ids: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        if num_steps != 1 or later_share != 1 or objective.feature_weight:
-            raise ConfigError(
-                f"training: a net of kind {net.kind!r} learns one step, from the target's distribution alone: leave "
-                f"out unroll_steps, later_share and objectives that regress features (eagle1, hass)"
-            )
-        self.net, self.objective, self.noise = net, objective, noise
-        self._narrowed = target_ids if net.target_ids is None else None
-
-    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        """Return sums over all entries whose next token counts: see ``UnrolledLoss.forward``."""
-        net, narrow = self.net, product_dtype(scored.features, self.net.dtype)
-        weight = net.head_weight if self._narrowed is None else net.head_weight[self._narrowed]
-        ids = scored.batch.ids
-        where = known_positions(truth, ids.shape[1], ids.device, of_text=self.objective.of_text)
-        read = self._read(scored)[where]
-        return [step_sums(read, weight, truth, where, self.objective, narrow, agreement=agreement)]
-
-    def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
-        """See ``train.loss.Scorer``, in whose numbering entry i ends with the token at i + 1."""
-        rows, length = scored.batch.ids.shape
-        read = self._read(scored).view(rows, length, -1)[:, 1:-1]
-        yield StepGuesses(0, torch.arange(length - 2, device=read.device), read.flatten(0, 1))
-
-    def logits(self, index: int, read: Tensor) -> Tensor:
-        logits: Tensor = self.net.logits(read)
-        return logits
-
-    def _read(self, scored: Scored) -> Tensor:
-        """Return the LM head's input (B * T, H) for every token."""
-        net, ids = self.net, scored.batch.ids
-        rows, length = ids.shape
-        features = scored.features.to(net.dtype)
-        if self.noise and self.training:
-            features = features + (torch.rand_like(features) - 0.5) * self.noise
-        shape = net.shape
-        positions = torch.arange(length, device=ids.device).repeat(rows)
-        cis = net.rotary.cis(positions, upto=length).view(rows * length, 1, -1)
-        attend = CausalAttention(rows, length, shape.windows, max(shape.head_dim, 1) ** -0.5, cis)
-        read: Tensor = net.forward(ids.flatten(), net.fuse(features.flatten(0, 1)), attend)[0]
-        return read
 
 
 class Kangaroo(NetMethod):

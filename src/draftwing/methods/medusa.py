@@ -2,10 +2,10 @@
 
     head k:  x = h + SiLU(W1 h), once per residual block;  logits = W2 x
 
-h is the feature that the pending token was sampled from. A new head starts as the target's own: W1 is zero, W2 its LM
-head. The target stays frozen (the paper's Medusa-1), and acceptance is exact rather than "typical".
+h is the feature that the pending token was sampled from. A new head predicts as the target does: W1 is zero, W2 the
+target's LM head. The target stays frozen (Medusa-1), and acceptance is exact rather than "typical".
 
-Heads are read and written in three layouts, as of vLLM 0.10 and Medusa's own code:
+Heads are read and written in three layouts, as of vLLM 0.10 and Medusa's code:
 
                config.json                                   tensors
     draftwing  see ``formats.plain``                         blocks.H.L.weight and .bias, heads.H.weight; draft_ids
@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ from draftwing.formats.identity import target_id_of_folder
 from draftwing.formats.plain import DRAFT_IDS, PlainHead, check_ids, load_plain, own_block, save_plain
 from draftwing.formats.read import read_pickled, read_tensors
 from draftwing.formats.write import write_folder
-from draftwing.methods.block import BlockMethod, BlockNet, Guess, check_one_tap
+from draftwing.methods.block import BlockMethod, BlockNet, Guess
 from draftwing.methods.net import DraftNet, PlainConfig, TargetId
 from draftwing.models.config import RopeConfig, read_config
 from draftwing.models.linear import Embedding, Linear
@@ -59,21 +59,20 @@ class HeadsConfig(PlainConfig):
         ConfigError: see ``PlainConfig``; several taps, or a count outside 1 to ``MAX_HEADS``.
     """
 
-    name: ClassVar[str]
     num_heads: int = 5
     num_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_tap(self.taps, f"a {self.name} head")
-        if not (1 <= self.num_heads <= MAX_HEADS and 1 <= self.num_layers <= MAX_HEADS):
+        self.check_one_tap()
+        if max(self.num_heads, self.num_layers) > MAX_HEADS:
             raise ConfigError(
-                f"a {self.name} net has from 1 to {MAX_HEADS} heads of 1 to {MAX_HEADS} layers, found "
-                f"{self.num_heads} and {self.num_layers}: correct num_heads and num_layers"
+                f"a net has up to {MAX_HEADS} heads of up to {MAX_HEADS} layers, found {self.num_heads} and "
+                f"{self.num_layers}: correct num_heads and num_layers"
             )
 
     @staticmethod
-    def of_levels(num_levels: int) -> dict[str, int]:
+    def for_levels(num_levels: int) -> dict[str, int]:
         """Return the fields of a net that guesses ``num_levels`` tokens."""
         return {"num_heads": num_levels}
 
@@ -87,7 +86,6 @@ class MedusaConfig(HeadsConfig):
         own_heads: every head has its own LM head; False: all use the target's.
     """
 
-    name = "Medusa"
     has_bias: bool = True
     own_heads: bool = True
 
@@ -132,13 +130,13 @@ class MedusaNet(BlockNet):
         return [cast(Linear, layer) for layer in cast(nn.ModuleList, self.blocks[level])]
 
     def residual(self, level: int, state: Tensor) -> Tensor:
-        """(R, H) -> (R, H) the input of a level's LM head."""
+        """Return the input (R, H) of a level's LM head."""
         for layer in self._blocks(level):
             state = state + F.silu(layer.forward(state))
         return state
 
     def guess(self, level: int, block: Tensor, tokens: Tensor, carried: Tensor | None) -> Guess:
-        """See ``BlockNet``: heads do not see each other's tokens, so a level has one distribution."""
+        """Heads do not see each other's tokens, so a level has one distribution."""
         logits = self.level_logits(level, self.residual(level, block.flatten(0, 1)))
         return Guess(logits[:, None])
 
@@ -151,7 +149,7 @@ class MedusaNet(BlockNet):
 
 
 def heads_weight(net: DraftNet, target_head: Linear) -> Tensor:
-    """(V_draft, H) the rows of the target's LM head that belong to a net's draft vocabulary."""
+    """Return the rows (V_draft, H) of the target's LM head that belong to a net's draft vocabulary."""
     weight = target_head.plain()
     return weight if net.target_ids is None else weight[net.target_ids.to(weight.device)]
 
@@ -160,7 +158,6 @@ def heads_weight(net: DraftNet, target_head: Linear) -> Tensor:
 
 LAYOUTS = ("draftwing", "vllm", "medusa")
 PICKLE = "medusa_lm_head.pt"
-_STORED = re.compile(r"(?:medusa_heads?\.)?(.+)")
 _NAMES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -172,7 +169,7 @@ _NAMES = tuple(
 _NO_ROPE = RopeConfig("default", 10000.0, 2, 2, 1 << 20)  # the heads have no attention
 
 
-def is_medusa(config: Mapping[str, Any], folder: Path | None = None) -> bool:
+def is_medusa(config: Mapping[str, Any]) -> bool:
     """Return True if a ``config.json`` describes a Medusa head, in any layout."""
     block = config.get("draftwing")
     if isinstance(block, dict):
@@ -195,15 +192,14 @@ def load_medusa(folder: Path, target: TargetId | None = None) -> PlainHead:
     stored = read_pickled(folder / PICKLE) if (folder / PICKLE).exists() else read_tensors(folder)
     tensors = {}
     for name, tensor in stored.items():
-        bare = _STORED.fullmatch(name)[1]  # type: ignore[index]  # it matches anything
+        bare = re.sub(r"^medusa_heads?\.", "", name)
         if bare in (DRAFT_IDS, "token_map"):
             tensors[DRAFT_IDS] = tensor
             continue
         match = next((match for pattern in _NAMES if (match := pattern.fullmatch(bare))), None)
         if match is None:
             raise CheckpointError(
-                f"{where}: has a tensor that no Medusa head has: {name!r}: give the heads alone, without the model "
-                f"that they belong to"
+                f"{where}: has a tensor that no Medusa head has: {name!r}: give the heads without their model"
             )
         block, layer, part, head = match.groups()
         tensors[f"heads.{head}.weight" if block is None else f"blocks.{block}.{layer}.{part}"] = tensor
@@ -218,18 +214,16 @@ def load_medusa(folder: Path, target: TargetId | None = None) -> PlainHead:
 def _from_other_layout(
     config: Mapping[str, Any], tensors: dict[str, Tensor], target: TargetId | None, where: str
 ) -> PlainHead:
-    """Deduce the shape from the tensors."""
+    """Return a head whose shape is deduced from its tensors."""
     if target is None:
-        raise ConfigError(f"{where}: the head does not say for which target it is: give its target (--target)")
+        raise ConfigError(f"{where}: the head does not name its target: give it (--target)")
     ids = tensors.pop(DRAFT_IDS, None)
     for name, tensor in tensors.items():
         check_finite(f"{name} of {where}", tensor)
     blocks = [tuple(map(int, name.split(".")[1:3])) for name in tensors if name.startswith("blocks.")]
     first = tensors.get("blocks.0.0.weight")
     if first is None or first.ndim != 2:
-        raise CheckpointError(
-            f"{where}: lacks the first head's block: take a Medusa head from its original place again"
-        )
+        raise CheckpointError(f"{where}: lacks the first head's block: download the head again")
     num_heads = 1 + max(head for head, _ in blocks)
     shared = tensors.get("heads.0.weight")
     if config.get("original_lm_head") and shared is not None:
@@ -269,34 +263,6 @@ def _from_other_layout(
 
 
 # --- writing heads ---------------------------------------------------------------------------------------------------
-
-
-def convert_medusa(source: Path, destination: Path, to: str, *, target: TargetId | None = None, **_: Any) -> None:
-    """Write a head in another layout; see ``formats.convert.convert``.
-
-    Raises:
-        CheckpointError: a source that cannot be read, or a destination that cannot be written or is the source.
-        ConfigError: an unknown layout, or a source that does not name its target and none is given.
-        UnsupportedError: a head that the layout cannot express.
-    """
-    source, destination = Path(source), Path(destination)
-    if to not in LAYOUTS:
-        raise ConfigError(f"unknown layout {to!r} of a Medusa head: choose one of {', '.join(LAYOUTS)}")
-    if destination.exists() and source.exists() and destination.samefile(source):
-        raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
-    head = load_medusa(source, target)
-    if to == "draftwing":
-        save_plain(destination, head)
-    elif not head.config.own_heads:
-        raise UnsupportedError(
-            f"{source}: uses the target's LM head, which the layout {to!r} would have to hold: keep it as draftwing"
-        )
-    else:
-        config, tensors, file = _vllm(head) if to == "vllm" else _authors(head)
-        write_folder(destination, {**config, "draftwing": own_block(head)}, tensors, file)
-    copy_stored(source, destination)
-    if to != "medusa":  # cards are not written for pickled files
-        copy_card(source, destination, to)
 
 
 def _vllm(head: PlainHead) -> tuple[dict[str, Any], dict[str, Tensor], str]:
@@ -342,43 +308,7 @@ def _renamed(medusa: PlainHead, block: str, head: str) -> dict[str, Tensor]:
     return tensors
 
 
-# --- draftwing doctor ------------------------------------------------------------------------------------------------
-
-
-def diagnose_medusa(folder: Path, target: Path | None) -> list[Finding]:
-    """Check that a head can be read, belongs to the target in the folder ``target``, and matches its config.
-
-    Raises:
-        CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
-    """
-    target_id = None if target is None else target_id_of_folder(target)
-    try:
-        head = load_medusa(folder, target_id)
-    except CheckpointError as error:
-        return [Finding("head", "fail", str(error), "give the head that was trained for this target, whole")]
-    except DraftwingError as error:
-        return [Finding("head", "fail", str(error), "give its target, or download the head again")]
-    config, count = head.config, head.config.num_heads
-    num_weights = sum(tensor.numel() for tensor in head.tensors.values())
-    findings = [Finding("head", "ok", f"{count} heads of {num_weights:,} numbers in all")]
-    source = read_config(folder)
-    stated = source.get("medusa_num_heads", source.get("num_heads"))
-    if stated in (None, count):
-        findings.append(Finding("count", "ok", f"{count} heads, as its config says" if stated else f"{count} heads"))
-    else:  # the first published configs name 2 heads of 5: some engines then use 2
-        detail = f"its config says {stated} heads, and it has {count}: Draftwing uses all that are there"
-        fix = f"for engines that go by the config, write {count} there, or convert the head"
-        findings.append(Finding("count", "warn", detail, fix))
-    if config.target is None:
-        findings.append(Finding("target", "unknown", "the head does not say for which target it was trained"))
-    elif target_id is None:
-        findings.append(Finding("target", "unknown", f"it is for {config.target.name}, and no target was given"))
-    else:
-        findings.append(Finding("target", "ok", "the one that it was trained for"))
-    if head.target_ids is not None:
-        share = f"{len(head.target_ids):,} of {config.vocab_size:,} tokens"
-        findings.append(Finding("vocabulary", "ok", f"drafts {share}, the others never"))
-    return findings
+# --- registration ----------------------------------------------------------------------------------------------------
 
 
 class Medusa(BlockMethod):
@@ -390,7 +320,7 @@ class Medusa(BlockMethod):
     layouts = LAYOUTS
 
     def recognises(self, config: Mapping[str, Any], folder: Path) -> bool:
-        return is_medusa(config, folder)
+        return is_medusa(config)
 
     def read(
         self,
@@ -398,13 +328,66 @@ class Medusa(BlockMethod):
         embedding: Tensor | Embedding,
         target_head: Linear | None = None,
         target: TargetId | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Any:
         """Read a head in any layout."""
         return self.build(load_medusa(folder, target), embedding, target_head, str(folder), dtype)
 
     def convert(self, source: Path, destination: Path, to: str, **options: Any) -> None:
-        convert_medusa(source, destination, to, **options)
+        """Write a head in another layout; see ``formats.convert.convert``.
+
+        Raises:
+            CheckpointError: a source that cannot be read, or a destination that cannot be written or is the source.
+            ConfigError: an unknown layout, or a source that does not name its target and none is given.
+            UnsupportedError: a head that the layout cannot express.
+        """
+        source, destination = Path(source), Path(destination)
+        if to not in LAYOUTS:
+            raise ConfigError(f"unknown layout {to!r} of a Medusa head: choose one of {', '.join(LAYOUTS)}")
+        if destination.exists() and source.exists() and destination.samefile(source):
+            raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
+        head = load_medusa(source, options.get("target"))
+        if to == "draftwing":
+            save_plain(destination, head)
+        elif not head.config.own_heads:
+            raise UnsupportedError(
+                f"{source}: uses the target's LM head, which the layout {to!r} would have to hold: keep it as draftwing"
+            )
+        else:
+            config, tensors, file = _vllm(head) if to == "vllm" else _authors(head)
+            write_folder(destination, {**config, "draftwing": own_block(head)}, tensors, file)
+        copy_stored(source, destination)
+        if to != "medusa":  # cards are not written for pickled files
+            copy_card(source, destination, to)
 
     def diagnose(self, folder: Path, target: Path | None) -> list[Finding]:
-        return diagnose_medusa(folder, target)
+        """Check that a head can be read, belongs to its target, and matches its config."""
+        target_id = None if target is None else target_id_of_folder(target)
+        try:
+            head = load_medusa(folder, target_id)
+        except DraftwingError as error:
+            fix = "give its target, or download the head again"
+            if isinstance(error, CheckpointError):
+                fix = "give the head that was trained for this target, whole"
+            return [Finding("head", "fail", str(error), fix)]
+        config, count = head.config, head.config.num_heads
+        num_weights = sum(tensor.numel() for tensor in head.tensors.values())
+        findings = [Finding("head", "ok", f"{count} heads of {num_weights:,} numbers in all")]
+        source = read_config(folder)
+        stated = source.get("medusa_num_heads", source.get("num_heads"))
+        if stated in (None, count):
+            findings.append(Finding("count", "ok", f"{count} heads" + (", as its config says" if stated else "")))
+        else:  # the first published configs name 2 heads of 5: some engines then use 2
+            detail = f"its config says {stated} heads, and it has {count}: Draftwing uses all that are there"
+            fix = f"for engines that go by the config, write {count} there, or convert the head"
+            findings.append(Finding("count", "warn", detail, fix))
+        if config.target is None:
+            findings.append(Finding("target", "unknown", "the head does not name the target it was trained for"))
+        elif target_id is None:
+            findings.append(Finding("target", "unknown", f"it is for {config.target.name}, and no target was given"))
+        else:
+            findings.append(Finding("target", "ok", "the one that it was trained for"))
+        if head.target_ids is not None:
+            share = f"{len(head.target_ids):,} of {config.vocab_size:,} tokens"
+            findings.append(Finding("vocabulary", "ok", f"drafts {share}, the others never"))
+        return findings

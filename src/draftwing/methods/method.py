@@ -1,4 +1,4 @@
-"""Base classes of draft methods: how one is recognised on disk, loaded, run, trained, written and examined.
+"""Base classes of draft methods: how a draft is recognised on disk, loaded, run, trained, written and examined.
 
 A method is one class in one file, and one line in ``methods.registry``.
 """
@@ -20,8 +20,9 @@ from draftwing.formats.doctor import Finding
 from draftwing.formats.identity import head_id, target_id
 from draftwing.formats.plain import PlainHead, diagnose_plain, load_plain, save_plain
 from draftwing.methods.base import Drafter
-from draftwing.methods.feature import EagleDrafter
 from draftwing.methods.net import DraftNet, Scored, TargetId
+from draftwing.methods.net_drafter import EagleDrafter
+from draftwing.methods.online import Learner, LearningPace, OnlineDrafter
 from draftwing.models.config import ModelConfig
 from draftwing.models.linear import Embedding, Linear
 from draftwing.models.target import Target
@@ -167,21 +168,13 @@ class NetMethod(DraftMethod):
         net = self.load(source).prepack(target.quantized, fast=True)
         make = partial(self.drafter, net, target, source.folder.name, head_id(source.folder))
         if options.get("online"):
-            from draftwing.methods.online import (  # which also serves other networks
-                Learner,
-                LearningPace,
-                OnlineDrafter,
-            )
-
             rows = target.embedding if target.embedding.dtype == torch.float32 else target.embedding.plain().float()
-            own = target_id(target, source.tokenizer)
-            copy = self.read(source.folder, rows, target.head, own, dtype=torch.float32)
-            learner = Learner(
-                net, copy, LearningPace(share=options["online"], lr=options.get("online_lr", LearningPace.lr))
-            )
+            copy = self.read(source.folder, rows, target.head, target_id(target, source.tokenizer))
+            pace = LearningPace(share=options["online"], lr=options.get("online_lr", LearningPace.lr))
+            learner = Learner(net, copy, pace)
             return lambda: OnlineDrafter(make(), learner)
         if "online_lr" in options:
-            raise ConfigError("draft_options: online_lr goes with online: say {'online': True} too, or leave it out")
+            raise ConfigError("draft_options: online_lr goes with online: add 'online': True, or leave it out")
         return make
 
     def drafter(self, net: Any, target: Target, name: str = "", identity: str = "") -> Drafter:
@@ -192,8 +185,8 @@ class NetMethod(DraftMethod):
 
     def load(self, source: Source) -> Any:
         """Read the network of ``source``, in the precision of its target."""
-        target, own = source.target, target_id(source.target, source.tokenizer)
-        return self.read(source.folder, target.embedding, target.head, own, dtype=target.embedding.dtype)
+        target, identity = source.target, target_id(source.target, source.tokenizer)
+        return self.read(source.folder, target.embedding, target.head, identity, dtype=target.embedding.dtype)
 
     def read(
         self,
@@ -201,13 +194,14 @@ class NetMethod(DraftMethod):
         embedding: Tensor | Embedding,
         target_head: Linear | None = None,
         target: TargetId | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Any:
         """Read a head's folder as a network.
 
         Args:
             embedding, target_head: the target's.
-            target: which target these belong to, to be compared with the head's.
+            target: compared with the target that the head was trained for.
+            dtype: of the network's weights.
         """
         head = load_plain(folder, self.name, self.config)
         head.check_target(target, str(folder))
@@ -219,7 +213,7 @@ class NetMethod(DraftMethod):
         embedding: Tensor | Embedding,
         target_head: Linear | None,
         where: str,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Any:
         """Return the network of a head. Raises CheckpointError if it does not fit the target's embedding."""
         expected = (head.config.vocab_size, head.config.hidden_size)
@@ -229,7 +223,7 @@ class NetMethod(DraftMethod):
                 f"{tuple(embedding.shape)}: load it with the target that it was trained for"
             )
         ids = None if head.target_ids is None else head.target_ids.to(embedding.device)
-        net: DraftNet = self.net(head.config, embedding, target_head, ids, dtype or torch.float32)
+        net: DraftNet = self.net(head.config, embedding, target_head, ids, dtype)
         net.load_tensors(head.tensors, where)
         return net
 

@@ -23,20 +23,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.identity import head_id
 from draftwing.formats.source import open_weights
 from draftwing.methods.base import Drafter
-from draftwing.methods.feature import EagleDrafter
-from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source
-from draftwing.methods.net import DraftNet, PlainConfig, Scored, TargetId
-from draftwing.methods.objectives import Objective, StepGuesses, StepSums, TruthLike, product_dtype, step_sums
+from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source, integer_option
+from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId
+from draftwing.methods.net_drafter import EagleDrafter
+from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, TruthLike
 from draftwing.models.attention import Attend, CausalAttention
 from draftwing.models.config import Activation, ModelConfig, read_config
 from draftwing.models.context import Context, TargetOutput
@@ -79,28 +79,13 @@ class MtpConfig(PlainConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
+    like_target: ClassVar = (*LAYER_FIELDS, "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_modules", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"an MTP head's {name} must be at least 1, found {getattr(self, name)}")
-        if len(self.taps) != 1:
-            raise ConfigError(f"an MTP head reads one hidden state of the target, found taps {self.taps}")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"an MTP head's {self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.head_dim != self.rope.head_dim:
-            raise ConfigError(f"an MTP head of width {self.head_dim} cannot be rotated as one of {self.rope.head_dim}")
-
-    @classmethod
-    def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
-        """One module whose decoder layer has the shape of the target's dense layers; ``changes``: any field."""
-        names = (
-            "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "activation", "qkv_bias",
-            "o_bias", "mlp_bias", "qk_norm",
-        )  # fmt: skip
-        shape = {name: getattr(like, name) for name in names}
-        return super().for_target(like, taps, **{"num_modules": 1, **shape, **changes})
+        self.check_one_tap()
+        if self.num_modules < 1:
+            raise ConfigError(f"an MTP net's num_modules must be at least 1, found {self.num_modules}")
 
 
 class MtpModule(nn.Module):
@@ -120,7 +105,7 @@ class MtpModule(nn.Module):
         self.token_norm, self.state_norm, self.join, self.block, self.norm = token_norm, state_norm, join, block, norm
 
     def forward(self, tokens: Any, states: Any, attend: Attend) -> Any:
-        """Embeddings (R, H) and states (R, H) -> the states (R, H) that the LM head and the next module read."""
+        """Map embeddings and states (R, H) to the states (R, H) that the LM head and the next module read."""
         both = concat([self.token_norm.forward(tokens), self.state_norm.forward(states)])
         return self.norm.forward(self.block.forward(self.join.forward(both), attend, 0))
 
@@ -141,29 +126,17 @@ class MtpNet(DraftNet):
     kind = "mtp"
     config: MtpConfig
 
-    def __init__(
-        self,
-        config: MtpConfig,
-        embedding: Tensor | Embedding,
-        target_head: Linear | None = None,
-        target_ids: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        chain: Sequence[MtpModule] = (),
-    ) -> None:
-        if tuple(embedding.shape) != (config.vocab_size, config.hidden_size):
-            raise ConfigError(
-                f"the head is made for an embedding of {(config.vocab_size, config.hidden_size)}, the target's is "
-                f"{tuple(embedding.shape)}: a head only fits the target that it was trained for"
-            )
-        if target_head is None:
+    def __init__(self, config: MtpConfig, *parts: Any, chain: Sequence[MtpModule] = (), **options: Any) -> None:
+        super().__init__(config, *parts, **options)
+        if not self._target_head:
             raise ConfigError("an MTP net reads the target's LM head: give it")
-        super().__init__(config, embedding, target_head, target_ids, dtype)
         self.chain = nn.ModuleList(chain or [self._new_module() for _ in range(config.num_modules)])
 
     def _new_module(self) -> MtpModule:
         config, hidden = self.config, self.config.hidden_size
-        biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias, "mlp_bias": config.mlp_bias}
-        block = self.new_decoder_layer(**biases, qk_norm=config.qk_norm)
+        block = self.new_decoder_layer(
+            qkv_bias=config.qkv_bias, o_bias=config.o_bias, mlp_bias=config.mlp_bias, qk_norm=config.qk_norm
+        )
         token_norm, state_norm, norm = (self.new_norm(hidden) for _ in range(3))
         return MtpModule(token_norm, state_norm, self.new_matrix(hidden, 2 * hidden), block, norm)
 
@@ -192,75 +165,39 @@ class MtpNet(DraftNet):
 
 # --- training --------------------------------------------------------------------------------------------------------
 
-LAMBDA = 0.3  # for most of DeepSeek-V3's training; here the target is frozen, so that it weighs against nothing
+LAMBDA = 0.3  # as for most of DeepSeek-V3's training; only a scale here, since the target is frozen
 
 
-class MtpLoss(nn.Module):
-    """lambda / D times the sum of the modules' cross-entropies (eq. 24-25); called like ``train.loss.UnrolledLoss``.
+class MtpLoss(DraftLoss):
+    """lambda / D times the sum of the modules' cross-entropies (eq. 24-25).
 
     Module k (1 to D) reads at entry i the state that module k - 1 left there, or the target's, and the token at i + k.
-    Its attention is causal over its own entries; its label is the text's token at i + k + 1.
-
-    Args:
-        objective: ``next-token`` for the text's own tokens; others compare with the target's distribution.
-        num_steps: must equal the number of modules.
-        noise: width of the uniform noise added to the target's states in training.
-        later_share: must be 1: later modules read every entry of a module.
-        target_ids: the tokens that losses look at; None for all.
-
-    Raises:
-        ConfigError: another number of modules, a regression onto states, or a share.
+    Its attention is causal over its own entries; its label is the text's token at i + k + 1, or the target's
+    distribution if the objective is not ``next-token``.
     """
 
-    def __init__(
-        self,
-        net: MtpNet,
-        objective: Objective,
-        num_steps: int,
-        noise: float = 0.0,
-        later_share: float = 1.0,
-        target_ids: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        if num_steps != len(net.chain):
+    def check(self) -> None:
+        super().check()
+        count = len(self.net.chain)
+        if self.num_steps != count:
             raise ConfigError(
-                f"the head has {len(net.chain)} MTP modules, and unroll_steps is {num_steps}: a step is a module; give "
-                f"{len(net.chain)}"
+                f"training: the head has {count} MTP modules, and unroll_steps is {self.num_steps}: a step is a "
+                f"module; give {count}"
             )
-        if later_share != 1:
+        if self.later_share != 1:
             raise ConfigError(
-                f"later_share is {later_share}, and later MTP modules read what earlier ones leave at every entry: "
-                f"leave it out"
+                f"training: later_share is {self.later_share}, and later MTP modules read every entry of the earlier "
+                f"ones: leave it out"
             )
-        if objective.feature_weight:
-            raise ConfigError("an MTP module is not trained to predict states: choose another objective")
-        self.net, self.objective, self._noise = net, objective, noise
-        self._ids = target_ids
 
-    def forward(self, found: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
-        """Return the sums of every module, whose means over entries add up to the loss.
+    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        share = LAMBDA / self.num_steps
+        return [replace(sums, loss=sums.loss * share) for sums in super().forward(scored, truth, agreement=agreement)]
 
-        Args:
-            agreement: also count how often a module's best token is the target's.
-        """
-        net, dtype = self.net, product_dtype(found.features, self.net.dtype)
-        weight = net.head_weight if self._ids is None else net.head_weight[self._ids]
-        sums, share = [], LAMBDA / len(net.chain)
-        for guesses in self.steps(found, len(net.chain)):
-            rows, positions = truth.rows(guesses.index, guesses.entries, of_text=self.objective.of_text)
-            read = guesses.read[rows]
-            scored = step_sums(read, weight, truth, positions, self.objective, dtype, agreement=agreement)
-            sums.append(replace(scored, loss=scored.loss * share))
-        return sums
-
-    def steps(self, found: Scored, num_steps: int) -> Iterator[StepGuesses]:
-        """Yield what the LM head reads after each module, (B * E, H)."""
-        net, ids = self.net, found.batch.ids
+    def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        net, ids = self.net, scored.batch.ids
         rows, count, shape = ids.shape[0], ids.shape[1] - 2, net.shape
-        states = found.features[:, :count].to(net.dtype)
-        if self._noise and self.training:
-            states = states + (torch.rand_like(states) - 0.5) * self._noise
-        states = states.reshape(rows * count, -1)
+        states = self.noisy(scored.features[:, :count]).reshape(rows * count, -1)
         padded, entries = F.pad(ids, (0, len(net.chain))), torch.arange(count, device=ids.device)
         positions = entries.repeat(rows)
         for step, module in enumerate(islice(net.modules_in_order, num_steps)):
@@ -270,14 +207,10 @@ class MtpLoss(nn.Module):
             states = module.forward(tokens, states, attend)
             yield StepGuesses(step, entries, states)
 
-    def logits(self, index: int, read: Tensor) -> Tensor:
-        logits: Tensor = self.net.logits(read)
-        return logits
-
 
 # --- modules in the target's own checkpoint --------------------------------------------------------------------------
 
-# Copies of the target's embedding and LM head that DeepSeek's checkpoints contain, and their originals.
+# Copies of the target's embedding and LM head in DeepSeek's checkpoints, and their originals.
 _COPIES = {
     "embed_tokens.weight": ("model.embed_tokens.weight",),
     "shared_head.head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
@@ -290,7 +223,7 @@ def read_modules(
     embedding: Tensor | Embedding,
     target_head: Linear | None = None,
     target: TargetId | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> MtpNet:
     """Read the modules in a target's folder.
 
@@ -317,8 +250,8 @@ def read_modules(
             like = ModelConfig.from_hf(dict(config), where)
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{folder}: the MTP modules of {architecture_of(config)} cannot be run: Draftwing has no decoder layer "
-                f"as that architecture's are. {_ADVICE[0].upper()}{_ADVICE[1:]}"
+                f"{folder}: the MTP modules of {architecture_of(config)} cannot be run, because Draftwing lacks that "
+                f"architecture's decoder layers: {_ADVICE}"
             ) from error
         window, size = like.sliding_windows[-1], names.num_modules
         shape = MtpConfig.for_target(like, (like.num_layers,), num_modules=size, window=window, target=target)
@@ -329,7 +262,7 @@ def read_modules(
         }
         _check_dense(config, names, {part for parts in sources.values() for part in parts}, files)
         _check_copies(names, files)
-        net = MtpNet(shape, embedding, target_head, None, dtype or torch.float32)
+        net = MtpNet(shape, embedding, target_head, None, dtype)
         tensors = {}
         for name, parts in sources.items():
             stored = [files.get(part, net.dtype) for part in parts]
@@ -380,8 +313,8 @@ def _check_dense(config: Mapping[str, Any], names: MtpNames, used: set[str], fil
     for name in files.unused(used):
         if names.owns(name) and not name.endswith((*_COPIES, "rotary_emb.inv_freq")):
             raise UnsupportedError(
-                f"{files.folder}: an MTP module of {architecture_of(config)} has {name!r}, which the dense decoder "
-                f"layers that Draftwing runs modules with do not have: {_ADVICE}"
+                f"{files.folder}: an MTP module of {architecture_of(config)} has {name!r}, which Draftwing's dense "
+                f"decoder layers do not have: {_ADVICE}"
             )
 
 
@@ -398,21 +331,6 @@ def _check_copies(names: MtpNames, files: Weights) -> None:
                 )
 
 
-def _folder_of(target: Target) -> Path:
-    """Return the folder of a target whose checkpoint has modules."""
-    folder = target.folder
-    if folder is None:
-        raise CheckpointError(f"{target.name} was not loaded from a folder: give the folder of an MTP head")
-    config = read_config(folder)
-    with open_weights(folder) as files:
-        if module_names(config, files.keys(), str(folder / "config.json")) is None:
-            raise CheckpointError(
-                f"{target.name} ({architecture_of(config)}) has no MTP modules in its checkpoint: give the folder of a "
-                f"trained head (`draftwing train mtp`), or draft with lookup"
-            )
-    return folder
-
-
 # --- drafting with the whole chain -----------------------------------------------------------------------------------
 
 
@@ -426,9 +344,6 @@ class ChainDrafter(EagleDrafter):
 
     Args:
         parts: a net of each module, in order.
-
-    Raises:
-        ConfigError: see ``EagleDrafter``.
     """
 
     resumes = False  # a module continues from states that no slot keeps
@@ -438,7 +353,7 @@ class ChainDrafter(EagleDrafter):
         head_bytes = target.head.num_bytes
         self.num_bytes = len(parts) * (self.num_bytes - head_bytes) + head_bytes
         self.name += f", {len(parts)} modules"
-        self._runners = [self._runner, *(part.runs.runner(part, self) for part in parts[1:])]
+        self._runners = [self.runner, *(part.runs.runner(part, self) for part in parts[1:])]
         # (B, D, H) each module's state at the last entry that it read; and the same once this step counts.
         self._left = torch.zeros(0, len(parts), self.net.shape.state_width, dtype=self._dtype, device=self.net.device)
         self._next_left: Tensor | None = None
@@ -462,23 +377,18 @@ class ChainDrafter(EagleDrafter):
         self._left = torch.cat([left[:row], left[last:], left[row + 1 : last]])[:last]
 
     def _active(self, ctx: Context) -> list[bool]:
-        """Rows whose root has an entry in every module."""
+        """Return the rows to draft for: their roots have an entry in every module."""
         return [row.length >= len(self._runners) for row in ctx.rows]
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
-        """Grow trees level by level; see ``NetDrafter.draft``."""
         logits, self._next_left = self._read_pending(request)
-        level = 0
-
-        def run_level(
-            tree: DraftTree, first: int, ids: Tensor | None, states: Tensor | None
-        ) -> tuple[Tensor, Tensor | None]:
-            nonlocal level
-            assert states is not None
-            level += 1
-            return self._level(request.root_slots, tree, first, states, level)
-
-        return request.builder().grow(logits, self._next_left.flatten(1)[:, None], run_level, shifted=True)
+        builder, roots = request.builder(), request.root_slots
+        return builder.grow(
+            logits,
+            self._next_left.flatten(1)[:, None],
+            lambda tree, first, ids, states: self._level(roots, tree, first, states, builder.level),
+            shifted=True,
+        )
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         if self._read is not None and self._next_left is not None:
@@ -520,7 +430,7 @@ class ChainDrafter(EagleDrafter):
         return logits, torch.stack(left, 1)
 
     def _level(
-        self, roots: Sequence[int], tree: DraftTree, first: int, states: Tensor, level: int
+        self, roots: Sequence[int], tree: DraftTree, first: int, states: Tensor | None, level: int
     ) -> tuple[Tensor, Tensor]:
         """Run the nodes from ``first`` on, ``level`` below the root, through the guessing module and all later ones.
 
@@ -530,6 +440,7 @@ class ChainDrafter(EagleDrafter):
         Returns:
             Logits (B, W, V), and the modules' states at the nodes; undefined for modules that are no longer needed.
         """
+        assert states is not None
         above, deepest = states.chunk(len(self._runners), 2), len(self._runners) - 1
         left, guessing, logits = list(above), min(level, deepest), None
         for module in range(guessing, deepest + 1):
@@ -547,23 +458,27 @@ class ChainDrafter(EagleDrafter):
 # --- registration ----------------------------------------------------------------------------------------------------
 
 
-def _num_modules(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"draft_options: modules must be at least 1, found {shown(value)}: give a whole number")
-    return value
-
-
 class Mtp(NetMethod):
     """The MTP modules of a target's checkpoint, or of a trained head."""
 
     net = MtpNet
     config = MtpConfig
     settings = ("unroll_steps",)
-    options: ClassVar = {"modules": _num_modules}
+    options: ClassVar = {"modules": integer_option("modules", 1)}
     loss = MtpLoss
 
     def own_folder(self, target: Target) -> Path:
-        return _folder_of(target)
+        folder = target.folder
+        if folder is None:
+            raise CheckpointError(f"{target.name} was not loaded from a folder: give the folder of an MTP head")
+        config = read_config(folder)
+        with open_weights(folder) as files:
+            if module_names(config, files.keys(), str(folder / "config.json")) is None:
+                raise CheckpointError(
+                    f"{target.name} ({architecture_of(config)}) has no MTP modules in its checkpoint: give the folder "
+                    f"of a trained head (`draftwing train mtp`), or draft with lookup"
+                )
+        return folder
 
     def new_drafter(self, source: Source) -> NewDrafter:
         if (count := source.options.get("modules", 1)) == 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,12 @@ class TargetId:
     vocab_hash: str = ""
 
 
+# Fields that most configs copy from the target's: those of an attention layer, and of a decoder layer.
+ATTENTION_FIELDS = ("vocab_size", "hidden_size", "rope", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps")
+LAYER_FIELDS = (*ATTENTION_FIELDS, "intermediate_size", "activation")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
 @dataclass(frozen=True)
 class PlainConfig:
     """The usual config of a network, stored in a head's ``config.json``; subclasses add fields.
@@ -51,9 +57,10 @@ class PlainConfig:
         rope: the rotation of its positions; unused without attention.
         calibration: converts scores to probabilities at T > 0.
         target: the target it was trained for.
+        like_target: fields that ``for_target`` copies from the target's ``ModelConfig``.
 
     Raises:
-        ConfigError: no taps, or a size below 1.
+        ConfigError: no taps, a size below 1, or heads that do not go together.
     """
 
     taps: tuple[int, ...]
@@ -62,51 +69,59 @@ class PlainConfig:
     rope: RopeConfig
     calibration: Calibration = field(default_factory=Calibration)
     target: TargetId | None = None
+    like_target: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "rope")
 
     def __post_init__(self) -> None:
         if not self.taps or min(self.taps) < 0:
             raise ConfigError(f"taps must name at least 1 hidden state of the target, from 0 on, found {self.taps}")
-        if min(self.vocab_size, self.hidden_size) < 1:
+        sizes = {name: getattr(self, name) for name in _SIZES if hasattr(self, name)}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"a draft network's {name} must be at least 1, found {size}")
+        if not {"num_heads", "num_kv_heads", "head_dim"} <= sizes.keys():
+            return
+        if sizes["num_heads"] % sizes["num_kv_heads"]:
             raise ConfigError(
-                f"vocab_size and hidden_size must be at least 1, found {self.vocab_size} and {self.hidden_size}"
+                f"num_heads must be a multiple of num_kv_heads, found {sizes['num_heads']} and {sizes['num_kv_heads']}"
             )
+        if sizes["head_dim"] != self.rope.head_dim:
+            raise ConfigError(f"head_dim must be that of rope, found {sizes['head_dim']} and {self.rope.head_dim}")
+
+    def check_one_tap(self) -> None:
+        """Raise ConfigError unless there is exactly one tap, for networks that read a single hidden state."""
+        if len(self.taps) != 1:
+            name = type(self).__name__.removesuffix("Config")
+            raise ConfigError(f"a {name} net reads one hidden state of the target, found taps {self.taps}: give one")
 
     @classmethod
     def for_target(cls, like: ModelConfig, taps: tuple[int, ...], **changes: Any) -> Self:
         """Return the config of a new network for a target of this shape; ``changes`` set other fields."""
-        sizes = {"vocab_size": like.vocab_size, "hidden_size": like.hidden_size, "rope": like.rope}
-        return cls(taps=taps, **{**sizes, **changes})
+        return cls(taps=taps, **{**{name: getattr(like, name) for name in cls.like_target}, **changes})
 
 
 class TokenBatch(Protocol):
-    """Tokens of a batch of the training data."""
+    """Tokens (B, T) of a batch of the training data, and whether each is a token or padding (B, T)."""
 
     @property
-    def ids(self) -> Tensor:
-        """(B, T)."""
-        ...
-
+    def ids(self) -> Tensor: ...
     @property
-    def real(self) -> Tensor:
-        """(B, T) bool: False for padding."""
-        ...
+    def real(self) -> Tensor: ...
 
 
 class Scored(Protocol):
-    """A batch with the target's hidden states."""
+    """A batch with the target's hidden states.
+
+    Attributes:
+        features: (B, T, F) the taps that the network reads.
+        last: (B, T, H) the input of the target's LM head.
+    """
 
     @property
     def batch(self) -> TokenBatch: ...
-
     @property
-    def features(self) -> Tensor:
-        """(B, T, F) the taps that the network reads."""
-        ...
-
+    def features(self) -> Tensor: ...
     @property
-    def last(self) -> Tensor:
-        """(B, T, H) the input of the target's LM head."""
-        ...
+    def last(self) -> Tensor: ...
 
 
 class DraftNet(nn.Module, ABC):
@@ -123,6 +138,9 @@ class DraftNet(nn.Module, ABC):
         kind: the name of its method in ``methods.registry``.
         head: its own LM head, or None; set it after ``super().__init__``.
         runs: the runtime, chosen by ``prepack``.
+
+    Raises:
+        ConfigError: the embedding has another shape than the config states.
     """
 
     kind: str = ""
@@ -139,6 +157,12 @@ class DraftNet(nn.Module, ABC):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        expected = (config.vocab_size, config.hidden_size)
+        if tuple(embedding.shape) != expected:
+            raise ConfigError(
+                f"the head is made for an embedding of {expected}, the target's is {tuple(embedding.shape)}: a head "
+                f"only fits the target that it was trained for"
+            )
         self.config, self.head, self._new_dtype = config, None, dtype
         self.embedding = embedding.view() if isinstance(embedding, Embedding) else Embedding(embedding)
         self.register_buffer("target_ids", target_ids, persistent=False)
@@ -160,15 +184,22 @@ class DraftNet(nn.Module, ABC):
         return RMSNorm(ones, self.config.rms_norm_eps)
 
     def new_decoder_layer(
-        self, *, qkv_bias: bool = False, o_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False
+        self,
+        *,
+        width: int | None = None,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
+        input_norm: bool = True,
+        qk_norm: bool = False,
     ) -> DecoderLayer:
-        """Return a new decoder layer of the config's sizes."""
+        """Return a new decoder layer of the config's sizes, whose attention reads ``width`` numbers (H by default)."""
         config, new = self.config, self.new_matrix
         hidden, inner = config.hidden_size, config.intermediate_size
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         return DecoderLayer(
-            input_norm=self.new_norm(hidden),
-            qkv=new(query + 2 * key, hidden, bias=qkv_bias),
+            input_norm=self.new_norm(hidden) if input_norm else None,
+            qkv=new(query + 2 * key, width or hidden, bias=qkv_bias),
             out=new(hidden, query, bias=o_bias),
             post_norm=self.new_norm(hidden),
             mlp=GatedMLP(new(2 * inner, hidden, bias=mlp_bias), new(hidden, inner, bias=mlp_bias), config.activation),
@@ -186,14 +217,11 @@ class DraftNet(nn.Module, ABC):
     def attention_shape(self, windows: Sequence[int | None]) -> NetShape:
         """Return the shape of a net with one attention layer per sliding window (None: unlimited)."""
         config, width = self.config, self.config.hidden_size
-        num_heads, num_kv_heads, head_dim = (
-            (config.num_heads, config.num_kv_heads, config.head_dim) if windows else (0, 0, 0)
-        )
         return NetShape(
             num_layers=len(windows),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=config.num_heads if windows else 0,
+            num_kv_heads=config.num_kv_heads if windows else 0,
+            head_dim=config.head_dim if windows else 0,
             windows=windows,
             vocab_size=config.vocab_size,
             feature_width=width * len(config.taps),
@@ -242,7 +270,7 @@ class DraftNet(nn.Module, ABC):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V_draft, H) of ``read_head``."""
+        """(V_draft, H) the matrix of ``read_head``."""
         return self.read_head.weight
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -298,28 +326,34 @@ class DraftNet(nn.Module, ABC):
 
     # --- tensors ---------------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return copies of all tensors, by their names in a head's file."""
-        return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return views of all tensors, by their names in a head's file; the network must not have been prepacked."""
+        return {name: parameter.data for name, parameter in self.named_parameters()}
 
-    def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> Any:
-        """Load tensors named as in ``tensors``: all of them, and no others.
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of ``named_tensors``."""
+        return {name: tensor.clone() for name, tensor in self.named_tensors().items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], where: str = "the head") -> Self:
+        """Load tensors named as in ``named_tensors``: all of them, and no others.
 
         Raises:
             CheckpointError: a name is missing, unknown, or has another shape.
         """
-        own = dict(self.named_parameters())
-        odd = sorted(own.keys() ^ tensors.keys())
-        if odd:
-            what = "lacks" if odd[0] in own else "has a tensor that no such net has:"
-            raise CheckpointError(f"{where} {what} {odd[0]!r}: its config.json and its weights do not belong together")
-        for name, parameter in own.items():
-            if parameter.shape != tensors[name].shape:
+        views = self.named_tensors()
+        missing, unknown = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())
+        if missing or unknown:
+            what = f"lacks {missing[0]!r}" if missing else f"has a tensor {unknown[0]!r} that no such net has"
+            raise CheckpointError(
+                f"{where} {what} (missing {len(missing)}, unknown {len(unknown)}): its config.json and its weights do "
+                f"not belong together; `draftwing doctor` names what differs"
+            )
+        for name, view in views.items():
+            if view.shape != tensors[name].shape:
                 raise CheckpointError(
-                    f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}: was "
-                    f"it trained for another target?"
+                    f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(view.shape)}: was it "
+                    f"trained for another target?"
                 )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(tensors[name])
+        for name, view in views.items():
+            view.copy_(tensors[name])
         return self

@@ -1,41 +1,58 @@
-"""Drafters whose draft is one request to the runner of a network, so that the target may verify it in the same call."""
+"""Drafters that run a network: each draft is one request to its runner, so that the target may verify in the same call.
+
+``EagleDrafter`` drafts with networks that read the target's features (EAGLE, 2401.15077, 2406.16858, 2503.01840). Its
+KV cache has entry i (the feature at position i with the token after it) in slot i, so the root of a tree is the entry
+before the pending token, in slot ``length - 1``. While a tree grows, features are the network's predictions; after the
+step the accepted path is fed again with the target's features, in one forward.
+
+Shape suffixes: B rows, W entries, P nodes on a path, F features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeGuard
 
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.methods.base import Budget, Drafter
-from draftwing.models.context import Context
+from draftwing.methods.net import DraftNet
+from draftwing.models.context import Context, FeatureSpec, Row, TargetOutput
+from draftwing.models.linear import Linear, runs_as
+from draftwing.models.target import Target
 from draftwing.runtime.forward import Runner
 from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import clear, inference, joined, put
-from draftwing.tree import DraftTree
+from draftwing.tree import Accepted, DraftTree
 
 
 class NetDrafter(Drafter):
-    """Splits ``propose`` into a request, the draft, and what the drafter does with the result."""
+    """Splits ``propose`` into a request, the draft, and the drafter's use of the result.
 
-    _runner: Runner
+    Attributes:
+        runner: runs the network over its KV slots.
+    """
+
+    runner: Runner
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
-        """The trees to draft; None to draft nothing. Changes no state that a repeated step would miss."""
+        """Return the trees to draft, or None to draft nothing. May be called again for a repeated step."""
         raise NotImplementedError
 
     def draft(self, request: DraftRequest, verify: VerifyRequest | None = None) -> Drafted:
         """Grow the trees, and verify them in the same call if the runner can."""
-        return self._runner.draft(request, verify)
+        return self.runner.draft(request, verify)
 
     def receive(self, ctx: Context, drafted: Drafted) -> DraftTree:
-        """Take the result of ``draft``; returns the trees to propose."""
+        """Take the result of ``draft``, and return the trees to propose."""
         return drafted.tree
 
     @inference
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Trees in the shape of ``budget`` (see ``runtime.tree_builder``)."""
+        """Return trees in the shape of ``budget`` (see ``runtime.tree_builder``)."""
         request = self.request(ctx, sampling, budget)
         return ctx.roots() if request is None else self.receive(ctx, self.draft(request))
 
@@ -46,7 +63,7 @@ class NetDrafter(Drafter):
 
 
 def drafts_at_once(drafter: object) -> TypeGuard[NetDrafter]:
-    """True if a draft is one request, whose trees are proposed unchanged."""
+    """Return True if a draft is one request, whose trees are proposed unchanged."""
     return isinstance(drafter, NetDrafter) and drafter.is_one_request
 
 
@@ -55,8 +72,6 @@ class PendingFeatures:
 
     Steps without a draft only append their features. When rows join or leave, the entries are sorted by row once, so
     that the pending features of the other rows are not copied each time.
-
-    Shape suffixes: B rows, W entries, F features.
     """
 
     def __init__(self) -> None:
@@ -86,14 +101,13 @@ class PendingFeatures:
         self._sorted.pop()
 
     def joined(self, lengths: Sequence[int]) -> Tensor:
-        """(B, W, F) of rows that have ``lengths`` now; W is at least the largest number of entries of a row."""
+        """Return (B, W, F) for rows that have ``lengths`` now; W is at least the largest number of entries of a row."""
         if not any(self._sorted):
             if len(self._steps) == 1:
                 return self._steps[0][0]
-            counts = list(self._counts(lengths))
-            pieces = [piece for piece, _ in self._steps]
+            counts = self._counts(lengths)
             if all(min(step) == max(step) for step in counts):
-                return joined([piece[:, : step[0]] for piece, step in zip(pieces, counts, strict=True)], 1)
+                return joined([piece[:, : step[0]] for (piece, _), step in zip(self._steps, counts, strict=True)], 1)
         self._sort(lengths)
         rows = [joined(pieces, 0) for pieces in self._sorted]
         longest = max(1, *(len(row) for row in rows))
@@ -106,16 +120,119 @@ class PendingFeatures:
         return padded
 
     def _sort(self, lengths: Sequence[int]) -> None:
-        """Append each row's entries of the steps to its own."""
+        """Append each row's entries of the steps to its sorted ones."""
         if not self._steps:
             return
-        counts = list(self._counts(lengths))
+        counts = self._counts(lengths)
         for row, pieces in enumerate(self._sorted):
             steps = zip(self._steps, counts, strict=True)
             pieces.append(joined([piece[row, : step[row]] for (piece, _), step in steps], 0))
         self._steps = []
 
-    def _counts(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        starts = [start for _, start in self._steps]
-        for before, after in zip(starts, [*starts[1:], lengths], strict=True):
-            yield [end - start for start, end in zip(before, after, strict=True)]
+    def _counts(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the number of each row's entries in every step."""
+        starts = [*(start for _, start in self._steps), lengths]
+        return [[end - start for start, end in zip(*pair, strict=True)] for pair in pairwise(starts)]
+
+
+class EagleDrafter(NetDrafter):
+    """Drafts with ``net`` for ``target``.
+
+    Args:
+        identity: distinguishes the head from others in cached measurements.
+
+    Raises:
+        ConfigError: the net reads features that the target does not have.
+    """
+
+    grows_by_rule = resumes = True
+
+    def __init__(self, net: DraftNet, target: Target, name: str = "", identity: str = "") -> None:
+        config = net.config
+        if config.vocab_size != target.vocab_size or max(config.taps) > target.num_layers:
+            raise ConfigError(
+                f"the head reads taps {config.taps} of a target with a vocabulary of {config.vocab_size}; "
+                f"{target.name} has {target.num_layers} layers and {target.vocab_size} tokens: use a head trained "
+                f"for it"
+            )
+        self.name = net.kind + (f" ({name})" if name else "")
+        self.features = FeatureSpec(config.taps)
+        # The time of a draft depends on the network's shape and on the layout of its matrices.
+        matrices = [part for part in net.modules() if isinstance(part, Linear)]
+        num_bytes = sum(matrix.num_bytes for matrix in matrices)
+        self.identity = f"{identity} {config} {net.dtype} {num_bytes}"
+        self.num_bytes = num_bytes + (target.head.num_bytes if net.head is None else 0)
+        self.runs_as = runs_as(matrices)
+        self.net, self.runner = net, net.runs.runner(net, self)
+        self._dtype, self._calibration, self._shift = net.dtype, config.calibration, int(net.shape.is_shifted)
+        self._fed: list[int] = []  # entries of each row whose slots hold true features
+        self._unread = PendingFeatures()
+        self._read: list[int] | None = None  # entries of each row once the current step counts; it may be undone
+
+    @inference
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        """Feed the prompt's entries except the last, the root of the first tree."""
+        if features is None:
+            raise ConfigError(
+                f"{self.name} reads hidden states, and the target returned none for the prompt: see FeatureSpec"
+            )
+        row, count = ctx.rows[-1], features.shape[1]
+        features, fed = features.to(self._dtype), row.resumed + max(count - 1, 0)
+        tokens = row.tokens[row.resumed + self._shift : fed + self._shift]
+        self._prefill(len(self._fed), tokens, features[:, : len(tokens)], row.resumed)
+        self._unread.admit(features[:, -1:], [row.length for row in ctx.rows[:-1]])
+        self._fed.append(fed)
+        self._read = None
+
+    @property
+    def num_read(self) -> list[int]:
+        return list(self._fed)
+
+    @inference
+    def read_on(self, ctx: Context, row: Row, features: Tensor | None, stop: int) -> None:
+        assert features is not None
+        tokens = row.tokens[row.resumed + self._shift : stop + self._shift]
+        self._prefill(len(self._fed), tokens, features.to(self._dtype), row.resumed)
+
+    def _prefill(self, row: int, ids: Sequence[int], features: Tensor, start: int) -> None:
+        """Feed features (1, T, F) of a prompt to a row, from slot ``start`` on."""
+        self.runner.prefill(row, ids, features, start=start)
+
+    @inference
+    def remove(self, ctx: Context, row: int) -> None:
+        """Drop the row's slots; the last row takes its place."""
+        self._unread.remove(row, [other.length for other in ctx.rows])
+        self.runner.cache.move_row(len(self._fed) - 1, row)
+        self._fed[row] = self._fed[-1]
+        self._fed.pop()
+        self._read = None
+
+    @inference
+    def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
+        active = self._active(ctx)
+        if budget.depth == 0 or not any(active):
+            return None
+        fed, shift = self._fed, self._shift
+        tokens = [row.tokens[start + shift : row.length + shift] for row, start in zip(ctx.rows, fed, strict=True)]
+        self._read = [row.length for row in ctx.rows]
+        roots = [max(length - 1, 0) for length in self._read]
+        features = self._unread.joined(self._read)
+        return DraftRequest(ctx, active, sampling, budget, self._calibration, tokens, fed, roots, features)
+
+    def _active(self, ctx: Context) -> list[bool]:
+        """Return the rows to draft for: a prompt of one token has no feature to start from."""
+        return [row.length > 0 for row in ctx.rows]
+
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        """Keep the true features of the accepted path until the next draft."""
+        fresh = output.features_on(tree, accepted.path)
+        if fresh is None:
+            raise ConfigError(
+                f"{self.name} reads hidden states, and the target's forward returned none: it must return the features "
+                f"that its context requests (TargetOutput.features)"
+            )
+        if self._read is not None:
+            self._unread.clear()
+            self._fed, self._read = self._read, None
+        fresh = fresh if fresh.dtype == self._dtype else fresh.to(self._dtype)
+        self._unread.add(fresh, [row.length for row in ctx.rows])

@@ -19,18 +19,20 @@ Shape suffixes: R rows (entries), H hidden, V draft vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, shown
+from draftwing.methods.net import DraftNet, Scored
+from draftwing.models.attention import CausalAttention
 
-# logits (R, V), p (R, V) -> (R,); for an objective that is ``of_text``, the next token's id (R, 1) instead of p
+# logits (R, V), p (R, V) -> (R,); an objective that is ``of_text`` gets the next token's id (R, 1) instead of p
 Divergence = Callable[[Tensor, Tensor], Tensor]
 CHUNK = {"cpu": 64}  # rows whose logits fit in the processor's cache; ``GPU_CHUNK`` on other devices
 GPU_CHUNK = 4096
@@ -42,7 +44,7 @@ def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
 
 
 def top_k(logits: Tensor, probs: Tensor, num_best: int = 10) -> Tensor:
-    """The cross-entropy over the target's ``num_best`` tokens only (HASS)."""
+    """Cross-entropy over the target's ``num_best`` tokens only (HASS)."""
     best = probs.topk(min(num_best, probs.shape[-1]), dim=-1)
     return (best.values * (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, best.indices))).sum(-1)
 
@@ -64,7 +66,7 @@ def forward_kl(logits: Tensor, probs: Tensor) -> Tensor:
 
 
 def reverse_kl(logits: Tensor, probs: Tensor) -> Tensor:
-    """KL(q || p), which penalises mass of q where p has none. A p of 0 counts as the smallest normal number."""
+    """KL(q || p), which penalises q for tokens that p excludes; a p of 0 counts as the smallest normal number."""
     log_q = logits.log_softmax(-1)
     return (log_q.exp() * (log_q - _log(probs))).sum(-1)
 
@@ -84,8 +86,9 @@ def _log(probs: Tensor) -> Tensor:
 
 
 def feature_loss(states: Tensor, features: Tensor) -> Tensor:
-    """Smooth L1, the mean over H: (R, H), (R, H) -> (R,)."""
-    return F.smooth_l1_loss(_wide(states), _wide(features), reduction="none").mean(-1)
+    """Smooth L1 in float32 or wider, the mean over H: (R, H), (R, H) -> (R,)."""
+    wide = torch.promote_types(torch.promote_types(states.dtype, features.dtype), torch.float32)
+    return F.smooth_l1_loss(states.to(wide), features.to(wide), reduction="none").mean(-1)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,13 @@ class StepSums:
 
 @dataclass(frozen=True, eq=False)
 class StepGuesses:
-    """The LM head's inputs of one step: a ``train.loss.ScoredStep``."""
+    """The guesses of one step, for the token at i + 2 + ``index`` after entry i.
+
+    Attributes:
+        index: of the step, from 0.
+        entries: (C,) entries of every row.
+        read: (B * C, H) the LM head's input.
+    """
 
     index: int
     entries: Tensor
@@ -165,34 +174,135 @@ def objective_named(name: object) -> Objective:
 
 
 class TruthLike(Protocol):
-    """The target's predictions for a batch: ``train.loss.Truth``."""
+    """The target's predictions for a batch: ``train.loss.Truth``.
+
+    Attributes:
+        probs: (B * T, V) p.
+        best: (B, T) the target's best tokens.
+        after: (B * T, 1) the data's next tokens.
+    """
 
     @property
-    def probs(self) -> Tensor:
-        """(B * T, V) p."""
-        ...
-
+    def probs(self) -> Tensor: ...
     @property
-    def best(self) -> Tensor:
-        """(B, T) the target's best tokens."""
-        ...
-
+    def best(self) -> Tensor: ...
     @property
-    def after(self) -> Tensor:
-        """(B * T, 1) the data's next tokens."""
-        ...
+    def after(self) -> Tensor: ...
 
     def rows(self, step: int, entries: Tensor, *, of_text: bool = False) -> tuple[Tensor, Tensor]:
         """Return indices of the entries (C,) of a step that count, into B * C, and of their truth, into B * T."""
         ...
 
 
-def known_positions(truth: TruthLike, length: int, device: torch.device, *, of_text: bool) -> Tensor:
-    """Return (R,) indices into B * T of the positions whose next token counts, for networks that predict all of them.
+class DraftLoss(nn.Module):
+    """Base class of losses: a network's guesses under an objective; a module, so data-parallel wrappers see a forward.
 
-    In ``rows``, entry 0 predicts the token at 2, as in an unroll: position i is entry i - 1.
+    Args:
+        net: the network in training.
+        num_steps: draft steps.
+        noise: width of the uniform noise that is added to the target's features in training.
+        later_share: share of the entries that are trained after the first step.
+        target_ids: tokens that the loss looks at if the network has no draft vocabulary; None for all.
+
+    Raises:
+        ConfigError: options that the network cannot be trained with (``check``).
     """
-    return truth.rows(0, torch.arange(-1, length - 2, device=device), of_text=of_text)[1]
+
+    def __init__(
+        self,
+        net: DraftNet,
+        objective: Objective,
+        num_steps: int = 1,
+        noise: float = 0.0,
+        later_share: float = 1.0,
+        target_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.net: Any = net
+        self.objective, self.num_steps, self.noise, self.later_share = objective, num_steps, noise, later_share
+        self._narrowed = target_ids if net.target_ids is None else None
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError if the network cannot be trained with these options."""
+        if self.objective.feature_weight:
+            raise ConfigError(
+                f"training: a net of kind {self.net.kind!r} predicts no features, and the objective compares them: "
+                f"choose --objective fkl, rkl, jsd or tv, or leave it out"
+            )
+
+    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        """Return the sums of every step.
+
+        Args:
+            agreement: also count how often the network's best token is the target's.
+        """
+        dtype, weight = product_dtype(scored.features, self.net.dtype), self.narrow(self.net.head_weight)
+        sums = []
+        for step in self.steps(scored, self.num_steps):
+            rows, where = truth.rows(step.index, step.entries, of_text=self.objective.of_text)
+            sums.append(step_sums(step.read[rows], weight, truth, where, self.objective, dtype, agreement=agreement))
+        return sums
+
+    def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        """Yield the guesses of the first ``num_steps`` steps, or fewer."""
+        raise NotImplementedError
+
+    def logits(self, index: int, read: Tensor) -> Tensor:
+        """(R, H) read at step ``index`` -> (R, V) over the target's tokens."""
+        logits: Tensor = self.net.logits(read)
+        return logits
+
+    def narrow(self, weight: Tensor) -> Tensor:
+        """Return the rows of an LM head that the loss looks at."""
+        return weight if self._narrowed is None else weight[self._narrowed]
+
+    def noisy(self, features: Tensor) -> Tensor:
+        """Return the target's features in the network's dtype, with noise in training."""
+        features = features.to(self.net.dtype)
+        if self.noise and self.training:
+            features = features + (torch.rand_like(features) - 0.5) * self.noise
+        return features
+
+
+class AlignedLoss(DraftLoss):
+    """The loss of a network that predicts the token after each entry, like the target, in one causal forward.
+
+    Nothing is unrolled: the network reads the same in training as while drafting.
+    """
+
+    def check(self) -> None:
+        super().check()
+        if self.num_steps != 1 or self.later_share != 1:
+            raise ConfigError(
+                f"training: a net of kind {self.net.kind!r} learns one step from every position at once: leave "
+                f"--unroll-steps and --later-share out"
+            )
+
+    def forward(self, scored: Scored, truth: TruthLike, *, agreement: bool = False) -> list[StepSums]:
+        ids, of_text = scored.batch.ids, self.objective.of_text
+        dtype, weight = product_dtype(ids, self.net.dtype), self.narrow(self.net.head_weight)
+        # In ``rows``, entry 0 predicts the token at 2, as in an unroll: position i is entry i - 1.
+        _, where = truth.rows(0, torch.arange(-1, ids.shape[1] - 2, device=ids.device), of_text=of_text)
+        read = self._read(scored)[where]
+        return [step_sums(read, weight, truth, where, self.objective, dtype, agreement=agreement)]
+
+    def steps(self, scored: Scored, num_steps: int) -> Iterator[StepGuesses]:
+        rows, length = scored.batch.ids.shape
+        read = self._read(scored).view(rows, length, -1)[:, 1:-1]
+        yield StepGuesses(0, torch.arange(length - 2, device=read.device), read.flatten(0, 1))
+
+    def _read(self, scored: Scored) -> Tensor:
+        """Return the LM head's input (B * T, H) after every token."""
+        net, ids = self.net, scored.batch.ids
+        rows, length = ids.shape
+        shape, positions = net.shape, torch.arange(length, device=ids.device).repeat(rows)
+        states = net.fuse(self.noisy(scored.features).flatten(0, 1)) if net.config.taps else None
+        # Every text is read as one prompt, as the target reads it.
+        cis = net.rotary.cis(positions, torch.full_like(positions, length), upto=length).view(rows * length, 1, -1)
+        attend = CausalAttention(rows, length, shape.windows, max(shape.head_dim, 1) ** -0.5, cis)
+        read: Tensor = net.forward(ids.flatten(), states, attend)[0]
+        return read
 
 
 def step_sums(
@@ -215,21 +325,17 @@ def step_sums(
     """
     labels = truth.after if objective.of_text else truth.probs
     loss = head_loss(read, weight, labels, where, objective.divergence, dtype)
-    agreed = _num_agreed(read, weight, truth.best, where, dtype) if agreement else None
-    return StepSums(loss, len(where), agreed)
+    if not agreement:
+        return StepSums(loss, len(where))
+    with torch.no_grad():
+        best = (read.to(dtype) @ weight.to(dtype).T).argmax(-1)
+        return StepSums(loss, len(where), (best == truth.best.flatten()[where]).sum())
 
 
 def product_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the type of products with the LM head: that of an active autocast on the device, else ``dtype``."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-
-
-@torch.no_grad()
-def _num_agreed(read: Tensor, weight: Tensor, best: Tensor, where: Tensor, dtype: torch.dtype) -> Tensor:
-    """Count the entries of ``read`` (R, H) that predict the target's best token, ``best`` (B, T) at ``where`` (R,)."""
-    guess = (read.to(dtype) @ weight.to(dtype).T).argmax(-1)
-    return (guess == best.flatten()[where]).sum()
 
 
 def head_loss(
@@ -284,8 +390,3 @@ class _HeadLoss(torch.autograd.Function):
         (scale,) = outputs
         by_read, by_weight = ctx.saved_tensors
         return by_read * scale, None if by_weight is None else by_weight * scale, None, None, None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 at least."""
-    return x if x.dtype == torch.float64 else x.float()

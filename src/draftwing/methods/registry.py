@@ -1,8 +1,7 @@
 """One table of all draft methods, by name.
 
 A method's module is imported when it is used: the command line reads names and help here without waiting for PyTorch.
-Loading, training, converting and examining go through the table, and ``register`` adds to it
-(``docs/dev/extending.md``).
+Loading, training, converting and examining go through the table; ``register`` adds to it (``docs/dev/extending.md``).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from draftwing.models.catalogue import CATALOGUE, TOY, entry_of
@@ -54,23 +53,23 @@ class Registration:
     training: Mapping[str, TrainingMethod] = field(default_factory=dict)
 
     @cached_property
-    def method(self) -> DraftMethod:
-        """The method, imported at first use."""
-        if isinstance(self.path, str):
-            module, name = self.path.split(":")
-            method = getattr(import_module(module), name)()
-        else:
-            method = self.path()
+    def method(self) -> Any:
+        """The ``DraftMethod``, imported at first use; a ``NetMethod`` if it drafts with a network."""
+        path = self.path
+        if isinstance(path, str):
+            module, name = path.split(":")
+            path = getattr(import_module(module), name)
+        method = path()
         method.name = self.name
-        return cast("DraftMethod", method)
+        return method
 
 
 METHODS: dict[str, Registration] = {}
 
 
 def training_methods() -> dict[str, tuple[Registration, TrainingMethod]]:
-    """Return every way of training, by name."""
-    return {name: (entry, way) for entry in METHODS.values() for name, way in entry.training.items()}
+    """Return every recipe, with the method whose networks it trains, by name."""
+    return {name: (entry, recipe) for entry in METHODS.values() for name, recipe in entry.training.items()}
 
 
 def register(
@@ -89,10 +88,10 @@ def register(
         help: one line.
         needs: ``folder`` if drafts of this method are files (or come with Draftwing: ``models.catalogue``), ``target``
             if they are part of the target's checkpoint.
-        training: the ways of training its network, by name; such a method is a ``NetMethod``, and needs a folder.
+        training: recipes for training its network, by name; such a method is a ``NetMethod``, and needs a folder.
 
     Raises:
-        ConfigError: the name, or that of a way of training, is taken.
+        ConfigError: the name, or that of a recipe, is taken.
     """
     if not name or name in METHODS:
         raise ConfigError(f"a draft method called {name!r} cannot be added: choose a name that is not taken")
@@ -106,21 +105,12 @@ def register(
 _HERE = "draftwing.methods."
 register("none", _HERE + "lookup:Baseline", "plain decoding")
 register("lookup", _HERE + "lookup:Lookup", "what followed the same words before")
-register("lookahead", _HERE + "lookahead:Lookahead", "n-grams that the target says ahead")
-register(
-    "eagle1",
-    _HERE + "eagle:Eagle1",
-    "an EAGLE-1 or EAGLE-2 head",
-    training={"eagle1": TrainingMethod("eagle1", 1, 0.2), "hass": TrainingMethod("hass", 3)},
-)
+register("lookahead", _HERE + "lookahead:Lookahead", "n-grams that the target predicts in parallel")
+_EAGLE1 = {"eagle1": TrainingMethod("eagle1", 1, 0.2), "hass": TrainingMethod("hass", 3)}
+register("eagle1", _HERE + "eagle:Eagle1", "an EAGLE-1 or EAGLE-2 head", training=_EAGLE1)
 register("eagle3", _HERE + "eagle:Eagle3", "an EAGLE-3 head", training={"eagle3": TrainingMethod("eagle3", 5)})
-register(
-    "mtp",
-    _HERE + "mtp:Mtp",
-    "MTP modules",
-    needs="target",
-    training={"mtp": TrainingMethod("next-token", 1)},  # as many modules as steps
-)
+_MTP = {"mtp": TrainingMethod("next-token", 1)}  # as many modules as steps
+register("mtp", _HERE + "mtp:Mtp", "MTP modules", needs="target", training=_MTP)
 register("medusa", _HERE + "medusa:Medusa", "Medusa heads", training={"medusa": TrainingMethod("medusa", 5)})
 register("hydra", _HERE + "hydra:Hydra", "Hydra heads", training={"hydra": TrainingMethod("medusa", 5)})
 register("dflash", _HERE + "dflash:DFlash", "a DFlash net", training={"dflash": TrainingMethod("dflash", 7)})
@@ -133,15 +123,11 @@ register("self-snapkv", _HERE + "magicdec:SelfSnapKV", "MagicDec: the target loo
 register("llma", _HERE + "retrieval:Llma", "what follows in reference texts")
 register("suffix", _HERE + "retrieval:Suffix", "what followed in this and former requests")
 register("rest", _HERE + "retrieval:Rest", "a datastore of draftwing datastore build (REST)", needs="folder")
-register(
-    "causal-lm",
-    _HERE + "causal_lm:CausalLM",
-    "a smaller causal LM with the same tokenizer",
-    training={"causal-lm": TrainingMethod("fkl")},
-)
+_SMALLER, _CAUSAL_LM = "a smaller causal LM with the same tokenizer", {"causal-lm": TrainingMethod("fkl")}
+register("causal-lm", _HERE + "causal_lm:CausalLM", _SMALLER, training=_CAUSAL_LM)
 
 
-# --- looking things up -----------------------------------------------------------------------------------------------
+# --- look-ups --------------------------------------------------------------------------------------------------------
 
 
 def get_method(name: str) -> Any:
@@ -163,7 +149,8 @@ def method_of_folder(folder: Path) -> DraftMethod:
     # Networks first: what none of them recognises is a language model.
     for entry in sorted(METHODS.values(), key=lambda entry: not entry.training):
         if entry.needs != "nothing" and entry.method.recognises(config, folder):
-            return entry.method
+            method: DraftMethod = entry.method
+            return method
     block = config.get("draftwing")
     kind = shown(block.get("kind")) if isinstance(block, dict) else "none"
     raise ConfigError(
@@ -180,16 +167,17 @@ def method_of_net(net: DraftNet) -> NetMethod:
             f"{type(net).__name__} is a net of kind {net.kind!r}, which is not registered: call draftwing.register "
             f"first"
         )
-    return cast("NetMethod", entry.method)
+    method: NetMethod = entry.method
+    return method
 
 
 def training_method(name: str) -> tuple[NetMethod, TrainingMethod]:
-    """Return a way of training, and the method whose networks it trains. Raises ConfigError if there is none."""
-    ways = training_methods()
-    if not isinstance(name, str) or name not in ways:
-        raise ConfigError(f"unknown training method {shown(name)}: choose one of {', '.join(ways)}")
-    entry, way = ways[name]
-    return cast("NetMethod", entry.method), way
+    """Return a recipe, and the method whose networks it trains. Raises ConfigError if there is none."""
+    recipes = training_methods()
+    if not isinstance(name, str) or name not in recipes:
+        raise ConfigError(f"unknown training method {shown(name)}: choose one of {', '.join(recipes)}")
+    entry, recipe = recipes[name]
+    return entry.method, recipe
 
 
 def drafter_maker(
@@ -200,10 +188,7 @@ def drafter_maker(
     device: Callable[[], torch.device],
     options: Mapping[str, Any] | None = None,
 ) -> NewDrafter:
-    """Return a function that makes drafters with empty state: see ``loading.load_drafter``.
-
-    Args:
-        device: see ``Source``.
+    """Return a function that makes drafters with empty state: see ``loading.load_drafter`` and ``Source``.
 
     Raises:
         ConfigError: an option that this draft does not have, or a value that it does not take.
@@ -219,8 +204,8 @@ def drafter_maker(
             raise ConfigError(f"draft_options: {draft} has no option {option!r}: {has}")
     makers = []
     for part, (method, folder) in zip(parts, methods, strict=True):
-        own = {name: method.options[name](value) for name, value in options.items() if name in method.options}
-        makers.append(method.new_drafter(Source(target, tokenizer, str(part), folder, device, own)))
+        checked = {name: method.options[name](value) for name, value in options.items() if name in method.options}
+        makers.append(method.new_drafter(Source(target, tokenizer, str(part), folder, device, checked)))
     if len(makers) == 1:
         return makers[0]
     from draftwing.methods.ensemble import Claims, CombinedDrafter
@@ -260,21 +245,21 @@ def _find(draft: str | Path, target: Target, tokenizer: Tokenizer | None) -> tup
 def _shipped_head(entry: Registration, target: Target, tokenizer: Tokenizer | None) -> Path | None:
     """Return the folder of a draft that comes with Draftwing; None if there is none of this method.
 
-    A target that is not in the catalogue by name may be one of it all the same, held by transformers, under another
-    path or in another precision. It gets the first head that was made for such a target, else that of the toy
-    target, which is refused when it is read if it does not fit.
+    A target that the catalogue does not have by name may be in it under another path, in another precision or held by
+    transformers. It gets the first head made for such a target, else that of the toy target, which is refused when it
+    is read if it does not fit.
     """
-    targets = [each for each in CATALOGUE.values() if entry.name in each.heads]
-    if not targets:
+    models = [model for model in CATALOGUE.values() if entry.name in model.heads]
+    if not models:
         return None
     model = entry_of(target.name)
     if model is None and entry.training:
         from draftwing.formats.identity import differences, made_for, target_id
 
-        own = target_id(target, tokenizer)
-        for folder in (each.head(entry.name) for each in targets):
+        identity = target_id(target, tokenizer)
+        for folder in (model.head(entry.name) for model in models):
             trained_for = made_for(folder)
-            if trained_for is not None and not differences(trained_for, own):
+            if trained_for is not None and not differences(trained_for, identity):
                 return folder
     return (model or TOY).head(entry.name)
 
@@ -286,11 +271,10 @@ def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
         UnsupportedError: a layout that heads of this method do not have.
     """
     method = _method_of_head(source)
-    if method.layouts and to not in method.layouts:
-        others = (cast("NetMethod", entry.method) for entry in METHODS.values() if entry.training)
-        if any(to in other.layouts for other in others):
-            layouts = ", ".join(method.layouts)
-            raise UnsupportedError(f"{source}: such a head can only be written as {layouts}, found {to!r}")
+    known_layouts = {layout for entry in METHODS.values() if entry.training for layout in entry.method.layouts}
+    if method.layouts and to not in method.layouts and to in known_layouts:
+        layouts = ", ".join(method.layouts)
+        raise UnsupportedError(f"{source}: such a head can only be written as {layouts}, found {to!r}")
     method.convert(source, destination, to, **options)
 
 
@@ -305,5 +289,5 @@ def _method_of_head(folder: Path) -> NetMethod:
         name = method_of_folder(Path(folder)).name
     except CheckpointError:
         name = "eagle3"
-    entry = METHODS[name if METHODS[name].training else "eagle3"]
-    return cast("NetMethod", entry.method)
+    method: NetMethod = METHODS[name if METHODS[name].training else "eagle3"].method
+    return method

@@ -1,8 +1,8 @@
 """Training-time test: run a network on its own outputs, for all positions at once (EAGLE-3, 2503.01840).
 
 At step s entry i is the s-th token drafted after position i: it reads the token at i + 1 + s and the state of step
-s - 1 at i, has position i + s, and attends to the same entries as while drafting: the true ones up to i, and its own
-chain of steps 1..s. HASS (2408.15766) unrolls EAGLE-1 in the same way.
+s - 1 at i, has position i + s, and attends to the same entries as while drafting: the true ones up to i, and steps
+1..s of its chain. HASS (2408.15766) unrolls EAGLE-1 in the same way.
 
 Shape suffixes: B rows, T tokens, E = T - 2 entries, R = B * E, K heads, G query heads of a KV head, D head dimension.
 """
@@ -39,11 +39,11 @@ class UnrolledAttention(CausalAttention):
         return other
 
     def choose(self, entries: Tensor) -> None:
-        """From the next step on continue only these entries (C,), ascending; the others' true keys stay."""
+        """Continue only these entries (C,), ascending, from the next step on; the others' true keys stay."""
         self._chosen, self._bias = entries, None
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(R, heads, D) each -> (R, heads * D)."""
+        """Attend: (R, heads, D) each -> (R, heads * D)."""
         length = self._length if self._chosen is None else len(self._chosen)
         shape = (self._rows, length, -1, q.shape[-1])
         keys, values = k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)  # (B, K, E, D)
@@ -57,20 +57,17 @@ class UnrolledAttention(CausalAttention):
         folded = queries.flatten(2, 3)  # the queries of a KV head in one block, so that keys are not copied
         (true_keys, true_values), *steps = seen
         true = (folded @ true_keys.transpose(2, 3)).view(*queries.shape[:-1], self._length)
-        true = true + self._causal(true)
-        chain = [(queries * own[:, :, None]).sum(-1, keepdim=True) for own, _ in steps]
+        if self._bias is None or self._bias.dtype != true.dtype:
+            bias = true.new_full((self._length, self._length), float("-inf")).triu_(1)
+            self._bias = bias if self._chosen is None else bias[self._chosen]
+        true = true + self._bias
+        chain = [(queries * step_keys[:, :, None]).sum(-1, keepdim=True) for step_keys, _ in steps]
         weights = torch.cat([true, *chain], -1).softmax(-1).to(values.dtype)
         on_true, on_chain = weights[..., : self._length], weights[..., self._length :]
         mixed = (on_true.flatten(2, 3) @ true_values).view_as(queries)
-        for step, (_, own) in enumerate(steps):
-            mixed = mixed + on_chain[..., step : step + 1] * own[:, :, None]
+        for step, (_, step_values) in enumerate(steps):
+            mixed = mixed + on_chain[..., step : step + 1] * step_values[:, :, None]
         return mixed.permute(0, 3, 1, 2, 4).reshape(self._rows * length, -1)
-
-    def _causal(self, like: Tensor) -> Tensor:
-        if self._bias is None or self._bias.dtype != like.dtype:
-            bias = like.new_full((self._length, self._length), float("-inf")).triu_(1)
-            self._bias = bias if self._chosen is None else bias[self._chosen]
-        return self._bias
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class UnrollStep:
 
     Attributes:
         index: s, from 0.
-        entries: (C,) the entries of every row; all E, unless later steps have a share of them.
+        entries: (C,) the entries of every row: all E, or the share of them that later steps continue.
         states: (B * C, H) to feed back: for EAGLE-1 the predicted features.
         read: (B * C, H) the LM head's input, for the token at i + 2 + s.
     """
