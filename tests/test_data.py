@@ -12,7 +12,7 @@ from conftest import add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError, TokenizerError
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train import data as data_module
-from draftwing.train.data import Batches, Corpus, DraftVocabulary, Example, read_examples, split
+from draftwing.train.data import Batches, Corpus, Example, coverage_of, draft_vocabulary, read_examples, split
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -270,15 +270,15 @@ def test_the_end_token(tokenizer_with, write):
     tokenizer = tokenizer_with(eos_token={"content": "<pad>"})
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 0
     tokenizer = tokenizer_with(eos_token=None)
-    with refused(TokenizerError, "no end token is known", "pass eos_id"):
+    with refused(TokenizerError, "the end token", "is unknown", "pass eos_id"):
         read_examples([file], tokenizer, max_length=20)
     (tokenizer.folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 5
 
 
 def test_long_documents_are_encoded_in_pieces_and_lose_nothing(tokenizer_with, write, monkeypatch):
-    monkeypatch.setattr(data_module, "_PIECE", 16)
-    monkeypatch.setattr(data_module, "_CHUNK", 40)
+    monkeypatch.setattr(data_module, "PIECE_CHARACTERS", 16)
+    monkeypatch.setattr(data_module, "CHUNK_CHARACTERS", 40)
     text = "for row in rows:\n    add(row)\n" * 9 + "x" * 50
     tokenizer = tokenizer_with()
     corpus = read_examples([write("a.txt", text), write("b.txt", text)], tokenizer, max_length=20)
@@ -372,7 +372,7 @@ def test_split_of_little():
 
 
 def test_split_refuses():
-    with refused(DataError, "all there is are 2 dialogues or sections", "no two of them different", "share 0"):
+    with refused(DataError, "all dialogues and sections of text (2) are the same", "share 0"):
         split(corpus_of([], [example(1, 2)] * 2), 0.1, 0)
     with refused(ConfigError, "validation_share must be in [0, 1), found 1"):
         split(corpus_of([], [example(1, 2)] * 2), 1, 0)
@@ -468,14 +468,14 @@ def test_batches_are_full_and_little_padded():
 
 
 def test_types_of_a_batch():
-    batch = Batches([example(1, 5, 6), example(1, 7)], 100, 50, seed=0).batch(0)
+    batch = Batches(Corpus((example(1, 5, 6), example(1, 7))), 100, 50, seed=0).batch(0)
     assert (batch.ids.dtype, batch.mask.dtype, batch.lengths.dtype) == (torch.int64, torch.bool, torch.int64)
     assert sorted(rows_of(batch)) == [((1, 5, 6), (False, True, True)), ((1, 7), (False, True))]
     assert batch.ids.shape == (2, 3)
 
 
 def test_batches_refuse():
-    rows = [example(1, *range(3, 40))]
+    rows = Corpus((example(1, *range(3, 40)),))
     with refused(ConfigError, "tokens_per_batch is 20, and the longest row has 38 tokens", "raise it to at least 38"):
         Batches(rows, 20, 50, 0)
     with refused(DataError, "nothing to train on"):
@@ -497,27 +497,24 @@ def test_draft_vocabulary():
     mask = np.asarray([False, True, True, True, True, True, True, False])
     dialogue = Example(np.asarray([9, 4, 4, 7, 7, 3, 8, 9], dtype=np.int32), mask)
     corpus = corpus_of([np.asarray([4, 2])], [dialogue])
-    found = DraftVocabulary.build(corpus, 12, 4, always=[11])
-    assert found.target_ids.tolist() == [2, 4, 7, 11]  # 2, 3 and 8 are as frequent, and 2 is the lowest
-    assert found.coverage == pytest.approx(6 / 8)
-    assert found.d2t.tolist() == [2, 3, 5, 8]
-    assert (found.d2t + torch.arange(4)).tolist() == found.target_ids.tolist()
-    assert found.t2d.nonzero().flatten().tolist() == [2, 4, 7, 11]
-    assert (found.t2d.dtype, len(found.t2d), found.target_ids.dtype) == (torch.bool, 12, torch.int64)
-    whole = DraftVocabulary.build(corpus, 12, 20)
-    assert whole.target_ids.tolist() == list(range(12))
-    assert (whole.coverage, whole.d2t.abs().sum()) == (1, 0)
+    ids = draft_vocabulary(corpus, 12, 4, always=[11])
+    assert ids.tolist() == [2, 4, 7, 11]  # 2, 3 and 8 are as frequent, and 2 is the lowest
+    assert ids.dtype == torch.int64
+    assert coverage_of(corpus, ids, 12) == pytest.approx(6 / 8)
+    whole = draft_vocabulary(corpus, 12, 20)
+    assert whole.tolist() == list(range(12))
+    assert coverage_of(corpus, whole, 12) == coverage_of(corpus, None, 12) == 1
 
 
 def test_draft_vocabulary_refuses():
     with refused(DataError, "token id 7, and the vocabulary has 5", "own tokenizer"):
-        DraftVocabulary.build([example(1, 7)], 5, 2)
+        draft_vocabulary(Corpus((example(1, 7),)), 5, 2)
     with refused(ConfigError, "draft_vocab_size must be at least 2 (2 ids are always in), found 1"):
-        DraftVocabulary.build([example(1, 7)], 9, 1, always=[2, 3])
+        draft_vocabulary(Corpus((example(1, 7),)), 9, 1, always=[2, 3])
     with refused(ConfigError, "outside the vocabulary of 9: [2, 9]"):
-        DraftVocabulary.build([example(1, 7)], 9, 3, always=[2, 9])
+        draft_vocabulary(Corpus((example(1, 7),)), 9, 3, always=[2, 9])
     with refused(DataError, "no token that counts"):
-        DraftVocabulary.build(Corpus(), 9, 3)
+        draft_vocabulary(Corpus(), 9, 3)
 
 
 # --- what is wrong, and the mend -------------------------------------------------------------------------------------
@@ -587,7 +584,7 @@ def test_bad_calls(tokenizer_with, write, tmp_path):
 
 def test_templates_that_will_not_do(tokenizer_with, write):
     file = write("a.jsonl", [{"messages": TWO_TURNS}])
-    with refused(TokenizerError, "tokenizer: the chat template does not say", "{% generation %}", "put these marks"):
+    with refused(TokenizerError, "tokenizer: the chat template does not show", "{% generation %}", "put these marks"):
         read_examples([file], tokenizer_with(HOPELESS), max_length=50)
     with refused(TokenizerError, "tokenizer: the chat template refuses", "the user must begin", "take turns"):
         read_examples([file], tokenizer_with(STRICT), max_length=50)

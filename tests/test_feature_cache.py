@@ -18,9 +18,8 @@ from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.models.lean import LeanTarget
 from draftwing.train import feature_cache as store
 from draftwing.train.data import Batches, Corpus, Example
-from draftwing.train.feature_cache import CachedFeatures, CacheForm, FeatureCache, estimate, write_cache
+from draftwing.train.feature_cache import CachedFeatures, FeatureCache, estimate, write_cache
 from draftwing.train.features import OnlineFeatures
-from draftwing.train.loss import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
@@ -57,8 +56,8 @@ def batches_of(corpus, seed=5, tokens=TOKENS):
 
 def write(folder, target, corpus, taps=TAPS, dtype=torch.float32, **options):
     batches = options.pop("batches", None) or batches_of(corpus)
-    form = CacheForm(dtype, SHARD)
-    return write_cache(folder, target, batches, taps, identity=target_id(target), form=form, **options)
+    options = {"identity": target_id(target), "dtype": dtype, "shard_bytes": SHARD, **options}
+    return write_cache(folder, target, batches, taps, **options)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def test_two_runs_never_write_one_cache(target, corpus, tmp_path):
     def second(done, total):
         if not tried:
             tried.append(done)
-            with refused(DataError, "another run (process ", "writes here"):
+            with refused(DataError, "another run (process ", "is writing here"):
                 write(tmp_path / "cache", target, corpus)
 
     write(tmp_path / "cache", target, corpus, on_progress=second)
@@ -106,7 +105,7 @@ def rows_of(found):
 def test_the_first_epoch_is_the_online_one(target, corpus, exact, taps):
     online, source = OnlineFeatures(target, batches_of(corpus), taps), cached(exact, taps)
     assert source.num_batches_per_epoch == online.num_batches_per_epoch > 3
-    assert source.num_tokens_per_epoch == online.num_tokens_per_epoch
+    assert source.num_tokens_per_epoch == batches_of(corpus).num_tokens_per_epoch
     for number in range(online.num_batches_per_epoch):
         found, expected = source.batch(number), online.batch(number)
         real = expected.batch.real
@@ -175,7 +174,7 @@ def train(method, target, source, out):
     net = EagleNet(config, target.embedding, target.head)
     initialise(net, target.head, [source.batch(0)])
     losses = []
-    trainer = Trainer(net, Teacher(target.head, net.target_ids), source, options, out)
+    trainer = Trainer(net, target.head, net.target_ids, source, options, out)
     trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
     trainer.run()
     return torch.cat([p.detach().flatten() for p in net.parameters() if p.requires_grad]), torch.tensor(losses)
@@ -278,7 +277,7 @@ def test_a_full_disk_loses_nothing_that_is_whole(target, corpus, exact, tmp_path
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "save_file", full)
-    with refused(DataError, str(tmp_path), "No space left", "the disk is full: make room", "goes on from there"):
+    with refused(DataError, str(tmp_path), "No space left", "the disk is full: make room", "continues from there"):
         write(tmp_path, target, corpus)
     assert sorted(contents(tmp_path)) == sorted(contents(exact))[:2]
 
@@ -346,7 +345,7 @@ def test_folders_that_are_no_cache(target, corpus, exact, copy, tmp_path):
             ["the description of a cache", "../features-0000"],
         ),
         (text.replace('"num_rows": ', '"num_rows": 1'), ["rows, each once, found"]),
-        (text.replace('"seed": 5', '"seed": 6'), ["belongs to another cache than index.json", "seed 5 and 6"]),
+        (text.replace('"seed": 5', '"seed": 6'), ["belongs to another cache than its index.json", "seed 5 and 6"]),
     ]:
         index.write_text(content)
         with refused(DataError, str(copy), *parts):
@@ -364,7 +363,7 @@ def test_folders_that_are_no_cache(target, corpus, exact, copy, tmp_path):
 def test_calls_that_cannot_be_meant(folder_of, target, corpus, tmp_path):
     with refused(ConfigError, "no hidden state 4 in tiny, which has 3 layers"):
         write(tmp_path, target, corpus, (1, 4))
-    with refused(ConfigError, "kept in bfloat16 or float32, found torch.float16"):
+    with refused(ConfigError, "stored in bfloat16 or float32, found torch.float16"):
         write(tmp_path, target, corpus, dtype=torch.float16)
     broken = load(folder_of)
     broken.net.norm.weight.data[0] = float("inf")

@@ -28,7 +28,6 @@ from draftwing.train.answers import read_tasks, regenerate, sampling_of
 from draftwing.train.data import Batches
 from draftwing.train.feature_cache import CachedFeatures, FeatureCache, GrowingCache, write_cache
 from draftwing.train.features import hidden_states
-from draftwing.train.loss import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
@@ -260,11 +259,11 @@ def test_other_words_are_refused(lm, target, tasks, whole, tmp_path):
     before = out.read_bytes()
     sorted(folder.glob("*.safetensors"))[0].unlink()
     other = Sampling(temperature=0.8, max_tokens=14, seed=4)
-    with refused(DataError, "was answered in other words before", "another file and folder"):
+    with refused(DataError, "had another answer before", "another file and folder"):
         answer(tasks, lm(), out, cache_of(folder, target), sampling=other)
     assert out.read_bytes() == before
     out.write_bytes(b"")
-    with refused(DataError, "was answered in other words before"):
+    with refused(DataError, "had another answer before"):
         answer(tasks, lm(), out, cache_of(folder, target), sampling=other)
 
 
@@ -278,7 +277,7 @@ def test_a_full_disk_leaves_records_and_states_in_step(lm, target, tasks, whole,
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "save_file", full)
-    with refused(DataError, str(folder), "No space left", "make room", "goes on from there"):
+    with refused(DataError, str(folder), "No space left", "make room", "continues from there"):
         answer(tasks, lm(), out, cache_of(folder, target))
     assert len(lines_of(out)) == len(rows_of(folder)) == 2
     monkeypatch.undo()
@@ -300,7 +299,7 @@ def test_folders_of_others(folder_of, folder, lm, target, tasks, whole, tmp_path
     other = load_target(twin, dtype="float32", device="cpu", name="tiny")
     with refused(DataError, "made when tiny had other weights"):
         answer(tasks, LM(other, Tokenizer(twin)), out, cache_of(own, other))
-    with cache_of(own, target).opened(), refused(DataError, "another run", "writes here"):
+    with cache_of(own, target).opened(), refused(DataError, "another run", "is writing here"):
         answer(tasks, lm(), out, cache_of(own, target))
     with refused(ConfigError, "no hidden state 7 in tiny"):
         cache_of(own, target, (7,))
@@ -320,7 +319,7 @@ def losses_of(method, target, source, out):
     net = EagleNet(config, target.embedding, target.head)
     initialise(net, target.head, [source.batch(0)])
     losses = []
-    trainer = Trainer(net, Teacher(target.head, net.target_ids), source, options, out)
+    trainer = Trainer(net, target.head, net.target_ids, source, options, out)
     trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
     trainer.run()
     return losses

@@ -210,7 +210,7 @@ def _served(server: Server, sampling: list[Sampling]) -> ServerAnswerer:
 def _tell_size(cache: GrowingCache, tasks: list[Task], max_tokens: int) -> None:
     """How large the cache may get. How long answers are nobody knows; most end long before they must."""
     tokens = sum(task.num_prompt_tokens + task.num_turns * max_tokens for task in tasks)
-    most, each = cache.size_of(len(tasks), tokens), cache.size_of(0, 1).num_bytes
+    most, each = cache.info.size(len(tasks), tokens), cache.info.size(0, 1).num_bytes
     screen.line(
         f"the features will have at most about {most} ({each:,} bytes each), if every answer takes its {max_tokens} "
         f"tokens"
