@@ -81,7 +81,7 @@ def cache_of(folder, target, taps=TAPS, shard_bytes=1, **settings):
 
 
 def answer(tasks, lm, out, cache, sampling=SAMPLING, max_batch=3, **options):
-    answerer = LMAnswerer(lm, sampling, max_batch=max_batch, states=cache.states)
+    answerer = LMAnswerer(lm, sampling, max_batch=max_batch, states=cache.info.states)
     return regenerate(tasks, answerer, out, cache=cache, **options)
 
 

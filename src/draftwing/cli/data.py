@@ -174,7 +174,7 @@ def regenerate(
         answerer, tokenizer, cache = _served(server, sampling), None, None
     else:
         lm, cache = kept.load(model, answers.draft)
-        states = () if cache is None else cache.states
+        states = () if cache is None else cache.info.states
         answerer, tokenizer = LMAnswerer(lm, sampling, max_batch=answers.max_batch, states=states), lm.tokenizer
     tasks = asked.read(data, out, tokenizer)
     if cache is not None:

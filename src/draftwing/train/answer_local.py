@@ -106,9 +106,11 @@ class LMAnswerer:
         num_prompt, sampling = len(request.prompt_ids), request.sampling
         mask = np.ones(len(ids), dtype=bool)
         mask[:num_prompt] = self._encoder.mask_of_prompt(dialogue.prompted, request.prompt_ids)
-        is_greedy = not (sampling.temperature or sampling.penalises or sampling.logit_bias or sampling.banned_tokens)
         example = Example(np.asarray(ids, dtype=np.int32), mask)
-        return CacheRow(example, F.pad(states, (0, 0, 0, 1)), num_prompt if is_greedy else None)
+        is_greedy = not (sampling.temperature or sampling.penalises or sampling.logit_bias or sampling.banned_tokens)
+        best, unknown = np.append(example.ids[1:], np.int32(0)), mask[1 : num_prompt if is_greedy else None]
+        best[: len(unknown)][unknown] = -1
+        return CacheRow(example, F.pad(states, (0, 0, 0, 1)), best)
 
 
 def _key(ids: Sequence[int]) -> bytes:

@@ -303,9 +303,13 @@ def regenerate(
     skipped: list[tuple[str, str]] = []
     with locked(output, DataError, is_file=True), nullcontext() if cache is None else cache.opened():
         finished = _finished(output)
-        waiting = [task for task in tasks if task.id not in finished or (cache is not None and not cache.has(task.key))]
+        waiting = [
+            task for task in tasks if task.id not in finished or (cache is not None and task.key not in cache.old_rows)
+        ]
         num_kept = len(tasks) - len(waiting)
         began = time.perf_counter()
+        if cache is not None:
+            cache.check_room()
         with _open(output) as file:
             records = _Output(output, file, finished, cache)
             if on_progress is not None:
@@ -362,15 +366,16 @@ class _Output:
         if cache is not None:
             if answer.row is None:
                 raise DataError(f"{task.where}: the answer has no hidden states: this answerer does not record them")
-            if not cache.has(task.key):
+            old_row = cache.old_rows.get(task.key)
+            if old_row is None:
                 pending.rows[task.key] = answer.row
-            elif not np.array_equal(cache.ids(task.key), answer.row.example.ids):
+            elif not np.array_equal(old_row.ids, answer.row.example.ids):
                 raise self._conflict(task)
         if known is None:
             pending.lines.append(line)
         if cache is None or not pending.rows:
             self.flush()
-        elif cache.is_enough(list(pending.rows.values())):
+        elif cache.is_enough(pending.rows.values()):
             self.flush()
             cache.check_room()
 
@@ -379,6 +384,7 @@ class _Output:
         pending = self._pending
         if self._cache is not None and pending.rows:
             self._cache.write(pending.number, pending.rows)
+            self._cache.write_index()
         content = b"".join(pending.lines)
         try:
             self._file.seek(pending.end)

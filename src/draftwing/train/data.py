@@ -709,6 +709,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         return Batch(self.ids.to(device), self.mask.to(device), self.lengths.to(device))
 
+    def examples(self) -> Iterator[Example]:
+        """Yield the rows without padding."""
+        for ids, mask, length in zip(self.ids.numpy(), self.mask.numpy(), self.lengths.tolist(), strict=True):
+            yield Example(ids[:length], mask[:length])
+
     def runnable(self) -> Batch:
         """Pad to at least one row and 3 tokens, the shortest input of an unroll; padding does not count.
 

@@ -23,7 +23,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +213,11 @@ class Shard:
         expected_width = len(self.info.states) * self.info.target.hidden_size
         if len(sizes) > 1 or len(self.rows) != len(self.lengths) or width != expected_width:
             raise self._damaged("its tensors do not fit each other")
+
+    def row(self, place: int) -> Example:
+        """Return the ids and the mask of the row at a place in the shard."""
+        tokens = slice(int(self.starts[place]), int(self.starts[place] + self.lengths[place]))
+        return Example(self.ids[tokens], self.mask[tokens])
 
     def states(self, start: int, end: int) -> Tensor:
         """(N, S, H) the states of the tokens from ``start`` to ``end``."""
@@ -404,70 +409,167 @@ class CachedFeatures(BatchPlan):
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-class CacheWriter:
-    """Writes the shards and the index of a cache."""
+@dataclass(frozen=True, eq=False)
+class CacheRow:
+    """A row to be written.
 
-    def __init__(self, folder: Path, target: Target, info: CacheInfo) -> None:
-        self._folder, self._target, self.info = Path(folder), target, info
+    Attributes:
+        example: ids and mask (T,).
+        states: (T, S * H); 0 for a last token that the target never read.
+        best: (T,) int32, see ``Shard.best``; -1 if it is to be computed by the LM head.
+    """
 
-    def _existing_shards(self) -> dict[int, Shard]:
-        """Return the shards that are already there, by number.
+    example: Example
+    states: Tensor
+    best: np.ndarray
+
+
+class GrowingCache:
+    """Writes a cache row by row, in any order.
+
+    Args:
+        folder: made if it is missing.
+        target: the model whose states they are; ``identity`` describes it to readers.
+        taps: the hidden states to store, besides the target's last.
+        shard_bytes: size of a shard.
+        dtype: of the stored states.
+        settings: other fields of ``CacheInfo``.
+
+    Attributes:
+        info: see ``CacheInfo``.
+        old_rows: the rows that existed before this run, by key.
+
+    Raises:
+        ConfigError: taps that the target does not have, or another dtype.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Target,
+        taps: Sequence[int],
+        *,
+        identity: TargetId,
+        shard_bytes: int = GROWING_SHARD_BYTES,
+        dtype: torch.dtype = torch.bfloat16,
+        **settings: Any,
+    ) -> None:
+        self.info = CacheInfo.new(target, taps, identity, dtype, **settings)
+        self._folder, self._target, self._shard_bytes = Path(folder), target, shard_bytes
+        self._sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of each existing shard
+        self.old_rows: dict[int, Example] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Read the existing rows, and lock the folder until the block ends.
 
         Raises:
-            DataError: one is damaged, or belongs to another cache or to other weights.
+            DataError: another process writes there, or a shard is damaged, or of another cache or other weights.
         """
-        shards = {}
-        for path in sorted(self._folder.glob("features-*.safetensors")):
-            shard, number = Shard(path), path.stem.removeprefix("features-")
-            if differing := shard.info.differing(self.info):
-                raise self._foreign(path, differing[0])
-            if not number.isdecimal() or path != self._path(int(number) - 1):
-                raise self._foreign(path, "by its name")
-            shards[int(number) - 1] = shard
-        if shards:  # one is enough: other weights give other states everywhere
-            next(iter(shards.values())).check_weights(self._target)
-        return shards
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+        with locked(self._folder, DataError):
+            for path in sorted(self._folder.glob("features-*.safetensors")):
+                shard, number = Shard(path), path.stem.removeprefix("features-")
+                if differing := shard.info.differing(self.info):
+                    raise self.foreign(path, differing[0])
+                if not number.isdecimal() or path != self._path(int(number) - 1):
+                    raise self.foreign(path, "by its name")
+                if not self._sizes:  # one is enough: other weights give other states everywhere
+                    shard.check_weights(self._target)
+                self._sizes[int(number) - 1] = len(shard.rows), len(shard.ids)
+                self.old_rows |= {key: shard.row(place) for place, key in enumerate(shard.rows.tolist())}
+            yield
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"features-{number + 1:05}.safetensors"
+    @property
+    def num_shards(self) -> int:
+        return len(self._sizes)
 
-    def _foreign(self, path: Path, why: str) -> DataError:
-        return DataError(
-            f"{path}: belongs to another cache ({why}): choose another folder, delete this one, or give what it was "
-            f"made with to continue it"
-        )
+    @property
+    def free_number(self) -> int:
+        """The first number without a shard."""
+        return next(number for number in range(len(self._sizes) + 1) if number not in self._sizes)
 
-    def _write_shard(self, number: int, contents: Mapping[str, Tensor]) -> None:
-        """Write or replace a shard. ``contents``: the tensors of a ``Shard``; raises NumericsError if not finite."""
-        if not torch.isfinite(contents["states"]).all():
-            dtype = self._target.dtype
-            raise NumericsError(
-                f"{self._target.name} gives hidden states that are not finite in {dtype}: run it with --dtype "
-                f"{'float32' if dtype != torch.float32 else 'float64'}"
-            )
-        path = self._path(number)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            save_file(dict(contents), partial, metadata={"draftwing": json.dumps(self.info.to_dict())})
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())  # or the name might reach the disk before the contents
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+    @property
+    def num_rows(self) -> int:
+        return sum(rows for rows, _ in self._sizes.values())
 
-    def _write_index(self, numbers: Sequence[int], num_rows: int, num_tokens: int) -> None:
-        """Write the index, which makes the cache readable."""
-        shards = [self._path(number).name for number in numbers]
-        index = {**self.info.to_dict(), "num_rows": num_rows, "num_tokens": num_tokens, "shards": shards}
-        write_atomically(self._folder / INDEX, json.dumps(index, indent=2) + "\n")
+    @property
+    def size(self) -> CacheSize:
+        return self.info.size(self.num_rows, sum(tokens for _, tokens in self._sizes.values()))
 
-    def _check_room(self, num_bytes: int, what: str) -> None:
-        free = shutil.disk_usage(self._folder).free
+    def size_of(self, rows: Iterable[CacheRow]) -> int:
+        """Return the bytes of rows."""
+        lengths = [len(row.states) for row in rows]
+        return self.info.size(len(lengths), sum(lengths)).num_bytes
+
+    def is_enough(self, rows: Iterable[CacheRow]) -> bool:
+        """Return True if the rows fill a shard."""
+        return self.size_of(rows) >= self._shard_bytes
+
+    def check_room(self, num_bytes: int | None = None, what: str = "the next shard of the cache") -> None:
+        """Raise DataError unless the disk has room for this number of bytes, by default of one shard."""
+        num_bytes, free = self._shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
         if num_bytes > free:
             raise DataError(
                 f"{self._folder}: {what} needs {num_bytes:,} bytes ({_readable(num_bytes)}) more, and the disk has "
                 f"{free:,} bytes ({_readable(free)}) free: make room, write elsewhere, or cache less data"
             )
+
+    def write(self, number: int, rows: Mapping[int, CacheRow]) -> None:
+        """Write a shard of rows, by key. Idempotent: the same arguments may be written again.
+
+        Raises:
+            DataError: the disk is full, or the folder cannot be written.
+            NumericsError: states that are not finite.
+        """
+        states = torch.cat([row.states for row in rows.values()]).to(DTYPES[self.info.dtype])
+        if not torch.isfinite(states).all():
+            dtype = self._target.dtype
+            raise NumericsError(
+                f"{self._target.name} gives hidden states that are not finite in {dtype}: run it with --dtype "
+                f"{'float32' if dtype != torch.float32 else 'float64'}"
+            )
+        best = torch.from_numpy(np.concatenate([row.best for row in rows.values()]))
+        unknown = best < 0
+        if unknown.any():
+            best[unknown] = best_tokens(self._target, states[unknown, -self._target.hidden_size :])
+        contents = {
+            "states": states,
+            "best": best,
+            "ids": torch.from_numpy(np.concatenate([row.example.ids for row in rows.values()]).astype(np.int32)),
+            "mask": torch.from_numpy(np.concatenate([row.example.mask for row in rows.values()])),
+            "lengths": torch.tensor([len(row.states) for row in rows.values()]),
+            "rows": torch.tensor(list(rows)),
+        }
+        path = self._path(number)
+        partial = path.with_name(path.name + ".partial")
+        with self._writing():
+            try:
+                save_file(contents, partial, metadata={"draftwing": json.dumps(self.info.to_dict())})
+                with partial.open("rb+") as file:
+                    os.fsync(file.fileno())  # or the name might reach the disk before the contents
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+        self._sizes[number] = len(rows), len(states)
+
+    def write_index(self) -> None:
+        """Write the index of all shards, which makes the cache readable."""
+        shards = [self._path(number).name for number in sorted(self._sizes)]
+        totals = {"num_rows": self.num_rows, "num_tokens": self.size.num_tokens, "shards": shards}
+        with self._writing():
+            write_atomically(self._folder / INDEX, json.dumps({**self.info.to_dict(), **totals}, indent=2) + "\n")
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"features-{number + 1:05}.safetensors"
+
+    def foreign(self, path: Path, why: str) -> DataError:
+        """Return the error for a folder or a shard of another cache."""
+        return DataError(
+            f"{path}: belongs to another cache ({why}): choose another folder, delete this one, or give what it was "
+            f"made with to continue it"
+        )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -497,9 +599,8 @@ class CacheWritten:
 
 def estimate(target: Target, batches: Batches, taps: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> CacheSize:
     """Return the size of the cache that ``write_cache`` would write, with its arguments and errors."""
-    return CacheInfo.new(target, taps, target_id(target), dtype).size(
-        len(batches.lengths), batches.num_tokens_per_epoch
-    )
+    info = CacheInfo.new(target, taps, target_id(target), dtype)
+    return info.size(len(batches.lengths), batches.num_tokens_per_epoch)
 
 
 def write_cache(
@@ -517,12 +618,9 @@ def write_cache(
     """Run the target over one epoch of ``batches`` and store its hidden states; continue a stopped call.
 
     Args:
-        folder: made if it is missing.
-        taps: the hidden states to store, besides the target's last.
-        identity: of ``target``, stored for readers.
+        folder, target, taps, identity, dtype: see ``GrowingCache``.
         validation_share: of the data, held out of ``batches`` by ``split`` with their seed; stored for readers.
-        dtype: of the stored states.
-        shard_bytes: the size of a shard, or one batch if that is larger.
+        shard_bytes: the size of a shard at most, or one batch if that is larger.
         on_progress: called with the tokens done and the total.
 
     Raises:
@@ -531,211 +629,41 @@ def write_cache(
             cache or a damaged one.
         NumericsError: hidden states that are not finite.
     """
-    length, seed = batches.max_length, batches.seed
-    info = CacheInfo.new(target, taps, identity, dtype, max_length=length, seed=seed, validation_share=validation_share)
-    return _EpochWriter(folder, target, info, batches, shard_bytes).complete(on_progress)
-
-
-class _EpochWriter(CacheWriter):
-    """Writes the first epoch of ``batches``; each shard holds the rows of some of the batches."""
-
-    def __init__(self, folder: Path, target: Target, info: CacheInfo, batches: Batches, shard_bytes: int) -> None:
-        super().__init__(folder, target, info)
-        self._batches, self._rows = batches, batches.epoch(0)
-        self._shards: list[list[int]] = [[]]  # the numbers of their batches; the same whenever it is written
-        room = shard_bytes
-        for number, rows in enumerate(self._rows):
-            num_bytes = self._size(rows).num_bytes
-            if self._shards[-1] and num_bytes > room:
-                self._shards.append([])
-                room = shard_bytes
-            self._shards[-1].append(number)
-            room -= num_bytes
-
-    def complete(self, on_progress: OnProgress | None) -> CacheWritten:
-        """Write the missing shards and the index."""
-        num_rows, total = len(self._batches.lengths), self._batches.num_tokens_per_epoch
-        with self._writing():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with locked(self._folder, DataError):
-                missing = self._missing()
-                left = [self._size(self._rows_of(number)) for number in missing]
-                self._check_room(sum(size.num_bytes for size in left), "the cache")
-                done = total - sum(size.num_tokens for size in left)
-                for number in missing:
-                    for num_tokens in self._write(number):
-                        done += num_tokens
-                        if on_progress is not None:
-                            on_progress(done, total)
-                self._write_index(range(len(self._shards)), num_rows, total)
-        return CacheWritten(self.info.size(num_rows, total), len(self._shards), len(self._shards) - len(missing))
-
-    def _size(self, rows: np.ndarray) -> CacheSize:
-        return self.info.size(len(rows), int(self._batches.lengths[rows].sum()))
-
-    def _rows_of(self, number: int) -> np.ndarray:
-        return np.concatenate([self._rows[batch] for batch in self._shards[number]])
-
-    def _missing(self) -> list[int]:
-        shards = self._existing_shards()
-        for number, shard in shards.items():
-            if number >= len(self._shards) or not np.array_equal(np.sort(shard.rows), np.sort(self._rows_of(number))):
-                raise self._foreign(shard.path, "its rows are batched otherwise, or of other data")
-            contents = self._contents(number)
-            if not all(np.array_equal(getattr(shard, name), contents[name].numpy()) for name in contents):
-                raise self._foreign(shard.path, "it was made of other data")
-        return [number for number in range(len(self._shards)) if number not in shards]
-
-    def _contents(self, number: int) -> dict[str, Tensor]:
-        """Return the tensors of a shard that need no target."""
-        batches = list(map(self._batches.batch, self._shards[number]))
-        return {
-            "ids": torch.cat([batch.ids[batch.real].int() for batch in batches]),
-            "mask": torch.cat([batch.mask[batch.real] for batch in batches]),
-            "lengths": torch.cat([batch.lengths for batch in batches]),
-            "rows": torch.from_numpy(self._rows_of(number)),
-        }
-
-    def _write(self, number: int) -> Iterator[int]:
-        """Write a shard; yield the number of tokens of each batch when it is done."""
-        states, best = [], []
-        for batch in map(self._batches.batch, self._shards[number]):
-            features, following = read_text(self._target, batch.ids.to(self._target.device), self.info.states)
-            states.append(features.to(DTYPES[self.info.dtype]).cpu()[batch.real])
-            best.append(following.cpu()[batch.real].int())
-            yield len(best[-1])
-        self._write_shard(number, {"states": torch.cat(states), "best": torch.cat(best), **self._contents(number)})
-
-
-@dataclass(frozen=True, eq=False)
-class CacheRow:
-    """A row of a growing cache.
-
-    Attributes:
-        example: ids and mask (T,).
-        states: (T, S * H); 0 for a last token that the target never read.
-        greedy_from: every token from this position on is known to be the target's best; None if none is.
-    """
-
-    example: Example
-    states: Tensor
-    greedy_from: int | None = None
-
-
-class GrowingCache(CacheWriter):
-    """A cache in bfloat16 that grows row by row, in any order.
-
-    Args:
-        folder: made if it is missing.
-        target: the model whose states they are; ``identity`` describes it to readers.
-        taps: the hidden states to store, besides the target's last.
-        shard_bytes: the least size of a shard, except for the last one.
-
-    Raises:
-        ConfigError: taps that the target does not have.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        target: Target,
-        taps: Sequence[int],
-        *,
-        identity: TargetId,
-        shard_bytes: int = GROWING_SHARD_BYTES,
-    ) -> None:
-        super().__init__(folder, target, CacheInfo.new(target, taps, identity))
-        self._shard_bytes = shard_bytes
-        self._sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of each existing shard
-        self._places: dict[int, tuple[Shard, int]] = {}  # by key: the rows that existed before this run
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Read the existing rows, and lock the folder until the block ends.
-
-        Raises:
-            DataError: another process writes there, it holds another cache or a damaged one, or the disk has no room
-                for another shard.
-        """
-        with self._writing():
-            self._folder.mkdir(parents=True, exist_ok=True)
-        with locked(self._folder, DataError):
-            for number, shard in self._existing_shards().items():
-                self._sizes[number] = len(shard.rows), len(shard.ids)
-                self._places |= {key: (shard, place) for place, key in enumerate(shard.rows.tolist())}
-            self.check_room()
-            yield
-
-    @property
-    def states(self) -> tuple[int, ...]:
-        """The hidden states of a row."""
-        return self.info.states
-
-    def has(self, key: int) -> bool:
-        """Return True if the row existed before this run."""
-        return key in self._places
-
-    def ids(self, key: int) -> np.ndarray:
-        """(T,) the tokens of a row that existed before this run."""
-        shard, place = self._places[key]
-        start = int(shard.starts[place])
-        ids: np.ndarray = shard.ids[start : start + int(shard.lengths[place])]
-        return ids
-
-    @property
-    def free_number(self) -> int:
-        """The first number without a shard."""
-        return next(number for number in range(len(self._sizes) + 1) if number not in self._sizes)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(rows for rows, _ in self._sizes.values())
-
-    @property
-    def size(self) -> CacheSize:
-        return self.info.size(self.num_rows, sum(tokens for _, tokens in self._sizes.values()))
-
-    def is_enough(self, rows: Sequence[CacheRow]) -> bool:
-        """Return True if the rows fill a shard."""
-        return self.info.size(len(rows), sum(len(row.states) for row in rows)).num_bytes >= self._shard_bytes
-
-    def check_room(self) -> None:
-        """Raise DataError unless the disk has room for one more shard."""
-        self._check_room(self._shard_bytes, "the next shard of the cache")
-
-    def write(self, number: int, rows: dict[int, CacheRow]) -> None:
-        """Write a shard of rows, by key, and the index. Idempotent: the same arguments may be written again.
-
-        Raises:
-            DataError: the disk is full, or the folder cannot be written.
-            NumericsError: states that are not finite.
-        """
-        states = torch.cat([row.states for row in rows.values()]).to(DTYPES[self.info.dtype])
-        contents = {
-            "states": states,
-            "best": self._best(list(rows.values()), states[:, -self._target.hidden_size :]),
-            "ids": torch.from_numpy(np.concatenate([row.example.ids for row in rows.values()]).astype(np.int32)),
-            "mask": torch.from_numpy(np.concatenate([row.example.mask for row in rows.values()])),
-            "lengths": torch.tensor([len(row.states) for row in rows.values()]),
-            "rows": torch.tensor(list(rows)),
-        }
-        with self._writing():
-            self._write_shard(number, contents)
-            self._sizes[number] = len(rows), len(states)
-            self._write_index(sorted(self._sizes), self.num_rows, self.size.num_tokens)
-
-    def _best(self, rows: Sequence[CacheRow], last: Tensor) -> Tensor:
-        """(N, H) -> (N,) int32: see ``Shard.best``.
-
-        The LM head, which would take a quarter of the time of answering, runs only for tokens that may not be greedy.
-        """
-        best = torch.from_numpy(np.concatenate([np.append(row.example.ids[1:], 0) for row in rows]).astype(np.int32))
-        unknown = torch.zeros(len(best), dtype=torch.bool)
-        start = 0
-        for row in rows:
-            counts = torch.from_numpy(row.example.mask[1 : row.greedy_from])
-            unknown[start : start + len(counts)] = counts
-            start += len(row.example.ids)
-        if unknown.any():
-            best[unknown] = best_tokens(self._target, last[unknown])
-        return best
+    settings = {"max_length": batches.max_length, "seed": batches.seed, "validation_share": validation_share}
+    cache = GrowingCache(folder, target, taps, identity=identity, shard_bytes=shard_bytes, dtype=dtype, **settings)
+    epoch, total, old_rows = batches.epoch(0), batches.num_tokens_per_epoch, cache.old_rows
+    rows: dict[int, CacheRow] = {}
+    with cache.opened():
+        unmatched = dict(old_rows)
+        for number, keys in enumerate(epoch) if old_rows else ():
+            for key, example in zip(keys.tolist(), batches.batch(number).examples(), strict=True):
+                row = unmatched.get(key, example)
+                if np.array_equal(row.ids, example.ids) and np.array_equal(row.mask, example.mask):
+                    unmatched.pop(key, None)
+        if unmatched:
+            raise cache.foreign(Path(folder), "it was made of other data")
+        num_kept, done = cache.num_shards, cache.size.num_tokens
+        missing = cache.info.size(len(batches.lengths) - cache.num_rows, total - done)
+        cache.check_room(missing.num_bytes, "the cache")
+        for number, keys in enumerate(epoch):
+            if all(key in old_rows for key in keys.tolist()):
+                continue
+            batch = batches.batch(number)
+            states, best = read_text(target, batch.ids.to(target.device), cache.info.states)
+            states, best = states.to(dtype).cpu(), best.int().cpu()
+            new_rows = {
+                key: CacheRow(example, states[i, : len(example.ids)], best[i, : len(example.ids)].numpy())
+                for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
+                if key not in old_rows
+            }
+            if rows and cache.size_of([*rows.values(), *new_rows.values()]) > shard_bytes:
+                cache.write(cache.free_number, rows)
+                rows = {}
+            rows |= new_rows
+            done += sum(len(row.states) for row in new_rows.values())
+            if on_progress is not None:
+                on_progress(done, total)
+        if rows:
+            cache.write(cache.free_number, rows)
+        cache.write_index()
+    return CacheWritten(cache.size, cache.num_shards, num_kept)

@@ -154,10 +154,9 @@ class OnPolicyFeatures:
     def _continue(self, text: Batch, rng: np.random.Generator) -> Batch:
         """Replace the ends of the rows; a row in which nothing counts stays the same."""
         engine, rows = Engine(Decoder(self._writer)), []
-        for ids, mask, length in zip(
-            text.ids.cpu().numpy(), text.mask.cpu().numpy(), text.lengths.tolist(), strict=True
-        ):
-            places = np.flatnonzero(mask[:length])
+        for example in text.examples():
+            ids, length = example.ids, len(example.ids)
+            places = np.flatnonzero(example.mask)
             places = places[(places > 0) & (places < self._writer.max_length)]
             cut, seed = int(rng.choice(places)) if len(places) else length, int(rng.integers(2**31))
             request = None
