@@ -13,8 +13,6 @@ from conftest import TEXTS, add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import target_id
-from draftwing.methods.eagle_init import initialise
-from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.models.lean import LeanTarget
 from draftwing.train import feature_cache as store
 from draftwing.train.data import Batches, Corpus, Example
@@ -22,7 +20,7 @@ from draftwing.train.feature_cache import CachedFeatures, FeatureCache, estimate
 from draftwing.train.features import OnlineFeatures
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
-from draftwing.train.trainer import Trainer
+from short_runs import three_updates
 
 TAPS = (0, 1, 2)
 SHARD = 20_000
@@ -164,32 +162,16 @@ def test_a_cache_knows_its_ids(target, corpus, exact):
 # --- training on it --------------------------------------------------------------------------------------------------
 
 
-def train(method, target, source, out):
-    """A few updates; the net's weights and the losses."""
-    options = TrainOptions(
-        method=method, iterations=3, precision="no", max_length=LENGTH, unroll_steps=2, save_every=9, eval_every=9
-    )
-    config = EagleConfig.for_target((3 if options.method == "eagle3" else 1), target.config)
-    torch.manual_seed(0)
-    net = EagleNet(config, target.embedding, target.head)
-    initialise(net, target.head, [source.batch(0)])
-    losses = []
-    trainer = Trainer(net, target.head, net.target_ids, source, options, out)
-    trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
-    trainer.run()
-    return torch.cat([p.detach().flatten() for p in net.parameters() if p.requires_grad]), torch.tensor(losses)
-
-
 @pytest.mark.parametrize("method", ["eagle1", "eagle3"])
 def test_training_on_a_cache_is_training_online(method, folder_of, target, corpus, exact, tmp_path):
     batches = batches_of(corpus)
     taps = (3,) if method == "eagle1" else (2, 1, 0)
-    online, losses = train(method, target, OnlineFeatures(target, batches, taps), tmp_path / "online")
-    weights, same = train(method, target, cached(exact, taps), tmp_path / "exact")
+    online, losses = three_updates(method, target, OnlineFeatures(target, batches, taps), tmp_path / "online", LENGTH)
+    weights, same = three_updates(method, target, cached(exact, taps), tmp_path / "exact", LENGTH)
     assert torch.allclose(weights, online, rtol=0, atol=1e-6)
     assert torch.allclose(same, losses, rtol=1e-5)
     write(tmp_path / "bf16", target, corpus, dtype=torch.bfloat16)
-    weights, close = train(method, target, cached(tmp_path / "bf16", taps), tmp_path / "rounded")
+    weights, close = three_updates(method, target, cached(tmp_path / "bf16", taps), tmp_path / "rounded", LENGTH)
     assert torch.allclose(close, losses, rtol=5e-3)
     assert (weights - online).abs().mean() < 0.1 * 3e-3  # three updates of at most 1e-3
     # A target in bfloat16 loses nothing in a cache of bfloat16.

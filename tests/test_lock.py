@@ -104,7 +104,10 @@ def test_answers_go_to_one_file_once(tmp_path):
         def answer(self, tasks):
             with refused(DataError, f"out.jsonl: another run (process {os.getpid()}) is writing here"):
                 regenerate([task], Nested(), out)
-            yield from (Answer(each, (), "text and more", "stop", 2) for each in tasks)
+            for each in tasks:
+                answer = Answer(each)
+                answer.take(" and more", "stop", 2)
+                yield answer.finish()
 
     assert regenerate([task], Nested(), out).num_written == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl"]

@@ -17,7 +17,7 @@ from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, FeatureSpec, TargetOutput
 from draftwing.request import Request
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.train.answers import Answer, Dialogue, Task, sampling_of
+from draftwing.train.answers import Answer, Task, sampling_of
 from draftwing.train.data import JOIN, DialogueEncoder, Example
 from draftwing.train.feature_cache import CacheRow
 from draftwing.tree import Accepted, DraftTree
@@ -57,44 +57,44 @@ class LMAnswerer:
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         engine, waiting = self._lm.engine(max_batch=self._max_batch), iter(tasks)
-        running: dict[Request, Dialogue] = {}
+        running: dict[Request, Answer] = {}
         yield from self._refill(engine, running, waiting)
         for step in engine.steps():
             self.num_tokens += sum(len(row.token_ids) for row in step.rows)
             for request in [request for request in running if request.finish_reason is not None]:
-                dialogue = running.pop(request)
+                answer = running.pop(request)
                 if request.error is not None:
-                    yield dialogue.finish(str(request.error))
+                    yield answer.finish(str(request.error))
                 elif request.text.strip():
-                    dialogue.row = self._row(dialogue, request)
-                    dialogue.take(request.text, request.finish_reason or "", len(request.token_ids))
-                    yield from self._submit(engine, running, dialogue)
+                    answer.row = self._row(answer, request)
+                    answer.take(request.text, request.finish_reason or "", len(request.token_ids))
+                    yield from self._submit(engine, running, answer)
                 else:
-                    yield dialogue.finish("the answer is empty")
+                    yield answer.finish("the answer is empty")
             self._recorded.clear()
             yield from self._refill(engine, running, waiting)
 
-    def _refill(self, engine: Engine, running: dict[Request, Dialogue], waiting: Iterator[Task]) -> Iterator[Answer]:
+    def _refill(self, engine: Engine, running: dict[Request, Answer], waiting: Iterator[Task]) -> Iterator[Answer]:
         """Submit tasks until ``max_batch`` are running; yield those that cannot be submitted."""
         while len(running) < self._max_batch and (task := next(waiting, None)) is not None:
             temperature = sampling_of(self._choices, task.id).temperature
-            yield from self._submit(engine, running, Dialogue(task, temperature))
+            yield from self._submit(engine, running, Answer(task, temperature))
 
-    def _submit(self, engine: Engine, running: dict[Request, Dialogue], dialogue: Dialogue) -> Iterator[Answer]:
+    def _submit(self, engine: Engine, running: dict[Request, Answer], answer: Answer) -> Iterator[Answer]:
         """Submit the next prompt, or yield the answer if there is no next prompt, or an invalid one."""
-        prompt = dialogue.next_prompt()
+        prompt = answer.next_prompt()
         if prompt is None:
-            yield dialogue.finish()
+            yield answer.finish()
             return
         if not isinstance(prompt, str) and not self._lm.tokenizer.has_chat_template:
             prompt = "".join(message["content"] + JOIN for message in prompt)
-        sampling = sampling_of(self._choices, dialogue.task.id)
+        sampling = sampling_of(self._choices, answer.task.id)
         try:
-            running[engine.submit(self._lm.encode(prompt), sampling)] = dialogue
+            running[engine.submit(self._lm.encode(prompt), sampling)] = answer
         except (PromptError, TokenizerError) as error:  # longer than the context, or refused by the chat template
-            yield dialogue.finish(str(error))
+            yield answer.finish(str(error))
 
-    def _row(self, dialogue: Dialogue, request: Request) -> CacheRow | None:
+    def _row(self, answer: Answer, request: Request) -> CacheRow | None:
         """Return a row of the text up to the end of a request's answer; what the assistant wrote counts.
 
         The prompt holds the earlier turns, which were read again, so the last answer's row has all of them.
@@ -105,7 +105,7 @@ class LMAnswerer:
             return None
         num_prompt, sampling = len(request.prompt_ids), request.sampling
         mask = np.ones(len(ids), dtype=bool)
-        mask[:num_prompt] = self._encoder.mask_of_prompt(dialogue.prompted, request.prompt_ids)
+        mask[:num_prompt] = self._encoder.mask_of_prompt(answer.prompted, request.prompt_ids)
         example = Example(np.asarray(ids, dtype=np.int32), mask)
         is_greedy = not (sampling.temperature or sampling.penalises or sampling.logit_bias or sampling.banned_tokens)
         best, unknown = np.append(example.ids[1:], np.int32(0)), mask[1 : num_prompt if is_greedy else None]

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.answers import Answer, Dialogue, Task, sampling_of
+from draftwing.train.answers import Answer, Task, sampling_of
 
 REFUSED = (400, 413, 422)  # the status if this prompt is not accepted; others may be
 BUSY = (408, 425, 429)  # and everything from 500
@@ -117,18 +117,18 @@ class ServerAnswerer:
 
     def _answer(self, task: Task, server: _Server) -> Answer:
         sampling = sampling_of(self._choices, task.id)
-        dialogue, num_tokens = Dialogue(task, sampling.temperature), 0
-        while (prompt := dialogue.next_prompt()) is not None:
+        answer, num_tokens = Answer(task, sampling.temperature), 0
+        while (prompt := answer.next_prompt()) is not None:
             try:
                 text, finish_reason, count = self._complete(prompt, sampling, server)
             except _RefusedError as error:
-                return dialogue.finish(str(error))
+                return answer.finish(str(error))
             if not text.strip():
-                return dialogue.finish("the answer is empty")
-            dialogue.take(text, finish_reason, count)
+                return answer.finish("the answer is empty")
+            answer.take(text, finish_reason, count)
             num_tokens += count
         self.num_tokens += num_tokens  # only displayed: two threads at once may lose a count
-        return dialogue.finish()
+        return answer.finish()
 
     def _complete(
         self, prompt: str | list[dict[str, str]], sampling: Sampling, server: _Server

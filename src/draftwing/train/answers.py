@@ -67,32 +67,57 @@ class Task:
         return len(self.text or "".join(message["content"] for message in self.messages)) // CHARACTERS_PER_TOKEN
 
 
-@dataclass(frozen=True)
 class Answer:
-    """The result of a task.
+    """A task and its answers so far: one for each user turn, or one that continues a document.
 
     Attributes:
+        temperature: of the answers; None if unknown.
+        prompted: the messages of the latest prompt; empty for a document.
         messages: the dialogue, as far as it was answered.
-        text: the document.
-        finish_reason: of the last answer: ``stop`` or ``length``.
+        text: the document with its continuation.
+        finish_reason: of the latest answer: ``stop`` or ``length``.
         num_tokens: of all answers.
         problem: why there is no answer; else empty.
-        temperature: of the answers; None if unknown.
         row: the ids that the target read and wrote, with its hidden states, if these are stored.
     """
 
-    task: Task
-    messages: tuple[Message, ...]
-    text: str
-    finish_reason: str
-    num_tokens: int
-    problem: str = ""
-    temperature: float | None = None
-    row: CacheRow | None = None
+    def __init__(self, task: Task, temperature: float | None = None) -> None:
+        self.task, self.temperature = task, temperature
+        self.prompted: list[Message] = []
+        self.messages: list[Message] = []
+        self.text, self.finish_reason, self.num_tokens, self.problem = "", "", 0, ""
+        self.row: CacheRow | None = None
+        self._waiting = deque(task.messages)
+
+    def next_prompt(self) -> str | list[Message] | None:
+        """Return the document's beginning, or the messages up to the next user turn; None after the last one."""
+        if self.task.text:
+            return None if self.finish_reason else self.task.text
+        self.prompted = list(self.messages)
+        while self._waiting:
+            self.prompted.append(self._waiting.popleft())
+            if self.prompted[-1]["role"] == "user":
+                return list(self.prompted)
+        return None
+
+    def take(self, text: str, finish_reason: str, num_tokens: int) -> None:
+        """Add the answer to the latest prompt."""
+        self.finish_reason = finish_reason
+        self.num_tokens += num_tokens
+        if self.task.text:
+            self.text = self.task.text + text
+        else:
+            cut = {"finish_reason": "length"} if finish_reason == "length" else {}
+            self.messages = [*self.prompted, {"role": "assistant", "content": text, **cut}]
+
+    def finish(self, problem: str = "") -> Answer:
+        """Store the problem if there is no answer at all, and return self."""
+        self.problem = "" if self.messages or self.text else problem or "there was nothing to answer"
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return one line of the output."""
-        content = {"messages": list(self.messages)} if self.messages else {"text": self.text}
+        content = {"messages": self.messages} if self.messages else {"text": self.text}
         result = {"finish_reason": self.finish_reason, "num_tokens": self.num_tokens}
         drawn = {} if self.temperature is None else {"temperature": self.temperature}
         return {"id": self.task.id, "source": self.task.where, **content, **result, **drawn}
@@ -104,51 +129,6 @@ class Answerer(Protocol):
     def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         """Yield every task's answer as soon as it is complete."""
         ...
-
-
-class Dialogue:
-    """The state of a task: its next prompt, and the answers so far. A document has one prompt.
-
-    Attributes:
-        temperature: of its answers, for the record.
-        prompted: the messages of the latest prompt; empty for a document.
-        row: of the latest answer, for ``Answer.row``; it includes the earlier answers.
-    """
-
-    def __init__(self, task: Task, temperature: float | None = None) -> None:
-        self.task, self.temperature = task, temperature
-        self.row: CacheRow | None = None
-        self.prompted: list[Message] = []
-        self._waiting = deque(task.messages)
-        self._answered: list[Message] = []
-        self._text, self._finish_reason, self._num_tokens = "", "", 0
-
-    def next_prompt(self) -> str | list[Message] | None:
-        """Return the document's beginning, or the messages up to the next user turn; None after the last one."""
-        if self.task.text:
-            return None if self._finish_reason else self.task.text
-        self.prompted = list(self._answered)
-        while self._waiting:
-            self.prompted.append(self._waiting.popleft())
-            if self.prompted[-1]["role"] == "user":
-                return list(self.prompted)
-        return None
-
-    def take(self, text: str, finish_reason: str, num_tokens: int) -> None:
-        """Add the answer to the latest prompt."""
-        self._finish_reason = finish_reason
-        self._num_tokens += num_tokens
-        if self.task.text:
-            self._text = self.task.text + text
-        else:
-            cut = {"finish_reason": "length"} if finish_reason == "length" else {}
-            self._answered = [*self.prompted, {"role": "assistant", "content": text, **cut}]
-
-    def finish(self, problem: str = "") -> Answer:
-        """Return the result; the problem is kept only if there is no answer."""
-        why = "" if self._answered or self._text else problem or "there was nothing to answer"
-        result = tuple(self._answered), self._text, self._finish_reason, self._num_tokens
-        return Answer(self.task, *result, why, self.temperature, self.row)
 
 
 def _hash64(text: str) -> int:
