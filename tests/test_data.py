@@ -99,77 +99,62 @@ def only(corpus):
     return corpus.examples[0]
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (CHATML, [TWO_TURNS[2]["content"] + "<|im_end|>", TWO_TURNS[4]["content"] + "<|im_end|>"]),
-        (INST, [f" {TWO_TURNS[2]['content']} </s>", f" {TWO_TURNS[4]['content']} </s>"]),
-        (THINKING, [TWO_TURNS[4]["content"] + "<|im_end|>"]),
-        (MARKED, [TWO_TURNS[2]["content"] + "<|im_end|>", TWO_TURNS[4]["content"] + "<|im_end|>"]),
-        (None, [TWO_TURNS[2]["content"], TWO_TURNS[4]["content"]]),
-    ],
-    ids=["chatml", "inst", "thinking-stripped", "generation-marks", "no-template"],
+ANSWERS = [TWO_TURNS[2]["content"], TWO_TURNS[4]["content"]]
+ENDED = [answer + "<|im_end|>" for answer in ANSWERS]
+OPENED = [{"role": "assistant", "content": "Hello!"}, *TWO_TURNS[1:]]  # which answers nothing
+CUT_OFF = [{**message, "finish_reason": "length"} if i == 2 else message for i, message in enumerate(TWO_TURNS)]
+# "Bot: " ends with the space that begins the token " row": the model was given half of it.
+OVER_THE_EDGE = (
+    "{% for m in messages %}{{ {'user': 'Q: ', 'assistant': 'Bot: '}[m.role] }}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Bot: {% endif %}"
 )
-def test_exactly_what_the_assistant_writes_counts(template, expected, tokenizer_with, write):
+MARKED_FROM_THE_START = (
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}!{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (CHATML, TWO_TURNS, ENDED),
+        (INST, TWO_TURNS, [f" {answer} </s>" for answer in ANSWERS]),
+        (THINKING, TWO_TURNS, ENDED[1:]),
+        (MARKED, TWO_TURNS, ENDED),
+        (None, TWO_TURNS, ANSWERS),
+        (CHATML, OPENED, ENDED),
+        (None, OPENED, ANSWERS),
+        (CHATML, CUT_OFF, [ANSWERS[0], ENDED[1]]),
+        (CHATML, [*TWO_TURNS, TWO_TURNS[1]], ENDED),
+        (OVER_THE_EDGE, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "row a"}], [" a\n"]),
+    ],
+    ids=[
+        "chatml", "inst", "thinking-stripped", "generation-marks", "no-template", "opened-by-the-assistant",
+        "opened-without-a-template", "cut-off", "turns-after-the-last-answer", "over-the-edge",
+    ],
+)  # fmt: skip
+def test_exactly_what_the_assistant_writes_counts(template, messages, expected, tokenizer_with, write):
     tokenizer = tokenizer_with(template)
-    example = only(read_examples([write("a.jsonl", [{"messages": TWO_TURNS}])], tokenizer, max_length=500))
+    example = only(read_examples([write("a.jsonl", [{"messages": messages}])], tokenizer, max_length=500))
     assert spoken(example, tokenizer) == expected
-    assert example.ids.dtype == np.int32
-    assert example.mask.dtype == bool
-    if template in (CHATML, INST):
+    assert (example.ids.dtype, example.mask.dtype) == (np.int32, bool)
+    text = text_of(example.ids, tokenizer)
+    if template in (CHATML, INST) and messages is TWO_TURNS:
         prompt = tokenizer.encode_chat(TWO_TURNS[:4])  # (cut by this file's truncation)
         assert example.ids[: len(prompt)].tolist() == prompt
-
-
-def test_without_a_template_there_is_bos_and_no_role(tokenizer_with, write):
-    tokenizer = tokenizer_with()
-    file = write("a.jsonl", [{"messages": TWO_TURNS}])
-    example = only(read_examples([file], tokenizer, max_length=500))
-    assert text_of(example.ids, tokenizer) == "<s>" + "\n\n".join(message["content"] for message in TWO_TURNS)
+    elif template is None:  # BOS, and no roles
+        assert text == "<s>" + "\n\n".join(message["content"] for message in messages)
+    elif template is CHATML:
+        assert text.endswith(ANSWERS[1] + "<|im_end|>\n")
+    elif template is OVER_THE_EDGE:
+        assert " row" in [text_of([token], tokenizer) for token in example.ids]
 
 
 def test_the_first_token_never_counts(tokenizer_with, write):
-    tokenizer = tokenizer_with(
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-        "{% if add_generation_prompt %}!{% endif %}"
-    )
+    tokenizer = tokenizer_with(MARKED_FROM_THE_START)
     example = only(read_examples([write("a.jsonl", [{"messages": TWO_TURNS}])], tokenizer, max_length=500))
     assert example.mask[1:].all()
     assert not example.mask[0]
-
-
-def test_a_token_over_the_edge_of_a_turn_does_not_count(tokenizer_with, write):
-    # "Bot: " ends with the space that begins the token " row": the model was given half of it.
-    tokenizer = tokenizer_with(
-        "{% for m in messages %}{{ {'user': 'Q: ', 'assistant': 'Bot: '}[m.role] }}{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}Bot: {% endif %}"
-    )
-    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "row a"}]
-    example = only(read_examples([write("a.jsonl", [{"messages": dialogue}])], tokenizer, max_length=99))
-    assert " row" in [text_of([token], tokenizer) for token in example.ids]
-    assert spoken(example, tokenizer) == [" a\n"]
-
-
-def test_an_answer_that_was_cut_off_does_not_teach_to_end(tokenizer_with, write):
-    tokenizer = tokenizer_with(CHATML)
-    cut = [{**message, "finish_reason": "length"} if i == 2 else message for i, message in enumerate(TWO_TURNS)]
-    example = only(read_examples([write("a.jsonl", [{"messages": cut}])], tokenizer, max_length=500))
-    assert spoken(example, tokenizer) == [TWO_TURNS[2]["content"], TWO_TURNS[4]["content"] + "<|im_end|>"]
-
-
-def test_what_the_assistant_opens_with_answers_nothing(tokenizer_with, write):
-    for template, end in ((CHATML, "<|im_end|>"), (None, "")):
-        tokenizer = tokenizer_with(template)
-        dialogue = [{"role": "assistant", "content": "Hello!"}, *TWO_TURNS[1:]]
-        example = only(read_examples([write("a.jsonl", [{"messages": dialogue}])], tokenizer, max_length=500))
-        assert spoken(example, tokenizer) == [TWO_TURNS[2]["content"] + end, TWO_TURNS[4]["content"] + end]
-
-
-def test_turns_behind_the_last_answer_are_left_out(tokenizer_with, write):
-    tokenizer = tokenizer_with(CHATML)
-    files = [write("a.jsonl", [{"messages": TWO_TURNS}]), write("b.jsonl", [{"messages": [*TWO_TURNS, TWO_TURNS[1]]}])]
-    first, second = (only(read_examples([file], tokenizer, max_length=500)) for file in files)
-    assert first.ids.tolist() == second.ids.tolist()
 
 
 def test_a_template_that_prints_the_date_prints_the_same_every_day(tokenizer_with, write):
@@ -190,6 +175,7 @@ def test_a_template_that_prints_the_date_prints_the_same_every_day(tokenizer_wit
         {"prompt": "hi", "completion": "add"},
         {"question": "hi", "answer": "add"},
         {"instruction": "hi", "input": "", "output": "add"},
+        {"instruction": "hi", "input": "x", "output": "add"},
         {"turns": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "add"}]},
         {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "add"}]},
     ],
@@ -197,17 +183,12 @@ def test_a_template_that_prints_the_date_prints_the_same_every_day(tokenizer_wit
 def test_the_shapes_of_a_dialogue(entry, tokenizer_with, write):
     tokenizer = tokenizer_with(CHATML)
     example = only(read_examples([write("a.jsonl", [entry])], tokenizer, max_length=99))
-    assert text_of(example.ids, tokenizer) == ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nadd<|im_end|>\n")
+    question = "hi\n\nx" if entry.get("input") else "hi"  # an instruction has its input below it
+    expected = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\nadd<|im_end|>\n"
+    assert text_of(example.ids, tokenizer) == expected
     assert spoken(example, tokenizer) == ["add<|im_end|>"]
     listed = read_examples([write("dump.json", json.dumps([entry, entry]))], tokenizer, max_length=99)
     assert [one.ids.tolist() for one in listed.examples] == [example.ids.tolist()] * 2
-
-
-def test_an_instruction_has_its_input_below_it(tokenizer_with, write):
-    tokenizer = tokenizer_with(CHATML)
-    file = write("a.jsonl", [{"instruction": "hi", "input": "x", "output": "add"}])
-    example = only(read_examples([file], tokenizer, max_length=99))
-    assert text_of(example.ids, tokenizer).startswith("<|im_start|>user\nhi\n\nx<|im_end|>")
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x1c", "\x0b"])
