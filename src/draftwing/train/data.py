@@ -325,10 +325,7 @@ class DialogueEncoder:
         return examples
 
     def mask_of_prompt(self, messages: Sequence[Message], ids: Sequence[int]) -> np.ndarray:
-        """Return (T,) bool: which ids of a dialogue's prompt for its next answer are earlier answers.
-
-        All False if the template does not show it, or makes other ids of the messages.
-        """
+        """Return (T,) bool: which ids of a prompt are earlier answers; all False if the template does not show it."""
         located, turns = None, _assistant_turns(messages)
         if turns and self._tokenizer.has_chat_template:
             try:
@@ -480,8 +477,7 @@ class Corpus:
 
     Attributes:
         examples: dialogues, one row each.
-        stream: (N,) int32: the documents one after another, each followed by the end token. All of it counts in the
-            loss. Every epoch cuts it into windows at other places.
+        stream: (N,) int32: the documents one after another, each followed by the end token. All of it counts.
         starts: (D,) int64: the position of each document in the stream.
         prefix: the ids before every window of the stream: BOS, or nothing.
         skipped: how many records were left out, by reason.
@@ -653,12 +649,7 @@ def split(corpus: Corpus, validation_share: float, seed: int = 0) -> tuple[Corpu
 
 
 def held_out(units: Sequence[np.ndarray], share: float, seed: int = 0) -> np.ndarray:
-    """Return (U,) bool: which units (ids each) are held out. At least one on each side, unless the share is 0.
-
-    Raises:
-        ConfigError: a share outside [0, 1).
-        DataError: fewer than two different units.
-    """
+    """Return (U,) bool: which units (ids each) are held out, with the errors of ``split``."""
     if not 0 <= share < 1:
         raise ConfigError(f"validation_share must be in [0, 1), found {share}")
     if share == 0:
@@ -800,10 +791,8 @@ class BatchPlan:
     def rows_of_batch(self, number: int, rank: int = 0, world_size: int = 1) -> tuple[int, list[int]]:
         """Return the epoch and the rows of a batch, counted over all epochs, or one rank's share of the rows.
 
-        A rank has no rows if there are fewer rows than ranks, as in the one batch of an epoch that is not full.
-
-        Raises:
-            ConfigError: a number or rank that does not exist, or batches too small for the number of ranks.
+        A rank may have no rows of the one batch of an epoch that is not full. Raises ConfigError for a number or rank
+        that does not exist, and for batches too small for the number of ranks.
         """
         if number < 0 or not 0 <= rank < world_size:
             raise ConfigError(
@@ -829,12 +818,8 @@ class Batches(BatchPlan):
     its window.
 
     Args:
-        max_length: of a window, and of a dialogue; longer ones are cut.
-        tokens_per_batch, seed: see ``BatchPlan``.
-
-    Raises:
-        ConfigError: ``max_length`` has no room for a prediction, or a batch none for the longest row.
-        DataError: no rows.
+        max_length: of a window, and of a dialogue; longer ones are cut. Too small values raise ConfigError.
+        tokens_per_batch, seed: see ``BatchPlan``, also for its errors.
     """
 
     def __init__(self, corpus: Corpus, tokens_per_batch: int, max_length: int, seed: int = 0) -> None:

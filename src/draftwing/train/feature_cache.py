@@ -85,17 +85,14 @@ def _readable(num_bytes: float) -> str:
 class CacheInfo:
     """Describes a cache; stored in each of its shards.
 
-    A run that reads the cache must use the same ``max_length`` and ``validation_share``, unless the cache leaves them
-    open.
-
     Attributes:
         target: the model that computed the states.
         quantize: how its matrices were quantised; None if they were not.
         states: the stored hidden states, counted like ``FeatureSpec.taps``; the target's last is always among them.
         dtype: ``bfloat16`` or ``float32``.
-        max_length: rows were cut there; None if they are whole.
+        max_length: rows were cut there; None if they are whole. Readers must have the same value, unless it is None.
         seed: of the ``Batches``, and of the split that held out ``validation_share`` of the data before.
-        validation_share: 0 if nothing was held out.
+        validation_share: readers must have the same value, unless it is 0: nothing was held out.
     """
 
     target: TargetId
@@ -118,11 +115,7 @@ class CacheInfo:
         seed: int = 0,
         validation_share: float = 0.0,
     ) -> CacheInfo:
-        """Describe a new cache with the hidden states ``taps``, each once, and the target's last.
-
-        Raises:
-            ConfigError: a tap that the target does not have, or another dtype.
-        """
+        """Describe a new cache of the hidden states ``taps`` and the target's last; see ``GrowingCache``."""
         last, name = target.num_layers, str(dtype).removeprefix("torch.")
         wrong = [tap for tap in taps if not 0 <= tap <= last]
         if wrong:
@@ -159,7 +152,6 @@ class CacheInfo:
         return differences(self.target, other.target) + [f"{name} {a} and {b}" for name, a, b in pairs if a != b]
 
     def size(self, num_rows: int, num_tokens: int) -> CacheSize:
-        """Return the size of a cache with this number of rows and tokens."""
         per_token = len(self.states) * self.target.hidden_size * DTYPES[self.dtype].itemsize + BYTES_PER_TOKEN
         return CacheSize(num_tokens, num_tokens * per_token + num_rows * BYTES_PER_ROW)
 
@@ -585,12 +577,7 @@ class GrowingCache:
 
 @dataclass(frozen=True)
 class CacheWritten:
-    """The result of ``write_cache``.
-
-    Attributes:
-        size: of the whole cache.
-        num_shards: in total, of which ``num_kept`` existed before.
-    """
+    """The result of ``write_cache``: the whole cache; ``num_kept`` of its shards existed before."""
 
     size: CacheSize
     num_shards: int
