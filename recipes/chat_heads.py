@@ -33,9 +33,10 @@ from draftwing.loading import load_drafter, load_target
 from draftwing.models.resolve import resolve
 from draftwing.shipped import SHIPPED
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.evaluate import validation_prompts
 from draftwing.train.feature_cache import FeatureCache
 from draftwing.train.options import TrainOptions
-from draftwing.train.session import split_cache, validation_prompts
+from draftwing.train.session import split_cache
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option(help="Folder of answers, features and runs.")]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+from draftwing.methods.eagle_init import initialise
+
 from conftest import TEXTS, add_tokenizer, build
+from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, Session, prepare
+from draftwing.train.trainer import Trainer
 
 
 def new_target(folder: Path, family: str = "llama") -> Path:
@@ -35,3 +40,18 @@ def short_run(target: Path, folder: Path, method: str, **changes) -> tuple[Path,
     )
     session.run()
     return folder, session, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def three_updates(method: str, target, source, out: Path, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train an EAGLE net on a source of features: its weights and the losses."""
+    options = TrainOptions(
+        method=method, iterations=3, precision="no", max_length=max_length, unroll_steps=2, save_every=9, eval_every=9
+    )
+    torch.manual_seed(0)
+    net = EagleNet(EagleConfig.for_target(3 if method == "eagle3" else 1, target.config), target.embedding, target.head)
+    initialise(net, target.head, [source.batch(0)])
+    losses = []
+    trainer = Trainer(net, target.head, net.target_ids, source, options, out)
+    trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
+    trainer.run()
+    return torch.cat([p.detach().flatten() for p in net.parameters() if p.requires_grad]), torch.tensor(losses)

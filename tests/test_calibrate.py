@@ -5,7 +5,7 @@ import torch
 
 from draftwing.errors import ConfigError
 from draftwing.methods.calibration import Calibration
-from draftwing.train import calibrate
+from draftwing.train.evaluate import fit_calibration
 
 ROWS, VOCAB = 4000, 64
 
@@ -19,19 +19,23 @@ def planted(flatness, spread, seed=0):
     return q, noise, (p + noise).argmax(-1)
 
 
-def fitted(monkeypatch, *law):
-    monkeypatch.setattr(calibrate, "_guesses", lambda *args: iter([planted(*law)]))
-    return calibrate.fit_calibration(None, None, [])
+def fitted(flatness, spread):
+    return fit_calibration(lambda: iter([planted(flatness, spread)]))
 
 
-def test_only_a_net_that_is_too_flat_is_sharpened(monkeypatch):
-    right = fitted(monkeypatch, 1.0, 0.0)
-    assert (right.scale, right.miss) == (1, 0)
-    assert fitted(monkeypatch, 0.6, 0.0).scale in (1.5, 1.7)  # 1 / 0.6, or next to it
+def test_a_net_that_is_right_is_left_as_it_is():
+    found = fitted(1.0, 0.0)
+    assert found.scale == 1
+    assert found.miss == 0
 
 
-def test_more_first_guesses_come_true_with_the_scale_and_chances_are_those_under_it(monkeypatch):
-    found = fitted(monkeypatch, 0.6, 0.4)
+def test_a_net_that_is_too_flat_is_sharpened():
+    found = fitted(0.6, 0.0)
+    assert found.scale in (1.5, 1.7)  # 1 / 0.6, or next to it
+
+
+def test_more_first_guesses_come_true_with_the_scale():
+    found = fitted(0.6, 0.4)
     q, noise, drawn = planted(0.6, 0.4, seed=1)  # other positions than it was fitted on
 
     def right(scale):
@@ -39,6 +43,11 @@ def test_more_first_guesses_come_true_with_the_scale_and_chances_are_those_under
 
     assert found.scale > 1
     assert right(found.scale) > 1.05 * right(1.0)
+
+
+def test_chances_are_those_under_the_scale():
+    found = fitted(0.6, 0.4)
+    q, noise, drawn = planted(0.6, 0.4, seed=1)
     ranked = found.scale * q + noise
     tokens = ranked.topk(4, dim=-1).indices
     told = found.log_chance(ranked, tokens).exp()

@@ -17,7 +17,7 @@ from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.net import TargetId
 from draftwing.models.config import ModelConfig
 from draftwing.models.linear import Linear
-from draftwing.train.begin import training_before
+from draftwing.train.session import training_of
 
 SHAPE = {
     "model_type": "llama",
@@ -90,15 +90,15 @@ def test_what_is_known_is_said(head):
 
 
 def test_training_adds_up_over_the_heads_that_it_began_as(head, tmp_path):
-    before = training_before(head)
+    before = training_of(head)
     assert before == {"iterations": 1000, "tokens_seen": 4_096_000}
     second = head_of(
         tmp_path / "second", training={**TRAINING, "iterations": 10, "initial": {"name": "head", **before}}
     )
     assert "40,960 tokens seen, 2.5 hours, after 4,096,000 tokens seen by the head it began as" in render_card(second)
-    assert training_before(second) == {"iterations": 10, "tokens_seen": 4_136_960}
+    assert training_of(second) == {"iterations": 10, "tokens_seen": 4_136_960}
     silent = head_of(tmp_path / "silent")
-    assert training_before(silent) == {}
+    assert training_of(silent) == {}
     third = head_of(tmp_path / "third", training={**TRAINING, "initial": {"name": "silent"}})
     assert "2.5 hours, after the training of the head it began as" in render_card(third)
 

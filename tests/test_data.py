@@ -12,7 +12,7 @@ from conftest import add_tokenizer, refused
 from draftwing.errors import ConfigError, DataError, TokenizerError
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train import data as data_module
-from draftwing.train.data import Batches, Corpus, DraftVocabulary, Example, read_examples, split
+from draftwing.train.data import Batches, Corpus, Example, coverage_of, draft_vocabulary, read_examples, split
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -99,77 +99,62 @@ def only(corpus):
     return corpus.examples[0]
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (CHATML, [TWO_TURNS[2]["content"] + "<|im_end|>", TWO_TURNS[4]["content"] + "<|im_end|>"]),
-        (INST, [f" {TWO_TURNS[2]['content']} </s>", f" {TWO_TURNS[4]['content']} </s>"]),
-        (THINKING, [TWO_TURNS[4]["content"] + "<|im_end|>"]),
-        (MARKED, [TWO_TURNS[2]["content"] + "<|im_end|>", TWO_TURNS[4]["content"] + "<|im_end|>"]),
-        (None, [TWO_TURNS[2]["content"], TWO_TURNS[4]["content"]]),
-    ],
-    ids=["chatml", "inst", "thinking-stripped", "generation-marks", "no-template"],
+ANSWERS = [TWO_TURNS[2]["content"], TWO_TURNS[4]["content"]]
+ENDED = [answer + "<|im_end|>" for answer in ANSWERS]
+OPENED = [{"role": "assistant", "content": "Hello!"}, *TWO_TURNS[1:]]  # which answers nothing
+CUT_OFF = [{**message, "finish_reason": "length"} if i == 2 else message for i, message in enumerate(TWO_TURNS)]
+# "Bot: " ends with the space that begins the token " row": the model was given half of it.
+OVER_THE_EDGE = (
+    "{% for m in messages %}{{ {'user': 'Q: ', 'assistant': 'Bot: '}[m.role] }}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Bot: {% endif %}"
 )
-def test_exactly_what_the_assistant_writes_counts(template, expected, tokenizer_with, write):
+MARKED_FROM_THE_START = (
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}!{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (CHATML, TWO_TURNS, ENDED),
+        (INST, TWO_TURNS, [f" {answer} </s>" for answer in ANSWERS]),
+        (THINKING, TWO_TURNS, ENDED[1:]),
+        (MARKED, TWO_TURNS, ENDED),
+        (None, TWO_TURNS, ANSWERS),
+        (CHATML, OPENED, ENDED),
+        (None, OPENED, ANSWERS),
+        (CHATML, CUT_OFF, [ANSWERS[0], ENDED[1]]),
+        (CHATML, [*TWO_TURNS, TWO_TURNS[1]], ENDED),
+        (OVER_THE_EDGE, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "row a"}], [" a\n"]),
+    ],
+    ids=[
+        "chatml", "inst", "thinking-stripped", "generation-marks", "no-template", "opened-by-the-assistant",
+        "opened-without-a-template", "cut-off", "turns-after-the-last-answer", "over-the-edge",
+    ],
+)  # fmt: skip
+def test_exactly_what_the_assistant_writes_counts(template, messages, expected, tokenizer_with, write):
     tokenizer = tokenizer_with(template)
-    example = only(read_examples([write("a.jsonl", [{"messages": TWO_TURNS}])], tokenizer, max_length=500))
+    example = only(read_examples([write("a.jsonl", [{"messages": messages}])], tokenizer, max_length=500))
     assert spoken(example, tokenizer) == expected
-    assert example.ids.dtype == np.int32
-    assert example.mask.dtype == bool
-    if template in (CHATML, INST):
+    assert (example.ids.dtype, example.mask.dtype) == (np.int32, bool)
+    text = text_of(example.ids, tokenizer)
+    if template in (CHATML, INST) and messages is TWO_TURNS:
         prompt = tokenizer.encode_chat(TWO_TURNS[:4])  # (cut by this file's truncation)
         assert example.ids[: len(prompt)].tolist() == prompt
-
-
-def test_without_a_template_there_is_bos_and_no_role(tokenizer_with, write):
-    tokenizer = tokenizer_with()
-    file = write("a.jsonl", [{"messages": TWO_TURNS}])
-    example = only(read_examples([file], tokenizer, max_length=500))
-    assert text_of(example.ids, tokenizer) == "<s>" + "\n\n".join(message["content"] for message in TWO_TURNS)
+    elif template is None:  # BOS, and no roles
+        assert text == "<s>" + "\n\n".join(message["content"] for message in messages)
+    elif template is CHATML:
+        assert text.endswith(ANSWERS[1] + "<|im_end|>\n")
+    elif template is OVER_THE_EDGE:
+        assert " row" in [text_of([token], tokenizer) for token in example.ids]
 
 
 def test_the_first_token_never_counts(tokenizer_with, write):
-    tokenizer = tokenizer_with(
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-        "{% if add_generation_prompt %}!{% endif %}"
-    )
+    tokenizer = tokenizer_with(MARKED_FROM_THE_START)
     example = only(read_examples([write("a.jsonl", [{"messages": TWO_TURNS}])], tokenizer, max_length=500))
     assert example.mask[1:].all()
     assert not example.mask[0]
-
-
-def test_a_token_over_the_edge_of_a_turn_does_not_count(tokenizer_with, write):
-    # "Bot: " ends with the space that begins the token " row": the model was given half of it.
-    tokenizer = tokenizer_with(
-        "{% for m in messages %}{{ {'user': 'Q: ', 'assistant': 'Bot: '}[m.role] }}{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}Bot: {% endif %}"
-    )
-    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "row a"}]
-    example = only(read_examples([write("a.jsonl", [{"messages": dialogue}])], tokenizer, max_length=99))
-    assert " row" in [text_of([token], tokenizer) for token in example.ids]
-    assert spoken(example, tokenizer) == [" a\n"]
-
-
-def test_an_answer_that_was_cut_off_does_not_teach_to_end(tokenizer_with, write):
-    tokenizer = tokenizer_with(CHATML)
-    cut = [{**message, "finish_reason": "length"} if i == 2 else message for i, message in enumerate(TWO_TURNS)]
-    example = only(read_examples([write("a.jsonl", [{"messages": cut}])], tokenizer, max_length=500))
-    assert spoken(example, tokenizer) == [TWO_TURNS[2]["content"], TWO_TURNS[4]["content"] + "<|im_end|>"]
-
-
-def test_what_the_assistant_opens_with_answers_nothing(tokenizer_with, write):
-    for template, end in ((CHATML, "<|im_end|>"), (None, "")):
-        tokenizer = tokenizer_with(template)
-        dialogue = [{"role": "assistant", "content": "Hello!"}, *TWO_TURNS[1:]]
-        example = only(read_examples([write("a.jsonl", [{"messages": dialogue}])], tokenizer, max_length=500))
-        assert spoken(example, tokenizer) == [TWO_TURNS[2]["content"] + end, TWO_TURNS[4]["content"] + end]
-
-
-def test_turns_behind_the_last_answer_are_left_out(tokenizer_with, write):
-    tokenizer = tokenizer_with(CHATML)
-    files = [write("a.jsonl", [{"messages": TWO_TURNS}]), write("b.jsonl", [{"messages": [*TWO_TURNS, TWO_TURNS[1]]}])]
-    first, second = (only(read_examples([file], tokenizer, max_length=500)) for file in files)
-    assert first.ids.tolist() == second.ids.tolist()
 
 
 def test_a_template_that_prints_the_date_prints_the_same_every_day(tokenizer_with, write):
@@ -190,6 +175,7 @@ def test_a_template_that_prints_the_date_prints_the_same_every_day(tokenizer_wit
         {"prompt": "hi", "completion": "add"},
         {"question": "hi", "answer": "add"},
         {"instruction": "hi", "input": "", "output": "add"},
+        {"instruction": "hi", "input": "x", "output": "add"},
         {"turns": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "add"}]},
         {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "add"}]},
     ],
@@ -197,17 +183,12 @@ def test_a_template_that_prints_the_date_prints_the_same_every_day(tokenizer_wit
 def test_the_shapes_of_a_dialogue(entry, tokenizer_with, write):
     tokenizer = tokenizer_with(CHATML)
     example = only(read_examples([write("a.jsonl", [entry])], tokenizer, max_length=99))
-    assert text_of(example.ids, tokenizer) == ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nadd<|im_end|>\n")
+    question = "hi\n\nx" if entry.get("input") else "hi"  # an instruction has its input below it
+    expected = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\nadd<|im_end|>\n"
+    assert text_of(example.ids, tokenizer) == expected
     assert spoken(example, tokenizer) == ["add<|im_end|>"]
     listed = read_examples([write("dump.json", json.dumps([entry, entry]))], tokenizer, max_length=99)
     assert [one.ids.tolist() for one in listed.examples] == [example.ids.tolist()] * 2
-
-
-def test_an_instruction_has_its_input_below_it(tokenizer_with, write):
-    tokenizer = tokenizer_with(CHATML)
-    file = write("a.jsonl", [{"instruction": "hi", "input": "x", "output": "add"}])
-    example = only(read_examples([file], tokenizer, max_length=99))
-    assert text_of(example.ids, tokenizer).startswith("<|im_start|>user\nhi\n\nx<|im_end|>")
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x1c", "\x0b"])
@@ -270,15 +251,15 @@ def test_the_end_token(tokenizer_with, write):
     tokenizer = tokenizer_with(eos_token={"content": "<pad>"})
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 0
     tokenizer = tokenizer_with(eos_token=None)
-    with refused(TokenizerError, "no end token is known", "pass eos_id"):
+    with refused(TokenizerError, "the end token", "is unknown", "pass eos_id"):
         read_examples([file], tokenizer, max_length=20)
     (tokenizer.folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 5
 
 
 def test_long_documents_are_encoded_in_pieces_and_lose_nothing(tokenizer_with, write, monkeypatch):
-    monkeypatch.setattr(data_module, "_PIECE", 16)
-    monkeypatch.setattr(data_module, "_CHUNK", 40)
+    monkeypatch.setattr(data_module, "PIECE_CHARACTERS", 16)
+    monkeypatch.setattr(data_module, "CHUNK_CHARACTERS", 40)
     text = "for row in rows:\n    add(row)\n" * 9 + "x" * 50
     tokenizer = tokenizer_with()
     corpus = read_examples([write("a.txt", text), write("b.txt", text)], tokenizer, max_length=20)
@@ -372,7 +353,7 @@ def test_split_of_little():
 
 
 def test_split_refuses():
-    with refused(DataError, "all there is are 2 dialogues or sections", "no two of them different", "share 0"):
+    with refused(DataError, "all dialogues and sections of text (2) are the same", "share 0"):
         split(corpus_of([], [example(1, 2)] * 2), 0.1, 0)
     with refused(ConfigError, "validation_share must be in [0, 1), found 1"):
         split(corpus_of([], [example(1, 2)] * 2), 1, 0)
@@ -468,14 +449,14 @@ def test_batches_are_full_and_little_padded():
 
 
 def test_types_of_a_batch():
-    batch = Batches([example(1, 5, 6), example(1, 7)], 100, 50, seed=0).batch(0)
+    batch = Batches(Corpus((example(1, 5, 6), example(1, 7))), 100, 50, seed=0).batch(0)
     assert (batch.ids.dtype, batch.mask.dtype, batch.lengths.dtype) == (torch.int64, torch.bool, torch.int64)
     assert sorted(rows_of(batch)) == [((1, 5, 6), (False, True, True)), ((1, 7), (False, True))]
     assert batch.ids.shape == (2, 3)
 
 
 def test_batches_refuse():
-    rows = [example(1, *range(3, 40))]
+    rows = Corpus((example(1, *range(3, 40)),))
     with refused(ConfigError, "tokens_per_batch is 20, and the longest row has 38 tokens", "raise it to at least 38"):
         Batches(rows, 20, 50, 0)
     with refused(DataError, "nothing to train on"):
@@ -497,27 +478,24 @@ def test_draft_vocabulary():
     mask = np.asarray([False, True, True, True, True, True, True, False])
     dialogue = Example(np.asarray([9, 4, 4, 7, 7, 3, 8, 9], dtype=np.int32), mask)
     corpus = corpus_of([np.asarray([4, 2])], [dialogue])
-    found = DraftVocabulary.build(corpus, 12, 4, always=[11])
-    assert found.target_ids.tolist() == [2, 4, 7, 11]  # 2, 3 and 8 are as frequent, and 2 is the lowest
-    assert found.coverage == pytest.approx(6 / 8)
-    assert found.d2t.tolist() == [2, 3, 5, 8]
-    assert (found.d2t + torch.arange(4)).tolist() == found.target_ids.tolist()
-    assert found.t2d.nonzero().flatten().tolist() == [2, 4, 7, 11]
-    assert (found.t2d.dtype, len(found.t2d), found.target_ids.dtype) == (torch.bool, 12, torch.int64)
-    whole = DraftVocabulary.build(corpus, 12, 20)
-    assert whole.target_ids.tolist() == list(range(12))
-    assert (whole.coverage, whole.d2t.abs().sum()) == (1, 0)
+    ids = draft_vocabulary(corpus, 12, 4, always=[11])
+    assert ids.tolist() == [2, 4, 7, 11]  # 2, 3 and 8 are as frequent, and 2 is the lowest
+    assert ids.dtype == torch.int64
+    assert coverage_of(corpus, ids, 12) == pytest.approx(6 / 8)
+    whole = draft_vocabulary(corpus, 12, 20)
+    assert whole.tolist() == list(range(12))
+    assert coverage_of(corpus, whole, 12) == coverage_of(corpus, None, 12) == 1
 
 
 def test_draft_vocabulary_refuses():
     with refused(DataError, "token id 7, and the vocabulary has 5", "own tokenizer"):
-        DraftVocabulary.build([example(1, 7)], 5, 2)
+        draft_vocabulary(Corpus((example(1, 7),)), 5, 2)
     with refused(ConfigError, "draft_vocab_size must be at least 2 (2 ids are always in), found 1"):
-        DraftVocabulary.build([example(1, 7)], 9, 1, always=[2, 3])
+        draft_vocabulary(Corpus((example(1, 7),)), 9, 1, always=[2, 3])
     with refused(ConfigError, "outside the vocabulary of 9: [2, 9]"):
-        DraftVocabulary.build([example(1, 7)], 9, 3, always=[2, 9])
+        draft_vocabulary(Corpus((example(1, 7),)), 9, 3, always=[2, 9])
     with refused(DataError, "no token that counts"):
-        DraftVocabulary.build(Corpus(), 9, 3)
+        draft_vocabulary(Corpus(), 9, 3)
 
 
 # --- what is wrong, and the mend -------------------------------------------------------------------------------------
@@ -587,7 +565,7 @@ def test_bad_calls(tokenizer_with, write, tmp_path):
 
 def test_templates_that_will_not_do(tokenizer_with, write):
     file = write("a.jsonl", [{"messages": TWO_TURNS}])
-    with refused(TokenizerError, "tokenizer: the chat template does not say", "{% generation %}", "put these marks"):
+    with refused(TokenizerError, "tokenizer: the chat template does not show", "{% generation %}", "put these marks"):
         read_examples([file], tokenizer_with(HOPELESS), max_length=50)
     with refused(TokenizerError, "tokenizer: the chat template refuses", "the user must begin", "take turns"):
         read_examples([file], tokenizer_with(STRICT), max_length=50)

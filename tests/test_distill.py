@@ -21,7 +21,7 @@ from draftwing.methods.registry import convert, diagnose, get_method, method_of_
 from draftwing.models.lean import LeanTarget
 from draftwing.train.checkpoint import read_checkpoint
 from draftwing.train.data import collate
-from draftwing.train.features import FeatureBatch, OwnText, scored
+from draftwing.train.features import FeatureBatch, OnPolicyFeatures, scored
 from draftwing.train.loss import Truth
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, Session, prepare
@@ -155,7 +155,7 @@ def test_what_is_not_for_draft_models_is_refused(folder_of):
 class Texts:
     """The same rows at every number, with features that say that the data was read."""
 
-    num_tokens_per_epoch = num_batches_per_epoch = 9
+    num_batches_per_epoch = 9
 
     def __init__(self, batch) -> None:
         self._batch = batch
@@ -173,7 +173,7 @@ def test_a_draft_model_goes_on_with_what_counts(folder_of):
     target = LeanTarget.from_folder(folder_of("llama"), prepack=False)
     net = read_causal_lm(folder_of("llama", 1), None, CPU)
     batch = collate([(each.ids, each.mask) for each in toy_corpus().examples[2:6]])
-    source = OwnText(Texts(batch), target, (), net.as_target(), 0.5, seed=3)
+    source = OnPolicyFeatures(Texts(batch), target, (), net.as_target(), 0.5, seed=3)
     found = [source.batch(number) for number in range(24)]
     written = [each for each in found if each.batch is not batch]
     assert 6 < len(written) < 18
@@ -189,7 +189,7 @@ def test_a_draft_model_goes_on_with_what_counts(folder_of):
             cuts.add((row, cut))
         torch.testing.assert_close(each.logits, scored(target, each.batch, ()).logits)
     assert len(cuts) > 8
-    again = OwnText(Texts(batch), target, (), net.as_target(), 0.5, seed=3)
+    again = OnPolicyFeatures(Texts(batch), target, (), net.as_target(), 0.5, seed=3)
     first = next(number for number in range(24) if found[number].batch is not batch)
     assert torch.equal(again.batch(first).batch.ids, found[first].batch.ids)
     assert not torch.equal(again.batch(first, rank=1).batch.ids, found[first].batch.ids)
@@ -204,7 +204,7 @@ def test_what_it_writes_follows_its_own_law(folder_of):
     net = read_causal_lm(folder_of("llama", 1, hidden_size=16), None, CPU)
     writer, count = net.as_target(), 600
     ids, mask = torch.tensor([1, 5, 9, 7]).numpy(), torch.tensor([False, False, False, True]).numpy()
-    source = OwnText(Texts(collate([(ids, mask)] * count)), target, (), writer, 1.0, seed=0)
+    source = OnPolicyFeatures(Texts(collate([(ids, mask)] * count)), target, (), writer, 1.0, seed=0)
     drawn = source.batch(0).batch.ids[:, 3]
     chances = writer.score(torch.tensor([[1, 5, 9]])).logits[0, -1].softmax(-1)
     seen = torch.bincount(drawn, minlength=61) / count

@@ -81,7 +81,7 @@ def run(target, tmp_path_factory):
 
 
 def test_a_trained_head_carries_held_out_prompts(run, target, monkeypatch):
-    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
+    monkeypatch.setattr("draftwing.train.session.START_TOKENS", 512)
     place, data, texts = run
     file = place / "head" / "prompts.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -129,7 +129,7 @@ def test_a_trained_head_has_a_card(run, target):
 
 
 def test_prompts_can_be_kept_back(target, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
+    monkeypatch.setattr("draftwing.train.session.START_TOKENS", 512)
     options = TrainOptions("eagle3", iterations=1, max_length=64, precision="no", keep_prompts=0, validation_share=0.2)
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "prompts.jsonl").write_text('{"text": "of an older head"}\n')
@@ -139,13 +139,13 @@ def test_prompts_can_be_kept_back(target, run, tmp_path, monkeypatch):
 
 def test_losses_may_look_at_the_most_frequent_tokens_alone(run, target, tmp_path, monkeypatch):
     """A whole run of a net that uses the target's LM head; one that trains its own would leave rows as they began."""
-    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
+    monkeypatch.setattr("draftwing.train.session.START_TOKENS", 512)
     options = TrainOptions(
         "eagle1", iterations=2, max_length=64, tokens_per_batch=512, precision="no", loss_vocab_size=50, eval_prompts=0
     )
     files = RunFiles(target, [run[1], run[2]])
     session = prepare(files, options, tmp_path, dtype="float32", device="cpu")
-    assert len(session.trainer._teacher.target_ids) == 50
+    assert len(session.trainer.target_ids) == 50
     assert session.trainer.net.num_draft_tokens == session.target.vocab_size
     session.run()
     assert (tmp_path / "head" / "config.json").exists()
@@ -154,7 +154,7 @@ def test_losses_may_look_at_the_most_frequent_tokens_alone(run, target, tmp_path
 
 
 def test_a_net_reads_the_states_that_it_is_told_to(run, target, tmp_path, monkeypatch):
-    monkeypatch.setattr("draftwing.train.session.ENTRIES", 512)
+    monkeypatch.setattr("draftwing.train.session.START_TOKENS", 512)
     options = TrainOptions(
         "eagle3", iterations=2, max_length=64, tokens_per_batch=512, precision="no", taps=(0, 2), eval_prompts=0
     )
@@ -171,7 +171,7 @@ def test_a_net_reads_the_states_that_it_is_told_to(run, target, tmp_path, monkey
     with refused(ConfigError, "'eagle1' reads the last hidden state", "leave out taps"):
         prepare(files, replace(options, method="eagle1"), tmp_path / "other", **place)
     started = replace(files, initial=tmp_path / "run" / "head")
-    with refused(ConfigError, "taps (0, 2)", "asks for (0, 1)"):
+    with refused(ConfigError, "taps (0, 2)", "this run has (0, 1)"):
         prepare(started, replace(options, taps=(0, 1)), tmp_path / "other", **place)
 
 

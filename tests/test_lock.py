@@ -36,7 +36,7 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path):
     process = holder(tmp_path)
     with (
         refused(
-            CheckpointError, f"{tmp_path}: another run (process {process.pid}) writes here", "choose another --out"
+            CheckpointError, f"{tmp_path}: another run (process {process.pid}) is writing here", "choose another --out"
         ),
         locked(tmp_path, CheckpointError),
     ):
@@ -102,9 +102,12 @@ def test_answers_go_to_one_file_once(tmp_path):
         """While it answers, another run wants to write to the same file."""
 
         def answer(self, tasks):
-            with refused(DataError, f"out.jsonl: another run (process {os.getpid()}) writes here"):
+            with refused(DataError, f"out.jsonl: another run (process {os.getpid()}) is writing here"):
                 regenerate([task], Nested(), out)
-            yield from (Answer(each, (), "text and more", "stop", 2) for each in tasks)
+            for each in tasks:
+                answer = Answer(each)
+                answer.take(" and more", "stop", 2)
+                yield answer.finish()
 
     assert regenerate([task], Nested(), out).num_written == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl"]

@@ -14,11 +14,12 @@ from draftwing.methods import objectives
 from draftwing.methods.eagle_net import EagleNet
 from draftwing.methods.objectives import OBJECTIVES, head_loss
 from draftwing.models.linear import Linear
+from draftwing.train.checkpoint import read_checkpoint
 from draftwing.train.data import Batch
 from draftwing.train.features import FeatureBatch
-from draftwing.train.loss import Teacher, Truth
+from draftwing.train.loss import Truth
 from draftwing.train.options import TrainOptions
-from draftwing.train.trainer import Trainer, _mixed, _optimizers
+from draftwing.train.trainer import Trainer, make_optimizers, noise_seed
 from test_unroll import HIDDEN, VOCAB, SlowNet, random_net, random_text
 
 LENGTH = 6
@@ -73,8 +74,6 @@ def _own_accelerator():
 class Texts:
     """A source of random texts: row 1 ends early, and some tokens do not count."""
 
-    num_tokens_per_epoch = 100
-
     def __init__(self, net: EagleNet, has_logits: bool) -> None:
         self._net, self._has_logits = net, has_logits
 
@@ -93,7 +92,7 @@ class Texts:
 
 def test_muon_takes_the_matrices_between_hidden_states():
     net = random_net(3, own_embedding=True, num_layers=2)
-    muon, adamw = _optimizers(net, TrainOptions(iterations=1, optimizer="muon"))
+    muon, adamw = make_optimizers(net, TrainOptions(iterations=1, optimizer="muon"))
     names = {parameter: name for name, parameter in net.named_parameters()}
     found = {names[each] for each in muon.param_groups[0]["params"]}
     rest = {names[each] for each in adamw.param_groups[0]["params"]}
@@ -153,7 +152,7 @@ def slow_micro_batch(net, weights, head, found, case, number):
     decay, formula = FORMULAS[options.objective or options.method]
     slow, features = SlowNet(net, weights), found.features.clone()
     drafted = list(range(VOCAB)) if case.target_ids is None else case.target_ids.tolist()
-    torch.manual_seed(_mixed(options.seed, number, 0))
+    torch.manual_seed(noise_seed(options.seed, number, 0))
     if recipe.noise:  # in +-0.1
         features[:, : LENGTH - 2] += (torch.rand(3, LENGTH - 2, features.shape[2], dtype=torch.float64) - 0.5) * 0.2
     going_on = range(LENGTH - 2)
@@ -191,7 +190,7 @@ def test_an_updates_loss_and_gradients_are_the_papers(name, tmp_path):
     case = CASES[name]
     options = TrainOptions(iterations=1, precision="no", **case.options)
     net = random_net(3 if options.method == "eagle3" else 1, **case.net)
-    head = Linear(torch.randn(VOCAB, HIDDEN, dtype=torch.float64)) if net.head is not None else net._target_head[0]
+    head = Linear(torch.randn(VOCAB, HIDDEN, dtype=torch.float64)) if net.head is not None else net.read_head
     head.weight.requires_grad_(False)
     source = Texts(net, case.has_logits)
     weights = {key: value.requires_grad_() for key, value in net.tensors().items()}
@@ -203,24 +202,24 @@ def test_an_updates_loss_and_gradients_are_the_papers(name, tmp_path):
 
     trainer = Trainer(
         net,
-        Teacher(head, case.target_ids),
+        head,
+        case.target_ids,
         source,
         options,
         tmp_path,
         accelerator=Accelerator(mixed_precision="no", cpu=True),
     )
-    found = {}
+    gradients = {}
 
     def watch(parameters, norm):  # called between the backward and the step
-        own = [parameter.data for parameter in net.parameters()]
-        for key, parameter in net.named_parameters():
-            parameter.data = parameter.grad * trainer._sizes.get(key, torch.ones(())).to(parameter.dtype)
-        found.update(net.tensors())
-        for parameter, data in zip(net.parameters(), own, strict=True):
-            parameter.data = data
+        gradients.update({key: parameter.grad.clone() for key, parameter in net.named_parameters()})
 
     trainer.accelerator.clip_grad_norm_ = watch
     trainer.run()
+    sizes = read_checkpoint(tmp_path)["input_sizes"]
+    for key, parameter in net.named_parameters():  # which ``tensors`` names as a file does
+        parameter.data = gradients[key] * sizes.get(key, torch.ones(())).to(parameter.dtype)
+    found = net.tensors()
     metrics = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert metrics["loss"] == pytest.approx(total.item(), rel=1e-9, abs=1e-9)
     for (key, gradient), other in zip(found.items(), wanted, strict=True):

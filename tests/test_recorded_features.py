@@ -15,7 +15,6 @@ from draftwing.formats.identity import target_id
 from draftwing.lm import LM
 from draftwing.loading import load_target
 from draftwing.methods.base import Budget
-from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.methods.net_drafter import EagleDrafter
@@ -28,11 +27,10 @@ from draftwing.train.answers import read_tasks, regenerate, sampling_of
 from draftwing.train.data import Batches
 from draftwing.train.feature_cache import CachedFeatures, FeatureCache, GrowingCache, write_cache
 from draftwing.train.features import hidden_states
-from draftwing.train.loss import Teacher
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
-from draftwing.train.trainer import Trainer
 from processors import can_int8
+from short_runs import three_updates
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
@@ -82,7 +80,7 @@ def cache_of(folder, target, taps=TAPS, shard_bytes=1, **settings):
 
 
 def answer(tasks, lm, out, cache, sampling=SAMPLING, max_batch=3, **options):
-    answerer = LMAnswerer(lm, sampling, max_batch=max_batch, states=cache.states)
+    answerer = LMAnswerer(lm, sampling, max_batch=max_batch, states=cache.info.states)
     return regenerate(tasks, answerer, out, cache=cache, **options)
 
 
@@ -260,11 +258,11 @@ def test_other_words_are_refused(lm, target, tasks, whole, tmp_path):
     before = out.read_bytes()
     sorted(folder.glob("*.safetensors"))[0].unlink()
     other = Sampling(temperature=0.8, max_tokens=14, seed=4)
-    with refused(DataError, "was answered in other words before", "another file and folder"):
+    with refused(DataError, "had another answer before", "another file and folder"):
         answer(tasks, lm(), out, cache_of(folder, target), sampling=other)
     assert out.read_bytes() == before
     out.write_bytes(b"")
-    with refused(DataError, "was answered in other words before"):
+    with refused(DataError, "had another answer before"):
         answer(tasks, lm(), out, cache_of(folder, target), sampling=other)
 
 
@@ -278,7 +276,7 @@ def test_a_full_disk_leaves_records_and_states_in_step(lm, target, tasks, whole,
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "save_file", full)
-    with refused(DataError, str(folder), "No space left", "make room", "goes on from there"):
+    with refused(DataError, str(folder), "No space left", "make room", "continues from there"):
         answer(tasks, lm(), out, cache_of(folder, target))
     assert len(lines_of(out)) == len(rows_of(folder)) == 2
     monkeypatch.undo()
@@ -300,7 +298,7 @@ def test_folders_of_others(folder_of, folder, lm, target, tasks, whole, tmp_path
     other = load_target(twin, dtype="float32", device="cpu", name="tiny")
     with refused(DataError, "made when tiny had other weights"):
         answer(tasks, LM(other, Tokenizer(twin)), out, cache_of(own, other))
-    with cache_of(own, target).opened(), refused(DataError, "another run", "writes here"):
+    with cache_of(own, target).opened(), refused(DataError, "another run", "is writing here"):
         answer(tasks, lm(), out, cache_of(own, target))
     with refused(ConfigError, "no hidden state 7 in tiny"):
         cache_of(own, target, (7,))
@@ -309,21 +307,6 @@ def test_folders_of_others(folder_of, folder, lm, target, tasks, whole, tmp_path
 # --- trained on ------------------------------------------------------------------------------------------------------
 
 LENGTH = 48
-
-
-def losses_of(method, target, source, out):
-    options = TrainOptions(
-        method=method, iterations=3, precision="no", max_length=LENGTH, unroll_steps=2, save_every=9, eval_every=9
-    )
-    config = EagleConfig.for_target(3 if method == "eagle3" else 1, target.config)
-    torch.manual_seed(0)
-    net = EagleNet(config, target.embedding, target.head)
-    initialise(net, target.head, [source.batch(0)])
-    losses = []
-    trainer = Trainer(net, Teacher(target.head, net.target_ids), source, options, out)
-    trainer.on_progress = lambda progress: losses.append(progress.metrics["loss"])
-    trainer.run()
-    return losses
 
 
 @pytest.mark.parametrize("method", ["eagle1", "eagle3"])
@@ -335,8 +318,10 @@ def test_training_on_it_is_training_on_a_cache_of_its_rows(method, folder, targe
     write_cache(tmp_path / "cache", target, batches, TAPS, identity=target_id(target))
     taps = (3,) if method == "eagle1" else TAPS
     sources = [CachedFeatures(each, taps, 4 * LENGTH, 1) for each in (grown, FeatureCache(tmp_path / "cache"))]
-    found, expected = (losses_of(method, plain, source, tmp_path / f"{i}") for i, source in enumerate(sources))
-    assert found == pytest.approx(expected, rel=1e-6)
+    found, expected = (
+        three_updates(method, plain, source, tmp_path / f"{i}", LENGTH)[1] for i, source in enumerate(sources)
+    )
+    assert torch.allclose(found, expected, rtol=1e-6)
     assert found[2] != found[0]
 
 

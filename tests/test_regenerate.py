@@ -13,7 +13,7 @@ from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
 from draftwing.train.answer_local import LMAnswerer
 from draftwing.train.answer_server import ServerAnswerer
-from draftwing.train.answers import Dialogue, read_tasks, regenerate, sampling_of, seed_of
+from draftwing.train.answers import Answer, read_tasks, regenerate, sampling_of, seed_of
 from draftwing.train.data import read_examples
 
 TEMPLATE = (
@@ -79,10 +79,10 @@ class Echo:
     def answer(self, tasks):
         for task in tasks:
             self.asked.append(task.id)
-            dialogue = Dialogue(task)
-            while dialogue.next_prompt() is not None:
-                dialogue.take(self.words, "stop", 3)
-            yield dialogue.finish()
+            answer = Answer(task)
+            while answer.next_prompt() is not None:
+                answer.take(self.words, "stop", 3)
+            yield answer.finish()
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_tasks_refuse(tmp_path, documents):
         read_tasks([documents], prompt_tokens=0)
     nothing = tmp_path / "a.jsonl"
     nothing.write_text('{"messages": []}\n{"text": " "}\n')
-    with refused(DataError, "a.jsonl: there is nothing to ask: give user turns"):
+    with refused(DataError, "a.jsonl: there is nothing to answer: give user turns"):
         read_tasks([nothing])
     with refused(DataError, "a.jsonl: this file is both a source and the output"):
         read_tasks([nothing], output=tmp_path / "documents" / ".." / "a.jsonl")
@@ -488,8 +488,8 @@ def test_a_refused_prompt_is_skipped(server, dialogues, tmp_path):
             ["for model 'tiny': 404 no model tiny", "check the URL"],
         ),
         ((401, {}, '{"error": "bad key"}'), ["401 bad key", "API key"]),
-        ((200, {}, "<html>"), ["expected JSON, found b'<html>'", "OpenAI protocol?"]),
-        ((200, {}, '{"choices": []}'), ['expected a completion, found {"choices": []}', "OpenAI protocol?"]),
+        ((200, {}, "<html>"), ["expected JSON, found b'<html>'", "OpenAI API?"]),
+        ((200, {}, '{"choices": []}'), ['expected a completion, found {"choices": []}', "OpenAI API?"]),
         ((200, {}, "[]"), ["expected a completion, found []"]),
     ],
 )

@@ -30,8 +30,7 @@ from draftwing.models.lean import LeanTarget
 from draftwing.train import trainer as trainer_module
 from draftwing.train.checkpoint import CHECKPOINT, read_checkpoint
 from draftwing.train.data import Batch, Batches, Corpus, Example
-from draftwing.train.features import FeatureBatch, OnlineFeatures
-from draftwing.train.loss import Teacher
+from draftwing.train.features import FeatureBatch, OnlineFeatures, scored
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, prepare
 from draftwing.train.trainer import Trainer
@@ -71,7 +70,7 @@ def make(
     initialise(net, target.head, [source.batch(0)])
     accelerator = Accelerator(mixed_precision="no", cpu=True)
     trainer = Trainer(
-        net, Teacher(target.head, net.target_ids), source, options, out, evaluate=evaluate, accelerator=accelerator
+        net, target.head, net.target_ids, source, options, out, evaluate=evaluate, accelerator=accelerator
     )
     trainer.on_progress = on_progress
     return trainer
@@ -262,7 +261,7 @@ def test_two_runs_never_train_into_one_folder(folder, tmp_path):
     def second(progress):
         if not tried:
             tried.append(progress.iteration)
-            with pytest.raises(CheckpointError, match=rf"another run \(process {os.getpid()}\) writes here"):
+            with pytest.raises(CheckpointError, match=rf"another run \(process {os.getpid()}\) is writing here"):
                 make(folder, tmp_path / "out").run()
 
     make(folder, tmp_path / "out", on_progress=second).run()
@@ -328,8 +327,7 @@ SHARED = {
 def test_two_processes_train_as_one(folder, tmp_path):
     """The same loss, the same weights; one that is told to stop stops both; and they agree on when a timed run ends."""
     one = make(folder, tmp_path / "one", dtype=torch.float64, **SHARED)
-    batches = one.source._batches
-    sizes = [batches.batch(number).ids.shape for number in range(16)]
+    sizes = [one.source.text(number).ids.shape for number in range(16)]
     assert any(rows < 2 for rows, _ in sizes)  # a batch of which one process has nothing
     one.run()
     port = free_port()
@@ -384,7 +382,6 @@ class Changed:
 
     def __init__(self, source, number: int, change) -> None:
         self._source, self._number, self._change = source, number, change
-        self.num_tokens_per_epoch = source.num_tokens_per_epoch
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         found = self._source.batch(number, rank, world_size)
@@ -452,7 +449,7 @@ def test_folders_that_cannot_hold_a_run(folder, tmp_path):
         make(folder, tmp_path).run()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / CHECKPOINT).write_bytes(b"PK\x03\x04 half a checkpoint")
-    with pytest.raises(CheckpointError, match=r"checkpoint\.pt cannot be read \(.*delete it to start this run anew"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt cannot be read \(.*delete it to restart this run"):
         make(folder, tmp_path / "cut").run()
 
 
@@ -461,8 +458,6 @@ def test_folders_that_cannot_hold_a_run(folder, tmp_path):
 
 class Toy:
     """Texts in which each token has one successor, told by a target that is nearly sure of it."""
-
-    num_tokens_per_epoch = 1000
 
     def __init__(self, folder: Path, num_taps: int) -> None:
         self._embedding = LeanTarget.from_folder(folder, torch.float32, prepack=False).embedding
@@ -515,21 +510,22 @@ def test_the_head_has_the_averaged_weights(folder, tmp_path):
     state = read_checkpoint(tmp_path)
     assert_same(state["average"], wanted, rtol=1e-5, atol=1e-6)
     assert_same(state["net"], dict(trainer.net.state_dict()))
-    with trainer._averaged():
-        averaged = trainer.net.tensors()
+    trained = trainer.net.tensors()
+    trainer.net.load_state_dict(state["average"], strict=False)
+    averaged = trainer.net.tensors()
     saved = load_file(tmp_path / "head" / "model.safetensors")
     assert_same({name: saved[name] for name in averaged}, averaged)
-    assert not torch.equal(averaged["fc.weight"], trainer.net.tensors()["fc.weight"])
+    assert not torch.equal(averaged["fc.weight"], trained["fc.weight"])
 
 
 @pytest.mark.parametrize("ids", [[], [[7]], [[7, 9]]], ids=["no rows", "one token", "two tokens"])
 def test_batches_without_an_entry_change_nothing_else(ids, folder, tmp_path):
     """As the last batch of an epoch may be, for one process; the others then train alone."""
     trainer = make(folder, tmp_path, iterations=2, unroll_steps=2)
-    online = trainer.source
+    target = LeanTarget.from_folder(folder, torch.float32, prepack=False)
     tokens = torch.tensor(ids, dtype=torch.int64).view(len(ids), -1 if ids else 1)
     empty = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), torch.full((len(ids),), tokens.shape[1]))
-    trainer.source = Changed(online, 0, lambda found: online.of(empty))
+    trainer.source = Changed(trainer.source, 0, lambda found: scored(target, empty, trainer.net.config.taps))
     before = {name: p.detach().clone() for name, p in trainer.net.named_parameters()}
 
     def unmoved(progress):

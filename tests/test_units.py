@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from draftwing.train.trainer import LEAST, in_units, input_sizes
+from draftwing.train.trainer import LEAST_SIZE, in_units, input_sizes
 
 SIZES = torch.tensor([1.0, 64.0, 0.125, 4.0])
 
@@ -33,7 +33,7 @@ def test_sizes_are_those_of_the_inputs_to_the_nearest_power_of_two():
     assert torch.equal(found["first"], SIZES)
     assert found["second"].shape == (5,)
     silent = input_sizes(net, lambda: net(torch.zeros(3, 4)))
-    assert torch.equal(silent["first"], torch.full((4,), LEAST))
+    assert torch.equal(silent["first"], torch.full((4,), LEAST_SIZE))
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, "muon"])

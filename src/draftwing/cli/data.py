@@ -124,7 +124,7 @@ def regenerate(
         if features is not None:
             identity = target_id(lm.target, tokenizer)
             cache = GrowingCache(features, lm.target, choose(lm.target.num_layers), identity=identity)
-        states = () if cache is None else cache.states
+        states = () if cache is None else cache.info.states
         answerer = LMAnswerer(lm, samplings, max_batch=answers.max_batch, states=states)
     tasks = read_tasks(
         data.sources,
@@ -137,7 +137,7 @@ def regenerate(
     )
     if cache is not None:
         max_tokens = sum(task.num_prompt_tokens + task.num_turns * answers.max_tokens for task in tasks)
-        largest, per_token = cache.size_of(len(tasks), max_tokens), cache.size_of(0, 1).num_bytes
+        largest, per_token = cache.info.size(len(tasks), max_tokens), cache.info.size(0, 1).num_bytes
         screen.line(
             f"the features will have at most about {largest} ({per_token:,} bytes per token), if every answer has "
             f"{answers.max_tokens} tokens"

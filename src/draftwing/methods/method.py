@@ -150,7 +150,7 @@ class NetMethod(DraftMethod):
         settings: training options that shape the network (``train.options.NET_SETTINGS``); a network with its own LM
             head may have ``draft_vocab_size``.
         loss: makes the training loss from the arguments of ``train.loss.UnrolledLoss``, the default (None).
-        calibrates: fit scores to probabilities during training (``train.calibrate``).
+        calibrates: fit scores to probabilities during training (``train.evaluate``).
     """
 
     net: type[Any]

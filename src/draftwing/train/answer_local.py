@@ -1,34 +1,38 @@
-"""Answers of our own ``LM``, with the hidden states that it had on the way."""
+"""Answers of a loaded ``LM``, with the target's hidden states if a cache is to store them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, PromptError, TokenizerError
 from draftwing.lm import LM
+from draftwing.methods.base import Budget, Drafter
+from draftwing.models.context import Context, FeatureSpec, TargetOutput
 from draftwing.request import Request
-from draftwing.sampling import Sampling
-from draftwing.text.prompts import Message
-from draftwing.train.answers import Answer, Dialogue, Task, sampling_of
-from draftwing.train.data import DialogueEncoder, Example, bare_tokenizer, special_prefix
-from draftwing.train.feature_cache import Row
-from draftwing.train.recorder import recording
+from draftwing.sampling import Sampling, SamplingBatch
+from draftwing.train.answers import Answer, Task, sampling_of
+from draftwing.train.data import JOIN, DialogueEncoder, Example
+from draftwing.train.feature_cache import CacheRow
+from draftwing.tree import Accepted, DraftTree
 
 
 class LMAnswerer:
-    """Answers with an ``LM`` here, ``max_batch`` tasks at once.
+    """Answers tasks with an ``LM``.
 
-    Dialogues go through the chat template; without one their messages are joined by empty lines, as in training.
+    Dialogues are rendered by the chat template; without one their messages are joined by empty lines, as in training.
 
     Args:
-        sampling: of every answer; its seed is mixed with each task's id. Of several, each task gets one: see
-            ``sampling_of``.
-        states: the target's hidden states to keep of all that is read and written (``Answer.row``).
+        sampling: of every answer; its seed is mixed with each task's id. From several, each task gets one (see
+            ``sampling_of``).
+        max_batch: tasks at once.
+        states: the hidden states to keep of all tokens that are read and written (``Answer.row``).
 
     Attributes:
         num_tokens: written so far.
@@ -42,92 +46,147 @@ class LMAnswerer:
     ) -> None:
         if max_batch < 1:
             raise ConfigError(f"max_batch must be at least 1, found {max_batch}")
-        self._lm = recording(lm, states, self._record) if states else lm
+        self._lm, self._max_batch = lm, max_batch
         self._choices = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-        self._max_batch = max_batch
-        self._rows = _Rows(lm) if states else None
         self._recorded: dict[bytes, Tensor] = {}  # by ids: the states of rows that have just ended
+        self._encoder = None
+        if states:
+            self._lm = recording(lm, states, lambda ids, row: self._recorded.update({_key(ids): row}))
+            self._encoder = DialogueEncoder(lm.tokenizer, lm.target.max_length, settings={})
         self.num_tokens = 0
 
     def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
         engine, waiting = self._lm.engine(max_batch=self._max_batch), iter(tasks)
-        running: dict[Request, Dialogue] = {}
+        running: dict[Request, Answer] = {}
         yield from self._refill(engine, running, waiting)
         for step in engine.steps():
             self.num_tokens += sum(len(row.token_ids) for row in step.rows)
-            for request in [each for each in running if each.finish_reason is not None]:
-                dialogue = running.pop(request)
+            for request in [request for request in running if request.finish_reason is not None]:
+                answer = running.pop(request)
                 if request.error is not None:
-                    yield dialogue.finish(str(request.error))
+                    yield answer.finish(str(request.error))
                 elif request.text.strip():
-                    if self._rows is not None:
-                        dialogue.row = self._rows.of(dialogue, request, self._recorded)
-                    dialogue.take(request.text, request.finish_reason or "", len(request.token_ids))
-                    yield from self._ask(engine, running, dialogue)
+                    answer.row = self._row(answer, request)
+                    answer.take(request.text, request.finish_reason or "", len(request.token_ids))
+                    yield from self._submit(engine, running, answer)
                 else:
-                    yield dialogue.finish("the answer is empty")
+                    yield answer.finish("the answer is empty")
             self._recorded.clear()
             yield from self._refill(engine, running, waiting)
 
-    def _refill(self, engine: Engine, running: dict[Request, Dialogue], waiting: Iterator[Task]) -> Iterator[Answer]:
-        """Ask as many tasks as run at once; gives out those that cannot be asked."""
+    def _refill(self, engine: Engine, running: dict[Request, Answer], waiting: Iterator[Task]) -> Iterator[Answer]:
+        """Submit tasks until ``max_batch`` are running; yield those that cannot be submitted."""
         while len(running) < self._max_batch and (task := next(waiting, None)) is not None:
             temperature = sampling_of(self._choices, task.id).temperature
-            yield from self._ask(engine, running, Dialogue(task, temperature))
+            yield from self._submit(engine, running, Answer(task, temperature))
 
-    def _ask(self, engine: Engine, running: dict[Request, Dialogue], dialogue: Dialogue) -> Iterator[Answer]:
-        """Submit the next prompt, or give out what there is where there is no next, or none that the model takes."""
-        prompt = dialogue.next_prompt()
+    def _submit(self, engine: Engine, running: dict[Request, Answer], answer: Answer) -> Iterator[Answer]:
+        """Submit the next prompt, or yield the answer if there is no next prompt, or an invalid one."""
+        prompt = answer.next_prompt()
         if prompt is None:
-            yield dialogue.finish()
+            yield answer.finish()
             return
         if not isinstance(prompt, str) and not self._lm.tokenizer.has_chat_template:
-            prompt = "".join(message["content"] + "\n\n" for message in prompt)
-        sampling = sampling_of(self._choices, dialogue.task.id)
+            prompt = "".join(message["content"] + JOIN for message in prompt)
+        sampling = sampling_of(self._choices, answer.task.id)
         try:
-            running[engine.submit(self._lm.encode(prompt), sampling)] = dialogue
+            running[engine.submit(self._lm.encode(prompt), sampling)] = answer
         except (PromptError, TokenizerError) as error:  # longer than the context, or refused by the chat template
-            yield dialogue.finish(str(error))
+            yield answer.finish(str(error))
 
-    def _record(self, ids: Sequence[int], states: Tensor) -> None:
-        self._recorded[_key(ids)] = states
+    def _row(self, answer: Answer, request: Request) -> CacheRow | None:
+        """Return a row of the text up to the end of a request's answer; what the assistant wrote counts.
 
-
-def _takes_best(sampling: Sampling) -> bool:
-    return not (sampling.temperature or sampling.penalises or sampling.logit_bias or sampling.banned_tokens)
+        The prompt holds the earlier turns, which were read again, so the last answer's row has all of them.
+        """
+        ids = [*request.prompt_ids, *request.token_ids]
+        states = self._recorded.get(_key(ids))
+        if self._encoder is None or states is None or len(states) != len(ids) - 1:
+            return None
+        num_prompt, sampling = len(request.prompt_ids), request.sampling
+        mask = np.ones(len(ids), dtype=bool)
+        mask[:num_prompt] = self._encoder.mask_of_prompt(answer.prompted, request.prompt_ids)
+        example = Example(np.asarray(ids, dtype=np.int32), mask)
+        is_greedy = not (sampling.temperature or sampling.penalises or sampling.logit_bias or sampling.banned_tokens)
+        best, unknown = np.append(example.ids[1:], np.int32(0)), mask[1 : num_prompt if is_greedy else None]
+        best[: len(unknown)][unknown] = -1
+        return CacheRow(example, F.pad(states, (0, 0, 0, 1)), best)
 
 
 def _key(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype=np.int64).tobytes()
 
 
-class _Rows:
-    """Makes rows of a cache from what was asked and answered."""
+Take = Callable[[Sequence[int], Tensor], None]
 
-    def __init__(self, lm: LM) -> None:
-        bare = bare_tokenizer(lm.tokenizer)
-        self._encoder = DialogueEncoder(
-            lm.tokenizer, bare, special_prefix(lm.tokenizer, bare), lm.target.max_length, settings={}
-        )
 
-    def of(self, dialogue: Dialogue, request: Request, recorded: dict[bytes, Tensor]) -> Row | None:
-        """The text up to the end of a request's answer: all that its target read, and the token that it wrote last.
+def recording(lm: LM, states: Sequence[int], take: Take) -> LM:
+    """Return an ``LM`` with the same output that also records the target's states: see ``Recorder``."""
+    make, hidden_size = lm.new_drafter, lm.target.hidden_size
 
-        The prompt holds the earlier turns, which were read again, so that the last answer's row has all of them. What
-        the assistant wrote counts.
-        """
-        ids = [*request.prompt_ids, *request.token_ids]
-        states = recorded.get(_key(ids))
-        if states is None or len(states) != len(ids) - 1:
+    def new_drafter() -> Recorder:
+        return Recorder(make(), states, hidden_size, take)
+
+    return LM(lm.target, lm.tokenizer, new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
+
+
+class Recorder(Drafter):
+    """Drafts like ``inner``, and reports the target's hidden states of each row when it is removed.
+
+    The target gives them to drafters that request them: of a prompt when a row is admitted, and of each step's tree
+    when it is observed. Rejected nodes are dropped.
+
+    Shape suffixes: B rows, P nodes on a path, T tokens, S hidden states, H hidden, F features.
+
+    Args:
+        states: the hidden states, counted like ``FeatureSpec.taps``.
+        hidden_size: H of the target.
+        take: called with a row's T tokens, prompt first, and the states (T - 1, S * H) in bfloat16 of all tokens but
+            the last, which the target has read or not, depending on the draft.
+    """
+
+    def __init__(self, inner: Drafter, states: Sequence[int], hidden_size: int, take: Take) -> None:
+        taps = (*inner.features.taps, *(state for state in states if state not in inner.features.taps))
+        self.copy_capabilities(inner)
+        self.name, self.identity, self.features = inner.name, inner.identity, FeatureSpec(taps)
+        self.resumes = self.lists = False  # it records whole texts
+        self._inner, self._take = inner, take
+        self._inner_width = len(inner.features.taps) * hidden_size
+        self._columns = [slice(place * hidden_size, (place + 1) * hidden_size) for place in map(taps.index, states)]
+        self._rows: list[list[Tensor]] = []  # pieces (P, S * H) of each row
+
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        pieces = [self._recorded(features)[0]]
+        self._inner.admit(ctx, self._inner_features(features))
+        self._rows.append(pieces)
+
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        return self._inner.propose(ctx, sampling, budget)
+
+    @torch.inference_mode()
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        self._inner.observe(ctx, tree, accepted, replace(output, features=self._inner_features(output.features)))
+        path = self._recorded(output.features_on(tree, accepted.path))
+        for pieces, states, num in zip(self._rows, path, accepted.num.tolist(), strict=True):
+            pieces.append(states[: num + 1].clone())  # a view would keep the whole path in memory
+
+    def remove(self, ctx: Context, row: int) -> None:
+        tokens = ctx.rows[row].tokens
+        self._take(tokens, torch.cat(self._rows[row])[: len(tokens) - 1].cpu())
+        self._inner.remove(ctx, row)
+        self._rows[row] = self._rows[-1]
+        self._rows.pop()
+
+    def _inner_features(self, features: Tensor | None) -> Tensor | None:
+        if features is None or not self._inner_width:
             return None
-        mask = np.ones(len(ids), dtype=bool)
-        mask[: len(request.prompt_ids)] = self._answers(dialogue.asked, request.prompt_ids)
-        example = Example(np.asarray(ids, dtype=np.int32), mask)
-        drawn_best = len(request.prompt_ids) if _takes_best(request.sampling) else None
-        return Row(example, F.pad(states, (0, 0, 0, 1)), drawn_best)
+        return features if self._inner_width == features.shape[-1] else features[..., : self._inner_width]
 
-    def _answers(self, asked: Sequence[Message], prompt_ids: Sequence[int]) -> np.ndarray:
-        """(T,) which tokens of a prompt are earlier answers."""
-        if not any(message["role"] == "assistant" for message in asked):
-            return np.zeros(len(prompt_ids), dtype=bool)
-        return self._encoder.mask_of_prompt(asked, prompt_ids)
+    def _recorded(self, features: Tensor | None) -> Tensor:
+        """(B, T, F) -> (B, T, S * H) in bfloat16, copied: the next forward may overwrite the features."""
+        if features is None:
+            raise ConfigError(
+                "the target gave no hidden states to record: let its prefill and forward return the features that "
+                "their context requests"
+            )
+        return torch.cat([features[..., columns].to(torch.bfloat16) for columns in self._columns], -1)

@@ -1,4 +1,4 @@
-"""Answers from a server that speaks the OpenAI protocol: vLLM, SGLang, llama.cpp, and many more."""
+"""Answers of servers with the OpenAI API: vLLM, SGLang, llama.cpp, and many others."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from urllib.parse import urlsplit
 
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.answers import Answer, Dialogue, Task, sampling_of
+from draftwing.train.answers import Answer, Task, sampling_of
 
-_REFUSED = (400, 413, 422)  # this prompt will not do, but another may
-_BUSY = (408, 425, 429)  # and everything from 500 up
-_LONGEST_WAIT = 60.0
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Beside the ones every server knows; sent only where they say something, as strict servers refuse unknown ones.
-_EXTRA = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
+REFUSED = (400, 413, 422)  # the status if this prompt is not accepted; others may be
+BUSY = (408, 425, 429)  # and everything from 500
+MAX_WAIT = 60.0  # seconds between two tries
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Besides the settings that every server knows; sent only if they are set, since strict servers refuse unknown ones.
+EXTRA_SETTINGS = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
 
 
 class ServerAnswerer:
     """Answers with ``/v1/chat/completions`` (dialogues) and ``/v1/completions`` (documents).
 
-    Several servers share the tasks, each as fast as it can. Which one answers changes nothing but the time: every task
-    has a seed of its own. What a server that goes down had begun is begun anew by another.
+    Several servers share the tasks. Each task has its own seed, so the server does not change its answer. If a server
+    stops answering, the others restart its tasks.
 
     Args:
-        url: of the server, with or without ``/v1``; or of several.
+        url: of a server, with or without ``/v1``; or several.
         model: the name under which each serves the target.
-        sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits. Of several, each task gets
-            one: see ``sampling_of``.
-        num_parallel: requests at once, to each server.
+        sampling: of every answer; its seed is mixed with each task's id and cut to 31 bits. From several, each task
+            gets one (see ``sampling_of``).
+        num_parallel: simultaneous requests to each server.
         api_key: sent as a bearer token.
         timeout: seconds for one answer.
-        num_retries: of a request that the server was too busy for, or that was cut off.
+        num_retries: of a request if the server was busy or closed the connection.
         backoff: seconds before the first retry; each further one waits twice as long, up to a minute.
 
     Attributes:
-        num_tokens: written so far, of requests that are done.
-        gone: what was wrong with servers that went down while others went on.
+        num_tokens: written so far, of tasks that are done.
+        gone: the errors of servers that stopped answering while others continued.
 
     Raises:
-        ConfigError: a URL is none, or a number is out of range.
+        ConfigError: an invalid URL, or a number out of range.
     """
 
     def __init__(
@@ -78,25 +78,23 @@ class ServerAnswerer:
         Raises:
             DataError: no server can be reached, all keep failing, or one refuses everything (wrong key, unknown model).
         """
-        shared = _Shared(tasks, len(self._servers))
+        shared = _SharedTasks(tasks, self._servers)
         self.gone = shared.gone
-        for server in self._servers:
-            server.stopping, server.is_gone = shared.stopping, False
 
         def work(server: _Server) -> None:
             try:
-                while not server.is_gone and (task := shared.take()) is not None:
+                while (task := shared.take(server)) is not None:
                     try:
-                        shared.done.put(self._answer(task, server))
+                        shared.results.put(self._answer(task, server))
                     except _GoneError as error:
                         shared.give_back(task, server, error)
                     finally:
                         shared.finish()
-            except Exception as error:  # raised again where it is seen
-                shared.done.put(error)
-            shared.done.put(None)
+            except Exception as error:  # raised again in the calling thread
+                shared.results.put(error)
+            shared.results.put(None)
 
-        # Daemons: after Ctrl-C nobody waits for requests that may take minutes.
+        # Daemons: after Ctrl-C, requests that may take minutes do not delay the exit.
         threads = [
             threading.Thread(target=work, args=(server,), daemon=True)
             for _ in range(self._num_parallel)
@@ -107,35 +105,35 @@ class ServerAnswerer:
                 thread.start()
             num_running = len(threads)
             while num_running:
-                found = shared.done.get()
-                if found is None:
+                result = shared.results.get()
+                if isinstance(result, Exception):
+                    raise result
+                if result is None:
                     num_running -= 1
-                elif isinstance(found, Exception):
-                    raise found
                 else:
-                    yield found
+                    yield result
         finally:
             shared.stop()
 
     def _answer(self, task: Task, server: _Server) -> Answer:
         sampling = sampling_of(self._choices, task.id)
-        dialogue, num_tokens = Dialogue(task, sampling.temperature), 0
-        while (prompt := dialogue.next_prompt()) is not None:
+        answer, num_tokens = Answer(task, sampling.temperature), 0
+        while (prompt := answer.next_prompt()) is not None:
             try:
                 text, finish_reason, count = self._complete(prompt, sampling, server)
             except _RefusedError as error:
-                return dialogue.finish(str(error))
+                return answer.finish(str(error))
             if not text.strip():
-                return dialogue.finish("the answer is empty")
-            dialogue.take(text, finish_reason, count)
+                return answer.finish("the answer is empty")
+            answer.take(text, finish_reason, count)
             num_tokens += count
-        self.num_tokens += num_tokens  # for show: two threads at once may lose a count
-        return dialogue.finish()
+        self.num_tokens += num_tokens  # only displayed: two threads at once may lose a count
+        return answer.finish()
 
     def _complete(
         self, prompt: str | list[dict[str, str]], sampling: Sampling, server: _Server
     ) -> tuple[str, str, int]:
-        """Text, finish reason and number of tokens."""
+        """Return text, finish reason and number of tokens."""
         body: dict[str, Any] = {
             "model": self._model,
             "temperature": sampling.temperature,
@@ -144,7 +142,7 @@ class ServerAnswerer:
             "seed": (sampling.seed or 0) & 0x7FFFFFFF,  # llama.cpp's seeds have 32 bits
         }
         default = Sampling()
-        body |= {name: value for name in _EXTRA if (value := getattr(sampling, name)) != getattr(default, name)}
+        body |= {name: value for name in EXTRA_SETTINGS if (value := getattr(sampling, name)) != getattr(default, name)}
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if isinstance(prompt, str):
@@ -160,52 +158,53 @@ class ServerAnswerer:
             return str(text or ""), finish_reason, int(usage.get("completion_tokens") or 0)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"{server.url}: expected a completion, found {json.dumps(reply)[:120]}: is this a server that speaks "
-                f"the OpenAI protocol?"
+                f"{server.url}: expected a completion, found {json.dumps(reply)[:120]}: is this a server with the "
+                f"OpenAI API?"
             ) from error
 
 
-class _Shared:
-    """Tasks that several threads take from, and what came of them."""
+class _SharedTasks:
+    """The tasks of one ``answer``, shared by its threads, and their results (None: a thread has ended)."""
 
-    def __init__(self, tasks: Iterable[Task], num_servers: int) -> None:
-        self._tasks, self._again, self._under_way = iter(tasks), list[Task](), 0
-        self._changed, self._num_servers = threading.Condition(), num_servers
-        self.stopping, self.gone = threading.Event(), list[str]()
-        self.done: queue.Queue[Answer | Exception | None] = queue.Queue()
+    def __init__(self, tasks: Iterable[Task], servers: Sequence[_Server]) -> None:
+        self._tasks, self._returned, self._num_running = iter(tasks), list[Task](), 0
+        self._changed, self._left = threading.Condition(), list(servers)
+        self._stopping, self.gone = threading.Event(), list[str]()
+        self.results: queue.Queue[Answer | Exception | None] = queue.Queue()
+        for server in servers:
+            server.stopping = self._stopping
 
-    def take(self) -> Task | None:
-        """The next one; waits while one that is under way may still come back. None: that was all."""
+    def take(self, server: _Server) -> Task | None:
+        """Return the next task; wait while running ones may be given back. None after the last one."""
         with self._changed:
-            while not self.stopping.is_set():
-                task = self._again.pop() if self._again else next(self._tasks, None)
+            while not self._stopping.is_set() and server in self._left:
+                task = self._returned.pop() if self._returned else next(self._tasks, None)
                 if task is not None:
-                    self._under_way += 1
+                    self._num_running += 1
                     return task
-                if not self._under_way:
+                if not self._num_running:
                     return None
                 self._changed.wait()
             return None
 
     def give_back(self, task: Task, server: _Server, error: _GoneError) -> None:
-        """A server went down with a task. Raises DataError where no other is left."""
+        """Return the task of a server that stopped answering. Raises DataError if no other server is left."""
         with self._changed:
-            self._again.append(task)
-            if not server.is_gone:
-                server.is_gone, self._num_servers = True, self._num_servers - 1
+            self._returned.append(task)
+            if server in self._left:
+                self._left.remove(server)
                 self.gone.append(str(error))
-            if not self._num_servers:
+            if not self._left:
                 raise DataError(str(error)) from error
 
     def finish(self) -> None:
-        """What was taken is done, or was given back."""
+        """Count a task as done, or as given back."""
         with self._changed:
-            self._under_way -= 1
+            self._num_running -= 1
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nobody takes any more."""
-        self.stopping.set()
+        self._stopping.set()
         with self._changed:
             self._changed.notify_all()
 
@@ -221,14 +220,14 @@ class _Server:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # A proxy of the environment knows nothing of this machine's own ports.
-        own = [urllib.request.ProxyHandler({})] if parts.hostname in _LOOPBACK else []
-        self._opener = urllib.request.build_opener(*own)
+        # A proxy from the environment cannot reach this machine's ports.
+        handlers = [urllib.request.ProxyHandler({})] if parts.hostname in LOOPBACK else []
+        self._opener = urllib.request.build_opener(*handlers)
+        self._was_reached = False
         self.stopping = threading.Event()
-        self._reached = self.is_gone = False
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON of the reply; tries again while the server is busy or out of reach."""
+        """Return the reply's JSON; try again while the server is busy or cannot be reached."""
         where, problem = self.url + path, ""
         request = urllib.request.Request(where, json.dumps(body).encode(), self._headers)
         num_retries, backoff = self._retries
@@ -238,32 +237,32 @@ class _Server:
                 break
             except _BusyError as error:
                 problem = str(error)
-                wait = min(backoff * 2.0**attempt, _LONGEST_WAIT) * random.uniform(0.75, 1.25)
+                wait = min(backoff * 2.0**attempt, MAX_WAIT) * random.uniform(0.75, 1.25)
                 if attempt < num_retries and self.stopping.wait(max(wait, error.wait)):
                     raise DataError(f"{where}: stopped while waiting to try again ({problem})") from error
         else:
             raise _GoneError(
-                f"{where}: no answer after {num_retries + 1} tries ({problem}): see to the server, then run the "
-                f"same command again; what was finished is kept"
+                f"{where}: no answer after {num_retries + 1} tries ({problem}): check the server, then run the same "
+                f"command again; what was finished is kept"
             )
         try:
             return json.loads(content)
         except ValueError as error:
             raise DataError(
-                f"{where}: expected JSON, found {content[:80]!r}: is this a server that speaks the OpenAI protocol?"
+                f"{where}: expected JSON, found {content[:80]!r}: is this a server with the OpenAI API?"
             ) from error
 
     def _send(self, request: urllib.request.Request) -> bytes:
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
-                self._reached = True
+                self._was_reached = True
                 return bytes(response.read())
         except urllib.error.HTTPError as error:
-            self._reached = True
-            problem = f"{error.code} {_message_of(error)}"
-            if error.code in _REFUSED:
+            self._was_reached = True
+            problem = f"{error.code} {_error_message(error)}"
+            if error.code in REFUSED:
                 raise _RefusedError(problem) from error
-            if error.code in _BUSY or error.code >= 500:
+            if error.code in BUSY or error.code >= 500:
                 raise _BusyError(problem, _retry_after(error)) from error
             raise DataError(
                 f"{request.full_url} for model {self._model!r}: {problem}: check the URL, the model's name and "
@@ -271,7 +270,7 @@ class _Server:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             problem = str(getattr(error, "reason", error)) or type(error).__name__
-            if self._reached:
+            if self._was_reached:
                 raise _BusyError(problem) from error
             raise _GoneError(
                 f"{self.url}: no server can be reached ({problem}): start it, or correct its URL"
@@ -292,22 +291,22 @@ class _BusyError(Exception):
         self.wait = wait
 
 
-def _message_of(error: urllib.error.HTTPError) -> str:
+def _error_message(error: urllib.error.HTTPError) -> str:
     try:
         content = error.read().decode("utf-8", "replace")
     except (OSError, http.client.HTTPException):
         return str(error.reason)
     try:
-        found = json.loads(content)
-        found = found.get("error", found)
-        return str(found["message"] if isinstance(found, dict) else found)[:300]
+        reply = json.loads(content)
+        reply = reply.get("error", reply)
+        return str(reply["message"] if isinstance(reply, dict) else reply)[:300]
     except (ValueError, KeyError, AttributeError):
         return content.strip()[:300] or str(error.reason)
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float:
-    """The seconds that the server asks for; 0 where it names none, or a date."""
+    """Return the seconds that the server requests; 0 if it sends none, or a date."""
     try:
-        return min(float(error.headers.get("Retry-After", 0)), _LONGEST_WAIT)
+        return min(float(error.headers.get("Retry-After", 0)), MAX_WAIT)
     except ValueError:
         return 0.0

@@ -1,4 +1,4 @@
-"""One writer at a time for a folder or a file: a lock that ends with the process that holds it."""
+"""Files of a run: a lock that ends with its process, and checkpoints and texts that are replaced as a whole."""
 
 from __future__ import annotations
 
@@ -13,90 +13,70 @@ import torch
 
 from draftwing.errors import CheckpointError, DraftwingError
 
-if sys.platform != "win32":  # where nobody is kept from writing twice
+if sys.platform != "win32":  # there, files are not locked
     import fcntl
+
+CHECKPOINT = "checkpoint.pt"
 
 
 @contextmanager
 def locked(path: Path, problem: type[DraftwingError], *, is_file: bool = False) -> Iterator[None]:
-    """Be the only one that writes to ``path``, a folder (made where there is none) or a file.
+    """Keep other processes from writing to ``path``, a folder (made if it is missing) or a file.
 
-    The system drops the lock when its process ends, however it ends, so that no lock is ever left behind.
+    The system drops the lock when the process ends, in any way.
 
     Raises:
-        DraftwingError: of the class ``problem``: another process writes there, or nobody can.
+        DraftwingError: of the class ``problem``: another process writes there, or the path cannot be written.
     """
     file = path.with_name(f".{path.name}.lock") if is_file else path / ".lock"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        held = _acquire(file)
+        handle = _acquire(file)
     except OSError as error:
         kind = "file" if is_file else "folder"
         raise problem(f"{path}: cannot be written to ({error}): give another {kind}") from error
-    if held is None:
+    if handle is None:
+        holder = ""
+        with suppress(OSError, ValueError):
+            holder = f" (process {int(file.read_text())})"
         raise problem(
-            f"{path}: another run{_holder(file)} writes here at this moment, and the two would spoil each other's "
-            f"work: wait for it, stop it, or choose another --out"
+            f"{path}: another run{holder} is writing here, and the two would damage each other's work: wait for it, "
+            f"stop it, or choose another --out"
         )
     try:
         yield
     finally:
         with suppress(OSError):
             file.unlink()  # before the lock is dropped, so that it is never another process's file
-        os.close(held)
+        os.close(handle)
 
 
 def _acquire(file: Path) -> int | None:
+    """Return the locked file's descriptor; None if another process holds the lock."""
     while True:
-        number = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        handle, is_ours = os.open(file, os.O_RDWR | os.O_CREAT, 0o644), False
         try:
-            if not _lock(number):
-                os.close(number)
-                return None
-            if _is_same(number, file):
-                os.ftruncate(number, 0)
-                os.write(number, str(os.getpid()).encode())
-                return number
-        except BaseException:
-            os.close(number)
-            raise
-        os.close(number)  # its holder removed the file while this one waited to open it: there is a new one
-
-
-def _lock(number: int) -> bool:
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
-def _is_same(number: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(number), file.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(file: Path) -> str:
-    """Who has the lock, for a message."""
-    with suppress(OSError, ValueError):
-        return f" (process {int(file.read_text())})"
-    return ""
-
-
-# Checkpoints of a training run: written whole or not at all, so that a kill at any moment loses nothing older.
-
-
-CHECKPOINT = "checkpoint.pt"
+            if sys.platform != "win32":
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            with suppress(FileNotFoundError):  # its holder may have removed the file: then there is a new one
+                if os.path.samestat(os.fstat(handle), file.stat()):
+                    os.ftruncate(handle, 0)
+                    os.write(handle, str(os.getpid()).encode())
+                    is_ours = True
+                    return handle
+        finally:
+            if not is_ours:
+                os.close(handle)
 
 
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
-    """Put ``state`` in place of the folder's checkpoint.
+    """Replace the folder's checkpoint.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -117,10 +97,10 @@ def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The folder's checkpoint; None where there is none yet.
+    """Return the folder's checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: there is one, and it cannot be read.
+        CheckpointError: it cannot be read.
     """
     file = folder / CHECKPOINT
     if not file.exists():
@@ -129,14 +109,14 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch errors of many kinds
         raise CheckpointError(
-            f"{file} cannot be read ({error}): delete it to start this run anew, or choose another --out"
+            f"{file} cannot be read ({error}): delete it to restart this run, or choose another --out"
         ) from error
     return state
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what writes to ``path``: raises CheckpointError where the disk is full, or the path not writable."""
+    """Turn OSError of the block, which writes to ``path``, into CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -146,11 +126,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace a text file in one step.
-
-    Raises:
-        CheckpointError: the disk is full, or the file cannot be written.
-    """
+    """Replace a text file. Raises CheckpointError if it cannot be written."""
     partial = file.with_name(file.name + ".partial")
     with writing(file):
         partial.write_text(text, encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Where a training run gets the target's hidden states: computed as it goes, or read from a cache.
+"""Sources of the target's hidden states for training: computed for every batch, or for text that the draft writes.
 
-Shape suffixes: B rows, T tokens, F features (all taps), H hidden, V vocabulary.
+``feature_cache.CachedFeatures`` is a third source. Shape suffixes: B rows, T tokens, F features (all taps), H hidden,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,20 +22,19 @@ from draftwing.models.target import Target
 from draftwing.sampling import Sampling
 from draftwing.train.data import Batch, Batches, collate
 
-_ROWS = 512  # whose logits are looked at together
+HEAD_ROWS = 512  # rows whose logits are computed at once
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureBatch:
-    """A batch with what the target thinks of it.
+    """A batch with the target's hidden states.
 
     Attributes:
         batch: ids and mask.
         features: (B, T, F) the taps that the net reads.
-        last: (B, T, H) the hidden state that the LM head reads. Here and in ``features`` a row's last token may have
-            none, which is then 0: what follows it is not known.
-        logits: (B, T, V); None where they are to be computed from ``last``.
-        best: (B, T) the target's best token after each; None where it is to be found in the logits.
+        last: (B, T, H) the input of the LM head. Here and in ``features`` the values of a row's last token may be 0.
+        logits: (B, T, V); None if they are to be computed from ``last``.
+        best: (B, T) the target's best token after each; None if it is to be found in the logits.
     """
 
     batch: Batch
@@ -44,165 +44,130 @@ class FeatureBatch:
     best: Tensor | None = None
 
     def logits_of(self, head: Linear) -> Tensor:
-        """(B, T, V) the target's logits, computed by its LM head where they are not at hand."""
+        """(B, T, V) the target's logits, computed by its LM head if they are not stored."""
         if self.logits is not None:
             return self.logits
-        found: Tensor = head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
-        return found
+        logits: Tensor = head.forward(self.last.flatten(0, 1)).view(*self.last.shape[:2], -1)
+        return logits
 
 
 class FeatureSource(Protocol):
-    """Batches by number, a pure function of it."""
+    """Batches by number, each a pure function of its number."""
 
     @property
-    def num_tokens_per_epoch(self) -> int:
-        """Tokens of an epoch."""
-        ...
-
-    @property
-    def num_batches_per_epoch(self) -> int:
-        """Batches of an epoch."""
-        ...
+    def num_batches_per_epoch(self) -> int: ...
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch: ...
 
     def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """The same without features, where these cost anything."""
+        """Return the batch without features, which takes no forward."""
         ...
 
 
 class OnlineFeatures:
-    """Runs the target on every batch."""
+    """A ``FeatureSource`` that runs the target on every batch."""
 
     def __init__(self, target: Target, batches: Batches, taps: tuple[int, ...]) -> None:
         self._target, self._batches, self._taps = target, batches, taps
-
-    @property
-    def num_tokens_per_epoch(self) -> int:
-        return self._batches.num_tokens_per_epoch
 
     @property
     def num_batches_per_epoch(self) -> int:
         return self._batches.num_batches_per_epoch
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
-        return self.of(self.text(number, rank, world_size))
+        return scored(self._target, self.text(number, rank, world_size), self._taps)
 
     def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """A batch without features: the target is not run."""
         return self._batches.batch(number, rank, world_size)
-
-    def of(self, batch: Batch) -> FeatureBatch:
-        """One forward of the target."""
-        return scored(self._target, batch, self._taps)
 
 
 def scored(target: Target, batch: Batch, taps: tuple[int, ...]) -> FeatureBatch:
-    """A batch with what the target thinks of it: one forward."""
+    """Run the target on a batch, padded to a shape that can be run."""
     batch = batch.runnable().to(target.device)
-    logits, features = _score(target, batch.ids, FeatureSpec((*taps, target.num_layers)))
+    features, logits = _score(target, batch.ids, (*taps, target.num_layers))
     width = target.hidden_size * len(taps)
     return FeatureBatch(batch, features[..., :width], features[..., width:], logits)
 
 
 def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:
-    """(B, T) ids -> (B, T, F) what the target has there after the layers ``taps``, one beside the other."""
-    return _score(target, ids, FeatureSpec(taps))[1]
+    """(B, T) ids -> (B, T, F) the target's hidden states after the layers ``taps``, concatenated."""
+    return _score(target, ids, taps)[0]
 
 
 def read_text(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(B, T) ids -> (B, T, F) what the target has there after the layers ``taps``, and (B, T) its best token after."""
-    logits, states = _score(target, ids, FeatureSpec(taps))
+    """(B, T) ids -> (B, T, F) as ``hidden_states``, and (B, T) the target's best token after each."""
+    states, logits = _score(target, ids, taps)
     return states, logits.argmax(-1)
 
 
 @torch.no_grad()
 def best_tokens(target: Target, last: Tensor) -> Tensor:
-    """(N, H) what the LM head reads -> (N,) int32: the target's best token after each, on the CPU."""
+    """(N, H) inputs of the LM head -> (N,) int32 the target's best token after each, on the CPU."""
     rows = last.to(target.device).to(target.dtype)
-    found = [target.head.forward(rows[start : start + _ROWS]).argmax(-1) for start in range(0, len(rows), _ROWS)]
-    return torch.cat(found).int().cpu()
+    best = [target.head.forward(part).argmax(-1) for part in torch.split(rows, HEAD_ROWS)]
+    return torch.cat(best).int().cpu()
 
 
 @torch.no_grad()
-def _score(target: Target, ids: Tensor, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
-    output = target.score(ids, spec)
+def _score(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    output = target.score(ids, FeatureSpec(taps))
     if output.features is None:
-        raise ConfigError(f"{target.name} gave no hidden states: let its score return the features that are asked for")
-    return output.logits, output.features
+        raise ConfigError(f"{target.name} gave no hidden states: let its score return the features of its argument")
+    return output.features, output.logits
 
 
-# Text that a draft model in training goes on with itself, scored by the target (on-policy: DistillSpec 2310.08461).
-#
-# Every so many batches of the data are cut, each row at a place drawn among those that count, and what follows is drawn
-# from the draft model as it stands. Which batches, where they are cut and what is drawn depends on the seed, the number
-# of the batch and the weights alone, so that a resumed run reads what an unbroken one would.
-#
-# Shape suffixes: B rows, T tokens.
+class OnPolicyFeatures:
+    """A ``FeatureSource`` that lets the draft model write some of the batches (DistillSpec, 2310.08461).
 
-
-class OwnText:
-    """A ``FeatureSource`` some of whose batches the draft model writes.
+    In these batches each row is cut at a random position among those that count, and the draft model continues it with
+    its present weights. The chosen batches, the cuts and the samples depend only on the seed, the number of the batch
+    and the weights, so a resumed run reads the same text.
 
     Args:
-        source: of the data, and of all other batches.
-        target: scores what was written.
-        taps: that the net reads.
+        source: the data, and the features of all other batches.
+        target: scores the written text.
+        taps: the hidden states that the net reads.
         writer: the draft model.
         share: of the batches.
-        seed: of every choice here.
+        seed: of every choice.
     """
 
     def __init__(
-        self,
-        source: FeatureSource,
-        target: Target,
-        taps: tuple[int, ...],
-        writer: Target,
-        share: float,
-        seed: int,
+        self, source: FeatureSource, target: Target, taps: tuple[int, ...], writer: Target, share: float, seed: int
     ) -> None:
         self._source, self._target, self._taps = source, target, taps
         self._writer, self._share, self._seed = writer, share, seed
 
     @property
-    def num_tokens_per_epoch(self) -> int:
-        return self._source.num_tokens_per_epoch
-
-    @property
     def num_batches_per_epoch(self) -> int:
         return self._source.num_batches_per_epoch
+
+    def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
+        return self._source.text(number, rank, world_size)
 
     def batch(self, number: int, rank: int = 0, world_size: int = 1) -> FeatureBatch:
         if np.random.default_rng((self._seed, number, 2)).random() >= self._share:
             return self._source.batch(number, rank, world_size)
-        text = self.text(number, rank, world_size)
-        return scored(self._target, self._written(text, number, rank), self._taps)
-
-    def text(self, number: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """The data's, which is cut here."""
-        return self._source.text(number, rank, world_size)
-
-    def _written(self, text: Batch, number: int, rank: int) -> Batch:
-        """The rows with other ends; a row in which nothing counts stays as it is."""
         rng = np.random.default_rng((self._seed, number, 3, rank))
-        engine = Engine(Decoder(self._writer))
-        rows = []
-        for ids, mask, length in zip(
-            text.ids.cpu().numpy(), text.mask.cpu().numpy(), text.lengths.tolist(), strict=True
-        ):
-            places = np.flatnonzero(mask[:length])
+        return scored(self._target, self._continue(self.text(number, rank, world_size), rng), self._taps)
+
+    def _continue(self, text: Batch, rng: np.random.Generator) -> Batch:
+        """Replace the ends of the rows; a row in which nothing counts stays the same."""
+        engine, rows = Engine(Decoder(self._writer)), []
+        for example in text.examples():
+            ids, length = example.ids, len(example.ids)
+            places = np.flatnonzero(example.mask)
             places = places[(places > 0) & (places < self._writer.max_length)]
             cut, seed = int(rng.choice(places)) if len(places) else length, int(rng.integers(2**31))
-            prompt, request = ids[:cut], None
+            request = None
             if cut < length:
                 sampling = Sampling(temperature=1.0, seed=seed, max_tokens=length - cut)
-                request = engine.submit(prompt.tolist(), sampling)
-            rows.append((prompt, request))
+                request = engine.submit(ids[:cut].tolist(), sampling)
+            rows.append((ids[:cut], request))
         engine.run()
-        found = []
+        written = []
         for prompt, request in rows:
             drawn = [] if request is None else request.token_ids
             ids = np.concatenate([prompt, np.asarray(drawn, dtype=prompt.dtype)])
-            found.append((ids, np.arange(len(ids)) >= len(prompt)))
-        return collate(found)
+            written.append((ids, np.arange(len(ids)) >= len(prompt)))
+        return collate(written)

@@ -1,10 +1,10 @@
-"""What a training run is told: one frozen dataclass, written beside the checkpoint and compared on resume."""
+"""The options of a training run: one frozen dataclass, written with the checkpoint and compared on resume."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftwing.errors import ConfigError
 from draftwing.methods.eagle_net import Inputs
@@ -12,15 +12,15 @@ from draftwing.methods.method import NetMethod
 from draftwing.methods.objectives import Objective, objective_named
 from draftwing.methods.registry import training_method, training_methods
 
-# Options that only some kinds have: they shape their nets, or say what text these learn from.
+# Options that only some methods have.
 NET_SETTINGS = (
     "inputs", "draft_vocab_size", "fc_norm", "norm_output", "num_layers", "hidden_size", "num_heads", "own_text",
 )  # fmt: skip
+REPORTING = ("eval_every", "save_every", "eval_prompts", "eval_tokens", "eval_depth", "keep_prompts")
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a net is trained: its method, with what the options override of it (see ``drafters.kind.Method``)."""
+class Recipe(NamedTuple):
+    """A ``methods.registry.TrainingMethod`` with the options that override it."""
 
     objective: Objective
     unroll_steps: int
@@ -29,40 +29,41 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a head is trained.
+    """The options of a training run.
 
     Attributes:
-        method: one of ``training_methods()``: ``eagle1``, ``hass``, ``eagle3``, ``mtp``, ``causal-lm``.
-        objective: overrides the method's own (``tv``: acceptance-aligned); see ``objective_named``.
-        unroll_steps: of training-time test, or an MTP head's modules; None takes the method's own.
-        later_share: share of the entries that the unroll goes on with after its first step; less is faster.
-        inputs: what an entry reads (the EAGLE paper's ablation).
-        taps: the target's hidden states that the net reads, of methods that read others than the last; None takes the
-            method's own.
-        draft_vocab_size: of EAGLE-3's own head; None is the whole vocabulary.
-        loss_vocab_size: of a net that uses the target's LM head: losses look at so many tokens, the most frequent ones,
-            which is faster; None is all.
+        method: one of ``training_methods()``, such as ``eagle3``, ``mtp`` or ``causal-lm``.
+        objective: overrides the method's (``tv``: acceptance-aligned); see ``objective_named``.
+        unroll_steps: of training-time test, or an MTP head's modules; None for the method's number.
+        later_share: share of the entries that the unroll continues after its first step; less is faster.
+        inputs: of an entry (the EAGLE paper's ablation).
+        taps: the target's hidden states that the net reads, for methods that read more than the last; None for the
+            method's choice.
+        draft_vocab_size: of EAGLE-3's own head; None for the whole vocabulary.
+        loss_vocab_size: for nets that use the target's LM head: losses look at this number of the most frequent
+            tokens, which is faster; None for all.
         fc_norm, norm_output: EAGLE-3.1.
-        num_layers: of nets that may have more or fewer layers; None takes the kind's own number (of a new draft model,
-            a quarter of the target's).
-        hidden_size, num_heads: of a new draft model; None takes half the target's width, and heads of 64.
-        own_text: share of the batches of a draft model whose text it goes on with itself, as it stands then.
-        max_length: tokens of a window or dialogue. ``tokens_per_batch``: of an update's micro-batch.
+        num_layers: None for the method's number (for a new draft model, a quarter of the target's).
+        hidden_size, num_heads: of a new draft model; None for half the target's width, and heads of 64.
+        own_text: share of a draft model's batches that it continues itself with its present weights.
+        max_length: tokens of a window or dialogue.
+        tokens_per_batch: of a micro-batch.
         accumulation: micro-batches of one update.
-        iterations: updates; or ``minutes`` of wall time, from which they are reckoned once the speed is known.
+        iterations: updates; or ``minutes`` of wall time, from which they are estimated once the speed is known.
         optimizer: ``adamw``, or ``muon`` for the matrices with AdamW for the rest.
-        lr: the peak; None is 1e-3 (Muon's matrices take 20 times it). Cosine to 2% of it.
-        warmup: share of the run. ``clip``: norm of the gradient (adamw).
-        ema: decay of an average of the weights, which is what is then saved; 0 is off.
+        lr: the peak, followed by a cosine to 2% of it; None for 1e-3 (Muon's matrices use 20 times it).
+        warmup: share of the run.
+        clip: norm of the gradient (adamw).
+        ema: decay of an average of the weights, which is then what is saved; 0 for none.
         precision: ``bf16`` autocast, or ``no``.
         validation_share: of the data, held out.
         eval_every, save_every: iterations.
-        eval_prompts, eval_tokens, eval_depth: for tau, measured by decoding greedily with chains.
-        data_share: train on this share of the data alone.
-        keep_prompts: held-out prompts that are written beside the head, to try it on.
+        eval_prompts, eval_tokens, eval_depth: to measure tau, by decoding greedily with chains.
+        data_share: train on this share of the data only.
+        keep_prompts: number of held-out prompts to write into the head's folder, to try it on.
 
     Raises:
-        ConfigError: values that cannot be meant.
+        ConfigError: a value outside its range, or options that do not go together.
     """
 
     method: str = "eagle3"
@@ -129,57 +130,49 @@ class TrainOptions:
             (0 <= self.keep_prompts <= 32, "keep_prompts", "from 0 to 32"),
             (self.seed >= 0, "seed", "0 or more"),
         )
-        for good, name, wanted in checks:
-            if not good:
-                raise ConfigError(f"training: {name} must be {wanted}, found {getattr(self, name)!r}")
+        for is_valid, name, allowed in checks:
+            if not is_valid:
+                raise ConfigError(f"training: {name} must be {allowed}, found {getattr(self, name)!r}")
         if self.objective is not None:
             objective_named(self.objective)
         if (self.iterations is None) == (self.minutes is None):
             raise ConfigError("training: give either iterations or minutes")
-        usual = {each.name: each.default for each in dataclasses.fields(self)}
-        for name in NET_SETTINGS:
-            if name not in self.kind.settings and getattr(self, name) != usual[name]:
-                others = [way for way in training_methods() if name in training_method(way)[0].settings]
+        for field in dataclasses.fields(self):
+            name = field.name
+            if name in NET_SETTINGS and name not in self.net_method.settings and getattr(self, name) != field.default:
+                owners = [other for other in training_methods() if name in training_method(other)[0].settings]
                 raise ConfigError(
-                    f"training: {name} belongs to {', '.join(others)}, found method {self.method!r}: leave it out"
+                    f"training: {name} belongs to {', '.join(owners)}, found method {self.method!r}: leave it out"
                 )
 
     @property
-    def kind(self) -> NetMethod:
-        """What is trained."""
+    def net_method(self) -> NetMethod:
+        """The draft method whose net is trained."""
         return training_method(self.method)[0]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options that shape this kind's nets."""
-        return {name: getattr(self, name) for name in self.kind.settings}
+        """The options that shape this method's nets."""
+        return {name: getattr(self, name) for name in self.net_method.settings}
 
     @property
     def recipe(self) -> Recipe:
-        """The method with what was overridden."""
-        found = training_method(self.method)[1]
-        objective = self.objective or found.objective
+        usual = training_method(self.method)[1]
+        objective = self.objective or usual.objective
         return Recipe(
             objective_named(objective) if isinstance(objective, str) else objective,
-            self.unroll_steps or found.unroll_steps,
-            found.noise,
+            self.unroll_steps or usual.unroll_steps,
+            usual.noise,
         )
 
-    @property
-    def peak_lr(self) -> float:
-        """Of AdamW's parameters. More, and Muon forgets how a net starts before it has learnt something better."""
-        return self.lr or 1e-3
-
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return {**dataclasses.asdict(self), "taps": None if self.taps is None else list(self.taps)}
 
     def check_resumes(self, saved: dict[str, Any], where: str) -> None:
-        """Raise ConfigError unless a run saved with ``saved`` may go on with these; how often it reports may change."""
-        free = {"eval_every", "save_every", "eval_prompts", "eval_tokens", "eval_depth", "keep_prompts"}
+        """Raise ConfigError if a run saved with other options cannot continue with these; ``REPORTING`` may change."""
         for name, value in self.to_dict().items():
-            if name not in free and saved.get(name, value) != value:
+            if name not in REPORTING and saved.get(name, value) != value:
                 raise ConfigError(
                     f"{where} holds a run with {name} {saved[name]!r}, and this one has {value!r}: choose "
-                    f"another --out, or give what that run had to go on with it"
+                    f"another --out, or give what that run had to continue it"
                 )

@@ -1,11 +1,10 @@
-"""A training run from names to a head: load the target and the data, make the net, train, draw the curves."""
+"""A training run from names to a head: load the target and the data, make the net, and train it."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,37 +13,37 @@ from typing import Any
 
 import torch
 
-from draftwing.decode import Decoder
-from draftwing.engine import Engine
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.card import write_card, write_stored
 from draftwing.formats.identity import chat_template_hash, head_id, target_id
 from draftwing.lab.forecast import FILE, HeldOut, collect, fitting
 from draftwing.lab.machine import describe_machine
 from draftwing.loading import load_target
-from draftwing.methods.base import Budget, Drafter
+from draftwing.methods.method import NewNet
 from draftwing.methods.net import DraftNet, TargetId
-from draftwing.methods.registry import method_of_net
+from draftwing.methods.registry import method_of_folder, method_of_net
 from draftwing.models.catalogue import default_model
+from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.resolve import resolve
 from draftwing.models.target import Target
-from draftwing.sampling import Sampling
-from draftwing.stats import Stats
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.begin import net_of_head, new_net, training_before
-from draftwing.train.calibrate import fit_calibration
-from draftwing.train.curves import read_metrics
-from draftwing.train.data import Batches, Corpus, DraftVocabulary, coverage_of, held_out, read_examples, split
-from draftwing.train.feature_cache import CachedFeatures, CacheInfo, FeatureCache
-from draftwing.train.features import FeatureSource, OnlineFeatures, OwnText
-from draftwing.train.held_out import held_out_prompts
-from draftwing.train.loss import Teacher, Truth, loss_of
+from draftwing.train.data import (
+    Batches,
+    Corpus,
+    OnProgress,
+    coverage_of,
+    draft_vocabulary,
+    held_out,
+    read_examples,
+    split,
+)
+from draftwing.train.evaluate import Evaluation, held_out_prompts, validation_prompts
+from draftwing.train.feature_cache import CachedFeatures, FeatureCache
+from draftwing.train.features import FeatureSource, OnlineFeatures, OnPolicyFeatures
 from draftwing.train.options import TrainOptions
-from draftwing.train.trainer import Progress, Trainer
+from draftwing.train.trainer import Progress, Trainer, read_metrics
 
-PROMPT_LENGTH = 128  # tokens of a document from which tau is measured
-VALIDATION_BATCHES = 4
-ENTRIES = 16384  # tokens on which a new net is solved before it is trained
+START_TOKENS = 16384  # on which a new net's weights are solved before it is trained
 
 
 @dataclass
@@ -69,7 +68,7 @@ class Session:
         return self.trainer.run()
 
     def describe(self) -> str:
-        """One line: what is trained, on what."""
+        """Return one line about the net and the data."""
         net, options = self.trainer.net, self.trainer.options
         millions = sum(p.numel() for p in net.parameters()) / 1e6
         vocabulary = f"{net.num_draft_tokens} of {net.config.vocab_size} tokens"
@@ -79,55 +78,47 @@ class Session:
             f"{self.validation.num_tokens:,} held out"
         )
 
-    def collect_held_out(self, num_prompts: int, on_progress: Callable[[int, int], None] | None = None) -> Path | None:
-        """Collect the written head's held-out statistics, from which `draftwing predict` forecasts.
+    def collect_held_out(self, num_prompts: int, on_progress: OnProgress | None = None) -> Path | None:
+        """Collect the head's held-out statistics, from which `draftwing predict` forecasts.
 
         Args:
-            on_progress: called with (done, total) tokens.
+            on_progress: called with the tokens done and the total.
 
         Returns:
-            Their file, made now or before; None where no prompt is held out, or none is short enough.
+            Their file, which may exist before; None if no prompt is held out, or none is short enough.
         """
         folder, target = self.trainer.out / "head", self.target
-        with suppress(CheckpointError):  # there are none yet, or they are of other weights
+        with suppress(CheckpointError):  # no statistics yet, or of other weights
             HeldOut.read(folder)
             return folder / FILE
         prompts = fitting(validation_prompts(self.validation, num_prompts), target)
         if not prompts:
             return None
-        kind = self.trainer.options.kind
-        own = target_id(target, self.tokenizer)
-        net = kind.read(folder, target.embedding.plain().float(), target.head, own)
-        identity = head_id(folder)
-
-        def new_drafter() -> Drafter:
-            return kind.drafter(net, target, folder.name, identity)
-
+        method, identity = self.trainer.options.net_method, head_id(folder)
+        net = method.read(folder, target.embedding.plain().float(), target.head, target_id(target, self.tokenizer))
+        new_drafter = partial(method.drafter, net, target, folder.name, identity)
         return collect(target, new_drafter, identity, prompts, on_progress=on_progress).write(folder)
 
     def final_metrics(self) -> dict[str, Any]:
-        """The last evaluation's, and coverage."""
-        judged = [each for each in read_metrics(self.trainer.out) if "val_loss" in each]
-        last = judged[-1] if judged else {}
-        return {
-            "coverage": self.coverage,
-            **{name: last[name] for name in ("val_loss", "tau", "alpha") if name in last},
-        }
+        """Return the coverage, and the results of the last evaluation."""
+        evaluations = [line for line in read_metrics(self.trainer.out) if "val_loss" in line]
+        last = evaluations[-1] if evaluations else {}
+        return {"coverage": self.coverage, **{key: last[key] for key in ("val_loss", "tau", "alpha") if key in last}}
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run reads.
+    """The inputs of a run.
 
     Attributes:
-        target: folder, name or hub id; None is the shipped one.
+        target: folder, name or hub id; None for the shipped one.
         data: files and folders, see ``read_examples``.
         exclude: a file of names to leave out of folders.
-        cache: from which the run then reads the target's features, and what it trains on. Where the cache held out
-            some of its data (``data cache``), that is read from ``data`` to evaluate; else the run holds out some of
-            the cache's rows, and needs no ``data``.
-        initial: a head to start from, in any layout; its shape and draft vocabulary are then this run's.
-        licence: of the head that comes of it, an SPDX identifier for its card; None where nothing is said.
+        cache: the run trains on its rows and reads the target's features from it. If it held out some of its data
+            (`data cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data``
+            may be empty.
+        initial: a head to start from, in any layout; the run has its shape and draft vocabulary.
+        licence: of the trained head, an SPDX identifier for its card; None if unknown.
     """
 
     target: str | Path | None
@@ -138,13 +129,6 @@ class RunFiles:
     licence: str | None = None
 
 
-def check_packages() -> None:
-    """Raise ConfigError if a package of the extra ``train`` is missing."""
-    for package in ("accelerate", "tensorboard", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"training needs the package {package}: run pip install 'draftwing[train]'")
-
-
 def prepare(
     files: RunFiles,
     options: TrainOptions,
@@ -152,125 +136,127 @@ def prepare(
     *,
     dtype: str = "bfloat16",
     device: str | None = None,
-    on_data: Callable[[int, int], None] | None = None,
+    on_data: OnProgress | None = None,
 ) -> Session:
-    """Load everything that a run needs.
+    """Load the target and the data, and make the net.
 
     Args:
         dtype: of the target.
-        on_data: called with bytes read and bytes in all.
+        on_data: called with the bytes read and the total.
 
     Raises:
-        ConfigError, CheckpointError, DataError, TokenizerError: what is wrong, and the fix.
-        UnsupportedError: an architecture whose shape is unknown here.
+        ConfigError, CheckpointError, DataError, TokenizerError: an input that cannot be used; or a package of the extra
+            ``train`` is missing.
+        UnsupportedError: an architecture with an unknown shape.
     """
-    check_packages()
+    for package in ("accelerate", "tensorboard", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"training needs the package {package}: run pip install 'draftwing[train]'")
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision=options.precision, cpu=device == "cpu")
     torch.manual_seed(options.seed)
     folder = resolve(files.target)
     tokenizer = Tokenizer(folder)
-    data = _read(files, options, tokenizer, on_data)
-    training, validation = data.training, data.validation
+    data = _read_data(files, options, tokenizer, on_data)
     name = str(files.target or default_model())
-    model = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
-    own = target_id(model, tokenizer)
-    if data.cached is not None:
-        data.cached.check(model, own)
-    net, coverage = _net_of(files.initial, folder, options, model, training, own)
-    teacher = _teacher_of(model, net, training, options)
-    source = _source_of(model, training, options, net.config.taps, data.cached)
+    target = load_target(folder, dtype=dtype, device=device, name=name, prepack=False)
+    identity = target_id(target, tokenizer)
+    if data.cache is not None:
+        data.cache.check(target, identity)
+    if files.initial is None:
+        net = _new_net(target, folder, options, data.training, identity)
+    else:
+        net = _net_of_head(files.initial, target, options, identity)
+    coverage = coverage_of(data.training, net.target_ids, target.vocab_size)
+    target_ids = net.target_ids
+    if options.loss_vocab_size is not None:
+        if net.head is not None:
+            raise ConfigError(
+                f"training: loss_vocab_size belongs to nets that use the target's LM head, and a net of method "
+                f"{options.method!r} trains its own: leave it out, or give draft_vocab_size"
+            )
+        target_ids = draft_vocabulary(data.training, target.vocab_size, options.loss_vocab_size, target.eos_ids)
+        target_ids = target_ids.to(target.device)
+    taps = net.config.taps
+    source = _features(target, data.training, options, taps, data.cache)
     if options.own_text:
         writer = method_of_net(net).as_target(net)
-        source = OwnText(source, model, net.config.taps, writer, options.own_text, options.seed)
+        source = OnPolicyFeatures(source, target, taps, writer, options.own_text, options.seed)
     if files.initial is None:
-        num_batches = -(-ENTRIES // options.tokens_per_batch)
-        method_of_net(net).start(net, model.head, (source.batch(number) for number in range(num_batches)))
+        num_batches = -(-START_TOKENS // options.tokens_per_batch)
+        method_of_net(net).start(net, target.head, (source.batch(number) for number in range(num_batches)))
+    evaluate = None
+    if data.validation.num_tokens:
+        held = _features(target, data.validation, options, taps, data.held_cache)
+        evaluate = Evaluation(target, data.validation, held, options)
     describe = {
         **{key: value for key, value in options.to_dict().items() if value is not None},
-        "tokens_in_data": training.num_tokens,
+        "tokens_in_data": data.training.num_tokens,
         "coverage": coverage,
         "chat_template": chat_template_hash(folder),
-        **_about_data(files, training, validation),
+        "data": [Path(source).name for source in files.data],  # without the folders
+        "num_dialogues": len(data.training.examples),
+        "tokens_held_out": data.validation.num_tokens,
+        **({} if files.licence is None else {"licence": files.licence}),
+        **({} if files.initial is None else {"initial": {"name": files.initial.name, **training_of(files.initial)}}),
         "machine": describe_machine(),
     }
-    evaluate = _evaluation(model, validation, options, net.config.taps, data.held)
-    trainer = Trainer(net, teacher, source, options, out, evaluate=evaluate, accelerator=accelerator, describe=describe)
+    trainer = Trainer(
+        net, target.head, target_ids, source, options, out,
+        evaluate=evaluate, accelerator=accelerator, describe=describe,
+    )  # fmt: skip
     if accelerator.is_main_process:
-        prompts = held_out_prompts(validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
-        trainer.on_saved = partial(_add_to_head, trainer, prompts)
-    return Session(trainer, model, tokenizer, training, validation, coverage)
+        prompts = held_out_prompts(data.validation, tokenizer, files.data, options.keep_prompts, exclude=files.exclude)
+
+        def add_to_head(head: Path) -> None:
+            write_stored(head, prompts)
+            write_card(head, seconds=trainer.seconds)  # not in the config, which equals that of an uninterrupted run
+
+        trainer.on_saved = add_to_head
+    return Session(trainer, target, tokenizer, data.training, data.validation, coverage)
 
 
-def _net_of(
-    initial: Path | None, folder: Path, options: TrainOptions, model: Target, training: Corpus, own: TargetId
-) -> tuple[DraftNet, float]:
-    """The net to train, and the share of the training tokens in its draft vocabulary."""
-    if initial is not None:
-        net = net_of_head(initial, model, options, own)
-        return net, coverage_of(training, net.target_ids, model.vocab_size)
-    wanted = options.draft_vocab_size or model.vocab_size
-    vocabulary = DraftVocabulary.build(training, model.vocab_size, wanted, always=model.eos_ids)
-    return new_net(model, folder, options, vocabulary, own), vocabulary.coverage
-
-
-def _teacher_of(model: Target, net: DraftNet, training: Corpus, options: TrainOptions) -> Teacher:
-    if options.loss_vocab_size is None:
-        return Teacher(model.head, net.target_ids)
-    if net.head is not None:
-        raise ConfigError(
-            f"training: loss_vocab_size belongs to nets that use the target's LM head, and a net of method "
-            f"{options.method!r} trains its own, all of it: leave it out, or give draft_vocab_size"
-        )
-    found = DraftVocabulary.build(training, model.vocab_size, options.loss_vocab_size, always=model.eos_ids)
-    return Teacher(model.head, found.target_ids.to(model.device))
-
-
-def _about_data(files: RunFiles, training: Corpus, validation: Corpus) -> dict[str, Any]:
-    """What a head's card says of its data: names, without the folders that they lay in."""
-    found: dict[str, Any] = {
-        "data": [Path(each).name for each in files.data],
-        "num_dialogues": len(training.examples),
-        "tokens_held_out": validation.num_tokens,
-    }
-    if files.licence is not None:
-        found["licence"] = files.licence
-    if files.initial is not None:
-        found["initial"] = {"name": files.initial.name, **training_before(files.initial)}
-    return found
-
-
-def _add_to_head(trainer: Trainer, prompts: Sequence[str], folder: Path) -> None:
-    """What lies beside a head that was written: prompts to try it on, and its card."""
-    write_stored(folder, prompts)
-    write_card(folder, seconds=trainer.seconds)  # not in the head: a resumed run's is to the bit an unbroken one's
+# --- data ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Data:
-    """What to train on and what is held out.
-
-    Attributes:
-        cached, held: the features of both, where a cache has them.
-    """
+    """Training and held-out data, with the caches of their features if there are any."""
 
     training: Corpus
     validation: Corpus
-    cached: FeatureCache | None = None
-    held: FeatureCache | None = None
+    cache: FeatureCache | None = None
+    held_cache: FeatureCache | None = None
 
 
-def _read(
-    files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: Callable[[int, int], None] | None
-) -> _Data:
+def _read_data(files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: OnProgress | None) -> _Data:
     if files.cache is None:
-        return _Data(*_read_data(files, options, tokenizer, on_data))
-    return _read_cached(FeatureCache(files.cache), files, options, tokenizer, on_data)
+        return _Data(*_read_sources(files, options, tokenizer, on_data))
+    cache = FeatureCache(files.cache)
+    info, held = cache.info, None
+    for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
+        stored, value = getattr(info, name), getattr(options, name)
+        if stored != value and not is_open:
+            raise ConfigError(
+                f"{cache.folder}: the cache was made with {name} {stored}, and this run has {value}: give it --"
+                f"{name.replace('_', '-')} {stored}, or make another cache"
+            )
+    if info.max_length is None:
+        cache = cache.cut(options.max_length)
+    if info.validation_share:
+        as_cached = dataclasses.replace(options, seed=info.seed, data_share=1.0)
+        _, validation = _read_sources(files, as_cached, tokenizer, on_data)
+    else:
+        cache, held = split_cache(cache, options.validation_share, options.seed)
+        validation = held.corpus
+    if options.data_share < 1:
+        _, cache = split_cache(cache, options.data_share, options.seed + 1)
+    return _Data(cache.corpus, validation, cache, held)
 
 
-def _read_data(
-    files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: Callable[[int, int], None] | None
+def _read_sources(
+    files: RunFiles, options: TrainOptions, tokenizer: Tokenizer, on_data: OnProgress | None
 ) -> tuple[Corpus, Corpus]:
     corpus = read_examples(
         files.data, tokenizer, max_length=options.max_length, exclude=files.exclude, on_progress=on_data
@@ -281,116 +267,121 @@ def _read_data(
     return training, validation
 
 
-def _read_cached(
-    cached: FeatureCache,
-    files: RunFiles,
-    options: TrainOptions,
-    tokenizer: Tokenizer,
-    on_data: Callable[[int, int], None] | None,
-) -> _Data:
-    """Rows to train on; what is held out is data, where the cache held it out, or else rows too."""
-    info = cached.info
-    _check_cached(info, options, cached.folder)
-    if info.max_length is None:
-        cached = cached.cut(options.max_length)
-    held = None
-    if info.validation_share:
-        as_then = dataclasses.replace(options, seed=info.seed, data_share=1.0)
-        _, validation = _read_data(files, as_then, tokenizer, on_data)
-    else:
-        cached, held = split_cache(cached, options.validation_share, options.seed)
-        validation = held.corpus
-    if options.data_share < 1:
-        ids = [row.ids for row in cached.corpus.examples]
-        cached = cached.part(held_out(ids, options.data_share, options.seed + 1))
-    return _Data(cached.corpus, validation, cached, held)
+def split_cache(cache: FeatureCache, share: float, seed: int) -> tuple[FeatureCache, FeatureCache]:
+    """Split a cache's rows into training and held-out rows, like ``data.split``."""
+    held = held_out([row.ids for row in cache.corpus.examples], share, seed)
+    return cache.part(~held), cache.part(held)
 
 
-def split_cache(cached: FeatureCache, share: float, seed: int) -> tuple[FeatureCache, FeatureCache]:
-    """What is trained on, and what is held out: the same for a cache, whoever asks."""
-    held = held_out([row.ids for row in cached.corpus.examples], share, seed)
-    return cached.part(~held), cached.part(held)
-
-
-def _source_of(
-    model: Target, training: Corpus, options: TrainOptions, taps: tuple[int, ...], cached: FeatureCache | None
+def _features(
+    target: Target, corpus: Corpus, options: TrainOptions, taps: tuple[int, ...], cache: FeatureCache | None
 ) -> FeatureSource:
-    if cached is None:
-        batches = Batches(training, options.tokens_per_batch, options.max_length, options.seed)
-        return OnlineFeatures(model, batches, taps)
-    return CachedFeatures(cached, taps, options.tokens_per_batch, options.seed, device=model.device, dtype=model.dtype)
+    tokens, seed = options.tokens_per_batch, options.seed
+    if cache is None:
+        return OnlineFeatures(target, Batches(corpus, tokens, options.max_length, seed), taps)
+    return CachedFeatures(cache, taps, tokens, seed, device=target.device, dtype=target.dtype)
 
 
-def _check_cached(info: CacheInfo, options: TrainOptions, where: Path) -> None:
-    """A run must cut its rows and hold out its data as the cache did that it reads; what that left open is free."""
-    for name, is_open in (("max_length", info.max_length is None), ("validation_share", not info.validation_share)):
-        kept, wanted = getattr(info, name), getattr(options, name)
-        if kept != wanted and not is_open:
+# --- the net ---------------------------------------------------------------------------------------------------------
+
+
+def _new_net(target: Target, folder: Path, options: TrainOptions, training: Corpus, identity: TargetId) -> DraftNet:
+    """Make a net with random weights in float32, of the target's own shape."""
+    size = options.draft_vocab_size or target.vocab_size
+    target_ids = draft_vocabulary(training, target.vocab_size, size, target.eos_ids)
+    shape = _target_shape(target, folder)
+    net: DraftNet = options.net_method.new(
+        NewNet(
+            like=shape,
+            taps=_taps(options, shape.num_layers),
+            target=identity,
+            embedding=target.embedding.plain().float(),
+            head=target.head,
+            target_ids=None if len(target_ids) == target.vocab_size else target_ids.to(target.device),
+            settings=options.settings,
+            folder=folder,
+        )
+    )
+    return net
+
+
+def _taps(options: TrainOptions, num_layers: int) -> tuple[int, ...]:
+    usual, taps = options.net_method.taps(num_layers), options.taps
+    if taps is None:
+        return usual
+    if usual in ((), (num_layers,)):
+        reads = "the last hidden state" if usual else "no hidden states"
+        raise ConfigError(f"training: a net of method {options.method!r} reads {reads}: leave out taps")
+    if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= num_layers:
+        raise ConfigError(
+            f"training: taps must be different numbers from 0 to {num_layers}, in order, found {list(taps)}: {usual} "
+            f"are usual"
+        )
+    return taps
+
+
+def _target_shape(target: Target, folder: Path) -> ModelConfig:
+    """Return the target's shape; for architectures that the lean decoder does not have, a Llama of their size."""
+    config, where = read_config(folder), str(folder / "config.json")
+    try:
+        return dataclasses.replace(ModelConfig.from_hf(config, where), vocab_size=target.vocab_size)
+    except UnsupportedError:
+        heads = config.get("num_attention_heads") or config.get("n_head")
+        if not isinstance(heads, int) or target.hidden_size % heads:
+            raise
+        llama = {
+            "model_type": "llama",
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "intermediate_size": config.get("intermediate_size") or 4 * target.hidden_size,
+            "num_hidden_layers": target.num_layers,
+            "num_attention_heads": heads,
+            "max_position_embeddings": min(target.max_length, 1 << 17),
+        }
+        return ModelConfig.from_hf(llama, where)
+
+
+def _net_of_head(folder: Path, target: Target, options: TrainOptions, identity: TargetId) -> DraftNet:
+    """Read the head that the run starts from; options that shape a net must agree with it."""
+    method = method_of_folder(folder)
+    if method is not options.net_method:
+        raise ConfigError(
+            f"{folder} holds a draft of kind {method.name!r}, and method {options.method!r} trains another: start from "
+            f"another head, from nothing, or choose another method"
+        )
+    net: DraftNet = options.net_method.read(folder, target.embedding.plain().float(), target.head, identity)
+    for name in ("num_layers", "hidden_size", "num_heads"):
+        if getattr(options, name) is not None:
             raise ConfigError(
-                f"{where}: the cache was made with {name} {kept}, and this run has {wanted}: give it --"
-                f"{name.replace('_', '-')} {kept}, or make another cache"
+                f"training: {name} shapes a new model, and this run starts from {folder}, which has its own: leave it "
+                f"out, or start from nothing"
             )
+    options_and_net: dict[str, tuple[Any, Any]] = {"taps": (options.taps, tuple(net.config.taps))}
+    if "inputs" in options.settings:
+        options_and_net["inputs"] = options.inputs, net.config.inputs
+    options_and_net["draft_vocab_size"] = options.draft_vocab_size, net.num_draft_tokens
+    for name, (value, of_net) in options_and_net.items():
+        if value and value != of_net:
+            raise ConfigError(
+                f"{folder} is a head with {name} {of_net!r}, and this run has {value!r}: start from another head, from "
+                f"nothing, or drop the option"
+            )
+    return net
 
 
-# --- evaluation ------------------------------------------------------------------------------------------------------
+def training_of(folder: Path) -> dict[str, int]:
+    """Return the updates of a head's training, and the tokens that it and the heads before it have seen.
 
-
-def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
-    """Prompts cut from held-out data: dialogues up to their first answer, documents after ``PROMPT_LENGTH`` tokens."""
-    prompts = [ids[: int(e.mask.argmax())].tolist() for e in corpus.examples for ids in [e.ids] if e.mask.argmax() > 1]
-    room = len(corpus.stream) - PROMPT_LENGTH
-    if room > 0:
-        # Even steps through the stream, so that a run with more prompts sees other places too.
-        starts = [int(room * (i + 0.5) / max(num, 1)) for i in range(num)]
-        prompts += [[*corpus.prefix, *corpus.stream[at : at + PROMPT_LENGTH].tolist()] for at in starts]
-    step = max(1, len(prompts) // max(num, 1))
-    return prompts[::step][:num]
-
-
-@torch.inference_mode()
-def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
-    """Decode greedily with the net as it stands, all prompts in one batch."""
-    engine = Engine(Decoder(target, method_of_net(net).drafter(net, target, "", ""), budget=budget))
-    for prompt in prompts:
-        engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
-    return Stats.of(engine.steps())
-
-
-def _evaluation(
-    model: Target, validation: Corpus, options: TrainOptions, taps: tuple[int, ...], held: FeatureCache | None
-) -> Callable[[DraftNet], dict[str, Any]] | None:
-    """What judges a net; None where nothing was held out. Features come from the cache where that has them."""
-    if not validation.num_tokens:
-        return None
-    return partial(_evaluate, model, validation, _source_of(model, validation, options, taps, held), options)
-
-
-def _evaluate(
-    target: Target, validation: Corpus, source: FeatureSource, options: TrainOptions, net: DraftNet
-) -> dict[str, Any]:
-    """Loss and agreement on held-out data, tau through the real decoder; the net's calibration is fitted too."""
-    began = time.perf_counter()
-    recipe = options.recipe
-    scorer = loss_of(net, recipe.objective, recipe.unroll_steps).eval()
-    wide = torch.promote_types(net.dtype, torch.float32)
-    loss = torch.zeros(recipe.unroll_steps)
-    count, agreed = torch.zeros_like(loss), torch.zeros_like(loss)
-    batches = [source.batch(number) for number in range(min(VALIDATION_BATCHES, source.num_batches_per_epoch))]
-    for found in batches:
-        sums = scorer(found, Truth.of(found, target.head, net.target_ids, wide), agreement=True)
-        loss += torch.tensor([float(s.loss) for s in sums])
-        count += torch.tensor([float(s.count) for s in sums])
-        agreed += torch.tensor([float(s.agreed) for s in sums if s.agreed is not None])
-    if method_of_net(net).calibrates:
-        net.config = dataclasses.replace(net.config, calibration=fit_calibration(scorer, target.head, batches))
-    result: dict[str, Any] = {
-        **dataclasses.asdict(net.config.calibration),
-        "val_loss": float((loss / count.clamp(min=1)).sum()),
-        "val_agreement": (agreed / count.clamp(min=1)).tolist(),
-    }
-    prompts = validation_prompts(validation, options.eval_prompts)
-    prompts = [prompt for prompt in prompts if len(prompt) + options.eval_tokens < target.max_length]
-    if prompts:
-        stats = measure_tau(target, net, prompts, Budget(options.eval_depth), options.eval_tokens)
-        result |= {"tau": stats.tau, "alpha": stats.alpha}
-    return {**result, "eval_seconds": time.perf_counter() - began}
+    Empty if the head does not store them, like those of other projects.
+    """
+    match read_config(folder).get("draftwing"):
+        case {
+            "training": {
+                "iterations": int(updates), "tokens_per_batch": int(tokens), "accumulation": int(batches), **training
+            }
+        }:  # fmt: skip
+            initial = training.get("initial")
+            before = initial.get("tokens_seen", 0) if isinstance(initial, dict) else 0
+            return {"iterations": updates, "tokens_seen": updates * tokens * batches + before}
+        case _:
+            return {}

@@ -1,10 +1,14 @@
-"""Every matrix learns in the units of what it reads.
+"""The training loop: batches by number, an unrolled loss, and checkpoints that survive a kill.
 
-A target's hidden states have a few channels a hundred times larger than the rest. An optimizer that moves all weights
-of a matrix alike (Muon makes all singular values of an update equal, Adam all its entries) moves what such a channel
-adds a hundred times as far. So matrices are trained as ``W' = W diag(s)``, where s is the root mean square of each
-input channel on the first batch, as if every input had size one: around an optimizer's step weights are multiplied by
-s, and gradients divided by it. s is a power of two, so nothing is rounded. Nets and files keep W.
+The next step of a run depends only on its checkpoint: the data on the number of the iteration, the noise on a seed made
+of it. A killed and resumed run therefore equals an uninterrupted one, bit for bit on one machine.
+
+Every matrix is trained in units of its inputs. A target's hidden states have a few channels a hundred times larger than
+the rest, and an optimizer that changes all weights of a matrix by the same amount (Muon makes all singular values of an
+update equal, Adam all its entries) changes the effect of such a channel a hundred times as much. So matrices are
+trained as ``W' = W diag(s)``, with s the root mean square of each input channel on the first batch, as if every input
+had size one: during an optimizer's step weights are multiplied by s, and gradients divided by it. s is a power of two,
+so nothing is rounded. Nets and files keep W.
 """
 
 from __future__ import annotations
@@ -29,19 +33,28 @@ from draftwing.errors import CheckpointError, NumericsError
 from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import DraftNet
 from draftwing.methods.registry import method_of_net
+from draftwing.models.linear import Linear
 from draftwing.train.checkpoint import locked, read_checkpoint, write_atomically, write_checkpoint, writing
-from draftwing.train.features import FeatureSource
-from draftwing.train.loss import Teacher, loss_of
+from draftwing.train.features import FeatureBatch, FeatureSource
+from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
-
-LEAST = 2.0**-10  # of a channel that is silent on the first batch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+METRICS = "metrics.jsonl"
+EVALUATED = ("iteration", "val_loss", "val_agreement", "tau", "alpha")  # metrics of an evaluation that heads store
+LEAST_SIZE = 2.0**-10  # of a channel that is 0 on the first batch
+UNPLANNED = 10**9  # iterations of a timed run until its speed is known
+WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is measured
+REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run after which the number of iterations is estimated again
 
-class _Inputs(TorchFunctionMode):
-    """Adds up the squares of what matrices are multiplied by."""
+
+# --- units of inputs -------------------------------------------------------------------------------------------------
+
+
+class _SquaredInputs(TorchFunctionMode):
+    """Sums up the squares of the inputs of matrices, by name."""
 
     def __init__(self, matrices: Mapping[int, str]) -> None:
         super().__init__()
@@ -60,24 +73,24 @@ class _Inputs(TorchFunctionMode):
 
 
 def input_sizes(net: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
-    """The root mean square of each input channel of each trained matrix, to the nearest power of two.
+    """Return the root mean square of each input channel of each trained matrix, rounded to a power of two.
 
     Args:
         run: calls the net on a batch.
 
     Returns:
-        (in,) by the parameter's name; of matrices that ``run`` does not multiply with, nothing.
+        (in,) by the parameter's name, for the matrices that ``run`` uses.
     """
     matrices = {id(p): name for name, p in net.named_parameters() if p.ndim == 2 and p.requires_grad}
-    with torch.no_grad(), _Inputs(matrices) as seen:
+    with torch.no_grad(), _SquaredInputs(matrices) as inputs:
         run()
-    means = {name: total / seen.counts[name] for name, total in seen.squares.items()}
-    return {name: mean.sqrt().clamp(min=LEAST).log2().round().exp2() for name, mean in means.items()}
+    means = {name: total / inputs.counts[name] for name, total in inputs.squares.items()}
+    return {name: mean.sqrt().clamp(min=LEAST_SIZE).log2().round().exp2() for name, mean in means.items()}
 
 
 @contextmanager
 def in_units(net: nn.Module, sizes: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it, weights and gradients are those of matrices that read inputs of size one."""
+    """In the block, weights and gradients are those of matrices whose inputs have size one."""
     with torch.no_grad():
         scaled = [(p, sizes[name].to(p.dtype)) for name, p in net.named_parameters() if name in sizes]
         for p, size in scaled:
@@ -91,25 +104,17 @@ def in_units(net: nn.Module, sizes: Mapping[str, Tensor]) -> Iterator[None]:
                 p.div_(size)
 
 
-# The training loop: batches by number, an unrolled loss, checkpoints that survive a kill, and tau as it will be used.
-#
-# What a run does next depends only on its checkpoint: the data by the iteration's number, the noise by a seed made of
-# it. A killed and resumed run therefore equals an unbroken one, bit for bit on one machine.
-
-
-METRICS = "metrics.jsonl"
-_JUDGED = ("iteration", "val_loss", "val_agreement", "tau", "alpha")  # what is said of an evaluation in the head
-WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is measured
-REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run at which the number of iterations is reckoned anew
+# --- the loop --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Progress:
-    """Where a run stands; ``metrics`` is the line that was just logged.
+    """The state of a run.
 
     Attributes:
-        iteration: updates done; ``iterations`` in all (an estimate while a timed run measures its speed).
-        metrics: loss, lr, tokens_per_s, ``agreement`` of each step, and after an evaluation ``val_*`` and ``tau``.
+        iteration: updates done; ``iterations`` in total (an estimate while a timed run measures its speed).
+        metrics: the line that was just logged: loss, lr, tokens_per_s, ``agreement`` of each step, and after an
+            evaluation ``val_*`` and ``tau``.
     """
 
     iteration: int
@@ -118,28 +123,31 @@ class Progress:
 
 
 class Trainer:
-    """Trains ``net``, and resumes from ``out`` where a checkpoint lies there.
+    """Trains ``net``, and resumes from the checkpoint in ``out`` if there is one.
 
     Args:
         net: to be trained, in float32 (or float64).
-        teacher: the target's LM head, and the tokens that losses look at.
+        head: the target's LM head, not prepacked.
+        target_ids: the tokens that losses look at, such as the net's draft vocabulary; None for all.
         source: batches with features.
         options: see ``TrainOptions``.
         out: folder of checkpoint, metrics and head.
-        evaluate: called with the net as it would be saved; returns metrics such as ``tau``. On the main process only.
+        evaluate: called on the main process with the net that would be saved; returns metrics such as ``tau``.
         accelerator: None makes one for ``options.precision``.
-        describe: what is written into the head about its training.
+        describe: stored in the head as a description of its training.
 
     Attributes:
-        on_progress: set it to be called after every iteration on the main process.
-        on_saved: set it to be called on the main process with the head's folder whenever the head was written.
-        stopping: set it (from a signal handler) to stop after the present iteration.
+        on_progress: if set, called after every iteration on the main process.
+        on_saved: if set, called on the main process with the head's folder whenever the head was written.
+        seconds: wall time of training in all sessions of the run.
+        stopping: set it to True to stop after the present iteration.
     """
 
     def __init__(
         self,
         net: DraftNet,
-        teacher: Teacher,
+        head: Linear,
+        target_ids: Tensor | None,
         source: FeatureSource,
         options: TrainOptions,
         out: Path,
@@ -148,40 +156,26 @@ class Trainer:
         accelerator: Accelerator | None = None,
         describe: dict[str, Any] | None = None,
     ) -> None:
-        self.net, self.source, self.options, self.out = net, source, options, out
         from accelerate import Accelerator
 
+        self.net, self.source, self.options, self.out = net, source, options, out
         self.accelerator = accelerator or Accelerator(mixed_precision=options.precision)
-        self._teacher, self._evaluate = teacher, evaluate
         self.on_progress: Callable[[Progress], None] | None = None
         self.on_saved: Callable[[Path], None] | None = None
-        self._judged: dict[str, Any] = {}  # the last evaluation's metrics
-        self._describe = describe or {}
-        recipe = options.recipe
-        self._loss = loss_of(
-            net, recipe.objective, recipe.unroll_steps, recipe.noise, options.later_share, teacher.target_ids
-        )
-        self._optimizers = _optimizers(net, options)
+        self.seconds, self.stopping = 0.0, False
+        self.iteration, self.iterations = 0, options.iterations or UNPLANNED
+        self._head, self.target_ids, self._evaluate, self._describe = head, target_ids, evaluate, describe or {}
+        self._evaluated: dict[str, Any] = {}  # the metrics of the last evaluation
+        self._loss = loss_of(net, *options.recipe, options.later_share, target_ids)
+        self._optimizers = make_optimizers(net, options)
         self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
-        prepared = self.accelerator.prepare(self._loss, *self._optimizers)
-        self._wrapped, self._prepared = prepared[0], list(prepared[1:])
+        self._wrapped, *self._prepared = self.accelerator.prepare(self._loss, *self._optimizers)
         self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
-        self._wide = torch.promote_types(net.dtype, torch.float32)
-        self.iteration, self.iterations = 0, options.iterations or 10**9
-        self._sizes: dict[str, Tensor] = {}  # of what each matrix reads
-        self._seconds = 0.0  # of training in all sessions, for timed runs
+        self._sizes: dict[str, Tensor] = {}  # of each matrix's inputs
         self._replanned = 0
-        self.stopping = False
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the run so far, in all its sessions."""
-        return self._seconds
-
-    # --- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Progress:
-        """Train to the end, or until ``stopping``; always leaves a checkpoint and a head behind.
+        """Train to the end, or until ``stopping``; always leave a checkpoint and a head behind.
 
         Raises:
             NumericsError: the loss is no longer finite.
@@ -196,22 +190,30 @@ class Trainer:
 
     def _run(self) -> Progress:
         self._resume()
-        self._sizes = self._sizes or self._measured()
+        if not self._sizes:  # of a whole batch, so that all processes find the same
+            batch = self.source.batch(0)
+            with self.accelerator.autocast():
+                self._sizes = input_sizes(self.net, partial(self._loss.eval(), batch, self._truth(batch)))
         progress, saved = Progress(self.iteration, self.iterations), self.iteration
         options, began = self.options, time.perf_counter()
-        while self.iteration < self.iterations and not self._everyone_stops():
+        while self.iteration < self.iterations and not self._must_stop():
             metrics = self._update()
             now = time.perf_counter()
-            self._seconds += now - began
+            self.seconds += now - began
             began = now
             self._plan()
-            last = self.iteration >= self.iterations
-            if self._evaluate is not None and (self.iteration % options.eval_every == 0 or last):
-                metrics |= self._evaluated()
-                self._judged = metrics
+            is_last = self.iteration >= self.iterations
+            if self._evaluate is not None and (self.iteration % options.eval_every == 0 or is_last):
+                if self.accelerator.is_main_process:
+                    self.net.eval()
+                    with self._averaged(), torch.no_grad():
+                        metrics |= self._evaluate(self.net)
+                self._evaluated = metrics
             progress = Progress(self.iteration, self.iterations, metrics)
             if self.accelerator.is_main_process:
-                self._log(metrics)  # before the checkpoint: lines that it lacks are dropped on resume, none are added
+                # Before the checkpoint: lines after a checkpoint are dropped on resume, missing ones are not added.
+                with writing(self.out / METRICS), (self.out / METRICS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(metrics) + "\n")
                 if self.on_progress is not None:
                     self.on_progress(progress)
             if self.iteration % options.save_every == 0:
@@ -222,7 +224,7 @@ class Trainer:
         return progress
 
     def save(self) -> None:
-        """Write the checkpoint, and the head as it stands."""
+        """Write the checkpoint and the head."""
         self.accelerator.wait_for_everyone()
         if not self.accelerator.is_main_process:
             return
@@ -232,7 +234,7 @@ class Trainer:
                 "options": self.options.to_dict(),
                 "iteration": self.iteration,
                 "iterations": self.iterations,
-                "seconds": self._seconds,
+                "seconds": self.seconds,
                 "replanned": self._replanned,
                 "net": self.net.state_dict(),
                 "calibration": dataclasses.asdict(self.net.config.calibration),
@@ -241,73 +243,70 @@ class Trainer:
                 "optimizers": [each.state_dict() for each in self._optimizers],
             },
         )
+        evaluated = {name: self._evaluated[name] for name in EVALUATED if name in self._evaluated}
+        training = {**self._describe, "iterations": self.iteration, **({"held_out": evaluated} if evaluated else {})}
         with self._averaged():
-            training = {**self._describe, "iterations": self.iteration}
-            judged = {name: self._judged[name] for name in _JUDGED if name in self._judged}
-            training |= {"held_out": judged} if judged else {}
             method_of_net(self.net).write(self.out / "head", self.net, training=training)
         if self.on_saved is not None:
             self.on_saved(self.out / "head")
 
     def _resume(self) -> None:
         state = read_checkpoint(self.out)
-        if state is None:
-            if self.accelerator.is_main_process:
-                self._drop_later_metrics()  # of a run that was killed before its first checkpoint
-            return
-        self.options.check_resumes(state["options"], str(self.out))
-        self.net.load_state_dict(state["net"])
-        calibration = Calibration(**state["calibration"])
-        self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        device = self.net.device
-        self._average = {name: each.to(device) for name, each in state["average"].items()}
-        self._sizes = {name: each.to(device) for name, each in state.get("input_sizes", {}).items()}
-        self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
-        self._seconds, self._replanned = state["seconds"], state["replanned"]
+        if state is not None:
+            self.options.check_resumes(state["options"], str(self.out))
+            self.net.load_state_dict(state["net"])
+            calibration = Calibration(**state["calibration"])
+            self.net.config = dataclasses.replace(self.net.config, calibration=calibration)
+            for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            device = self.net.device
+            self._average = {name: each.to(device) for name, each in state["average"].items()}
+            self._sizes = {name: each.to(device) for name, each in state.get("input_sizes", {}).items()}
+            self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
+            self.seconds, self._replanned = state["seconds"], state["replanned"]
         if self.accelerator.is_main_process:
             self._drop_later_metrics()
 
-    def _measured(self) -> dict[str, Tensor]:
-        """The sizes of what matrices read: of one batch whole, so that all processes find the same."""
-        found = self.source.batch(0)
-        with self.accelerator.autocast():
-            truth = self._teacher.truth(found, self._wide)
-            return input_sizes(self.net, partial(self._loss.eval(), found, truth))
+    def _drop_later_metrics(self) -> None:
+        """Remove iterations after the checkpoint, which a killed run may have logged."""
+        with writing(self.out / METRICS):
+            lines = [line for line in read_metrics(self.out) if line["iteration"] <= self.iteration]
+            if (self.out / METRICS).exists():
+                write_atomically(self.out / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+        self._evaluated = next((line for line in reversed(lines) if "val_loss" in line), {})
+
+    def _truth(self, batch: FeatureBatch) -> Truth:
+        return Truth.of(batch, self._head, self.target_ids, torch.promote_types(self.net.dtype, torch.float32))
 
     def _update(self) -> dict[str, Any]:
         options, accelerator = self.options, self.accelerator
-        began, tokens = time.perf_counter(), 0
-        rate = self._rate()
+        began, tokens, rate = time.perf_counter(), 0, self._rate()
         for optimizer, rates in zip(self._optimizers, self._base_rates, strict=True):
             for group, base in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = base * rate
-        watched = (self.iteration + 1) % 10 == 0 or self.iteration == 0
+        with_agreement = (self.iteration + 1) % 10 == 0 or self.iteration == 0
         self._wrapped.train()
         total = 0.0
-        agreement: list[float] = []
+        metrics: dict[str, Any] = {}
         for micro in range(options.accumulation):
             number = self.iteration * options.accumulation + micro
-            torch.manual_seed(_mixed(options.seed, number, accelerator.process_index))
-            found = self.source.batch(number, accelerator.process_index, accelerator.num_processes)
-            with accelerator.autocast():
-                truth = self._teacher.truth(found, self._wide)
-            last = micro + 1 == options.accumulation
-            with nullcontext() if last else accelerator.no_sync(self._wrapped):
+            torch.manual_seed(noise_seed(options.seed, number, accelerator.process_index))
+            batch = self.source.batch(number, accelerator.process_index, accelerator.num_processes)
+            is_last = micro + 1 == options.accumulation
+            with nullcontext() if is_last else accelerator.no_sync(self._wrapped):
                 with accelerator.autocast():
-                    sums = self._wrapped(found, truth, agreement=watched)
-                counts = self._everywhere(torch.tensor([float(s.count) for s in sums], device=self.net.device))
+                    sums = self._wrapped(batch, self._truth(batch), agreement=with_agreement)
+                counts = self._sum_over_processes(torch.tensor([float(s.count) for s in sums], device=self.net.device))
                 decay = self._loss.objective.decay
                 parts = [s.loss * (decay**i / max(float(counts[i]), 1.0)) for i, s in enumerate(sums)]
                 # Data-parallel wrappers average gradients over the processes; these are shares of one mean.
                 loss = torch.stack(parts).sum() * accelerator.num_processes / options.accumulation
                 accelerator.backward(loss)
-            total += float(self._everywhere(loss.detach() / accelerator.num_processes))
-            tokens += found.batch.ids.numel() * accelerator.num_processes
-            if watched:
-                agreed = self._everywhere(torch.stack([s.agreed for s in sums if s.agreed is not None]).float())
-                agreement = (agreed / counts.clamp(min=1)).tolist()
+            total += float(self._sum_over_processes(loss.detach() / accelerator.num_processes))
+            tokens += batch.batch.ids.numel() * accelerator.num_processes
+            if with_agreement:
+                agreed = torch.stack([s.agreed for s in sums if s.agreed is not None]).float()
+                metrics["agreement"] = (self._sum_over_processes(agreed) / counts.clamp(min=1)).tolist()
         if not math.isfinite(total):
             raise NumericsError(
                 f"the loss is {total} at iteration {self.iteration + 1}: lower --lr, or train with --precision no; the "
@@ -319,35 +318,31 @@ class Trainer:
             for optimizer in self._prepared:
                 optimizer.step()
                 optimizer.zero_grad()
-        self._update_average()
+        if options.ema:
+            with torch.no_grad():
+                for name, p in self.net.named_parameters():
+                    self._average[name].lerp_(p, 1 - options.ema)
         self.iteration += 1
-        seconds = time.perf_counter() - began
-        metrics = {
-            "iteration": self.iteration,
-            "loss": total,
-            "lr": self._base_rates[-1][0] * rate,
-            "tokens_per_s": tokens / seconds,
-        }
-        return {**metrics, "agreement": agreement} if agreement else metrics
+        speed = tokens / (time.perf_counter() - began)
+        lr = self._base_rates[-1][0] * rate
+        return {"iteration": self.iteration, "loss": total, "lr": lr, "tokens_per_s": speed, **metrics}
 
-    def _everywhere(self, value: Tensor) -> Tensor:
-        found: Tensor = self.accelerator.reduce(value, "sum") if self.accelerator.num_processes > 1 else value
-        return found
+    def _sum_over_processes(self, value: Tensor) -> Tensor:
+        result: Tensor = self.accelerator.reduce(value, "sum") if self.accelerator.num_processes > 1 else value
+        return result
 
-    def _everyone_stops(self) -> bool:
-        """Whether to stop here: as soon as one process was told to, since the others would wait for it forever."""
+    def _must_stop(self) -> bool:
+        """Return True as soon as one process is stopping, since the others would wait for it forever."""
         if self.accelerator.num_processes > 1:
-            told = torch.tensor(float(self.stopping), device=self.net.device)
-            self.stopping = bool(self._everywhere(told) > 0)
+            stopping = torch.tensor(float(self.stopping), device=self.net.device)
+            self.stopping = bool(self._sum_over_processes(stopping) > 0)
         return self.stopping
 
-    # --- its parts -------------------------------------------------------------------------------------------------
-
     def _rate(self) -> float:
-        """Share of the peak learning rate: linear warm-up, then a cosine to 2%."""
+        """Return the share of the peak learning rate: linear warm-up, then a cosine to 2%."""
         options = self.options
-        if options.minutes is not None and self.iterations >= 10**9:
-            return min(1.0, (self.iteration + 1) / 20)  # until the speed is known
+        if options.minutes is not None and self.iterations >= UNPLANNED:
+            return min(1.0, (self.iteration + 1) / 20)
         warm = max(1, round(options.warmup * self.iterations), min(20, self.iterations // 10))
         if self.iteration < warm:
             return (self.iteration + 1) / warm
@@ -355,86 +350,61 @@ class Trainer:
         return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * through))
 
     def _plan(self) -> None:
-        """For a timed run: how many iterations fit. The number is kept in checkpoints, so that a resumed run has it."""
+        """Estimate the number of iterations of a timed run. It is stored in checkpoints, for resumed runs."""
         minutes = self.options.minutes
         if minutes is None or self._replanned >= len(REPLAN) or self.iteration < 2 * WARM_UP_ITERATIONS:
             return
-        if self.accelerator.num_processes > 1:  # whose clocks differ: they must come to the same decision
-            seconds = torch.tensor(self._seconds, dtype=torch.float64, device=self.net.device)
-            self._seconds = float(self._everywhere(seconds)) / self.accelerator.num_processes
-        if self._seconds < REPLAN[self._replanned] * minutes * 60:
+        if self.accelerator.num_processes > 1:  # their clocks differ, and they must make the same decision
+            seconds = torch.tensor(self.seconds, dtype=torch.float64, device=self.net.device)
+            self.seconds = float(self._sum_over_processes(seconds)) / self.accelerator.num_processes
+        if self.seconds < REPLAN[self._replanned] * minutes * 60:
             return
         self._replanned += 1
-        each = self._seconds / self.iteration
-        self.iterations = self.iteration + max(1, int(max(0.0, minutes * 60 - self._seconds) / each))
+        per_iteration = self.seconds / self.iteration
+        self.iterations = self.iteration + max(1, int(max(0.0, minutes * 60 - self.seconds) / per_iteration))
 
-    def _evaluated(self) -> dict[str, Any]:
-        if self._evaluate is None or not self.accelerator.is_main_process:
-            return {}
-        self.net.eval()
-        with self._averaged(), torch.no_grad():
-            return self._evaluate(self.net)
-
-    def _update_average(self) -> None:
-        if self.options.ema:
-            with torch.no_grad():
-                for name, p in self.net.named_parameters():
-                    self._average[name].lerp_(p, 1 - self.options.ema)
-
-    def _averaged(self) -> _Swapped:
-        """Within it the net has its averaged weights."""
-        return _Swapped(self.net, self._average)
-
-    def _log(self, metrics: dict[str, Any]) -> None:
-        with writing(self.out / METRICS), (self.out / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
-
-    def _drop_later_metrics(self) -> None:
-        """A killed run may have logged iterations that its checkpoint does not have."""
-        file = self.out / METRICS
-        with writing(file):
-            if file.exists():
-                lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
-                kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-                write_atomically(file, "".join(line + "\n" for line in kept))
-                judged = [found for line in reversed(kept) if "val_loss" in (found := json.loads(line))][:1]
-                self._judged = judged[0] if judged else {}
-
-
-class _Swapped:
-    """Puts other weights into a net for a while."""
-
-    def __init__(self, net: nn.Module, weights: dict[str, Tensor]) -> None:
-        self._net, self._weights = net, weights
-
-    def __enter__(self) -> None:
-        self._swap()
-
-    def __exit__(self, *_: object) -> None:
-        self._swap()
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """In the block, the net has its averaged weights."""
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
 
     @torch.no_grad()
-    def _swap(self) -> None:
-        for name, p in self._net.named_parameters():
-            if name in self._weights:
-                own = p.detach().clone()
-                p.copy_(self._weights[name])
-                self._weights[name].copy_(own)
+    def _swap_average(self) -> None:
+        for name, p in self.net.named_parameters():
+            if name in self._average:
+                weights = p.detach().clone()
+                p.copy_(self._average[name])
+                self._average[name].copy_(weights)
 
 
-def _mixed(seed: int, number: int, rank: int) -> int:
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a run's metrics file; none if there is no file."""
+    file = out / METRICS
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def noise_seed(seed: int, number: int, rank: int) -> int:
+    """Return the seed of one micro-batch on one process."""
     return (seed * 1_000_003 + number) * 1_009 + rank
 
 
-def _optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
+def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
     """AdamW for everything; or Muon (Jordan et al. 2024) for the matrices between hidden states, AdamW for the rest."""
-    lr = options.peak_lr
+    lr = options.lr or 1e-3  # with a higher default, Muon forgets a net's start before it has learnt something better
     trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    if options.optimizer == "adamw":
-        return [torch.optim.AdamW([p for _, p in trained], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
-    # What maps from or to tokens is none of them: its rows are used one at a time.
-    outer = ("head", "embedding")
-    inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(outer)]
-    rest = [p for name, p in trained if p.ndim != 2 or name.startswith(outer)]
-    muon = torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0)
-    return [muon, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)] if rest else [muon]
+    inner = []
+    if options.optimizer == "muon":  # not for matrices from or to tokens, of which single rows are used
+        inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(("head", "embedding"))]
+    inner_ids = set(map(id, inner))
+    rest = [p for _, p in trained if id(p) not in inner_ids]
+    optimizers: list[torch.optim.Optimizer] = []
+    if inner:
+        optimizers.append(torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0))
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    return optimizers

@@ -1,0 +1,237 @@
+"""Held-out data: loss, agreement and tau of a net, its calibration, and prompts that are stored with its head."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.decode import Decoder
+from draftwing.engine import Engine
+from draftwing.formats.card import line_of
+from draftwing.methods.base import Budget
+from draftwing.methods.calibration import NUM_COMPARED, Calibration
+from draftwing.methods.net import DraftNet
+from draftwing.methods.registry import method_of_net
+from draftwing.models.linear import Linear
+from draftwing.models.target import Target
+from draftwing.sampling import Sampling
+from draftwing.stats import Stats
+from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data import Corpus, DialogueEncoder, find_files, read_files
+from draftwing.train.features import FeatureBatch, FeatureSource
+from draftwing.train.loss import Scorer, Truth, loss_of
+from draftwing.train.options import TrainOptions
+
+T = TypeVar("T")
+
+PROMPT_TOKENS = 128  # of a document, from which tau is measured
+VALIDATION_BATCHES = 4
+# Calibration.
+MAX_ROWS = 4096  # positions that are drawn for one fit
+SCALES = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)  # candidates
+MIN_GAIN = 1.01  # first guesses that a scale must make right, relative to none: a smaller gain may be chance
+# Prompts that are stored with the head.
+BEGINNING_TOKENS = 64  # of a document
+BEGINNING_DISTANCE = 2048  # tokens between two beginnings in one long document
+CANDIDATES = 4  # looked at for each stored prompt, since long ones are left out
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def validation_prompts(corpus: Corpus, num: int) -> list[list[int]]:
+    """Cut up to ``num`` prompts from held-out data: dialogues up to their first answer, and parts of documents."""
+    prompts = [ids[: int(e.mask.argmax())].tolist() for e in corpus.examples for ids in [e.ids] if e.mask.argmax() > 1]
+    room = len(corpus.stream) - PROMPT_TOKENS
+    if room > 0:
+        starts = [int(room * (i + 0.5) / max(num, 1)) for i in range(num)]
+        prompts += [[*corpus.prefix, *corpus.stream[at : at + PROMPT_TOKENS].tolist()] for at in starts]
+    step = max(1, len(prompts) // max(num, 1))
+    return prompts[::step][:num]
+
+
+@torch.inference_mode()
+def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]], budget: Budget, tokens: int) -> Stats:
+    """Decode greedily with a net in training, all prompts in one batch."""
+    engine = Engine(Decoder(target, method_of_net(net).drafter(net, target), budget=budget))
+    for prompt in prompts:
+        engine.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True))
+    return Stats.of(engine.steps())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates nets on held-out data.
+
+    Attributes:
+        target: the model to draft for.
+        validation: the data that prompts are cut from.
+        source: its features.
+        options: of the run.
+    """
+
+    target: Target
+    validation: Corpus
+    source: FeatureSource
+    options: TrainOptions
+
+    def __call__(self, net: DraftNet) -> dict[str, Any]:
+        """Measure loss and agreement, calibrate the net, and measure tau with the decoder."""
+        began, options, (objective, num_steps, _) = time.perf_counter(), self.options, self.options.recipe
+        scorer = loss_of(net, objective, num_steps).eval()
+        dtype = torch.promote_types(net.dtype, torch.float32)
+        loss, count, agreed = torch.zeros(3, num_steps)
+        numbers = range(min(VALIDATION_BATCHES, self.source.num_batches_per_epoch))
+        batches = [self.source.batch(number) for number in numbers]
+        for batch in batches:
+            sums = scorer(batch, Truth.of(batch, self.target.head, net.target_ids, dtype), agreement=True)
+            loss += torch.tensor([float(s.loss) for s in sums])
+            count += torch.tensor([float(s.count) for s in sums])
+            agreed += torch.tensor([float(s.agreed) for s in sums])
+        if method_of_net(net).calibrates:
+            calibration = fit_calibration(partial(draw_guesses, scorer, self.target.head, batches))
+            net.config = dataclasses.replace(net.config, calibration=calibration)
+        result: dict[str, Any] = {
+            **dataclasses.asdict(net.config.calibration),
+            "val_loss": float((loss / count.clamp(min=1)).sum()),
+            "val_agreement": (agreed / count.clamp(min=1)).tolist(),
+        }
+        prompts = validation_prompts(self.validation, options.eval_prompts)
+        prompts = [prompt for prompt in prompts if len(prompt) + options.eval_tokens < self.target.max_length]
+        if prompts:
+            stats = measure_tau(self.target, net, prompts, Budget(options.eval_depth), options.eval_tokens)
+            result |= {"tau": stats.tau, "alpha": stats.alpha}
+        return {**result, "eval_seconds": time.perf_counter() - began}
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fit_calibration(draws: Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]) -> Calibration:
+    """Fit the scale of log q at temperature 1 first, then the probabilities under it.
+
+    Args:
+        draws: returns the same parts every time: (R, V) log q, (R, V) noise, and (R,) the target's token under the
+            noise, which target and draft share while sampling.
+    """
+    right = torch.zeros(len(SCALES))
+    for log_q, noise, drawn in draws():
+        right += torch.stack([((scale * log_q + noise).argmax(-1) == drawn).sum().cpu() for scale in SCALES])
+    best = int(right.argmax())
+    scale = SCALES[best] if right[best] > MIN_GAIN * right[0] else SCALES[0]
+    rivals, hits = [], []
+    for log_q, noise, drawn in draws():
+        ranked = (scale * log_q + noise).topk(min(NUM_COMPARED, log_q.shape[-1]), dim=-1)
+        same = ranked.indices == drawn[:, None]
+        rivals.append(ranked.values.cpu())
+        hits.append(torch.where(same.any(-1), same.float().argmax(-1), -1).cpu())
+    return Calibration.fit(torch.cat(rivals), torch.cat(hits), scale)
+
+
+@torch.no_grad()
+def draw_guesses(
+    scorer: Scorer, head: Linear, batches: Sequence[FeatureBatch], num_steps: int = 2
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the draws of ``fit_calibration``, of the first ``num_steps`` tokens drafted after random positions.
+
+    Args:
+        scorer: the loss of a net in float32.
+        head: the target's.
+        batches: held-out text.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for batch in batches:
+        logits = batch.logits_of(head)
+        truth = Truth.of(batch, head, scorer.net.target_ids, torch.float32)
+        for step in scorer.steps(batch, num_steps):
+            entries, where = truth.rows(step.index, step.entries)
+            chosen = torch.randperm(len(entries), generator=generator)[: MAX_ROWS // (num_steps * len(batches))]
+            entries, where = entries[chosen.to(entries.device)], where[chosen.to(where.device)]
+            log_q = scorer.logits(step.index, step.read[entries]).float().log_softmax(-1)
+            log_p = logits.flatten(0, 1)[where].float().log_softmax(-1)
+            uniform = torch.rand(log_q.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
+            noise = -(-uniform.log()).log().float().to(log_q.device)
+            yield log_q, noise, (log_p + noise).argmax(-1)
+
+
+# --- prompts for the head's folder -----------------------------------------------------------------------------------
+
+
+def held_out_prompts(
+    validation: Corpus, tokenizer: Tokenizer, sources: Sequence[str | Path], num: int, *, exclude: Path | None = None
+) -> list[str]:
+    """Return up to ``num`` prompts of the held-out data, spread evenly over it, each a line for ``heads.prompts``.
+
+    A dialogue's prompt is everything before its first answer, a document's its beginning. Prompts that are too long to
+    be stored are left out. Dialogues are read from their files again, since a corpus only has ids.
+
+    Args:
+        sources, exclude: of the corpus; without sources, dialogues are given as their template renders them.
+
+    Raises:
+        DataError: a source can no longer be read.
+    """
+    wanted = _spread([e for e in validation.examples if e.where or not sources], CANDIDATES * num)
+    dialogues: list[str | None]
+    if sources:
+        ids = {example.where: example.ids for example in wanted}
+        lines = dict(_read_questions(ids, DialogueEncoder(tokenizer, max_length=2**30), sources, exclude))
+        dialogues = [lines.get(where) for where in ids]
+    else:
+        dialogues = [_rendered(e.ids[: int(e.mask.argmax())].tolist(), tokenizer) for e in wanted]
+    bounds = itertools.pairwise([*validation.starts.tolist(), len(validation.stream)])
+    starts = [
+        at for start, end in bounds for at in range(start, end, BEGINNING_DISTANCE) if end - at >= BEGINNING_TOKENS
+    ]
+    documents: list[str | None] = []
+    for start in _spread(starts, CANDIDATES * num):
+        text = tokenizer.decode(validation.stream[start : start + BEGINNING_TOKENS].tolist())
+        text = text.rstrip("\ufffd")  # a part of a character
+        documents.append(line_of({"text": text}) if text.strip() else None)
+    questions, beginnings = ([line for line in dict.fromkeys(lines) if line] for lines in (dialogues, documents))
+    if questions and beginnings:  # half of each, or as many as there are
+        beginnings = _spread(beginnings, max(num // 2, num - len(questions)))
+        questions = _spread(questions, num - len(beginnings))
+    return [*_spread(questions, num), *_spread(beginnings, num)]
+
+
+def _read_questions(
+    wanted: dict[str, np.ndarray], encoder: DialogueEncoder, sources: Sequence[str | Path], exclude: Path | None
+) -> Iterator[tuple[str, str | None]]:
+    """Find dialogues by file, line and ids; yield each place and the line of the messages before the first answer."""
+    left = dict(wanted)
+    for record in read_files(find_files(sources, exclude), None) if wanted else ():
+        ids = left.get(record.where)
+        # Files in two folders may have the same name.
+        if ids is None or not any(np.array_equal(e.ids[: len(ids)], ids) for e in encoder.encode([record])):
+            continue
+        turn = [message["role"] for message in record.messages].index("assistant", 1)
+        messages = [{key: message[key] for key in ("role", "content")} for message in record.messages[:turn]]
+        yield record.where, line_of({"messages": messages})
+        del left[record.where]
+        if not left:
+            return
+
+
+def _rendered(ids: list[int], tokenizer: Tokenizer) -> str | None:
+    """Return the line of a text with exactly these ids; None if there is none."""
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    return line_of({"text": text}) if text and tokenizer.encode(text) == ids else None
+
+
+def _spread(items: Sequence[T], num: int) -> list[T]:
+    """Select ``num`` of the items at even steps, or all of them."""
+    if len(items) <= num:
+        return list(items)
+    return [items[int(len(items) * (i + 0.5) / num)] for i in range(num)]
