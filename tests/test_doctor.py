@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from conftest import add_tokenizer
 from draftwing.formats.convert import convert
 from draftwing.formats.doctor import CHECKS, diagnose
-from draftwing.formats.head import Head
 from draftwing.formats.identity import chat_template_hash, target_id_of_folder
+from draftwing.formats.read import Head
 from draftwing.formats.write import save_head, write_head
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
 from draftwing.models.config import ModelConfig, read_config
@@ -135,8 +135,8 @@ def test_a_foreign_head_leaves_some_things_open(target, head):
     assert {name: finding.status for name, finding in wrong.items()} == dict.fromkeys(
         ("draft-coverage", "num-layers", "vocabulary", "chat-template"), "unknown"
     )
-    assert "on which text they were chosen is not said" in wrong["draft-coverage"].detail
-    assert "does not say which tokenizer" in wrong["vocabulary"].detail
+    assert "the text that they were chosen for is not named" in wrong["draft-coverage"].detail
+    assert "does not name the tokenizer" in wrong["vocabulary"].detail
 
 
 # --- folders that cannot be read -------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_damaged_weights(target, head):
     assert "truncated or corrupt" in troubles(head, target)["weights"].detail
     (head / "model.safetensors").write_bytes(whole)
     torch.save({}, head / "pytorch_model.bin")
-    found(head, target, "weights", "warn", "side by side", "remove the one that is older")
+    found(head, target, "weights", "warn", "side by side", "remove the older one")
 
 
 def test_a_config_of_another_kind(target, head):
@@ -233,7 +233,7 @@ def test_a_map_that_is_not_needed(target, training, tmp_path):
 
 def test_a_draft_vocabulary_of_other_text(target, head):
     set_block(head, training={"chat_template": chat_template_hash(target)})
-    found(head, target, "draft-coverage", "unknown", "100 of 300 tokens", "prompts of your own")
+    found(head, target, "draft-coverage", "unknown", "100 of 300 tokens", "your own prompts")
     set_block(head, training={"chat_template": chat_template_hash(target), "coverage": 0.9})
     found(head, target, "draft-coverage", "warn", "90.0% of the training text", "larger draft vocabulary")
 
@@ -253,7 +253,7 @@ def test_an_end_token_that_is_never_drafted(target, head):
 
 def test_a_rotation_that_is_not_said(target, head):
     set_config(head, "rope_theta")
-    found(head, target, "rope-theta", "warn", "missing: everyone takes 10000, the target has 500000", "add")
+    found(head, target, "rope-theta", "warn", "missing: all engines take 10000, the target has 500000", "add")
     set_config(head, rope_theta=10000.0)
     found(head, target, "rope-theta", "warn", "10000, the target has 500000", "compare acceptance")
     set_config(head, rope_theta=500000.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
@@ -278,7 +278,7 @@ def test_a_residual_that_engines_disagree_about(target, training, head, tmp_path
     found(tmp_path / "normed", target, "norm-before-residual", "warn", "SGLang and EAGLE's own code ignore it", "vLLM")
     convert(head, tmp_path / "out", "speculators")
     set_config(tmp_path / "out", "norm_before_residual")
-    found(tmp_path / "out", target, "norm-before-residual", "warn", "not said: vLLM takes true", "add")
+    found(tmp_path / "out", target, "norm-before-residual", "warn", "missing: vLLM takes true", "add")
     set_config(head, "norm_before_residual")
     assert troubles(head, target) == {}
 
@@ -325,7 +325,7 @@ def test_biases_in_attention(target, training, head, tmp_path):
     set_config(first, "qkv_bias", "attention_bias")
     found(first, target, "attention-bias", "warn", "has no `qkv_bias`: EAGLE's own code drops them", "set `qkv_bias`")
     set_config(head, attention_bias=True)
-    found(head, target, "attention-bias", "warn", "none, but config.json says `attention_bias` true", "to false")
+    found(head, target, "attention-bias", "warn", "none, but config.json has `attention_bias` true", "to false")
 
 
 def test_a_head_narrower_than_its_target(target, training, tmp_path, folder_of):
@@ -426,7 +426,7 @@ def test_another_chat_template(target, head, tmp_path):
     add_tokenizer(other, VOCAB, chat_template="{{ messages }}")
     found(head, other, "chat-template", "warn", "another template", "the template that it was trained with")
     set_block(head, training={"coverage": 0.98})
-    found(head, target, "chat-template", "unknown", "does not say with which template", "compare")
+    found(head, target, "chat-template", "unknown", "does not name the template", "compare")
 
 
 def test_a_copy_of_the_embedding(target, head):
@@ -435,7 +435,7 @@ def test_a_copy_of_the_embedding(target, head):
     assert troubles(head, target) == {}
     assert troubles(head)["embedding"].status == "unknown"
     set_weights(head, **{"embed_tokens.weight": embedding + 0.5})
-    found(head, target, "embedding", "warn", "it is not the target's", "SGLang takes the target's", "stale copy")
+    found(head, target, "embedding", "warn", "it is not the target's", "SGLang takes the target's", "outdated copy")
     set_block(head, own_embedding=True)
     found(head, target, "embedding", "warn", "config.json says so", "SGLang takes the target's")
 

@@ -16,10 +16,9 @@ from conftest import SMALL, add_tokenizer, refused
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
 from draftwing.formats import identity, write
 from draftwing.formats.convert import convert, serve_command
-from draftwing.formats.head import Head
 from draftwing.formats.identity import chat_template_hash, target_id, target_id_of_folder
-from draftwing.formats.read import is_head, load_head, read_head
-from draftwing.formats.vocab import read_draft_vocab, to_maps
+from draftwing.formats.read import Head, is_head, load_head, read_head
+from draftwing.formats.tensors import read_draft_vocab, to_maps
 from draftwing.formats.write import save_head, write_head
 from draftwing.loading import load_target
 from draftwing.methods.calibration import Calibration
@@ -720,7 +719,7 @@ def test_foreign_heads_go_everywhere_without_a_target(tmp_path, version, layout)
     assert one.config == two.config
     assert not two.knows_taps
     assert load(tmp_path / "out").config.taps == ((LAYERS,) if version == 1 else (2, 4, 5))
-    with refused(CheckpointError, "neither the head nor its loader says", "give the target"):
+    with refused(CheckpointError, "does not name the hidden states", "give the target"):
         load(tmp_path / "out", target=None)
     assert load(tmp_path / "out", target=None, taps=(0,) if version == 1 else (0, 1, 2)).config.taps[0] == 0
 
@@ -766,7 +765,7 @@ def test_missing_unknown_and_misshapen_tensors(head):
     with refused(CheckpointError, "'lm_head.weight' is missing", "copy the target's lm_head.weight"):
         load(head)
     now(surprise=torch.zeros(2))
-    with refused(CheckpointError, "tensor 'surprise' has no place", "remove the tensor if it means nothing"):
+    with refused(CheckpointError, "tensor 'surprise' has no place", "remove the tensor if it is not needed"):
         load(head)
     now(**{"fc_norm.0.weight": torch.ones(32)})
     with refused(CheckpointError, "'fc_norm.0.weight' has no place", "set `fc_norm` to true"):
@@ -778,7 +777,9 @@ def test_missing_unknown_and_misshapen_tensors(head):
     with refused(CheckpointError, "without an fc.weight among them", "is this a language model's folder"):
         load(head)
     now(**{"layers.0.hidden_norm.weight": torch.ones(32)})
-    with refused(CheckpointError, "'layers.0.hidden_norm.weight' and 'midlayer.hidden_norm.weight' mean the same"):
+    with refused(
+        CheckpointError, "'layers.0.hidden_norm.weight' and 'midlayer.hidden_norm.weight' have the same meaning"
+    ):
         load(head)
     now(**{"norm.weight": torch.ones(32, dtype=torch.int8)})
     with refused(CheckpointError, "norm.weight must hold numbers of 16 to 64 bits, found torch.int8", "quantised"):
@@ -851,7 +852,7 @@ def test_layers_and_biases_that_config_and_tensors_disagree_about(tmp_path):
         load(head("some", {}, biased))
     with pytest.warns(DraftwingWarning, match="`attention_bias` true, but there are no biases.*set it to false"):
         load(head("unused", {"attention_bias": True}, raw_third()))
-    with refused(CheckpointError, "'embed_tokens.weight' is missing", "needs one of its own"):
+    with refused(CheckpointError, "'embed_tokens.weight' is missing", "needs its own"):
         load(head("wide", {"target_hidden_size": 64}, {**raw_third(), "fc.weight": torch.randn(32, 192)}))
 
 
@@ -901,7 +902,7 @@ def test_configs_that_cannot_be_meant(head):
 def test_taps_that_cannot_be(head):
     block = read_config(head)["draftwing"]
     set_config(head, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    with refused(CheckpointError, "names the taps twice: (2, 4, 5)", "(1, 2, 3)", "remove the ones that are wrong"):
+    with refused(CheckpointError, "names the taps twice: (2, 4, 5)", "(1, 2, 3)", "remove the wrong ones"):
         load(head)
     set_config(head, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     assert load(head).config.taps == (2, 4, 5)
@@ -924,7 +925,7 @@ def test_a_target_of_two_layers_has_no_usual_taps(tmp_path):
         default_taps(2)
     folder = foreign(tmp_path / "head", raw_config(draft_vocab_size=DRAFT), {**raw_third(), **MAPS})
     flat = replace(TARGET, num_layers=2)
-    with refused(CheckpointError, "neither the head nor its loader says", "3 layers or more", "or the taps"):
+    with refused(CheckpointError, "does not name the hidden states", "3 layers or more", "or the taps"):
         load(folder, target=flat)
     assert load(folder, target=flat, taps=(0, 1, 2)).config.taps == (0, 1, 2)
     assert not load_head(folder).for_target(flat, (0, 1, 2), "head").has_default_taps
@@ -1023,7 +1024,7 @@ def test_pickled_weights(tmp_path):
             return os.system, (f"touch {tmp_path / 'exploded'}",)
 
     folder = foreign(tmp_path / "head", raw_config(), {"fc.weight": Bomb()}, pickled=True)
-    with refused(CheckpointError, "pytorch_model.bin: expected tensors alone", "run code", "safetensors"):
+    with refused(CheckpointError, "pytorch_model.bin: expected only tensors", "run code", "safetensors"):
         load(folder)
     assert not (tmp_path / "exploded").exists()
     torch.save({"model": raw_first()}, folder / "pytorch_model.bin")
@@ -1043,7 +1044,7 @@ def test_pickled_weights(tmp_path):
 
 def test_a_map_of_ids_is_read_warned_about_and_fixed(head):
     change_weights(head, lambda weights: weights.update(d2t=KEPT.clone()))
-    with pytest.warns(DraftwingWarning, match="d2t holds target ids where offsets are usual.*writes offsets"):
+    with pytest.warns(DraftwingWarning, match="d2t holds target ids instead of the usual offsets.*writes offsets"):
         assert torch.equal(load(head).target_ids, KEPT)
     with pytest.warns(DraftwingWarning, match="d2t holds target ids"):
         convert(head, head.parent / "out", "draftwing")
@@ -1075,7 +1076,7 @@ def test_what_maps_can_mean():
         (MAPS["d2t"].float(), None, DRAFT, ("d2t must hold integers, found torch.float32", "leave its maps")),
         (MAPS["d2t"][:-1], None, DRAFT, ("d2t has shape (19,), expected (20,) from `draft_vocab_size`", "one place")),
         (MAPS["d2t"], MAPS["t2d"][1:], DRAFT, ("t2d has shape (60,), expected (61,) from `vocab_size`", "one place")),
-        (MAPS["d2t"], MAPS["t2d"].roll(1), DRAFT, ("t2d and d2t disagree", "from the head's original place again")),
+        (MAPS["d2t"], MAPS["t2d"].roll(1), DRAFT, ("t2d and d2t disagree", "original place again")),
         (MAPS["d2t"].flip(0), None, DRAFT, ("d2t is no map into a vocabulary of 61", "made for another target")),
         (MAPS["d2t"] + 1, None, DRAFT, ("d2t is no map", "found 1, 1, 1 ... 42")),
         (MAPS["d2t"] - 1, None, DRAFT, ("d2t is no map", "original place again")),
@@ -1120,7 +1121,7 @@ def test_a_head_replaces_a_head_and_nothing_else(head, folder_of, tmp_path):
 
     model = shutil.copytree(folder_of("llama"), tmp_path / "model")
     before = (model / "model.safetensors").read_bytes()
-    with refused(CheckpointError, "holds another model, which a head would overwrite", "a folder of its own"):
+    with refused(CheckpointError, "holds another model, which a head would overwrite", "choose another folder"):
         write_head(model, net_of())
     with refused(CheckpointError, "holds another model"):
         convert(head, model, "vllm")
@@ -1130,7 +1131,7 @@ def test_a_head_replaces_a_head_and_nothing_else(head, folder_of, tmp_path):
     with refused(CheckpointError, "expected a folder to write into, found a file", "choose another path"):
         write_head(head / "config.json", net_of())
     old = foreign(tmp_path / "old", raw_config(bias=False), raw_first(), pickled=True)
-    with refused(CheckpointError, "has pytorch_model.bin already", "some engines read before", "empty folder"):
+    with refused(CheckpointError, "has pytorch_model.bin already", "some engines would read instead", "empty folder"):
         write_head(old, net_of())
 
 
@@ -1155,7 +1156,7 @@ def test_a_disk_that_really_refuses(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with refused(CheckpointError, "the head cannot be written", "larger than is allowed"):
+        with refused(CheckpointError, "the head cannot be written", "exceed the size limit"):
             write_head(tmp_path / "head", net)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

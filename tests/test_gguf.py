@@ -217,7 +217,7 @@ def test_a_split_model(source_of, tmp_path):
     first, second = next((a, b) for a in names[0] for b in names[1] if len(a) == len(b))
     whole = parts[1].read_bytes()
     parts[1].write_bytes(whole.replace(second.encode(), first.encode()))
-    with refused(CheckpointError, parts[1].name, first, "in an earlier part"):
+    with refused(CheckpointError, parts[1].name, "an earlier part has tensor", first):
         GgufWeights(parts[0])
     parts[1].write_bytes(whole)
     shutil.copy(parts[1], parts[2])

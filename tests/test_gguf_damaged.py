@@ -220,7 +220,7 @@ REFUSED = {
         ("`a`", "unknown type 99"),
     ),
     "neither true nor false": (container([pair("a", BOOL, b"\2")]), CheckpointError, ("`a`", "true or false")),
-    "a key twice": (container([number("a", 1), number("a", 1)]), CheckpointError, ("`a` is there twice",)),
+    "a key twice": (container([number("a", 1), number("a", 1)]), CheckpointError, ("`a` occurs twice",)),
     **{
         f"alignment {n}": (container([number("general.alignment", n)]), ConfigError, ("general.alignment",))
         for n in (0, 3, 2**31)
@@ -261,7 +261,7 @@ REFUSED = {
     "a tensor twice": (
         container([], [tensor("t", (4,), 0, 0), tensor("t", (4,), 0, 32)], b"\0" * 128),
         CheckpointError,
-        ("tensor t is there twice",),
+        ("tensor t occurs twice",),
     ),
     "no embedding": (container(list(tiny_pairs().values())), CheckpointError, ("token_embd.weight", "none")),
     **{

@@ -13,9 +13,9 @@ from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.cli.options import Drafting, Model
 from draftwing.errors import CheckpointError
-from draftwing.formats.head import Head
 from draftwing.formats.identity import made_for, target_id
 from draftwing.formats.layouts import head_files
+from draftwing.formats.read import Head
 from draftwing.formats.write import write_head
 from draftwing.loading import load_target
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
