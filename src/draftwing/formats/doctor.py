@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -27,14 +27,13 @@ from draftwing.formats.read import (
     weight_files,
 )
 from draftwing.formats.settings import TAP_IDS, Settings, read_settings
-from draftwing.formats.tensors import EMBEDDING, LM_HEAD, DraftVocab, Names, read_draft_vocab, sort_names
+from draftwing.formats.tensors import EMBEDDING, LM_HEAD, MapForm, Names, read_draft_vocab, sort_names
 from draftwing.methods.eagle_net import EagleConfig, tensor_shapes
 from draftwing.methods.net import TargetId
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.text.tokenizer import Tokenizer
 
 Status = Literal["ok", "warn", "fail", "unknown"]
-Result = tuple[Status, str, str]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ORIGINAL = "take config.json and weights from the head's original place again"
@@ -69,6 +68,17 @@ class Finding:
     fix: str = ""
 
 
+class Result(NamedTuple):
+    """A finding without its name."""
+
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+_ok, _warn, _fail, _unknown = (partial(Result, status) for status in get_args(Status))
+
+
 @dataclass(frozen=True)
 class _Target:
     """The folder of the head's target; ``model`` is None for families that only transformers runs."""
@@ -98,20 +108,14 @@ class _Case:
         return (self.version or (self.settings.version if self.settings is not None else None)) == 3
 
     @property
-    def own_target(self) -> TargetId | None:
-        block = self.settings.block if self.settings is not None else None
-        return None if block is None else block.target
-
-    @property
     def training(self) -> Mapping[str, Any]:
-        block = self.settings.block if self.settings is not None else None
-        return {} if block is None else block.training
+        return {} if self.settings is None else self.settings.block.training
 
     @cached_property
     def expected(self) -> Shapes | None:
         return None if self.config is None else tensor_shapes(self.config)
 
-    def draft_vocab(self, config: EagleConfig) -> DraftVocab:
+    def draft_vocab(self, config: EagleConfig) -> tuple[Tensor | None, MapForm]:
         d2t, t2d = self.tensor("d2t"), self.tensor("t2d")
         return read_draft_vocab(d2t, t2d, config.vocab_size, config.draft_vocab_size, "the head")
 
@@ -189,22 +193,6 @@ def _check(*needs: str) -> Callable[[Callable[..., Result]], Callable[..., Resul
         return check
 
     return register
-
-
-def _ok(detail: str) -> Result:
-    return "ok", detail, ""
-
-
-def _warn(detail: str, fix: str) -> Result:
-    return "warn", detail, fix
-
-
-def _fail(detail: str, fix: str) -> Result:
-    return "fail", detail, fix
-
-
-def _unknown(detail: str, fix: str = "") -> Result:
-    return "unknown", detail, fix
 
 
 def _listed(items: list[str]) -> str:
@@ -286,7 +274,7 @@ def check_finite(case: _Case, tensors: Mapping[str, Tensor]) -> Result:
 @_check("settings")
 def check_taps(case: _Case, settings: Settings) -> Result:
     """Engines may read other hidden states of the target than the head was trained on."""
-    source = case.own_target if case.target is None else case.target.id
+    source = settings.block.target if case.target is None else case.target.id
     num_layers = None if source is None else source.num_layers
     try:
         taps = find_taps(settings, str(case.folder))
@@ -305,7 +293,7 @@ def check_taps(case: _Case, settings: Settings) -> Result:
         )
     if taps is None:
         return _ok("not named: all engines take the inputs of layers 2, L // 2 and L - 3")
-    if num_layers in taps and settings.block is None:
+    if num_layers in taps and not settings.has_block:
         return _fail(
             f"{taps}: the last is the target's last state, before its final norm, which Draftwing does not tap",
             "serve it with the engine that it was made for",
@@ -332,7 +320,7 @@ def check_taps(case: _Case, settings: Settings) -> Result:
     if usual is None:
         return _unknown(f"{taps} are named; only the target shows if they are the usual ones")
     detail = f"{taps}, not the usual {usual}: vLLM reads `{TAP_IDS}`, SGLang only `eagle_config`"
-    if settings.block is not None or settings.layout == "speculators":
+    if settings.has_block or settings.layout == "speculators":
         return _ok(f"{detail}; `draftwing convert` writes either")
     return _warn(detail, "run `draftwing convert` for the engine that will serve it")
 
@@ -342,15 +330,15 @@ def check_draft_map(case: _Case, config: EagleConfig) -> Result:
     if config.version == 1:
         return _ok("EAGLE-1 has no draft vocabulary")
     try:
-        vocab = case.draft_vocab(config)
+        ids, form = case.draft_vocab(config)
     except DraftwingError as error:
         return _fail(str(error), "take the head's d2t and t2d from its original place again")
-    if vocab.form == "ids":
+    if form == "ids":
         return _fail(
             "d2t holds target ids, not offsets: Draftwing reads them, every engine drafts wrong tokens",
             "run `draftwing convert`, which writes offsets",
         )
-    if vocab.target_ids is not None:
+    if ids is not None:
         return _ok(f"offsets to {config.draft_vocab_size} of {config.vocab_size} tokens")
     if case.tensor("d2t") is not None:
         return _warn(
@@ -366,7 +354,7 @@ def check_draft_coverage(case: _Case, config: EagleConfig) -> Result:
     if not config.has_draft_vocab:
         return _ok("every token can be drafted")
     try:
-        ids = case.draft_vocab(config).target_ids
+        ids, _ = case.draft_vocab(config)
     except DraftwingError:
         return _unknown("the draft vocabulary cannot be read", "see draft-map")
     share = f"{config.draft_vocab_size} of {config.vocab_size} tokens"
@@ -568,7 +556,7 @@ def check_hidden_size(case: _Case, settings: Settings) -> Result:
 @_check("settings")
 def check_num_layers(case: _Case, settings: Settings) -> Result:
     """Taps are counted in the target's layers, whose number only our own heads name."""
-    own = 0 if case.own_target is None else case.own_target.num_layers
+    own = 0 if settings.block.target is None else settings.block.target.num_layers
     if not own:
         return _unknown("the head does not name its target's number of layers")
     if case.target is None:
@@ -584,9 +572,9 @@ def check_num_layers(case: _Case, settings: Settings) -> Result:
 @_check("settings")
 def check_vocabulary(case: _Case, settings: Settings) -> Result:
     sizes = _compare_size(case, "vocab_size", settings.shape.get("vocab_size"))
-    if sizes[0] != "ok" or case.target is None:
+    if sizes.status != "ok" or case.target is None:
         return sizes
-    own, theirs = "" if case.own_target is None else case.own_target.vocab_hash, case.target.id.vocab_hash
+    own, theirs = "" if settings.block.target is None else settings.block.target.vocab_hash, case.target.id.vocab_hash
     if not own and has_tokenizer(case.folder):
         try:
             own = Tokenizer(case.folder).vocab_hash
@@ -595,11 +583,12 @@ def check_vocabulary(case: _Case, settings: Settings) -> Result:
     if not own or not theirs:
         reason = "target's folder has no tokenizer" if own else "head does not name the tokenizer that it was made for"
         return _unknown(
-            f"{sizes[1]}; the tokens cannot be compared: the {reason}", "make sure that both come from the same model"
+            f"{sizes.detail}; the tokens cannot be compared: the {reason}",
+            "check that both come from the same model",
         )
     if own != theirs:
         return _fail(f"another tokenizer: fingerprint {own}, the target's is {theirs}: ids mean other words", _OTHER)
-    return _ok(f"{sizes[1]}, fingerprint {theirs}")
+    return _ok(f"{sizes.detail}, fingerprint {theirs}")
 
 
 @_check("target")

@@ -173,14 +173,47 @@ class GgufFile:
     """An open GGUF model: one file, or all files of a split one.
 
     Attributes:
-        path: the (first) file.
-        paths: all files.
+        path: the (first) file; ``paths`` are all files, and ``maps`` the same in memory.
+        metadata: of the first file.
         tensors: by name.
-        maps: the memory-mapped files.
     """
 
-    def __init__(self, path: Path, metadata: Metadata, tensors: dict[str, TensorInfo], mapped: mmap.mmap) -> None:
-        self.path, self.paths, self.metadata, self.tensors, self.maps = path, [path], metadata, tensors, [mapped]
+    def __init__(self, path: Path) -> None:
+        self.path, self.paths = path, list[Path]()
+        self.maps = list[mmap.mmap]()
+        self.tensors = dict[str, TensorInfo]()
+        self.metadata = self.read_part(path)
+
+    def read_part(self, path: Path) -> Metadata:
+        """Map another file, add its tensors and return its metadata."""
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                start = file.read(64)
+                if start[:4] != MAGIC:
+                    found = f"one that begins with {shown(start[:8])}" if start else "an empty one"
+                    if start.startswith(b"version https://git-lfs"):
+                        found = "a Git LFS pointer to one (run `git lfs pull`)"
+                    raise CheckpointError(f"{path}: expected a GGUF file, found {found}. Download it again.")
+                self.maps.append(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error}). Check the path and its permissions.") from error
+        try:
+            header = _Header(self.maps[-1], size, path)
+            num_tensors, num_pairs = header.counts()
+            metadata = Metadata(header.pairs(num_pairs), str(path))
+            part = len(self.paths)
+            if part and metadata.integer("split.no", -1, minimum=-1, maximum=10000) != part:
+                raise CheckpointError(f"{path}: expected part {part} of a split model (`split.no`). Download it again.")
+            for name, info in header.tensors(num_tensors, metadata, part).items():
+                if name in self.tensors:
+                    raise CheckpointError(f"{path}: an earlier part has tensor {name}, too. Download all parts again.")
+                self.tensors[name] = info
+        except BaseException:
+            self.close()
+            raise
+        self.paths.append(path)
+        return metadata
 
     def close(self) -> None:
         """Unmap the files."""
@@ -204,69 +237,37 @@ def open_file(path: Path) -> GgufFile:
         CheckpointError: no such file, not a GGUF file, truncated or damaged, or a part is missing.
         UnsupportedError: an unknown version or tensor format.
     """
-    file = GgufFile(path, *_read(path, 0))
+    file = GgufFile(path)
     try:
         count = file.metadata.integer("split.count", 0, maximum=10000)
         if count > 1:
-            _add_parts(file, count)
+            _read_other_parts(file, count)
     except BaseException:
         file.close()
         raise
     return file
 
 
-def _add_parts(file: GgufFile, count: int) -> None:
+def _read_other_parts(file: GgufFile, count: int) -> None:
     match = _PART.fullmatch(file.path.name)
     if match is None or int(match[3]) != count:
         raise CheckpointError(
             f"{file.path}: one of {count} files of a split model must be called like model-00001-of-{count:05}.gguf. "
             "Restore the files' original names."
         )
+    paths = [file.path.with_name(f"{match[1]}-{part:05}-of-{match[3]}{match[4]}") for part in range(1, count + 1)]
     if int(match[2]) != 1:
-        first = file.path.with_name(f"{match[1]}-00001-of-{match[3]}{match[4]}")
-        raise CheckpointError(f"{file.path}: this is a later part of a split model. Give its first file, {first}.")
-    for part in range(1, count):
-        path = file.path.with_name(f"{match[1]}-{part + 1:05}-of-{match[3]}{match[4]}")
+        raise CheckpointError(f"{file.path}: this is a later part of a split model. Give its first file, {paths[0]}.")
+    for part, path in enumerate(paths[1:], 2):
         if not path.exists():
-            raise CheckpointError(f"{path}: part {part + 1} of {count} of a split model is missing. Download it.")
-        metadata, tensors, mapped = _read(path, part)
-        file.maps.append(mapped)
-        file.paths.append(path)
-        if metadata.integer("split.no", -1, minimum=-1, maximum=10000) != part:
-            raise CheckpointError(f"{path}: expected part {part} of a split model (`split.no`). Download it again.")
-        for name, info in tensors.items():
-            if name in file.tensors:
-                raise CheckpointError(f"{path}: an earlier part has tensor {name}, too. Download all parts again.")
-            file.tensors[name] = info
+            raise CheckpointError(f"{path}: part {part} of {count} of a split model is missing. Download it.")
+        file.read_part(path)
     expected = file.metadata.integer("split.tensors.count", len(file.tensors))
     if expected != len(file.tensors):
         raise CheckpointError(
             f"{file.path}: expected {expected} tensors in all {count} parts, found {len(file.tensors)}. Download them "
             "again from one place."
         )
-
-
-def _read(path: Path, part: int) -> tuple[Metadata, dict[str, TensorInfo], mmap.mmap]:
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = file.read(64)
-            if start[:4] != MAGIC:
-                found = f"one that begins with {shown(start[:8])}" if start else "an empty one"
-                if start.startswith(b"version https://git-lfs"):
-                    found = "a Git LFS pointer to one (run `git lfs pull`)"
-                raise CheckpointError(f"{path}: expected a GGUF file, found {found}. Download it again.")
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened ({error}). Check the path and its permissions.") from error
-    try:
-        header = _Header(mapped, size, path)
-        num_tensors, num_pairs = header.counts()
-        metadata = Metadata(header.pairs(num_pairs), str(path))
-        return metadata, header.tensors(num_tensors, metadata, part), mapped
-    except BaseException:
-        mapped.close()
-        raise
 
 
 class _Header:
@@ -278,26 +279,24 @@ class _Header:
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}. {_DAMAGED}")
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> list[int]:
         """Return the number of tensors and of pairs."""
         version = self.number("I", "the version")
         if version in (1 << 24, 2 << 24, 3 << 24):
-            raise UnsupportedError(
-                f"{self.path}: this GGUF file is big-endian, for other processors. Download the usual one."
-            )
+            raise UnsupportedError(f"{self.path}: GGUF file for big-endian processors. Download the usual one.")
         if version not in (2, 3):
             raise UnsupportedError(
                 f"{self.path}: GGUF version {version} is not supported; expected 2 or 3. Convert the model again with "
                 "a current llama.cpp."
             )
-        counts = [self.number("Q", f"the number of {what}") for what in ("tensors", "metadata pairs")]
-        for count, what, least in zip(counts, ("tensors", "metadata pairs"), (32, 13), strict=True):
-            if count > _MAX_ENTRIES or count * least > self.size:
-                most = min(_MAX_ENTRIES, self.size // least)
-                raise self.damaged(
-                    f"the header announces {count} {what}; a file of {self.size} bytes can hold at most {most}"
-                )
-        return counts[0], counts[1]
+        counts = []
+        for what, least in (("tensors", 32), ("metadata pairs", 13)):
+            count = self.number("Q", f"the number of {what}")
+            most = min(_MAX_ENTRIES, self.size // least)
+            if count > most:
+                raise self.damaged(f"{count} {what}, and a file of {self.size} bytes can hold at most {most}")
+            counts.append(count)
+        return counts
 
     def take(self, count: int, what: str) -> int:
         """Skip ``count`` bytes, which must be in the file, and return their start."""
@@ -310,17 +309,15 @@ class _Header:
     def number(self, code: str, what: str) -> Any:
         return struct.unpack_from(f"<{code}", self.data, self.take(struct.calcsize(f"<{code}"), what))[0]
 
-    def string(self, what: str) -> bytes:
+    def string(self, what: str, max_bytes: int = 1 << 64) -> bytes:
         length = self.number("Q", f"the length of {what}")
+        if length > max_bytes:
+            raise self.damaged(f"{what} must have at most {max_bytes} bytes, found {length}")
         start = self.take(length, what)
         return self.data[start : start + length]
 
     def name(self, what: str) -> str:
-        length = self.number("Q", f"the length of {what}")
-        if length > _MAX_NAME_BYTES:
-            raise self.damaged(f"{what} must have at most {_MAX_NAME_BYTES} bytes, found {length}")
-        start = self.take(length, what)
-        raw = self.data[start : start + length]
+        raw = self.string(what, _MAX_NAME_BYTES)
         try:
             return raw.decode()
         except UnicodeDecodeError:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, shown
 from draftwing.formats.doctor import Finding
-from draftwing.formats.identity import differences, target_id_of_folder
+from draftwing.formats.identity import check_same_target, target_id_of_folder
 from draftwing.formats.read import checked_training, read_tensors
 from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
@@ -56,12 +56,7 @@ class PlainHead:
 
     def check_target(self, target: TargetId | None, where: str) -> None:
         """Raise CheckpointError if it was trained for another target."""
-        own = getattr(self.config, "target", None)
-        if own is not None and target is not None and (wrong := differences(own, target)):
-            raise CheckpointError(
-                f"{where}: this head is made for {own.name}, not for {target.name} ({'; '.join(wrong)}): load it with "
-                f"its own target, or train one for {target.name}"
-            )
+        check_same_target(getattr(self.config, "target", None), target, where)
 
 
 def save_plain(folder: Path, head: PlainHead) -> None:

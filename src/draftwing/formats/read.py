@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
-from draftwing.formats.identity import differences
+from draftwing.formats.identity import check_same_target
 from draftwing.formats.settings import (
     TAP_IDS,
     UNKNOWN_TAP,
@@ -55,8 +55,7 @@ class Head:
         tensors: by EAGLE's names, as ``EagleNet.tensors()`` returns them, dtypes as stored.
         target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
         copies: the target's own ``embed_tokens.weight`` and, in an EAGLE-1 head, ``lm_head.weight`` if the file holds
-            them. They are exported again but not run; an embedding that differs from the target's belongs to the net
-            instead (``with_own_embedding``).
+            them. They are exported again but not run.
         training: how it was trained, for people; any JSON.
         verifier: the target's name or path, if known.
         warnings: what had to be guessed or fixed to read it.
@@ -87,12 +86,6 @@ class Head:
     def dtype(self) -> torch.dtype:
         return self.tensors["fc.weight"].dtype
 
-    def with_own_embedding(self) -> Head:
-        """Return this head with the embedding among its ``copies`` as a part of the net."""
-        copies = dict(self.copies)
-        tensors = {**self.tensors, EMBEDDING: copies.pop(EMBEDDING)}
-        return replace(self, config=replace(self.config, own_embedding=True), tensors=tensors, copies=copies)
-
     def for_target(self, target: TargetId | None, taps: tuple[int, ...] | None, where: str) -> Head:
         """Return this head with its target known, and its taps if they follow from that.
 
@@ -105,15 +98,9 @@ class Head:
             UnsupportedError: it reads a state of the target that Draftwing does not tap.
         """
         config = self.config
-        if target is not None:
-            own = config.target or TargetId("", config.feature_size, 0, config.vocab_size)
-            wrong = differences(own, target)
-            if wrong:
-                raise CheckpointError(
-                    f"{where}: this head is made for {own.name or 'another target'}, not for {target.name} "
-                    f"({'; '.join(wrong)}): load it with its own target, or train one for {target.name}"
-                )
-            config = replace(config, target=config.target or target)
+        own = config.target or TargetId("", config.feature_size, 0, config.vocab_size)
+        check_same_target(own, target, where)
+        config = replace(config, target=config.target or target)
         if taps is not None and len(taps) != len(config.taps):
             raise CheckpointError(
                 f"{where}: the head reads {len(config.taps)} of the target's hidden states, but {len(taps)} taps are "
@@ -247,7 +234,9 @@ def read_head(
         )
     if EMBEDDING in head.copies:
         rows = embedding.plain() if isinstance(embedding, Embedding) else embedding
-        head = head if same_matrix(head.copies[EMBEDDING], rows) else head.with_own_embedding()
+        if not same_matrix(head.copies[EMBEDDING], rows):
+            tensors = {**head.tensors, EMBEDDING: head.copies[EMBEDDING]}
+            head = replace(head, config=replace(head.config, own_embedding=True), tensors=tensors)
     for text in head.warnings:
         warnings.warn(DraftwingWarning(text), stacklevel=2)
     copy = head.copies.get(LM_HEAD)
@@ -301,9 +290,11 @@ def load_head(folder: Path) -> Head:
                 f"with the engine that it was made for"
             )
     maps = {key: stored[name] for key, name in names.maps.items()}
-    vocab = read_draft_vocab(maps.get("d2t"), maps.get("t2d"), config.vocab_size, config.draft_vocab_size, where)
+    target_ids, map_form = read_draft_vocab(
+        maps.get("d2t"), maps.get("t2d"), config.vocab_size, config.draft_vocab_size, where
+    )
     # Undo an export for an engine that needs fc to have a bias (zeros were added) or not (one was dropped).
-    had_bias = config.fc_bias if settings.block is None else settings.block.fc_bias
+    had_bias = settings.block.fc_bias
     if had_bias is not None and had_bias != config.fc_bias:
         config = replace(config, fc_bias=had_bias)
         if had_bias:
@@ -316,11 +307,11 @@ def load_head(folder: Path) -> Head:
     return Head(
         config=config,
         tensors=tensors,
-        target_ids=vocab.target_ids,
+        target_ids=target_ids,
         copies={key: stored[name] for key, name in names.copies.items()},
-        training=settings.block.training if settings.block is not None else {},
+        training=settings.block.training,
         verifier=config.target.name if config.target is not None else settings.verifier,
-        warnings=tuple(f"{where}: {text}" for text in _warnings(settings, names, vocab.form)),
+        warnings=tuple(f"{where}: {text}" for text in _warnings(settings, names, map_form)),
     )
 
 
@@ -377,7 +368,7 @@ def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
     read = settings.tap_ids
     if read is not None and settings.taps_are_outputs:
         read = tuple(tap + 1 for tap in read)
-    own = settings.block.taps if settings.block is not None else None
+    own = settings.block.taps
     if own is not None and read is not None and own not in (read, settings.tap_ids):
         raise CheckpointError(
             f"{where}: config.json names the taps twice: {own} in its `draftwing` part, {settings.tap_ids} in "
@@ -408,7 +399,7 @@ def _warnings(settings: Settings, names: Names, form: str) -> list[str]:
             "tokens: `draftwing convert` writes offsets",
         ),
         (
-            settings.taps_are_outputs and (settings.block is None or settings.block.taps is None),
+            settings.taps_are_outputs and settings.block.taps is None,
             f"the taps {ids} inside `eagle_config` are read as the outputs of layers, as SGLang does; vLLM takes them "
             f"for inputs: if the head was trained so, give taps=({ids})",
         ),

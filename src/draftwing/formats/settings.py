@@ -13,7 +13,7 @@ Those inside ``eagle_config`` count *outputs* (one less) for Model-Optimizer and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, get_args
 
 from draftwing.errors import ConfigError, UnsupportedError
@@ -59,16 +59,16 @@ _OTHER_ENGINE = "serve this head with the engine that it was made for"
 
 @dataclass(frozen=True)
 class Block:
-    """The ``draftwing`` part of a config: what other layouts cannot express. ``taps`` None: unknown."""
+    """The ``draftwing`` part of a config: what other layouts cannot express. The defaults stand for a missing part."""
 
-    version: int
-    inputs: Inputs
-    taps: tuple[int, ...] | None
-    target: TargetId | None
-    training: Mapping[str, Any]
-    fc_bias: bool | None
-    own_embedding: bool
-    calibration: Calibration
+    version: int | None = None
+    inputs: Inputs = "feature-shifted"
+    taps: tuple[int, ...] | None = None
+    target: TargetId | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
+    fc_bias: bool | None = None
+    own_embedding: bool = False
+    calibration: Calibration = field(default_factory=Calibration)
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Settings:
         target_hidden_size: only if the target's width differs from the head's.
         own_embedding: the embedding in the file is not the target's.
         rope_theta_given: False if every reader takes 10000 because the key is missing.
+        has_block: True if Draftwing wrote the config, so that ``block`` comes from it.
     """
 
     layout: str
@@ -104,7 +105,8 @@ class Settings:
     target_hidden_size: int | None
     own_embedding: bool
     rope_theta_given: bool
-    block: Block | None
+    has_block: bool
+    block: Block
     verifier: str | None
 
 
@@ -161,9 +163,9 @@ def read_settings(config: Mapping[str, Any], where: str) -> Settings:
     ropes = [shape, shape.get("rope_parameters"), shape.get("rope_scaling")]
     block = _read_block(config, where)
     return Settings(
-        layout="draftwing" if block is not None and layout == "eagle" else layout,
+        layout="draftwing" if "draftwing" in config and layout == "eagle" else layout,
         shape=shape,
-        version=block.version if block is not None else 3 if layout == "speculators" else claimed_version(config),
+        version=block.version or (3 if layout == "speculators" else claimed_version(config)),
         draft_vocab_size=top.integer("draft_vocab_size"),
         bias=top.flag("bias"),
         norm_before_residual=top.flag("norm_before_residual"),
@@ -177,8 +179,9 @@ def read_settings(config: Mapping[str, Any], where: str) -> Settings:
         qkv_bias=inside.flag("qkv_bias"),
         attention_bias=inside.flag("attention_bias"),
         target_hidden_size=target_hidden,
-        own_embedding=bool(target_hidden or top.flag("embed_requires_grad") or (block and block.own_embedding)),
+        own_embedding=bool(target_hidden or top.flag("embed_requires_grad") or block.own_embedding),
         rope_theta_given=any(isinstance(rope, Mapping) and rope.get("rope_theta") is not None for rope in ropes),
+        has_block="draftwing" in config,
         block=block,
         verifier=verifier if isinstance(verifier, str) else None,
     )
@@ -208,13 +211,15 @@ def eagle_config(settings: Settings, version: int, num_taps: int, names: Names, 
         )
     residual, block = settings.norm_before_residual, settings.block
     try:
-        config = EagleConfig.for_target(
+        return EagleConfig.for_target(
             version,
             model,
             settings.draft_vocab_size,
             rope=replace(model.rope, rotary_dim=int(model.head_dim * rotated)),
             taps=(UNKNOWN_TAP,) * num_taps,
-            inputs=block.inputs if block is not None else "feature-shifted",
+            inputs=block.inputs,
+            target=block.target,
+            calibration=block.calibration,
             fc_bias="fc.bias" in names.net,
             norm_before_residual=settings.layout == "speculators" if residual is None else residual,
             norm_before_fc=settings.norm_before_fc,
@@ -227,7 +232,6 @@ def eagle_config(settings: Settings, version: int, num_taps: int, names: Names, 
         )
     except ConfigError as error:
         raise type(error)(f"{where}: {error}; correct it in config.json") from error
-    return config if block is None else replace(config, target=block.target, calibration=block.calibration)
 
 
 def _refuse_unsupported(
@@ -253,9 +257,9 @@ def _refuse_unsupported(
             raise UnsupportedError(f"{where}: {feature}: {_OTHER_ENGINE}")
 
 
-def _read_block(config: Mapping[str, Any], where: str) -> Block | None:
+def _read_block(config: Mapping[str, Any], where: str) -> Block:
     if "draftwing" not in config:
-        return None
+        return Block()
     inside = f"{where}: draftwing"
     block = _Reader(_Reader(config, where).table("draftwing"), inside)
     number = block.integer("format")

@@ -170,14 +170,6 @@ def _fix_for(name: str, fixes: Mapping[str, str]) -> str:
 MapForm = Literal["none", "offsets", "ids"]
 
 
-@dataclass(frozen=True)
-class DraftVocab:
-    """``target_ids`` (V_draft,) ascending, or None for the whole vocabulary; ``form``: the contents of ``d2t``."""
-
-    target_ids: Tensor | None
-    form: MapForm
-
-
 def to_maps(target_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """Return ``d2t`` (V_draft,) int64 offsets and ``t2d`` (V,) bool of ascending ``target_ids`` (V_draft,)."""
     ids = target_ids.to("cpu", torch.int64)
@@ -188,8 +180,11 @@ def to_maps(target_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 def read_draft_vocab(
     d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, draft_vocab_size: int, where: str
-) -> DraftVocab:
+) -> tuple[Tensor | None, MapForm]:
     """Interpret the maps of a head, None if the file lacks them; ``where`` starts every error message.
+
+    Returns:
+        The target ids (V_draft,) ascending, or None for the whole vocabulary, and the contents of ``d2t``.
 
     Raises:
         CheckpointError: a map is missing, of another length or type, ambiguous, out of range, or the two disagree.
@@ -205,7 +200,7 @@ def read_draft_vocab(
             raise CheckpointError(f"{whole} d2t moves tokens ({_summary(d2t)}): {fix}")
         if t2d is not None and not t2d.all():
             raise CheckpointError(f"{whole} t2d leaves out {int((~t2d).sum())} of {len(t2d)} tokens: {fix}")
-        return DraftVocab(None, form)
+        return None, form
     if d2t is None:
         raise CheckpointError(
             f"{where}: the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t to map "
@@ -231,8 +226,8 @@ def read_draft_vocab(
             f"{where}: d2t can be read as offsets and as target ids ({_summary(d2t)}), and there is no t2d to decide: "
             f"add t2d, {vocab_size} booleans that are true for every token that the head drafts"
         )
-    form, ids = next(iter(fitting.items()))
-    return DraftVocab(ids, form)
+    form, ids = fitting.popitem()
+    return ids, form
 
 
 def _check_map(name: str, values: Tensor, length: int, where: str) -> Tensor:
