@@ -144,7 +144,7 @@ def test_a_foreign_head_leaves_some_things_open(target, head):
         ("draft-coverage", "num-layers", "vocabulary", "chat-template"), "unknown"
     )
     assert "the text that they were chosen for is not named" in wrong["draft-coverage"].detail
-    assert "does not name the tokenizer" in wrong["vocabulary"].detail
+    assert "does not name its target's tokenizer" in wrong["vocabulary"].detail
 
 
 # --- folders that cannot be read -------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_another_target(target, head, folder_of):
         "hidden-size", "num-layers", "vocabulary"
     }  # fmt: skip
     assert wrong["hidden-size"].detail == "hidden_size 32, the target has 64"
-    assert wrong["num-layers"].detail == "made for 8 layers, the target has 5"
+    assert wrong["num-layers"].detail == "target.num_layers 8, the target has 5"
     assert wrong["vocabulary"].detail == "vocab_size 300, the target has 61"
 
 

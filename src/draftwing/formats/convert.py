@@ -9,7 +9,6 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning
 from draftwing.formats.card import copy_card, copy_stored
-from draftwing.formats.layouts import LAYOUTS
 from draftwing.formats.read import find_version, load_head, read_tensors
 from draftwing.formats.settings import read_settings
 from draftwing.formats.write import save_head
@@ -37,7 +36,7 @@ def convert(
     are the stored prompts and the card.
 
     Args:
-        to: one of ``LAYOUTS``.
+        to: one of ``layouts.LAYOUTS``.
         target: the head's target, for a source that does not name it; compared with one that does.
         taps: the hidden states that the head reads, instead of those that the source names.
         depth: number of tokens that a speculators config proposes.
@@ -51,8 +50,6 @@ def convert(
         DraftwingWarning: something had to be guessed or fixed to read the source.
     """
     source, destination = Path(source), Path(destination)
-    if to not in LAYOUTS:
-        raise ConfigError(f"unknown head layout {to!r}: choose one of {', '.join(LAYOUTS)}")
     if destination.exists() and source.exists() and destination.samefile(source):
         raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
     head = load_head(source).for_target(target, taps, str(source))

@@ -417,16 +417,16 @@ def check_rope_theta(case: _Case, settings: Settings, config: EagleConfig) -> Re
 
 @_check("config")
 def check_max_positions(case: _Case, config: EagleConfig) -> Result:
-    own = config.max_position_embeddings
-    theirs = case.target.config.get("max_position_embeddings") if case.target is not None else None
-    if not isinstance(theirs, int):
-        return _unknown(f"{own} tokens; the target's are unknown", _GIVE_TARGET)
-    if own < theirs:
+    limit = config.max_position_embeddings
+    target_limit = case.target.config.get("max_position_embeddings") if case.target is not None else None
+    if not isinstance(target_limit, int):
+        return _unknown(f"{limit} tokens; the target's are unknown", _GIVE_TARGET)
+    if limit < target_limit:
         return _warn(
-            f"{own} tokens, the target has {theirs}: engines that size their tables by it fail on longer prompts",
-            f"set `max_position_embeddings` to {theirs} in the head's config.json, and expect worse drafts there",
+            f"{limit} tokens, the target has {target_limit}: engines with tables of this size fail on longer prompts",
+            f"set `max_position_embeddings` to {target_limit} in the head's config.json, and expect worse drafts there",
         )
-    return _ok(f"{own} tokens, the target has {theirs}")
+    return _ok(f"{limit} tokens, the target has {target_limit}")
 
 
 @_check("config")
@@ -535,84 +535,79 @@ def check_lm_head(case: _Case, settings: Settings, version: int) -> Result:
 # --- the target ------------------------------------------------------------------------------------------------------
 
 
-def _compare_size(case: _Case, key: str, own: object) -> Result:
-    if own is None:
+def _compare_size(case: _Case, key: str, size: object, name: str) -> Result:
+    """Compare a size in the head's config with that of the target, called ``name`` in its identity."""
+    if not size:
         return _unknown(f"the head's config.json has no `{key}`", "see config")
     if case.target is None:
-        return _unknown(f"{key} {own}; the target's is unknown", _GIVE_TARGET)
-    theirs = case.target.id.vocab_size if key == "vocab_size" else case.target.id.hidden_size
-    if own != theirs:
-        return _fail(f"{key} {own}, the target has {theirs}", _OTHER)
-    return _ok(f"{key} {own}, as the target")
+        return _unknown(f"{key} {size}; the target's is unknown", _GIVE_TARGET)
+    target_size = getattr(case.target.id, name)
+    if size != target_size:
+        return _fail(f"{key} {size}, the target has {target_size}", _OTHER)
+    return _ok(f"{key} {size}, as the target")
 
 
 @_check("settings")
 def check_hidden_size(case: _Case, settings: Settings) -> Result:
     if settings.target_hidden_size is not None:
-        return _compare_size(case, "target_hidden_size", settings.target_hidden_size)
-    return _compare_size(case, "hidden_size", settings.shape.get("hidden_size"))
+        return _compare_size(case, "target_hidden_size", settings.target_hidden_size, "hidden_size")
+    return _compare_size(case, "hidden_size", settings.shape.get("hidden_size"), "hidden_size")
 
 
 @_check("settings")
 def check_num_layers(case: _Case, settings: Settings) -> Result:
-    """Taps are counted in the target's layers, whose number only our own heads name."""
-    own = 0 if settings.block.target is None else settings.block.target.num_layers
-    if not own:
-        return _unknown("the head does not name its target's number of layers")
-    if case.target is None:
-        return _unknown(f"made for {own} layers", _GIVE_TARGET)
-    theirs = case.target.id.num_layers
-    return (
-        _ok(f"{own}, as the target")
-        if own == theirs
-        else _fail(f"made for {own} layers, the target has {theirs}", _OTHER)
-    )
+    """Taps are counted in the target's layers, whose number only heads written by Draftwing have."""
+    target = settings.block.target
+    return _compare_size(case, "target.num_layers", 0 if target is None else target.num_layers, "num_layers")
 
 
 @_check("settings")
 def check_vocabulary(case: _Case, settings: Settings) -> Result:
-    sizes = _compare_size(case, "vocab_size", settings.shape.get("vocab_size"))
+    sizes = _compare_size(case, "vocab_size", settings.shape.get("vocab_size"), "vocab_size")
     if sizes.status != "ok" or case.target is None:
         return sizes
-    own, theirs = "" if settings.block.target is None else settings.block.target.vocab_hash, case.target.id.vocab_hash
-    if not own and has_tokenizer(case.folder):
+    expected = "" if settings.block.target is None else settings.block.target.vocab_hash
+    actual = case.target.id.vocab_hash
+    if not expected and has_tokenizer(case.folder):
         try:
-            own = Tokenizer(case.folder).vocab_hash
+            expected = Tokenizer(case.folder).vocab_hash
         except DraftwingError as error:
             return _unknown(f"the head's own tokenizer cannot be read: {error}")
-    if not own or not theirs:
-        reason = "target's folder has no tokenizer" if own else "head does not name the tokenizer that it was made for"
+    if not expected or not actual:
+        reason = "target's folder has no tokenizer" if expected else "head does not name its target's tokenizer"
         return _unknown(
             f"{sizes.detail}; the tokens cannot be compared: the {reason}",
             "check that both come from the same model",
         )
-    if own != theirs:
-        return _fail(f"another tokenizer: fingerprint {own}, the target's is {theirs}: ids mean other words", _OTHER)
-    return _ok(f"{sizes.detail}, fingerprint {theirs}")
+    if expected != actual:
+        return _fail(
+            f"another tokenizer: fingerprint {expected}, the target's is {actual}: ids mean other words", _OTHER
+        )
+    return _ok(f"{sizes.detail}, fingerprint {actual}")
 
 
 @_check("target")
 def check_chat_template(case: _Case, target: _Target) -> Result:
     """A head trained on dialogues in another template drafts badly at the turns."""
     try:
-        theirs = chat_template_hash(target.folder)
+        actual = chat_template_hash(target.folder)
         noted = case.training.get("chat_template")
-        own = noted if isinstance(noted, str) else chat_template_hash(case.folder)
+        expected = noted if isinstance(noted, str) else chat_template_hash(case.folder)
     except DraftwingError as error:
         return _unknown(str(error))
-    if not theirs:
+    if not actual:
         return _ok("the target has none")
-    if not own:
+    if not expected:
         return _unknown(
             "the head does not name the template that it was trained with",
             "compare acceptance on dialogues and on plain text",
         )
-    if own != theirs:
+    if expected != actual:
         return _warn(
-            f"trained with another template: fingerprint {own}, the target's is {theirs}",
+            f"trained with another template: fingerprint {expected}, the target's is {actual}",
             "prompt with the template that it was trained with, or train it on dialogues in the target's",
         )
-    return _ok(f"the target's, fingerprint {theirs}")
+    return _ok(f"the target's, fingerprint {actual}")
 
 
 @_check("names", "settings")

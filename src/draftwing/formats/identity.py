@@ -120,11 +120,11 @@ def differences(head: TargetId, target: TargetId) -> list[str]:
     return [f"{name} {one} and {other}" for name, one, other in pairs if one and other and one != other]
 
 
-def check_same_target(own: TargetId | None, target: TargetId | None, where: str) -> None:
+def check_same_target(made_for: TargetId | None, target: TargetId | None, where: str) -> None:
     """Raise CheckpointError if a head made for ``own`` does not fit ``target``; None is unknown and fits."""
-    if own is not None and target is not None and (wrong := differences(own, target)):
+    if made_for is not None and target is not None and (wrong := differences(made_for, target)):
         raise CheckpointError(
-            f"{where}: this head is made for {own.name or 'another target'}, not for {target.name} "
+            f"{where}: this head is made for {made_for.name or 'another target'}, not for {target.name} "
             f"({'; '.join(wrong)}): load it with its own target, or train one for {target.name}"
         )
 

@@ -98,38 +98,38 @@ class Head:
             UnsupportedError: it reads a state of the target that Draftwing does not tap.
         """
         config = self.config
-        own = config.target or TargetId("", config.feature_size, 0, config.vocab_size)
-        check_same_target(own, target, where)
+        made_for = config.target or TargetId("", config.feature_size, 0, config.vocab_size)
+        check_same_target(made_for, target, where)
         config = replace(config, target=config.target or target)
         if taps is not None and len(taps) != len(config.taps):
             raise CheckpointError(
                 f"{where}: the head reads {len(config.taps)} of the target's hidden states, but {len(taps)} taps are "
                 f"given ({', '.join(map(str, taps))}): give {len(config.taps)}"
             )
-        known = config.target
-        if taps is None and known is not None:
+        target = config.target
+        if taps is None and target is not None:
             if not self.knows_taps:
                 # Only three taps have defaults; another number stays unknown.
-                usual = usual_taps(config.version, known.num_layers)
+                usual = usual_taps(config.version, target.num_layers)
                 taps = usual if usual is not None and len(usual) == len(config.taps) else None
-            elif self.config.target is None and config.version == 3 and known.num_layers in config.taps:
+            elif self.config.target is None and config.version == 3 and target.num_layers in config.taps:
                 # Our last tap is the state after the final norm; other engines give EAGLE-3 the one before.
                 raise UnsupportedError(
                     f"{where}: the head reads the target's last hidden state before the final norm (tap "
-                    f"{known.num_layers}), which Draftwing does not tap: serve it with the engine that it was made for"
+                    f"{target.num_layers}), which Draftwing does not tap: serve it with the engine that it was made for"
                 )
         if taps is not None:
             config = replace(config, taps=taps)
         if taps is not None or self.knows_taps:
-            last = None if known is None else known.num_layers
+            last = None if target is None else target.num_layers
             wrong_tap = next((tap for tap in config.taps if tap < 0 or (last is not None and tap > last)), None)
             if wrong_tap is not None:
-                layers = "" if known is None else f" to {last}, the layers of {known.name}"
+                layers = "" if target is None else f" to {last}, the layers of {target.name}"
                 raise CheckpointError(
                     f"{where}: tap {wrong_tap} is no hidden state of the target: taps run from 0{layers}; correct the "
                     f"taps in config.json, or give others"
                 )
-        return replace(self, config=config, verifier=self.verifier or (known.name if known else None))
+        return replace(self, config=config, verifier=self.verifier or (target.name if target else None))
 
 
 def checked_training(training: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -368,13 +368,13 @@ def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
     read = settings.tap_ids
     if read is not None and settings.taps_are_outputs:
         read = tuple(tap + 1 for tap in read)
-    own = settings.block.taps
-    if own is not None and read is not None and own not in (read, settings.tap_ids):
+    block_taps = settings.block.taps
+    if block_taps is not None and read is not None and block_taps not in (read, settings.tap_ids):
         raise CheckpointError(
-            f"{where}: config.json names the taps twice: {own} in its `draftwing` part, {settings.tap_ids} in "
+            f"{where}: config.json names the taps twice: {block_taps} in its `draftwing` part, {settings.tap_ids} in "
             f"`{TAP_IDS}`: remove the wrong ones"
         )
-    taps = read if own is None else own
+    taps = read if block_taps is None else block_taps
     if taps is not None and UNKNOWN_TAP in taps:
         raise CheckpointError(f"{where}: config.json names tap {UNKNOWN_TAP}: taps count from 0; correct it")
     return taps
