@@ -218,7 +218,7 @@ def test_what_engines_cannot_express_of_norms_and_taps(tmp_path):
         ("norms", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc together with fc_norm"),
         ("order", {"taps": (5, 2, 4)}, "taps (5, 2, 4) (each hidden state is read once"),
         ("twice", {"taps": (2, 2, 4)}, "taps (2, 2, 4)"),
-        ("last", {"taps": (2, 4, LAYERS)}, f"tap {LAYERS} (the target's last state after its norm"),
+        ("last", {"taps": (2, 4, LAYERS)}, f"tap {LAYERS} (the target's last state"),
         ("bias", {"fc_bias": True}, "an fc.bias in EAGLE-3"),
     ):
         write_head(tmp_path / name, net_of(**changes))

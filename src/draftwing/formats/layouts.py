@@ -70,7 +70,7 @@ def _special_features(head: Head) -> dict[str, str]:
     bias = head.tensors.get("fc.bias")
     norms = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
     is_plain_rope = rope.type == "default" or (rope.type in ("linear", "dynamic") and rope.theta == 10000)
-    usual_width = config.hidden_size // config.num_heads
+    has_other_taps, width = not head.has_default_taps, config.head_dim * config.num_heads
     named_taps = taps if is_eagle3 and head.knows_taps else ()
     is_rising = all(low < high for low, high in pairwise(named_taps))
     last = None if target is None else target.num_layers
@@ -80,41 +80,21 @@ def _special_features(head: Head) -> dict[str, str]:
         ("residual", config.norm_before_residual, "norm_before_residual"),
         ("norms", norms, f"{', '.join(norms)} (EAGLE-3.1 and later)"),
         # Our net norms each tap first; vLLM and SGLang norm all together first.
-        (
-            "two norms",
-            config.norm_before_fc and config.fc_norm,
-            "norm_before_fc together with fc_norm (the order of the two differs)",
-        ),
+        ("two norms", config.norm_before_fc and config.fc_norm, "norm_before_fc together with fc_norm (order differs)"),
         ("eagle3 bias", is_eagle3 and config.fc_bias, "an fc.bias in EAGLE-3"),
         ("bias", bias is not None and bias.any(), "an fc.bias that is not zero"),
-        (
-            "taps",
-            is_eagle3 and not head.has_default_taps,
-            f"taps {taps} (only the inputs of layers 2, L // 2 and L - 3 of a target that is known)",
-        ),
-        (
-            "feature",
-            is_eagle1 and not head.has_default_taps,
-            f"tap {taps[0]} in EAGLE-1 (only the target's last hidden state, and a target that is known)",
-        ),
+        ("taps", is_eagle3 and has_other_taps, f"taps {taps} (only the default ones of a target that is known)"),
+        ("feature", is_eagle1 and has_other_taps, f"tap {taps[0]} in EAGLE-1 (only the last state of a known target)"),
         ("tap order", not is_rising, f"taps {taps} (each hidden state is read once, low to high)"),
         (
             "last tap",
             last in named_taps,
-            f"tap {last} (the target's last state after its norm; engines give it before)",
+            f"tap {last} (the target's last state; engines read it before its norm)",
         ),
         ("activation", config.activation != "silu", f"activation {config.activation!r} (only silu)"),
-        (
-            "partial rotation",
-            rope.rotary_dim != rope.head_dim,
-            f"the rotation of {rope.rotary_dim} of {rope.head_dim} numbers in each head",
-        ),
+        ("rotation", rope.rotary_dim != rope.head_dim, f"rotation of {rope.rotary_dim} of {rope.head_dim} numbers"),
         ("rope", not is_plain_rope, f"RoPE of type {rope.type!r} with base {rope.theta:g}"),
-        (
-            "wide heads",
-            config.head_dim * config.num_heads != config.hidden_size,
-            f"heads of width {config.head_dim} (only hidden_size / heads, {usual_width})",
-        ),
+        ("wide heads", width != config.hidden_size, f"heads of width {config.head_dim} (only hidden_size / heads)"),
         ("layers", is_eagle3 and config.num_layers > 1, f"EAGLE-3 of {config.num_layers} layers"),
         ("qkv bias", is_eagle3 and config.qkv_bias, "biases of queries, keys and values in EAGLE-3"),
         ("embedding", config.own_embedding, "an embedding of the head's own (SGLang takes the target's)"),
@@ -311,7 +291,7 @@ class _Layout:
     tensors: Callable[[Mapping[str, Tensor], Head], dict[str, Tensor]]
 
 
-_ALL_ENGINES = ("inputs", "eagle3 bias", "partial rotation", "feature", "tap order", "last tap")
+_ALL_ENGINES = ("inputs", "eagle3 bias", "rotation", "feature", "tap order", "last tap")
 _SERVERS = (*_ALL_ENGINES, "two norms", "activation")
 _EAGLE = (*_ALL_ENGINES, "residual", "norms", "taps", "rope", "wide heads", "layers", "qkv bias")
 LAYOUTS: dict[str, _Layout] = {
