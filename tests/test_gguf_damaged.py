@@ -42,10 +42,6 @@ def pair(key, kind, value):
     return text(key) + struct.pack("<I", kind) + value
 
 
-def string(key, value):
-    return pair(key, STRING, text(value))
-
-
 def strings(key, values):
     return pair(key, ARRAY, struct.pack("<IQ", STRING, len(values)) + b"".join(map(text, values)))
 
@@ -79,36 +75,46 @@ def read_all(path):
                 weights.stored(name)
 
 
-def tiny_pairs():
-    letters = [chr(ord("a") + index) for index in range(5)]
-    return {
-        "general.architecture": string("general.architecture", "llama"),
-        "llama.block_count": number("llama.block_count", 1),
-        "llama.context_length": number("llama.context_length", 64),
-        "llama.embedding_length": number("llama.embedding_length", 32),
-        "llama.feed_forward_length": number("llama.feed_forward_length", 32),
-        "llama.attention.head_count": number("llama.attention.head_count", 2),
-        "llama.attention.head_count_kv": number("llama.attention.head_count_kv", 1),
-        "llama.attention.layer_norm_rms_epsilon": pair(
-            "llama.attention.layer_norm_rms_epsilon", F32, struct.pack("<f", 1e-5)
-        ),
-        "tokenizer.ggml.model": string("tokenizer.ggml.model", "gpt2"),
-        "tokenizer.ggml.pre": string("tokenizer.ggml.pre", "gpt-2"),
-        "tokenizer.ggml.tokens": strings("tokenizer.ggml.tokens", [*SPECIAL, *letters, "ab"]),
-        "tokenizer.ggml.token_type": pair(
-            "tokenizer.ggml.token_type", ARRAY, struct.pack("<IQ9i", I32, 9, 2, 3, 3, 1, 1, 1, 1, 1, 1)
-        ),
-        "tokenizer.ggml.merges": strings("tokenizer.ggml.merges", ["a b"]),
-        "tokenizer.ggml.bos_token_id": number("tokenizer.ggml.bos_token_id", 1),
-        "tokenizer.ggml.eos_token_id": number("tokenizer.ggml.eos_token_id", 2),
-        "tokenizer.ggml.add_bos_token": pair("tokenizer.ggml.add_bos_token", BOOL, b"\1"),
-    }
+def entry(key, value):
+    """A key-value pair of a Python value, in the type that models use for it."""
+    if isinstance(value, bool):
+        return pair(key, BOOL, bytes([value]))
+    if isinstance(value, float):
+        return pair(key, F32, struct.pack("<f", value))
+    if isinstance(value, str):
+        return pair(key, STRING, text(value))
+    if isinstance(value, int):
+        return number(key, value)
+    if isinstance(value[0], int | float):
+        kind, code = (I32, "i") if isinstance(value[0], int) else (F32, "f")
+        return pair(key, ARRAY, struct.pack(f"<IQ{len(value)}{code}", kind, len(value), *value))
+    return strings(key, value)
 
 
-def tiny(**changes):
-    """A whole model in some 20 KB; a change is a pair's bytes by its key, None leaves it out."""
-    pairs = tiny_pairs()
-    pairs.update({key.replace("__", "."): value for key, value in changes.items()})
+METADATA = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.feed_forward_length": 32,
+    "llama.attention.head_count": 2,
+    "llama.attention.head_count_kv": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": [*SPECIAL, *"abcde", "ab"],
+    "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1, 1, 1, 1],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.add_bos_token": True,
+}
+
+
+def tiny(changes=None, **tokenizer):
+    """A whole model in some 20 KB, with other metadata; None leaves a key out."""
+    changes = {**(changes or {}), **{f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}}
+    pairs = [entry(key, value) for key, value in {**METADATA, **changes}.items() if value is not None]
     random = np.random.default_rng(0)
     plan = {
         "token_embd.weight": ((32, 9), "Q8_0"),
@@ -134,15 +140,14 @@ def tiny(**changes):
         tensors.append(tensor(name, dims, int(number_of), len(data)))
         data += raw.tobytes()
         data += b"\0" * (-len(data) % 32)
-    return container([each for each in pairs.values() if each is not None], tensors, data)
+    return container(pairs, tensors, data)
 
 
 TINY = tiny()
 SENTENCE_PIECE = tiny(
-    tokenizer__ggml__model=pair("tokenizer.ggml.model", STRING, text("llama")),
-    tokenizer__ggml__scores=pair("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ9f", F32, 9, *range(9))),
-    llama__rope__scaling__type=pair("llama.rope.scaling.type", STRING, text("yarn")),
-    llama__rope__scaling__factor=pair("llama.rope.scaling.factor", F32, struct.pack("<f", 2)),
+    {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0},
+    model="llama",
+    scores=[float(score) for score in range(9)],
 )
 HEADER = TINY.index(b"blk.0.ffn_down.weight") + 60
 
@@ -176,10 +181,6 @@ def pairs_of(*pairs):
 
 def tensors_of(*tensors, data=128):
     return container((), tensors, b"\0" * data)
-
-
-def with_tokens(*tokens, **changes):
-    return tiny(tokenizer__ggml__tokens=strings("tokenizer.ggml.tokens", tokens), **changes)
 
 
 def array(kind, count):
@@ -238,13 +239,15 @@ CHECKPOINT = {
     "an offset beyond the end": (tensors_of(tensor("t", (4,), 0, 2**64 - 32)), "tensor t", "lie within the file"),
     "tensors over each other": (tensors_of(tensor("t", (16,)), tensor("u", (4,), 0, 32)), "t and u overlap"),
     "a tensor twice": (tensors_of(tensor("t", (4,)), tensor("t", (4,), 0, 32)), "tensor t occurs twice"),
-    "no embedding": (pairs_of(*tiny_pairs().values()), "token_embd.weight", "none"),
+    "no embedding": (pairs_of(*map(entry, METADATA, METADATA.values())), "token_embd.weight", "none"),
     "heads that are not whole": (
         tiny(
-            llama__attention__head_count_kv=number("llama.attention.head_count_kv", 3),
-            llama__attention__head_count=number("llama.attention.head_count", 3),
-            llama__attention__key_length=number("llama.attention.key_length", 16),
-            llama__rope__dimension_count=number("llama.rope.dimension_count", 16),
+            {
+                "llama.attention.head_count": 3,
+                "llama.attention.head_count_kv": 3,
+                "llama.attention.key_length": 16,
+                "llama.rope.dimension_count": 16,
+            }
         ),
         "blk.0.attn_",
         "a whole number of pairs for each of 3 heads",
@@ -260,56 +263,33 @@ CONFIG = {
     "no metadata": (container(), "general.architecture", "missing"),
     **{f"alignment {n}": (pairs_of(number("general.alignment", n)), "general.alignment") for n in (0, 3, 2**31)},
     **{
-        f"without {key}": (tiny(**{key: None}), f"`{key}` is missing")
-        for key in tiny_pairs()
+        f"without {key}": (tiny({key: None}), f"`{key}` is missing")
+        for key in METADATA
         if key.startswith("llama") and not key.endswith("_kv")
     },
-    "types of other tokens": (
-        tiny(tokenizer__ggml__token_type=pair("tokenizer.ggml.token_type", ARRAY, struct.pack("<IQ2i", I32, 2, 1, 1))),
-        "tokenizer.ggml.token_type",
-        "9 numbers",
-        "found 2",
-    ),
+    "types of other tokens": (tiny(token_type=[1, 1]), "tokenizer.ggml.token_type", "9 numbers", "found 2"),
 }
 TOKENIZER = {
-    "no tokens": (tiny(tokenizer__ggml__tokens=None), "tokenizer.ggml.tokens", "missing"),
-    "tokens that are numbers": (
-        tiny(tokenizer__ggml__tokens=number("tokenizer.ggml.tokens", 3)),
-        "tokenizer.ggml.tokens",
-        "array of strings",
-    ),
-    "a token twice": (with_tokens(*"abcdefgha"), "tokens 0 and 8 are both 'a'"),
+    "no tokens": (tiny(tokens=None), "tokenizer.ggml.tokens", "missing"),
+    "tokens that are numbers": (tiny(tokens=3), "tokenizer.ggml.tokens", "array of strings"),
+    "a token twice": (tiny(tokens=[*"abcdefgha"]), "tokens 0 and 8 are both 'a'"),
     "a token that is no text": (
-        with_tokens(*"abcdefgh", b"\xff"),
-        "string 8 of `tokenizer.ggml.tokens` must be UTF-8",
+        tiny(tokens=[*"abcdefgh", b"\xff"]),
+        "string 8 of `tokenizer.ggml.tokens`",
+        "UTF-8",
     ),
-    "a token without an end": (with_tokens(*"abcdefgh", "x" * 5000), "string 8", "at most 4096 bytes"),
+    "a token without an end": (tiny(tokens=[*"abcdefgh", "x" * 5000]), "string 8", "at most 4096 bytes"),
     "more tokens than embeddings": (
-        with_tokens(*SPECIAL, *"abcdefgh", tokenizer__ggml__token_type=None),
+        tiny(tokens=[*SPECIAL, *"abcdefgh"], token_type=None),
         "11 tokens for 9 embeddings",
     ),
-    "a merge of one": (
-        tiny(tokenizer__ggml__merges=strings("tokenizer.ggml.merges", ["ab"])),
-        "a merge must be two tokens",
-        "'ab'",
-    ),
-    "a merge of no token": (
-        tiny(tokenizer__ggml__merges=strings("tokenizer.ggml.merges", ["a zz"])),
-        "make no tokenizer",
-    ),
-    "an end that is no token": (
-        tiny(tokenizer__ggml__eos_token_id=number("tokenizer.ggml.eos_token_id", 9)),
-        "tokenizer.ggml.eos_token_id",
-        "below the 9 tokens",
-    ),
-    "tokens without an end": (with_tokens(*[""] * (2**20 + 1)), "at most 1048576 tokens"),
-    "another tokenizer": (tiny(tokenizer__ggml__model=string("tokenizer.ggml.model", "bert")), "'bert'", "gpt2"),
-    "another pre-tokenizer": (
-        tiny(tokenizer__ggml__pre=string("tokenizer.ggml.pre", "klingon")),
-        "'klingon'",
-        "llama-bpe",
-    ),
-    "no scores": (tiny(tokenizer__ggml__model=string("tokenizer.ggml.model", "llama")), "a score for each token"),
+    "a merge of one": (tiny(merges=["ab"]), "a merge must be two tokens", "'ab'"),
+    "a merge of no token": (tiny(merges=["a zz"]), "make no tokenizer"),
+    "an end that is no token": (tiny(eos_token_id=9), "tokenizer.ggml.eos_token_id", "below the 9 tokens"),
+    "tokens without an end": (tiny(tokens=[""] * (2**20 + 1)), "at most 1048576 tokens"),
+    "another tokenizer": (tiny(model="bert"), "'bert'", "gpt2"),
+    "another pre-tokenizer": (tiny(pre="klingon"), "'klingon'", "llama-bpe"),
+    "no scores": (tiny(model="llama"), "a score for each token"),
 }
 KINDS = {
     CheckpointError: CHECKPOINT,

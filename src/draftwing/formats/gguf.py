@@ -91,8 +91,7 @@ class Metadata:
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size:
             if (value != value[0]).any():
                 raise UnsupportedError(
-                    f"{self.where}: `{key}` differs between layers, which is not supported. Use a model whose layers "
-                    "are alike."
+                    f"{self.where}: `{key}` differs between layers. Use a model whose layers are alike."
                 )
             value = int(value[0])
         if type(value) is not int or not minimum <= value <= maximum:
@@ -179,9 +178,10 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.paths = path, list[Path]()
-        self.maps = list[mmap.mmap]()
-        self.tensors = dict[str, TensorInfo]()
+        self.path = path
+        self.paths: list[Path] = []
+        self.maps: list[mmap.mmap] = []
+        self.tensors: dict[str, TensorInfo] = {}
         self.metadata = self.read_part(path)
 
     def read_part(self, path: Path) -> Metadata:

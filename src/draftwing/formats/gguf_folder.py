@@ -196,8 +196,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     value_dim = data.integer(f"{prefix}attention.value_length", head_dim, minimum=1)
     if value_dim != head_dim:
         raise UnsupportedError(
-            f"{data.where}: keys of {head_dim} and values of {value_dim} numbers are not supported, only of one width. "
-            f"{_USE_FOLDER}"
+            f"{data.where}: keys of {head_dim} and values of {value_dim} numbers, not of one width. {_USE_FOLDER}"
         )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
@@ -310,8 +309,7 @@ def _rope_scaling(file: GgufFile, prefix: str, positions: int) -> dict[str, Any]
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise UnsupportedError(
-            f'{data.where}: RoPE of the type "{kind:.40}" is not supported; expected none, linear or yarn. '
-            f"{_USE_FOLDER}"
+            f'{data.where}: RoPE of the type "{kind:.40}", expected none, linear or yarn. {_USE_FOLDER}'
         )
     original = data.integer(f"{prefix}scaling.original_context_length", positions, minimum=1)
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}

@@ -105,8 +105,7 @@ def _find_places(file: GgufFile) -> dict[str, _Place]:
             full_name = name if expert is None else name.replace("*", str(expert))
             if full_name in places:
                 raise CheckpointError(
-                    f"{file.path}: tensors {places[full_name].tensor} and {tensor} are both {full_name}. Convert the "
-                    "model again."
+                    f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
                 )
             places[full_name] = _Place(tensor, expert, num_heads)
     return places

@@ -446,8 +446,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: expected a whole PyTorch checkpoint, found a truncated or corrupt one ({error}): download it "
-            f"again"
+            f"{path}: expected a whole PyTorch checkpoint, found a damaged one ({error}): download it again"
         ) from error
     if not isinstance(stored, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()

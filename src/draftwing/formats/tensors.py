@@ -203,8 +203,7 @@ def read_draft_vocab(
         return None, form
     if d2t is None:
         raise CheckpointError(
-            f"{where}: the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t to map "
-            f"them: {again}"
+            f"{where}: the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t: {again}"
         )
     readings: dict[MapForm, Tensor] = {"offsets": d2t + torch.arange(draft_vocab_size), "ids": d2t}
     fitting = {form: ids for form, ids in readings.items() if _is_map(ids, vocab_size)}

@@ -93,8 +93,7 @@ def write_folder(
     others = [other for other in weight_files(folder) if other != name]
     if others:
         raise CheckpointError(
-            f"{folder}: has {others[0]} already, which some engines would read instead of the new {name}: choose an "
-            f"empty folder"
+            f"{folder}: has {others[0]}, which some engines would read instead of {name}: choose an empty folder"
         )
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
     try:
