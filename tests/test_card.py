@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from conftest import refused
+from conftest import SMALL, refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.formats.card import copy_card, read_stored, render_card, write_card, write_stored
@@ -19,15 +19,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.linear import Linear
 from draftwing.train.session import training_of
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 90,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SHAPE = {**SMALL, "model_type": "llama", "vocab_size": 90, "num_hidden_layers": 8}
 TRAINING = {
     "method": "eagle3",
     "unroll_steps": 5,

@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,10 +16,9 @@ from conftest import SMALL, add_tokenizer, refused
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
 from draftwing.formats import identity, write
 from draftwing.formats.convert import convert, serve_command
-from draftwing.formats.head import Head
 from draftwing.formats.identity import chat_template_hash, target_id, target_id_of_folder
-from draftwing.formats.read import is_head, load_head, read_head
-from draftwing.formats.vocab import read_draft_vocab, to_maps
+from draftwing.formats.read import Head, is_head, load_head, read_head
+from draftwing.formats.tensors import read_draft_vocab, to_maps
 from draftwing.formats.write import save_head, write_head
 from draftwing.loading import load_target
 from draftwing.methods.calibration import Calibration
@@ -40,85 +39,38 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-VARIANTS = {
-    "eagle1": (1, {}),
-    "eagle1-bias": (1, {"fc_bias": True}),
-    "eagle3": (3, {}),
-    "eagle3-whole": (3, {"draft_vocab_size": None}),
-    "eagle3.1": (3, {"fc_norm": True, "norm_output": True}),
-    "eagle3-before-fc": (3, {"norm_before_fc": True}),
-    "eagle3-residual": (3, {"norm_before_residual": True}),
-    "eagle3-taps": (3, {"taps": (1, 3, 6)}),
-    "eagle3-two-taps": (3, {"taps": (2, 5)}),
-    "eagle3-llama3": (3, {"rope_scaling": LLAMA3}),
-    "eagle3-wide": (3, {"head_dim": 16}),
-    "eagle3-token": (3, {"inputs": "token"}),
-    "eagle3-gelu": (3, {"hidden_act": "gelu"}),
-    "eagle3-partial": (3, {"rotary_dim": 4}),
-    "eagle3-calibrated": (3, {"calibration": Calibration(0.75, 0.125, 1.5)}),
-    "eagle1-layers": (1, {"num_layers": 3}),
-    "eagle1-qkv-bias": (1, {"qkv_bias": True, "num_layers": 2}),
-    "eagle1-embedding": (1, {"own_embedding": True}),
-    "eagle3-layers": (3, {"num_layers": 3}),
-    "eagle3-qkv-bias": (3, {"qkv_bias": True}),
-    "eagle3-embedding": (3, {"own_embedding": True}),
-    "eagle3-narrow": (3, {"hidden_size": 16, "target_hidden_size": HIDDEN, "own_embedding": True, "fc_norm": True}),
-}
-# The layouts that can express each of them, besides our own; the rest refuse with this word.
-EXPRESS = {
-    "eagle1": {"eagle", "vllm", "sglang"},
-    "eagle1-bias": {"eagle", "sglang"},
-    "eagle3": {"eagle", "vllm", "sglang", "speculators"},
-    "eagle3-whole": {"eagle", "vllm", "sglang", "speculators"},
-    "eagle3.1": {"vllm", "sglang", "speculators"},
-    "eagle3-before-fc": {"vllm", "sglang", "speculators"},
-    "eagle3-residual": {"vllm", "speculators"},
-    "eagle3-taps": {"vllm", "sglang", "speculators"},
-    "eagle3-two-taps": {"vllm", "sglang", "speculators"},
-    "eagle3-llama3": {"vllm", "sglang", "speculators"},
-    "eagle3-wide": {"vllm", "sglang", "speculators"},
-    "eagle3-token": set(),
-    "eagle3-gelu": {"eagle"},
-    "eagle3-partial": set(),
-    "eagle3-calibrated": {"eagle", "vllm", "sglang", "speculators"},
-    "eagle1-layers": {"eagle", "vllm", "sglang"},
-    "eagle1-qkv-bias": {"eagle", "vllm", "sglang"},
-    "eagle1-embedding": {"eagle", "vllm"},
-    "eagle3-layers": {"vllm", "speculators"},
-    "eagle3-qkv-bias": {"vllm", "speculators"},
-    "eagle3-embedding": {"eagle", "vllm", "speculators"},
-    "eagle3-narrow": {"vllm", "speculators"},
-}
-REASONS = {
-    ("eagle1", "speculators"): "EAGLE-1",
-    ("eagle1-bias", "vllm"): "fc.bias that is not zero",
-    ("eagle1-bias", "speculators"): "EAGLE-1",
-    ("eagle3.1", "eagle"): "fc_norm",
-    ("eagle3-before-fc", "eagle"): "norm_before_fc",
-    ("eagle3-residual", "eagle"): "norm_before_residual",
-    ("eagle3-residual", "sglang"): "norm_before_residual",
-    ("eagle3-taps", "eagle"): "taps (1, 3, 6)",
-    ("eagle3-two-taps", "eagle"): "taps (2, 5)",
-    ("eagle3-llama3", "eagle"): "RoPE of type 'llama3'",
-    ("eagle3-wide", "eagle"): "heads of width 16",
-    ("eagle3-token", None): "draft inputs 'token'",
-    ("eagle3-gelu", None): "activation 'gelu'",
-    ("eagle3-partial", None): "rotation of 4 of 8 numbers",
-    ("eagle1-layers", None): "EAGLE-1",
-    ("eagle1-qkv-bias", None): "EAGLE-1",
-    ("eagle1-embedding", "sglang"): "an embedding of the head's own",
-    ("eagle1-embedding", "speculators"): "EAGLE-1",
-    ("eagle3-layers", None): "EAGLE-3 of 3 layers",
-    ("eagle3-qkv-bias", None): "biases of queries, keys and values in EAGLE-3",
-    ("eagle3-embedding", None): "an embedding of the head's own",
-    ("eagle3-narrow", "eagle"): "fc_norm",
-    ("eagle3-narrow", "sglang"): "an embedding of the head's own",
-}
 LAYOUTS = ("draftwing", "eagle", "vllm", "sglang", "speculators")
+NARROW = {"hidden_size": 16, "target_hidden_size": HIDDEN, "own_embedding": True, "fc_norm": True}
+OWN = "an embedding of the head's own"
+# Version and shape of a head, the other layouts that can express it, and the reason of those that cannot.
+VARIANTS = {
+    "eagle1": (1, {}, "eagle vllm sglang", "EAGLE-1"),
+    "eagle1-bias": (1, {"fc_bias": True}, "eagle sglang", {"vllm": "fc.bias that is not", "speculators": "EAGLE-1"}),
+    "eagle3": (3, {}, "eagle vllm sglang speculators", ""),
+    "eagle3-whole": (3, {"draft_vocab_size": None}, "eagle vllm sglang speculators", ""),
+    "eagle3.1": (3, {"fc_norm": True, "norm_output": True}, "vllm sglang speculators", "fc_norm"),
+    "eagle3-before-fc": (3, {"norm_before_fc": True}, "vllm sglang speculators", "norm_before_fc"),
+    "eagle3-residual": (3, {"norm_before_residual": True}, "vllm speculators", "norm_before_residual"),
+    "eagle3-taps": (3, {"taps": (1, 3, 6)}, "vllm sglang speculators", "taps (1, 3, 6)"),
+    "eagle3-two-taps": (3, {"taps": (2, 5)}, "vllm sglang speculators", "taps (2, 5)"),
+    "eagle3-llama3": (3, {"rope_scaling": LLAMA3}, "vllm sglang speculators", "RoPE of type 'llama3'"),
+    "eagle3-wide": (3, {"head_dim": 16}, "vllm sglang speculators", "heads of width 16"),
+    "eagle3-token": (3, {"inputs": "token"}, "", "draft inputs 'token'"),
+    "eagle3-gelu": (3, {"hidden_act": "gelu"}, "eagle", "activation 'gelu'"),
+    "eagle3-partial": (3, {"rotary_dim": 4}, "", "rotation of 4 of 8 numbers"),
+    "eagle3-calibrated": (3, {"calibration": Calibration(0.75, 0.125, 1.5)}, "eagle vllm sglang speculators", ""),
+    "eagle1-layers": (1, {"num_layers": 3}, "eagle vllm sglang", "EAGLE-1"),
+    "eagle1-qkv-bias": (1, {"qkv_bias": True, "num_layers": 2}, "eagle vllm sglang", "EAGLE-1"),
+    "eagle1-embedding": (1, {"own_embedding": True}, "eagle vllm", {"sglang": OWN, "speculators": "EAGLE-1"}),
+    "eagle3-layers": (3, {"num_layers": 3}, "vllm speculators", "EAGLE-3 of 3 layers"),
+    "eagle3-qkv-bias": (3, {"qkv_bias": True}, "vllm speculators", "biases of queries, keys and values in EAGLE-3"),
+    "eagle3-embedding": (3, {"own_embedding": True}, "eagle vllm speculators", OWN),
+    "eagle3-narrow": (3, NARROW, "vllm speculators", {"eagle": "fc_norm", "sglang": OWN}),
+}
 
 
 def config_of(variant, **more):
-    version, changes = VARIANTS[variant]
+    version, changes, *_ = VARIANTS[variant]
     changes = {"draft_vocab_size": DRAFT, **changes, **more}
     of_model = ("rope_scaling", "head_dim", "hidden_act", "hidden_size")
     shape = {**SHAPE, **{key: changes.pop(key) for key in of_model if key in changes}}
@@ -153,13 +105,16 @@ def head_of(variant="eagle3", dtype=torch.float32, **more):
 
 def assert_same_head(one, other):
     """All that a folder holds; there is nothing else that a layout could be written from."""
-    assert replace(one, tensors={}, target_ids=None, copies={}) == replace(
-        other, tensors={}, target_ids=None, copies={}
-    )
-    assert (one.target_ids is None) == (other.target_ids is None)
-    assert one.target_ids is None or torch.equal(one.target_ids, other.target_ids)
+    blank = {"tensors": {}, "target_ids": None, "copies": {}}
+    assert replace(one, **blank) == replace(other, **blank)
+    assert_same_ids(one, other)
     assert_same_tensors(one.tensors, other.tensors)
     assert_same_tensors(one.copies, other.copies)
+
+
+def assert_same_ids(one, other):
+    assert (one.target_ids is None) == (other.target_ids is None)
+    assert one.target_ids is None or torch.equal(one.target_ids, other.target_ids)
 
 
 torch.manual_seed(3)
@@ -168,8 +123,7 @@ EMBEDDING, LM_HEAD = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
 
 def assert_same_net(one, other):
     assert one.config == other.config
-    assert (one.target_ids is None) == (other.target_ids is None)
-    assert one.target_ids is None or torch.equal(one.target_ids, other.target_ids)
+    assert_same_ids(one, other)
     assert_same_tensors(one.tensors(), other.tensors())
 
 
@@ -226,7 +180,7 @@ def test_our_own_folder_comes_back_as_it_was(tmp_path, variant, dtype):
         (variant, layout, torch.bfloat16 if variant in ("eagle1", "eagle3.1") else torch.float32)
         for variant in VARIANTS
         for layout in LAYOUTS
-        if layout in {"draftwing", *EXPRESS[variant]}
+        if layout in ("draftwing", *VARIANTS[variant][2].split())
     ],
 )
 def test_every_layout_there_and_back(tmp_path, variant, layout, dtype):
@@ -249,10 +203,11 @@ def test_from_one_engine_to_another(tmp_path):
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [(variant, layout) for variant in VARIANTS for layout in LAYOUTS[1:] if layout not in EXPRESS[variant]],
+    [(name, layout) for name, row in VARIANTS.items() for layout in LAYOUTS[1:] if layout not in row[2].split()],
 )
 def test_what_a_layout_cannot_express_is_named(tmp_path, variant, layout):
-    reason = REASONS.get((variant, layout)) or REASONS[variant, None]
+    reason = VARIANTS[variant][3]
+    reason = reason[layout] if isinstance(reason, dict) else reason
     with refused(UnsupportedError, f"the {layout} layout cannot express", reason, "write it in another layout"):
         save_head(tmp_path / "out", head_of(variant), layout)
     assert not (tmp_path / "out").exists()
@@ -263,7 +218,7 @@ def test_what_engines_cannot_express_of_norms_and_taps(tmp_path):
         ("norms", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc together with fc_norm"),
         ("order", {"taps": (5, 2, 4)}, "taps (5, 2, 4) (each hidden state is read once"),
         ("twice", {"taps": (2, 2, 4)}, "taps (2, 2, 4)"),
-        ("last", {"taps": (2, 4, LAYERS)}, f"tap {LAYERS} (the target's last state after its norm"),
+        ("last", {"taps": (2, 4, LAYERS)}, f"tap {LAYERS} (the target's last state"),
         ("bias", {"fc_bias": True}, "an fc.bias in EAGLE-3"),
     ):
         write_head(tmp_path / name, net_of(**changes))
@@ -322,34 +277,12 @@ def test_the_published_layout(head):
         "version": 3,
         "inputs": "feature-shifted",
         "taps": [2, 4, 5],
-        "target": {
-            "name": "some/target",
-            "hidden_size": HIDDEN,
-            "num_layers": LAYERS,
-            "vocab_size": VOCAB,
-            "vocab_hash": "0123456789abcdef",
-        },
+        "target": asdict(TARGET),
         "calibration": {"sharpness": 2.7, "miss": 0.0, "scale": 1.0},
         "training": {"steps": 3},
     }
-    shapes = {
-        "fc.weight": (32, 96),
-        "midlayer.hidden_norm.weight": (32,),
-        "midlayer.input_layernorm.weight": (32,),
-        "midlayer.post_attention_layernorm.weight": (32,),
-        "midlayer.self_attn.q_proj.weight": (32, 64),
-        "midlayer.self_attn.k_proj.weight": (16, 64),
-        "midlayer.self_attn.v_proj.weight": (16, 64),
-        "midlayer.self_attn.o_proj.weight": (32, 32),
-        "midlayer.mlp.gate_proj.weight": (48, 32),
-        "midlayer.mlp.up_proj.weight": (48, 32),
-        "midlayer.mlp.down_proj.weight": (32, 48),
-        "norm.weight": (32,),
-        "lm_head.weight": (20, 32),
-        "d2t": (20,),
-        "t2d": (61,),
-    }
-    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shapes
+    shapes = {name: tensor.shape for name, tensor in {**raw_third(), **MAPS}.items()}
+    assert {name: tensor.shape for name, tensor in weights.items()} == shapes
     assert weights["d2t"].dtype == torch.int64
     assert weights["t2d"].dtype == torch.bool
     assert torch.equal(weights["d2t"] + torch.arange(DRAFT), KEPT)
@@ -364,12 +297,7 @@ def test_the_published_layout_of_eagle_1(tmp_path):
     assert plain["bias"] is False
     assert "bias" not in bias  # EAGLE's code takes that for true; engines would add biases to attention for a true
     assert not {"draft_vocab_size", "fc_norm", "norm_output"} & plain.keys()
-    assert set(load_file(tmp_path / "plain" / "model.safetensors")) == {
-        "fc.weight",
-        "layers.0.post_attention_layernorm.weight",
-        *(f"layers.0.self_attn.{each}_proj.weight" for each in "qkvo"),
-        *(f"layers.0.mlp.{each}_proj.weight" for each in ("gate", "up", "down")),
-    }
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == raw_first().keys()
 
 
 def test_the_layouts_of_engines(tmp_path):
@@ -394,6 +322,9 @@ def test_the_layouts_of_engines(tmp_path):
     assert config["speculators_model_type"] == "eagle3"
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5]
     assert config["norm_before_residual"] is False
+    save_head(tmp_path / "whole", head_of("eagle3-whole"), "draftwing")
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "whole" / "model.safetensors").keys()
+    assert read_config(tmp_path / "whole")["draft_vocab_size"] == VOCAB
     assert config["transformer_layer_config"]["model_type"] == "llama"
     assert config["transformer_layer_config"]["vocab_size"] == VOCAB
     assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
@@ -403,41 +334,20 @@ def test_the_layouts_of_engines(tmp_path):
     assert not any(name.startswith("midlayer.") for name in names)
 
 
-def test_a_whole_vocabulary_has_no_maps(tmp_path):
-    write_head(tmp_path / "head", net_of("eagle3-whole"))
-    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "head" / "model.safetensors"))
-    assert read_config(tmp_path / "head")["draft_vocab_size"] == VOCAB
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "mscale": 1.0}
+LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
 
 
-@pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 2.0}])
-def test_transformers_reads_the_same_rope(tmp_path, scaling):
+@pytest.mark.parametrize("scaling", [None, LLAMA3, LINEAR, DYNAMIC, {**YARN, "mscale_all_dim": 0.5, "truncate": False}])
+def test_every_rope_comes_back(tmp_path, scaling):
     from transformers import LlamaConfig
 
-    write_head(tmp_path / "head", net_of(rope_scaling=scaling))
-    found = LlamaConfig.from_pretrained(tmp_path / "head").rope_parameters
-    wanted = {"rope_type": "default", **(scaling or {}), "rope_theta": 500000.0}
-    assert {key: found.get(key) for key in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "dynamic", "factor": 2.0},
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 16.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,
-            "truncate": False,
-        },
-    ],
-)
-def test_every_rope_comes_back(tmp_path, scaling):
     net = net_of(rope_scaling=scaling)
     write_head(tmp_path / "head", net)
     assert load(tmp_path / "head").config.rope == net.config.rope
+    found = LlamaConfig.from_pretrained(tmp_path / "head").rope_parameters
+    wanted = {"rope_type": "default", **(scaling or {}), "rope_theta": 500000.0}
+    assert {key: found.get(key) for key in wanted} == wanted
 
 
 def test_the_commands_that_serve(tmp_path):
@@ -720,7 +630,7 @@ def test_foreign_heads_go_everywhere_without_a_target(tmp_path, version, layout)
     assert one.config == two.config
     assert not two.knows_taps
     assert load(tmp_path / "out").config.taps == ((LAYERS,) if version == 1 else (2, 4, 5))
-    with refused(CheckpointError, "neither the head nor its loader says", "give the target"):
+    with refused(CheckpointError, "does not name the hidden states", "give the target"):
         load(tmp_path / "out", target=None)
     assert load(tmp_path / "out", target=None, taps=(0,) if version == 1 else (0, 1, 2)).config.taps[0] == 0
 
@@ -752,42 +662,38 @@ def test_heads_and_language_models_are_told_apart(tmp_path, folder_of):
 # --- broken heads ----------------------------------------------------------------------------------------------------
 
 
-def test_missing_unknown_and_misshapen_tensors(head):
-    whole = load_file(head / "model.safetensors")
+HIDDEN_NORM, ONES = "midlayer.hidden_norm.weight", torch.ones(32)
 
-    def now(**changes):
-        weights = {**whole, **changes}
-        save_file({key: value for key, value in weights.items() if value is not None}, head / "model.safetensors")
 
-    now(**{"midlayer.hidden_norm.weight": None})
-    with refused(CheckpointError, "tensor 'midlayer.hidden_norm.weight' is missing (1 of 13", "from one place again"):
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({HIDDEN_NORM: None}, (f"tensor '{HIDDEN_NORM}' is missing (1 of 13", "from one place again")),
+        ({"lm_head.weight": None}, ("'lm_head.weight' is missing", "copy the target's lm_head.weight")),
+        ({"surprise": ONES}, ("tensor 'surprise' has no place", "remove the tensor if it is not needed")),
+        ({"fc_norm.0.weight": ONES}, ("'fc_norm.0.weight' has no place", "set `fc_norm` to true")),
+        ({"norm.weight": ONES[1:]}, ("norm.weight has shape (31,), expected (32,)", "one place")),
+        ({"fc.weight": None}, ("without an fc.weight among them", "is this a language model's folder")),
+        ({"layers.0.hidden_norm.weight": ONES}, ("'layers.0.hidden_norm.weight'", HIDDEN_NORM, "the same meaning")),
+        (
+            {"norm.weight": ONES.char()},
+            ("must hold numbers of 16 to 64 bits, found torch.int8", "quantised"),
+        ),
+        (
+            {"norm.weight": ONES * float("nan")},
+            ("norm.weight of", "32 of 32 that are NaN or infinite", "Download"),
+        ),
+    ],
+)
+def test_missing_unknown_and_misshapen_tensors(head, changes, parts):
+    weights = {**load_file(head / "model.safetensors"), **changes}
+    save_file({key: value for key, value in weights.items() if value is not None}, head / "model.safetensors")
+    with refused(CheckpointError, *parts):
         load(head)
-    now(**{"lm_head.weight": None})
-    with refused(CheckpointError, "'lm_head.weight' is missing", "copy the target's lm_head.weight"):
-        load(head)
-    now(surprise=torch.zeros(2))
-    with refused(CheckpointError, "tensor 'surprise' has no place", "remove the tensor if it means nothing"):
-        load(head)
-    now(**{"fc_norm.0.weight": torch.ones(32)})
-    with refused(CheckpointError, "'fc_norm.0.weight' has no place", "set `fc_norm` to true"):
-        load(head)
-    now(**{"midlayer.mlp.up_proj.weight": torch.zeros(48, 31)})
-    with refused(CheckpointError, "midlayer.mlp.up_proj.weight has shape (48, 31), expected (48, 32)", "one place"):
-        load(head)
-    now(**{"fc.weight": None})
-    with refused(CheckpointError, "without an fc.weight among them", "is this a language model's folder"):
-        load(head)
-    now(**{"layers.0.hidden_norm.weight": torch.ones(32)})
-    with refused(CheckpointError, "'layers.0.hidden_norm.weight' and 'midlayer.hidden_norm.weight' mean the same"):
-        load(head)
-    now(**{"norm.weight": torch.ones(32, dtype=torch.int8)})
-    with refused(CheckpointError, "norm.weight must hold numbers of 16 to 64 bits, found torch.int8", "quantised"):
-        load(head)
-    now(**{"norm.weight": torch.full((32,), float("nan"))})
-    with refused(CheckpointError, "norm.weight of", "found 32 of 32 that are NaN or infinite", "Download"):
-        load(head)
+
+
+def test_a_flag_without_its_tensors(head):
     set_config(head, fc_norm=True)
-    now()
     with refused(CheckpointError, "'fc_norm.0.weight' is missing", "set `fc_norm` to false"):
         load(head)
 
@@ -827,67 +733,83 @@ def test_configs_of_other_kinds(head, changes, found):
         load(head)
 
 
-def test_layers_and_biases_that_config_and_tensors_disagree_about(tmp_path):
-    def head(name, config, tensors):
-        return foreign(tmp_path / name, raw_config(draft_vocab_size=DRAFT, **config), {**tensors, **MAPS})
-
-    with refused(CheckpointError, "says `num_hidden_layers` 2, but the tensors are those of 1", "one place"):
-        load(head("layers", {"num_hidden_layers": 2}, raw_third()))
-    with refused(CheckpointError, "says `num_hidden_layers` 1, but the tensors are those of 2", "correct"):
-        load(head("more", {}, {**raw_third(), **raw_next(1)}))
-    with refused(CheckpointError, "'layers.1.self_attn.k_proj.weight' is missing"):
-        found = {**raw_third(), **raw_next(1), **raw_next(2)}
-        del found["layers.1.self_attn.k_proj.weight"]
-        load(head("part", {"num_hidden_layers": 3}, found))
-    with refused(CheckpointError, "says `qkv_bias` or `attention_bias` true, but the tensors have no biases", "one"):
-        load(head("claimed", {"qkv_bias": True}, raw_third()))
-    biased = {**raw_third(), **raw_biases("midlayer")}
-    with refused(CheckpointError, "says `qkv_bias` or `attention_bias` false, but the tensors have biases", "one"):
-        load(head("denied", {"attention_bias": False}, biased))
-    with refused(UnsupportedError, "midlayer.self_attn.o_proj.bias is not zero", "no bias at its output"):
-        load(head("output", {}, {**biased, "midlayer.self_attn.o_proj.bias": torch.ones(32)}))
-    biased.pop("midlayer.self_attn.k_proj.bias")
-    with refused(CheckpointError, "'midlayer.self_attn.k_proj.bias' is missing", "set `qkv_bias` to false"):
-        load(head("some", {}, biased))
-    with pytest.warns(DraftwingWarning, match="`attention_bias` true, but there are no biases.*set it to false"):
-        load(head("unused", {"attention_bias": True}, raw_third()))
-    with refused(CheckpointError, "'embed_tokens.weight' is missing", "needs one of its own"):
-        load(head("wide", {"target_hidden_size": 64}, {**raw_third(), "fc.weight": torch.randn(32, 192)}))
+O_BIAS, K_BIAS = (f"midlayer.self_attn.{each}_proj.bias" for each in "ok")
 
 
-def test_configs_that_cannot_be_meant(head):
-    whole = (head / "config.json").read_text()
-    for changes, parts in (
-        ({"hidden_size": None}, ("required key `hidden_size` is missing", "Add it")),
+@pytest.mark.parametrize(
+    ("config", "tensors", "parts"),
+    [
+        ({"num_hidden_layers": 2}, {}, ("says `num_hidden_layers` 2, but the tensors are those of 1", "one place")),
+        ({}, raw_next(1), ("says `num_hidden_layers` 1, but the tensors are those of 2", "correct")),
         (
-            {"draft_vocab_size": "many"},
-            ("`draft_vocab_size` must be an integer of at least 1, found 'many'", "correct"),
+            {"num_hidden_layers": 3},
+            {**raw_next(1), **raw_next(2), "layers.1.self_attn.k_proj.weight": None},
+            ("'layers.1.self_attn.k_proj.weight' is missing",),
         ),
+        ({"qkv_bias": True}, {}, ("`qkv_bias` or `attention_bias` true, but the tensors have no biases", "one")),
+        (
+            {"attention_bias": False},
+            raw_biases("midlayer"),
+            ("`qkv_bias` or `attention_bias` false, but the tensors have biases", "one"),
+        ),
+        ({}, {**raw_biases("midlayer"), K_BIAS: None}, (f"'{K_BIAS}' is missing", "set `qkv_bias` to false")),
+        (
+            {"target_hidden_size": 64},
+            {"fc.weight": torch.randn(32, 192)},
+            ("'embed_tokens.weight' is missing", "needs its own"),
+        ),
+    ],
+)
+def test_layers_and_biases_that_config_and_tensors_disagree_about(tmp_path, config, tensors, parts):
+    tensors = {name: each for name, each in {**raw_third(), **MAPS, **tensors}.items() if each is not None}
+    folder = foreign(tmp_path / "head", raw_config(draft_vocab_size=DRAFT, **config), tensors)
+    with refused(CheckpointError, *parts):
+        load(folder)
+
+
+def test_biases_that_are_refused_or_not_used(tmp_path):
+    tensors, config = {**raw_third(), **MAPS}, raw_config(draft_vocab_size=DRAFT)
+    output = foreign(tmp_path / "output", config, {**tensors, **raw_biases("midlayer"), O_BIAS: torch.ones(32)})
+    with refused(UnsupportedError, f"{O_BIAS} is not zero", "no bias at its output"):
+        load(output)
+    unused = foreign(tmp_path / "unused", {**config, "attention_bias": True}, tensors)
+    with pytest.warns(DraftwingWarning, match="`attention_bias` true, but there are no biases.*set it to false"):
+        load(unused)
+
+
+def block_of(**changes):
+    return {"draftwing": {"format": 1, "version": 3, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"hidden_size": None}, ("required key `hidden_size` is missing", "Add it")),
+        ({"draft_vocab_size": "x"}, ("`draft_vocab_size` must be an integer of at least 1, found 'x'", "correct")),
         ({"draft_vocab_size": 99}, ("the draft vocabulary must have 1 to 61 tokens, found 99", "correct it in")),
         ({"fc_norm": "yes"}, ("`fc_norm` must be true or false, found 'yes'", "correct it in config.json")),
         ({"eagle_config": [1]}, ("`eagle_config` must be an object", "correct it")),
-        ({"draftwing": {"format": 1, "version": 2}}, ("draftwing: `version` must be 1 or 3, found 2", "correct it")),
-        ({"draftwing": {"format": 1, "version": 3, "inputs": "all"}}, ("`inputs` must be one of token,", "'all'")),
-        ({"draftwing": {"format": 1, "version": 3, "taps": ["x"]}}, ("`taps` must be a list of layer numbers",)),
+        (block_of(version=2), ("draftwing: `version` must be 1 or 3, found 2", "correct it")),
+        (block_of(inputs="all"), ("`inputs` must be one of token,", "'all'")),
+        (block_of(taps=["x"]), ("`taps` must be a list of layer numbers",)),
         (
-            {"draftwing": {"format": 1, "version": 3, "calibration": {"miss": 2}}},
-            ("draftwing: calibration: `miss` must be a number from 0 to 1, found 2", "correct it"),
+            block_of(calibration={"miss": 2}),
+            ("`miss` must be a number from 0 to 1, found 2", "correct it"),
         ),
-        (
-            {"draftwing": {"format": 1, "version": 3, "calibration": {"sharpness": 0}}},
-            ("draftwing: a calibration needs a sharpness and a scale above 0", "found 0.0", "remove `calibration`"),
-        ),
-    ):
-        (head / "config.json").write_text(whole)
-        set_config(head, **changes)
-        with refused(ConfigError, "config.json", *parts):
-            load(head)
-    (head / "config.json").write_text(whole)
+        (block_of(calibration={"sharpness": 0}), ("needs a sharpness", "above 0", "0.0", "remove `calibration`")),
+    ],
+)
+def test_configs_that_cannot_be_meant(head, changes, parts):
+    set_config(head, **changes)
+    with refused(ConfigError, "config.json", *parts):
+        load(head)
+
+
+def test_a_config_of_another_format_or_version_or_none(head):
+    block = read_config(head)["draftwing"]
     set_config(head, draftwing={"format": 2, "version": 3})
     with refused(UnsupportedError, "`format` is 2, this Draftwing reads up to 1", "update Draftwing"):
         load(head)
-    (head / "config.json").write_text(whole)
-    block = json.loads(whole)["draftwing"]
     set_config(head, draftwing={**block, "version": 1})
     with refused(CheckpointError, "describes an EAGLE-1 head, but the tensors are those of EAGLE-3", "one place"):
         load(head)
@@ -901,7 +823,7 @@ def test_configs_that_cannot_be_meant(head):
 def test_taps_that_cannot_be(head):
     block = read_config(head)["draftwing"]
     set_config(head, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    with refused(CheckpointError, "names the taps twice: (2, 4, 5)", "(1, 2, 3)", "remove the ones that are wrong"):
+    with refused(CheckpointError, "names the taps twice: (2, 4, 5)", "(1, 2, 3)", "remove the wrong ones"):
         load(head)
     set_config(head, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     assert load(head).config.taps == (2, 4, 5)
@@ -924,7 +846,7 @@ def test_a_target_of_two_layers_has_no_usual_taps(tmp_path):
         default_taps(2)
     folder = foreign(tmp_path / "head", raw_config(draft_vocab_size=DRAFT), {**raw_third(), **MAPS})
     flat = replace(TARGET, num_layers=2)
-    with refused(CheckpointError, "neither the head nor its loader says", "3 layers or more", "or the taps"):
+    with refused(CheckpointError, "does not name the hidden states", "3 layers or more", "or the taps"):
         load(folder, target=flat)
     assert load(folder, target=flat, taps=(0, 1, 2)).config.taps == (0, 1, 2)
     assert not load_head(folder).for_target(flat, (0, 1, 2), "head").has_default_taps
@@ -1023,7 +945,7 @@ def test_pickled_weights(tmp_path):
             return os.system, (f"touch {tmp_path / 'exploded'}",)
 
     folder = foreign(tmp_path / "head", raw_config(), {"fc.weight": Bomb()}, pickled=True)
-    with refused(CheckpointError, "pytorch_model.bin: expected tensors alone", "run code", "safetensors"):
+    with refused(CheckpointError, "pytorch_model.bin: expected only tensors", "run code", "safetensors"):
         load(folder)
     assert not (tmp_path / "exploded").exists()
     torch.save({"model": raw_first()}, folder / "pytorch_model.bin")
@@ -1031,7 +953,7 @@ def test_pickled_weights(tmp_path):
         load(folder)
     whole = (folder / "pytorch_model.bin").read_bytes()
     (folder / "pytorch_model.bin").write_bytes(whole[: len(whole) // 2])
-    with refused(CheckpointError, "pytorch_model.bin", "truncated or corrupt", "download it again"):
+    with refused(CheckpointError, "pytorch_model.bin", "damaged", "download it again"):
         load(folder)
     (folder / "pytorch_model.bin").unlink()
     with refused(CheckpointError, "no weights at all"):
@@ -1043,7 +965,7 @@ def test_pickled_weights(tmp_path):
 
 def test_a_map_of_ids_is_read_warned_about_and_fixed(head):
     change_weights(head, lambda weights: weights.update(d2t=KEPT.clone()))
-    with pytest.warns(DraftwingWarning, match="d2t holds target ids where offsets are usual.*writes offsets"):
+    with pytest.warns(DraftwingWarning, match="d2t holds target ids instead of the usual offsets.*writes offsets"):
         assert torch.equal(load(head).target_ids, KEPT)
     with pytest.warns(DraftwingWarning, match="d2t holds target ids"):
         convert(head, head.parent / "out", "draftwing")
@@ -1055,17 +977,16 @@ def test_what_maps_can_mean():
         return read_draft_vocab(d2t, t2d, vocab, draft, "head")
 
     for given in (None, MAPS["t2d"], MAPS["t2d"].to(torch.uint8)):
-        assert read(MAPS["d2t"], given).form == "offsets"
-        assert read(KEPT, given).form == "ids"
-        assert torch.equal(read(MAPS["d2t"].int(), given).target_ids, KEPT)
+        assert read(MAPS["d2t"], given)[1] == "offsets"
+        assert read(KEPT, given)[1] == "ids"
+        assert torch.equal(read(MAPS["d2t"].int(), given)[0], KEPT)
     both = torch.tensor([0, 2, 4])
     with refused(CheckpointError, "d2t can be read as offsets and as target ids (0, 2, 4)", "add t2d"):
         read(both, draft=3)
-    assert read(both, to_maps(both, VOCAB)["t2d"], draft=3).form == "ids"
-    assert read(both, to_maps(both + torch.arange(3), VOCAB)["t2d"], draft=3).form == "offsets"
-    identity = torch.arange(VOCAB)
-    assert read(None, None, draft=VOCAB).form == "none"
-    assert read(identity, None, draft=VOCAB).target_ids is None
+    assert read(both, to_maps(both, VOCAB)["t2d"], draft=3)[1] == "ids"
+    assert read(both, to_maps(both + torch.arange(3), VOCAB)["t2d"], draft=3)[1] == "offsets"
+    assert read(None, None, draft=VOCAB) == (None, "none")
+    assert read(torch.arange(VOCAB), None, draft=VOCAB) == (None, "ids")
 
 
 @pytest.mark.parametrize(
@@ -1075,7 +996,7 @@ def test_what_maps_can_mean():
         (MAPS["d2t"].float(), None, DRAFT, ("d2t must hold integers, found torch.float32", "leave its maps")),
         (MAPS["d2t"][:-1], None, DRAFT, ("d2t has shape (19,), expected (20,) from `draft_vocab_size`", "one place")),
         (MAPS["d2t"], MAPS["t2d"][1:], DRAFT, ("t2d has shape (60,), expected (61,) from `vocab_size`", "one place")),
-        (MAPS["d2t"], MAPS["t2d"].roll(1), DRAFT, ("t2d and d2t disagree", "from the head's original place again")),
+        (MAPS["d2t"], MAPS["t2d"].roll(1), DRAFT, ("t2d and d2t disagree", "original place again")),
         (MAPS["d2t"].flip(0), None, DRAFT, ("d2t is no map into a vocabulary of 61", "made for another target")),
         (MAPS["d2t"] + 1, None, DRAFT, ("d2t is no map", "found 1, 1, 1 ... 42")),
         (MAPS["d2t"] - 1, None, DRAFT, ("d2t is no map", "original place again")),
@@ -1120,7 +1041,7 @@ def test_a_head_replaces_a_head_and_nothing_else(head, folder_of, tmp_path):
 
     model = shutil.copytree(folder_of("llama"), tmp_path / "model")
     before = (model / "model.safetensors").read_bytes()
-    with refused(CheckpointError, "holds another model, which a head would overwrite", "a folder of its own"):
+    with refused(CheckpointError, "holds another model, which a head would overwrite", "choose another folder"):
         write_head(model, net_of())
     with refused(CheckpointError, "holds another model"):
         convert(head, model, "vllm")
@@ -1130,7 +1051,7 @@ def test_a_head_replaces_a_head_and_nothing_else(head, folder_of, tmp_path):
     with refused(CheckpointError, "expected a folder to write into, found a file", "choose another path"):
         write_head(head / "config.json", net_of())
     old = foreign(tmp_path / "old", raw_config(bias=False), raw_first(), pickled=True)
-    with refused(CheckpointError, "has pytorch_model.bin already", "some engines read before", "empty folder"):
+    with refused(CheckpointError, "has pytorch_model.bin", "some engines would read instead", "empty folder"):
         write_head(old, net_of())
 
 
@@ -1155,7 +1076,7 @@ def test_a_disk_that_really_refuses(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with refused(CheckpointError, "the head cannot be written", "larger than is allowed"):
+        with refused(CheckpointError, "the head cannot be written", "exceed the size limit"):
             write_head(tmp_path / "head", net)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -17,7 +17,7 @@ from draftwing.cli import main as cli
 from draftwing.errors import DraftwingWarning, TokenizerError
 from draftwing.formats.gguf import open_file
 from draftwing.formats.gguf_folder import folder_files, open_gguf
-from draftwing.formats.gguf_tokenizer import SPLITS, split_of
+from draftwing.formats.gguf_tokenizer import SPLITS, get_split
 from draftwing.models.catalogue import CATALOGUE
 from draftwing.text.tokenizer import Tokenizer
 from gguf_files import add_byte_level, write
@@ -181,7 +181,7 @@ CUT = {
 
 
 def cut(name, text):
-    patterns = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split_of(name, "here").patterns]
+    patterns = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in get_split(name, "here").patterns]
     return [piece for piece, _ in pre_tokenizers.Sequence(patterns).pre_tokenize_str(text)]
 
 

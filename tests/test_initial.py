@@ -15,24 +15,24 @@ VOCAB, HIDDEN, HALF = 97, 128, 40
 HEAD_DIM = 32
 
 
-def parts(seed=0):
-    """Embedding and LM head of a target; its features at a position say what stands there and before it."""
-    generator = torch.Generator().manual_seed(seed)
-    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
-    return embedding, Linear(torch.randn(VOCAB, HIDDEN, generator=generator))
+# Embedding and LM head of a target; its features at a position tell the token there and the one before it.
+GENERATOR = torch.Generator().manual_seed(0)
+EMBEDDING = torch.randn(VOCAB, HIDDEN, generator=GENERATOR)
+HEAD = Linear(torch.randn(VOCAB, HIDDEN, generator=GENERATOR))
+RANDOM = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
 
 
-def batch_of(ids, embedding, head, num_taps):
+def batch_of(ids, num_taps=3):
     before = torch.cat([ids[:, :1], ids[:, :-1]], 1)
     after = torch.cat([ids[:, 1:], ids[:, -1:]], 1)
-    last = head.weight[after].detach()
+    last = HEAD.weight[after].detach()
     loud = torch.ones(HIDDEN).index_fill_(0, torch.tensor([3]), 200.0)  # as hidden states have it
-    taps = [embedding[ids] * loud, embedding[ids] + embedding[before], last][-num_taps:]
+    taps = [EMBEDDING[ids] * loud, EMBEDDING[ids] + EMBEDDING[before], last][-num_taps:]
     mask = torch.ones_like(ids, dtype=torch.bool)
     return FeatureBatch(Batch(ids, mask, torch.full((len(ids),), ids.shape[1])), torch.cat(taps, -1), last)
 
 
-def net_of(version, embedding, head, **changes):
+def net_of(version, **changes):
     config = EagleConfig(
         version=version,
         hidden_size=HIDDEN,
@@ -50,7 +50,7 @@ def net_of(version, embedding, head, **changes):
         **changes,
     )
     torch.manual_seed(0)
-    return EagleNet(config, embedding, head)
+    return EagleNet(config, EMBEDDING, HEAD)
 
 
 def repeated(num, seed):
@@ -68,70 +68,61 @@ def guessed(net, found, ids):
 
 @pytest.mark.parametrize("changes", [{}, {"norm_output": True}, {"fc_norm": True}, {"norm_before_residual": True}])
 def test_an_untrained_eagle3_net_copies_what_followed_the_same_two_tokens(changes):
-    embedding, head = parts()
-    net = net_of(3, embedding, head, **changes)
-    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
-    initialise(net, head, [batch_of(random, embedding, head, 3)])
+    net = net_of(3, **changes)
+    initialise(net, HEAD, [batch_of(RANDOM)])
     ids = repeated(8, seed=100)
-    right = guessed(net, batch_of(ids, embedding, head, 3), ids)
+    right = guessed(net, batch_of(ids), ids)
     assert right[:, HALF:].float().mean() > 0.7  # the second time
     assert right[:, : HALF - 2].float().mean() < 0.2  # nothing says what comes the first time
 
 
 def test_other_inputs_than_the_shifted_token_are_not_looked_up():
-    embedding, head = parts()
-    net = net_of(3, embedding, head, inputs="feature-unshifted")
-    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
+    net = net_of(3, inputs="feature-unshifted")
     before = net.layer.qkv.weight.clone()
-    initialise(net, head, [batch_of(random, embedding, head, 3)])
+    initialise(net, HEAD, [batch_of(RANDOM)])
     assert torch.equal(net.layer.qkv.weight, before)
 
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_fc_is_the_linear_guess_whatever_the_size_of_channels(version):
     """Where the next token follows from the last one, a linear map knows it, loud channels or not."""
-    embedding, head = parts()
     successor = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
     texts = [torch.randint(VOCAB, (64,), generator=torch.Generator().manual_seed(2))]
     for _ in range(30):
         texts.append(successor[texts[-1]])
     ids = torch.stack(texts, 1)
-    found = batch_of(ids, embedding, head, 3 if version == 3 else 1)
-    net = net_of(version, embedding, head, **({"inputs": "feature-unshifted"} if version == 3 else {}))
-    initialise(net, head, [found])
+    found = batch_of(ids, 3 if version == 3 else 1)
+    net = net_of(version, **({"inputs": "feature-unshifted"} if version == 3 else {}))
+    initialise(net, HEAD, [found])
     assert guessed(net, found, ids).float().mean() > 0.9
 
 
 def test_padding_is_not_learnt_from():
-    embedding, head = parts()
-    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
-    found = batch_of(random, embedding, head, 3)
+    found = batch_of(RANDOM)
     lengths = torch.full((64,), 30)
-    whole, short = net_of(3, embedding, head), net_of(3, embedding, head)
-    cut = random[:, :30]
-    initialise(short, head, [batch_of(cut, embedding, head, 3)])
+    whole, short = net_of(3), net_of(3)
+    cut = RANDOM[:, :30]
+    initialise(short, HEAD, [batch_of(cut)])
     padded = FeatureBatch(
-        Batch(random, found.batch.mask, lengths), found.features.index_fill(1, torch.arange(30, 80), 1e6), found.last
+        Batch(RANDOM, found.batch.mask, lengths), found.features.index_fill(1, torch.arange(30, 80), 1e6), found.last
     )
     # The last real position's follower differs: it is cut from both.
-    padded.last[:, :30] = batch_of(cut, embedding, head, 3).last
-    initialise(whole, head, [padded])
+    padded.last[:, :30] = batch_of(cut).last
+    initialise(whole, HEAD, [padded])
     for name, value in whole.state_dict().items():
         assert torch.allclose(value, short.state_dict()[name], atol=1e-4), name
 
 
 def test_the_scale_of_the_logits_is_solved_too():
     """A guess that knows little is not sure of itself: no other scale of the head has less cross-entropy."""
-    embedding, head = parts()
-    random = torch.randint(VOCAB, (64, 2 * HALF), generator=torch.Generator().manual_seed(9))
-    found = batch_of(random, embedding, head, 3)
-    net = net_of(3, embedding, head)
-    initialise(net, head, [found])
+    found = batch_of(RANDOM)
+    net = net_of(3)
+    initialise(net, HEAD, [found])
     assert (net.norm.weight == 1).all()
     with torch.no_grad():
-        step = next(unroll(net, random, found.features, 1))
+        step = next(unroll(net, RANDOM, found.features, 1))
         logits = net.draft_logits(step.read)
-        probs = head.forward(found.last[:, 1:-1].reshape(-1, HIDDEN)).softmax(-1)
+        probs = HEAD.forward(found.last[:, 1:-1].reshape(-1, HIDDEN)).softmax(-1)
 
         def entropy(scale):
             return float(-(probs * (logits * scale).log_softmax(-1)).sum(-1).mean())

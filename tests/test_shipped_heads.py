@@ -13,9 +13,9 @@ from conftest import add_tokenizer, refused
 from draftwing.cli import main as cli
 from draftwing.cli.options import Compared, Drafting, Model
 from draftwing.errors import CheckpointError
-from draftwing.formats.head import Head
 from draftwing.formats.identity import made_for, target_id
 from draftwing.formats.layouts import head_files
+from draftwing.formats.read import Head
 from draftwing.formats.write import write_head
 from draftwing.loading import load_target
 from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
@@ -151,52 +151,41 @@ def test_heads_are_small_enough_to_ship():
     assert not [file for file in sizes if file.name.endswith(".partial")]
 
 
+def zeros(config):
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(config).items()}
+
+
 @pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])
 def test_what_engines_are_told_of_it(layout):
     """Each of the traps that vLLM and SGLang have for a head of this shape, on a target with tied embeddings."""
-    config = smol(3, 8192)
-    ids = torch.arange(8192) * 5
-    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(config).items()}
-    said, written = head_files(Head(config, tensors, ids, verifier=config.target.name), layout)
+    config, ids = smol(3, 8192), torch.arange(8192) * 5
+    said, written = head_files(Head(config, zeros(config), ids, verifier=config.target.name), layout)
     shape = said.get("transformer_layer_config", said)
-    assert {key: shape[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")} == {
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    }
-    assert (shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]) == (576, 1536, 1)
-    assert (shape["rope_theta"], shape["rope_scaling"], shape["max_position_embeddings"]) == (100000.0, None, 8192)
-    assert (shape["vocab_size"], said["draft_vocab_size"]) == (49152, 8192)
+    expected = {key: value for key, value in SMOL.items() if key not in ("architectures", "tie_word_embeddings")}
+    expected |= {"num_hidden_layers": 1, "head_dim": 64, "rope_scaling": None, "torch_dtype": "bfloat16"}
     # The target's embeddings are tied, the head's LM head is its own: said false, and there.
-    assert shape["tie_word_embeddings"] is said["tie_word_embeddings"] is False
-    assert written["lm_head.weight"].shape == (8192, 576)
+    expected |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
+    assert {key: shape[key] for key in expected} == expected
+    assert (said["draft_vocab_size"], said["tie_word_embeddings"], said["norm_before_residual"]) == (8192, False, False)
+    assert (written["lm_head.weight"].shape, written["fc.weight"].shape) == ((8192, 576), (576, 3 * 576))
     assert "embed_tokens.weight" not in written
-    assert shape["torch_dtype"] == "bfloat16"
-    assert shape["attention_bias"] is shape["mlp_bias"] is said["norm_before_residual"] is False
+    assert (written["d2t"].dtype, written["t2d"].dtype) == (torch.int64, torch.bool)
     assert torch.equal(torch.arange(8192) + written["d2t"], ids)
-    assert written["d2t"].dtype == torch.int64
-    assert written["t2d"].dtype == torch.bool
     assert written["t2d"].nonzero()[:, 0].equal(ids)
-    assert written["fc.weight"].shape == (576, 3 * 576)
+    # All engines default to the inputs of layers 2, 15 and 27; ids that are named count differently in two of them.
     if layout == "speculators":
         assert "model_type" not in said
-        assert said["target_hidden_size"] == 576
-        assert said["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
+        assert (said["target_hidden_size"], said["eagle_aux_hidden_state_layer_ids"]) == (576, [2, 15, 27])
         assert said["speculators_config"]["verifier"]["name_or_path"] == "smollm2-135m-instruct"
         assert not any(name.startswith("midlayer.") for name in written)
     else:
-        assert said["architectures"] == ["LlamaForCausalLMEagle3"]
-        assert said["model_type"] == "llama"
-        assert said["bias"] is False
-        # Both default to the inputs of layers 2, 15 and 27; ids that are named count differently in the two.
-        assert "eagle_aux_hidden_state_layer_ids" not in said
-        assert "eagle_config" not in said
+        assert (said["architectures"], said["bias"]) == (["LlamaForCausalLMEagle3"], False)
+        assert not {"eagle_aux_hidden_state_layer_ids", "eagle_config"} & said.keys()
 
 
 def test_what_vllm_is_told_of_an_eagle1_head():
     config = smol(1, None)
-    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensor_shapes(config).items()}
-    said, written = head_files(Head(config, tensors), "vllm")
+    said, written = head_files(Head(config, zeros(config)), "vllm")
     assert said["architectures"] == ["LlamaForCausalLM"]
     assert not {"lm_head.weight", "fc.bias", "embed_tokens.weight"} & written.keys()
     assert not any("input_layernorm" in name for name in written)

@@ -1,1 +1,1 @@
-"""Heads on disk: our own folders, the layouts of other engines, and what goes wrong between them."""
+"""Heads and models on disk: GGUF, the layouts of other engines, cards, and checks of published heads."""

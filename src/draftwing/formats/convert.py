@@ -1,4 +1,4 @@
-"""A head from one layout into another, and the command that serves it there."""
+"""Convert a head from one layout into another, and build the command that serves it there."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning
 from draftwing.formats.card import copy_card, copy_stored
-from draftwing.formats.layouts import LAYOUTS
-from draftwing.formats.read import head_version, load_head
+from draftwing.formats.read import find_version, load_head, read_tensors
+from draftwing.formats.settings import read_settings
 from draftwing.formats.write import save_head
 from draftwing.methods.medusa import is_medusa
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 
-# Which engine's command serves a layout; our own and EAGLE's have no server.
+# The engine that serves each layout; ours and EAGLE's have no server.
 SERVED_BY = {"vllm": "vllm", "speculators": "vllm", "sglang": "sglang"}
 
 
@@ -31,74 +31,73 @@ def convert(
 ) -> None:
     """Write the head in ``source``, of any layout, into ``destination`` in the layout ``to``.
 
-    No number changes: tensors keep their bits, and what a layout has no word for stays in the config's ``draftwing``
-    part. The target's own ``embed_tokens`` (and in EAGLE-1 ``lm_head``) go along where the source has them and
-    the engine bears them, and so do the prompts that the head is tried on, and its card.
+    Tensors keep their bits, and what a layout cannot express stays in the config's ``draftwing`` part. The target's own
+    ``embed_tokens`` (and in EAGLE-1 ``lm_head``) are copied if the source has them and the engine accepts them, and so
+    are the stored prompts and the card.
 
     Args:
-        to: one of ``LAYOUTS``.
-        target: the head's target, for a source that does not know it; checked against one that does.
-        taps: the hidden states that the head reads, instead of what the source says.
-        depth: how many tokens a speculators config proposes.
+        to: one of ``layouts.LAYOUTS``.
+        target: the head's target, for a source that does not name it; compared with one that does.
+        taps: the hidden states that the head reads, instead of those that the source names.
+        depth: number of tokens that a speculators config proposes.
 
     Raises:
         CheckpointError: a source that cannot be read, or a destination that cannot be written or is the source.
-        ConfigError: no such layout, or a config that cannot be meant.
-        UnsupportedError: a head that the layout cannot express, or that Draftwing does not know.
+        ConfigError: no such layout, or an invalid config.
+        UnsupportedError: a head that the layout cannot express, or that Draftwing does not support.
 
     Warns:
         DraftwingWarning: something had to be guessed or fixed to read the source.
     """
     source, destination = Path(source), Path(destination)
-    if to not in LAYOUTS:
-        raise ConfigError(f"unknown head layout {to!r}: choose one of {', '.join(LAYOUTS)}")
     if destination.exists() and source.exists() and destination.samefile(source):
         raise CheckpointError(f"{destination}: is the source itself: choose another folder for the converted head")
     head = load_head(source).for_target(target, taps, str(source))
-    # A guess that an argument replaces is none.
-    said = [text for text in head.warnings if taps is None or "taps=" not in text]
-    for text in said:
-        warnings.warn(DraftwingWarning(text), stacklevel=2)
+    for text in head.warnings:
+        if taps is None or "taps=" not in text:  # the argument replaces a guess
+            warnings.warn(DraftwingWarning(text), stacklevel=2)
     save_head(destination, head, to, depth=depth)
     copy_stored(source, destination)
     name, version = destination.resolve().name, head.config.version
-    serve = _command(to, head.verifier or "TARGET", name, version, depth, 4) if to in SERVED_BY else ""
-    copy_card(source, destination, to, serve)
+    command = _command(to, head.verifier or "TARGET", name, version, depth, 4) if to in SERVED_BY else ""
+    copy_card(source, destination, to, command)
 
 
 def serve_command(to: str, target: str, folder: Path, depth: int, *, branching: int = 4) -> str:
-    """The shell command that serves ``target`` with the converted head in ``folder``.
+    """Return the shell command that serves ``target`` with the converted head in ``folder``.
 
     Args:
         to: ``vllm``, ``sglang`` or ``speculators`` (which vLLM serves).
         target: path or hub id.
         depth: draft tokens in a row.
-        branching: how many children a node of SGLang's tree has; vLLM drafts chains.
+        branching: children of each node of SGLang's tree; vLLM drafts chains.
 
     Raises:
         ConfigError: a layout that no engine serves, or a depth or branching below 1.
         CheckpointError, UnsupportedError: no head in the folder.
     """
+    folder = Path(folder)
     if to not in SERVED_BY:
         raise ConfigError(f"no engine serves the layout {to!r}: choose one of {', '.join(SERVED_BY)}")
     if depth < 1 or branching < 1:
         raise ConfigError(f"depth and branching must be at least 1, found {depth} and {branching}")
-    config = read_config(Path(folder))
+    config = read_config(folder)
     if is_medusa(config):
-        return _vllm(target, {"method": "medusa", "model": str(folder)}, min(depth, config.get("num_heads", depth)))
-    return _command(to, target, str(folder), head_version(Path(folder)), depth, branching)
+        return _vllm(target, "medusa", str(folder), min(depth, config.get("num_heads", depth)))
+    settings = read_settings(config, str(folder / "config.json"))
+    version = find_version(settings, read_tensors(folder), str(folder))
+    return _command(to, target, str(folder), version, depth, branching)
 
 
 def _command(to: str, target: str, folder: str, version: int, depth: int, branching: int) -> str:
-    first = version == 1
     if SERVED_BY[to] == "vllm":
-        # Without a method vLLM goes by the name of the folder.
-        return _vllm(target, {"method": "eagle" if first else "eagle3", "model": folder}, depth)
+        # Without a method vLLM guesses it from the folder's name.
+        return _vllm(target, "eagle" if version == 1 else "eagle3", folder, depth)
     # More tokens than the tree has nodes would be an error, and fewer than the depth waste steps.
     tokens = max(depth + 1, min(8, 1 + branching * depth))
     options = {
         "--model-path": target,
-        "--speculative-algorithm": "EAGLE" if first else "EAGLE3",
+        "--speculative-algorithm": "EAGLE" if version == 1 else "EAGLE3",
         "--speculative-draft-model-path": folder,
         "--speculative-num-steps": str(depth),
         "--speculative-eagle-topk": str(branching),
@@ -107,6 +106,6 @@ def _command(to: str, target: str, folder: str, version: int, depth: int, branch
     return "python -m sglang.launch_server " + " ".join(f"{key} {shlex.quote(value)}" for key, value in options.items())
 
 
-def _vllm(target: str, draft: dict[str, object], depth: int) -> str:
-    said = json.dumps({**draft, "num_speculative_tokens": depth})
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(said)}"
+def _vllm(target: str, method: str, folder: str, depth: int) -> str:
+    config = json.dumps({"method": method, "model": folder, "num_speculative_tokens": depth})
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"

@@ -1,7 +1,7 @@
-"""A GGUF file as a model folder: config, tokenizer and a link to the file, made once and kept in the private cache.
+"""Turn a GGUF file into a model folder: config, tokenizer and a link to the file, written once into the private cache.
 
-So the rest of Draftwing has one kind of model: a folder. What a folder with ``model.gguf`` in it holds beside it was
-read from that file.
+The rest of Draftwing then has one kind of model: a folder. If a folder holds ``model.gguf``, its other files were made
+from that file; ``config.json`` is what the model had before it was converted to GGUF.
 """
 
 from __future__ import annotations
@@ -9,56 +9,71 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from contextlib import suppress
+from collections import Counter
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from draftwing.errors import CheckpointError
-from draftwing.formats.gguf import GgufFile, is_gguf, open_file
-from draftwing.formats.gguf_config import config_of
-from draftwing.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
+import numpy as np
+
+from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.formats.gguf import GgufFile, is_gguf, open_file, shortest_decimal
+from draftwing.formats.gguf_tokenizer import NO_TOKEN, end_ids, tokenizer_config, tokenizer_json
+from draftwing.models.config import ModelConfig
 from draftwing.storage import private_folder
 
 LINK = "model.gguf"
-_FORM = 1  # of what is written here: a higher one makes all folders anew
-_HEADER = 1 << 16  # bytes of a file that stand for it, together with its path, size and time
+_FORM = 1  # version of the written files: a higher one replaces all folders
+_HASHED_BYTES = 1 << 16  # the start of a file identifies it, together with its path, size and time
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3")
+_FAMILIES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+}
+_USE_FOLDER = "Use the model's Hugging Face folder instead."
 
-_temporary: dict[str, Path] = {}  # by name, where the cache cannot be written
+_temporary: dict[str, Path] = {}  # folders by name, used if the cache cannot be written
 
 
 def open_gguf(path: Path) -> Path:
-    """The model folder of a GGUF file, made where it is missing.
+    """Return the model folder of a GGUF file; write it first if it is missing.
 
     Raises:
-        CheckpointError: no such file, no GGUF, truncated or damaged.
-        ConfigError, UnsupportedError: metadata that is missing, cannot be meant, or is not supported.
+        CheckpointError: no such file, not a GGUF file, truncated or damaged.
+        ConfigError, UnsupportedError: metadata that is missing, invalid or not supported.
         TokenizerError: no tokenizer, or one that cannot be read.
     """
-    path = Path(path).expanduser().absolute()  # links are kept: parts of a split model lie beside the one named here
-    name = _name(path)
+    path = Path(path).expanduser().absolute()  # links are kept: parts of a split model lie next to the link
+    name = _folder_name(path)
     try:
         with private_folder() as cache:
             base = cache.path / "gguf"
             base.mkdir(mode=0o700, exist_ok=True)
-            if not _is_whole(base / name, path):
+            if not _is_complete(base / name, path):
                 with cache.locked("gguf.lock"):
                     _prune(base)
-            return _made(base, name, path)
-    except OSError:  # nothing can be kept there
+            return _make_folder(base, name, path)
+    except OSError:  # the cache cannot be written
         if name not in _temporary:
             base = Path(tempfile.mkdtemp(prefix="draftwing-gguf-"))
             atexit.register(shutil.rmtree, base, ignore_errors=True)
-            _temporary[name] = _made(base, name, path)
+            _temporary[name] = _make_folder(base, name, path)
         return _temporary[name]
 
 
 def link_of(folder: Path) -> Path | None:
-    """The GGUF file that a folder stands for; None for any other folder."""
+    """Return the GGUF file that a folder was made from; None for any other folder."""
     try:
         return Path(os.readlink(Path(folder) / LINK))
     except OSError:
@@ -66,12 +81,8 @@ def link_of(folder: Path) -> Path | None:
 
 
 def folder_files(file: GgufFile) -> dict[str, str]:
-    """The text of each file of a model folder, by its name.
-
-    Raises:
-        CheckpointError, ConfigError, UnsupportedError, TokenizerError: as ``open_gguf``.
-    """
-    config = config_of(file)
+    """Return the contents of a model folder's files by name. Raises as ``open_gguf``."""
+    config = _config(file)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
     return {
         "config.json": _json(config),
@@ -85,39 +96,38 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _name(path: Path) -> str:
-    if not path.exists():
-        raise CheckpointError(f"{path}: expected a GGUF file, found none. Check the path.")
+def _folder_name(path: Path) -> str:
     if not is_gguf(path):
-        raise CheckpointError(f"{path}: expected a GGUF file, found another one. Download it again.")
+        found = "another one. Download it again" if path.exists() else "none. Check the path"
+        raise CheckpointError(f"{path}: expected a GGUF file, found {found}.")
     state = path.stat()
     with open(path, "rb") as file:
-        digest = hashlib.sha256(file.read(_HEADER))
+        digest = hashlib.sha256(file.read(_HASHED_BYTES))
     digest.update(f"{_FORM} {path} {state.st_size} {state.st_mtime_ns}".encode(errors="surrogateescape"))
     stem = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)[:80].lstrip(".") or "model"
     return f"{stem}-{digest.hexdigest()[:16]}"
 
 
-def _made(base: Path, name: str, path: Path) -> Path:
-    """The folder ``name`` in ``base``: built beside, then renamed, so that nobody ever sees half of one."""
+def _make_folder(base: Path, name: str, path: Path) -> Path:
+    """Write the folder under another name and rename it, so that no process sees half of one."""
     final = base / name
-    if _is_whole(final, path):
+    if _is_complete(final, path):
         return final
-    file = open_file(path)
-    try:
+    with closing(open_file(path)) as file:
         files = folder_files(file)
-    finally:
-        file.close()
     fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=base))
     try:
-        for each, text in files.items():
-            (fresh / each).write_text(text, encoding="utf-8")
-        _link(path, fresh / LINK)
+        for file_name, text in files.items():
+            (fresh / file_name).write_text(text, encoding="utf-8")
+        try:
+            os.symlink(path, fresh / LINK)
+        except OSError:  # Windows allows it to few users
+            os.link(path, fresh / LINK)
         if final.exists():  # parts of it were deleted
             os.rename(final, fresh / "old")
         with suppress(OSError):  # another process was faster
             os.rename(fresh, final)
-        if not _is_whole(final, path):
+        if not _is_complete(final, path):
             raise OSError(f"{final}: cannot be made")
         shutil.rmtree(final / "old", ignore_errors=True)
     finally:
@@ -126,7 +136,7 @@ def _made(base: Path, name: str, path: Path) -> Path:
 
 
 def _prune(base: Path) -> None:
-    """Remove folders whose file is gone. Links are not followed: what they name may be anybody's."""
+    """Remove folders whose file is gone. Links are not followed: they may point to anything."""
     if base.is_symlink():
         return
     with os.scandir(base) as entries:
@@ -136,16 +146,212 @@ def _prune(base: Path) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _link(path: Path, link: Path) -> None:
+def _is_complete(folder: Path, path: Path) -> bool:
     try:
-        os.symlink(path, link)
-    except OSError:  # Windows allows it to few
-        os.link(path, link)
-
-
-def _is_whole(folder: Path, path: Path) -> bool:
-    link = folder / LINK
-    try:
-        return link.samefile(path) and all((folder / each).is_file() for each in _FILES)
+        return (folder / LINK).samefile(path) and all((folder / name).is_file() for name in _FILES)
     except OSError:
         return False
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def get_architecture(file: GgufFile) -> str:
+    """Return ``general.architecture``.
+
+    Raises:
+        UnsupportedError: an architecture that is not supported, or the file holds no model.
+        ConfigError: the key is missing.
+    """
+    where, kind = file.metadata.where, file.metadata.text("general.type", "model")
+    if kind != "model":
+        raise UnsupportedError(f"{where}: this file holds a model's \"{kind:.40}\" only. Give the model's own file.")
+    architecture = file.metadata.text("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise UnsupportedError(
+            f"{where}: GGUF files of the architecture {architecture!r:.42} are not supported; expected one of "
+            f"{', '.join(_ARCHITECTURES)}. {_USE_FOLDER}"
+        )
+    # Files from before version 2 use the same numbers for other block formats.
+    version = file.metadata.integer("general.quantization_version", 2)
+    if version != 2:
+        raise UnsupportedError(
+            f"{where}: blocks of version {version} are not supported, only of version 2. Quantise the model again "
+            "with a current llama.cpp."
+        )
+    return architecture
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
+    architecture, data = get_architecture(file), file.metadata
+    prefix = f"{architecture}."
+    hidden = data.integer(f"{prefix}embedding_length", minimum=1)
+    heads = data.integer(f"{prefix}attention.head_count", minimum=1)
+    if hidden % heads and f"{prefix}attention.key_length" not in data:
+        raise ConfigError(
+            f"{data.where}: `{prefix}embedding_length` {hidden} is no multiple of `{prefix}attention.head_count` "
+            f"{heads}, and there is no `{prefix}attention.key_length`. Convert the model again."
+        )
+    head_dim = data.integer(f"{prefix}attention.key_length", hidden // heads, minimum=1)
+    value_dim = data.integer(f"{prefix}attention.value_length", head_dim, minimum=1)
+    if value_dim != head_dim:
+        raise UnsupportedError(
+            f"{data.where}: keys of {head_dim} and values of {value_dim} numbers, not of one width. {_USE_FOLDER}"
+        )
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+        found = "none" if embedding is None else f"shape {list(embedding.shape)}"
+        raise CheckpointError(
+            f"{file.path}: expected the embedding token_embd.weight with rows of {hidden} numbers, found {found}. "
+            "Download the file again."
+        )
+    family = architecture
+    if architecture == "llama":  # Mistral's and Mixtral's files use this name, too
+        if data.integer("llama.expert_count", 0):
+            family = "mixtral"
+        elif data.integer("llama.attention.sliding_window", 0):
+            family = "mistral"
+    model_type, class_name = _FAMILIES[family]
+    positions = data.integer(f"{prefix}context_length", minimum=1)
+    config: dict[str, Any] = {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": data.integer(f"{prefix}feed_forward_length", minimum=1),
+        "num_hidden_layers": data.integer(f"{prefix}block_count", minimum=1, maximum=10000),
+        "num_attention_heads": heads,
+        "num_key_value_heads": data.integer(f"{prefix}attention.head_count_kv", heads, minimum=1),
+        "hidden_act": "silu",
+        "rms_norm_eps": data.number(f"{prefix}attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "use_cache": True,
+    }
+    if head_dim * heads != hidden or family in ("qwen3", "qwen3moe"):
+        config["head_dim"] = head_dim
+    if family in ("llama", "qwen3", "qwen3moe"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if family == "llama":
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    if family == "qwen2":
+        config["use_sliding_window"] = False
+    if family in ("mistral", "mixtral", "phi3"):
+        config["sliding_window"] = data.integer(f"{prefix}attention.sliding_window", 0) or None
+    if family in ("mixtral", "qwen3moe"):
+        count = data.integer(f"{prefix}expert_count", minimum=1, maximum=1024)
+        config["num_experts_per_tok"] = data.integer(f"{prefix}expert_used_count", minimum=1, maximum=count)
+        config["num_local_experts" if family == "mixtral" else "num_experts"] = count
+    if family == "qwen3moe":
+        config["moe_intermediate_size"] = data.integer(f"{prefix}expert_feed_forward_length", minimum=1)
+        # llama.cpp supports no other values.
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    config |= _rope(file, architecture, head_dim, positions)
+    ends = end_ids(data)
+    config |= {
+        "bos_token_id": _token_id(file, "bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": _token_id(file, "padding"),
+    }
+    # The format of most weights; float32 for blocks, whose numbers need all of it.
+    dtypes: Counter[str] = Counter()
+    for info in file.tensors.values():
+        dtypes[{"F16": "float16", "BF16": "bfloat16"}.get(info.kind, "float32")] += math.prod(info.shape)
+    config["dtype"] = dtypes.most_common(1)[0][0]
+    ModelConfig.from_hf(config, data.where)  # refuses invalid values, naming the file
+    return config
+
+
+def _token_id(file: GgufFile, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    token = file.metadata.integer(key, NO_TOKEN, maximum=NO_TOKEN)
+    return None if token == NO_TOKEN else token
+
+
+def _rope(file: GgufFile, architecture: str, head_dim: int, positions: int) -> dict[str, Any]:
+    """Return ``rope_theta``, ``rope_scaling`` and, for phi3, ``partial_rotary_factor``."""
+    data, prefix = file.metadata, f"{architecture}.rope."
+    theta = data.number(f"{prefix}freq_base", 10000.0)
+    config: dict[str, Any] = {"rope_theta": theta}
+    rotated = data.integer(f"{prefix}dimension_count", head_dim, minimum=2)
+    if rotated != head_dim:
+        if architecture != "phi3" or rotated > head_dim:
+            raise UnsupportedError(
+                f"{data.where}: RoPE turns {rotated} of a head's {head_dim} numbers (`{prefix}dimension_count`), which "
+                f"is not supported for the architecture {architecture}. {_USE_FOLDER}"
+            )
+        # Half a number more if needed, so that rounding down gives ``rotated`` despite the division's rounding.
+        exact = head_dim * (rotated / head_dim) == rotated
+        config["partial_rotary_factor"] = (rotated if exact else rotated + 0.5) / head_dim
+    if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
+        raise UnsupportedError(f"{data.where}: RoPE of the type longrope is not supported. {_USE_FOLDER}")
+    scaling = _rope_scaling(file, prefix, positions)
+    if "rope_freqs.weight" in file.tensors:
+        if scaling:
+            raise UnsupportedError(
+                f"{data.where}: rope_freqs.weight together with `{prefix}scaling` is not supported. {_USE_FOLDER}"
+            )
+        scaling = _llama3_scaling(file, prefix, theta, head_dim)
+    if scaling:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _rope_scaling(file: GgufFile, prefix: str, positions: int) -> dict[str, Any]:
+    data = file.metadata
+    kind = data.text(f"{prefix}scaling.type", "none")
+    factor = data.number(f"{prefix}scaling.factor", data.number(f"{prefix}scale_linear", 1.0))
+    if kind == "none" and f"{prefix}scale_linear" in data and factor != 1:
+        kind = "linear"  # old files have the factor only
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedError(
+            f'{data.where}: RoPE of the type "{kind:.40}", expected none, linear or yarn. {_USE_FOLDER}'
+        )
+    original = data.integer(f"{prefix}scaling.original_context_length", positions, minimum=1)
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if f"{prefix}scaling.yarn_{name}" in data:
+            scaling[name] = data.number(f"{prefix}scaling.yarn_{name}")
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
+        key = f"{prefix}scaling.{name}"
+        neutral = 0.0 if name == "yarn_log_multiplier" else 1.0
+        if key in data and data.number(key) != neutral:
+            raise UnsupportedError(f"{data.where}: `{key}` {data.number(key)} is not supported. {_USE_FOLDER}")
+    return scaling
+
+
+def _llama3_scaling(file: GgufFile, prefix: str, theta: float, head_dim: int) -> dict[str, Any]:
+    """Recover Llama 3.1's RoPE: the file holds a divisor for each frequency, the config the numbers behind them."""
+    info = file.tensors["rope_freqs.weight"]
+    if info.kind != "F32" or info.shape != (head_dim // 2,):
+        raise CheckpointError(
+            f"{file.path}: rope_freqs.weight must hold {head_dim // 2} numbers in F32, found {list(info.shape)} in "
+            f"{info.kind}. Convert the model again."
+        )
+    raw = file.maps[info.part][info.start : info.start + info.num_bytes]
+    divisors = np.frombuffer(raw, "<f4").astype(np.float64)
+    if not (np.isfinite(divisors) & (divisors >= 1)).all():
+        raise ConfigError(f"{file.path}: rope_freqs.weight must be at least 1. Download the file again.")
+    factor = shortest_decimal(float(divisors.max()))
+    if factor == 1:
+        return {}
+    original = file.metadata.integer(f"{prefix}scaling.original_context_length", 8192, minimum=1)
+    low, high = 1.0, 4.0
+    turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    if not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        raise UnsupportedError(
+            f"{file.path}: rope_freqs.weight is not Llama 3's (factor {factor}, {original} positions, bands from "
+            f"{low} to {high}), and no other is supported. {_USE_FOLDER}"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,4 +1,9 @@
-"""The tensors of a GGUF file, by the names and in the order of a Hugging Face checkpoint."""
+"""Read the tensors of a GGUF file by the names and in the order of a Hugging Face checkpoint.
+
+Apart from the names three things differ. Files of the architecture ``llama`` hold the rows of queries and keys in
+another order: RoPE's pairs, i and i + dim / 2 of a head, are adjacent. A layer's experts are one tensor. Tied
+embeddings have no ``output.weight``, as in a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +11,149 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from draftwing.cpu.layout import FORMATS
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
-from draftwing.formats.gguf import Place, TensorInfo, open_file, places
-from draftwing.formats.gguf_config import architecture_of
-from draftwing.formats.gguf_folder import LINK, folder_files, link_of
-from draftwing.models.weights import MappedFile, Stored, Weights, as_numbers, check_finite, dequantized, joined
+from draftwing.formats.gguf import GgufFile, TensorInfo, open_file
+from draftwing.formats.gguf_folder import LINK, folder_files, get_architecture, link_of
+from draftwing.models.weights import (
+    MappedFile,
+    Stored,
+    WeightFiles,
+    Weights,
+    as_numbers,
+    check_finite,
+    dequantized,
+    joined,
+)
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_PIECE = 1 << 22  # plain numbers handed on at a time
+_PIECE = 1 << 22  # numbers that are converted at a time
+_MAX_EXPERTS = 1024  # llama.cpp has 512 at most
+_NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # part of the config
+_OUTSIDE_LAYERS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYERS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EXPERTS = {
+    "llama": ("block_sparse_moe.", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "qwen3moe": ("mlp.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+}
+_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
+_EXPERT_PART = re.compile(r"ffn_(gate|up|down)(_exps)?")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it.
+
+    ``heads``: the number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order.
+    """
+
+    tensor: str
+    expert: int | None
+    heads: int
+
+
+def _find_places(file: GgufFile) -> dict[str, _Place]:
+    """Return the source of every tensor by its name in a checkpoint; tensors without such a name keep their own."""
+    architecture = get_architecture(file)
+    heads: dict[str, int] = {}
+    if architecture == "llama":
+        heads["attn_q"] = file.metadata.integer("llama.attention.head_count", minimum=1)
+        heads["attn_k"] = file.metadata.integer("llama.attention.head_count_kv", heads["attn_q"], minimum=1)
+    places: dict[str, _Place] = {}
+    for tensor, info in file.tensors.items():
+        if tensor in _NOT_WEIGHTS:
+            continue
+        name, is_stacked = _checkpoint_name(tensor, architecture)
+        if is_stacked and (len(info.shape) != 3 or info.shape[0] > _MAX_EXPERTS):
+            raise CheckpointError(
+                f"{file.path}: {tensor} must hold at most {_MAX_EXPERTS} matrices, one for each expert, found shape "
+                f"{list(info.shape)}. Download the file again."
+            )
+        num_heads = next((count for part, count in heads.items() if f".{part}." in tensor), 0)
+        for expert in range(info.shape[0]) if is_stacked else (None,):
+            full_name = name if expert is None else name.replace("*", str(expert))
+            if full_name in places:
+                raise CheckpointError(
+                    f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
+                )
+            places[full_name] = _Place(tensor, expert, num_heads)
+    return places
+
+
+def _checkpoint_name(tensor: str, architecture: str) -> tuple[str, bool]:
+    """Return the checkpoint's name, and if the tensor holds all experts: the name then has ``*`` for their number."""
+    match = _LAYER_NAME.fullmatch(tensor)
+    if match is None:
+        return _OUTSIDE_LAYERS.get(tensor, tensor), False
+    layer, part, number, suffix = match.groups()
+    base, (block, parts) = f"model.layers.{int(layer)}.", _EXPERTS.get(architecture, ("", {}))
+    experts = _EXPERT_PART.fullmatch(part)
+    if parts and experts and (number is None) == (experts[2] is not None):
+        index = "*" if number is None else str(int(number))
+        return f"{base}{block}experts.{index}.{parts[experts[1]]}.{suffix}", number is None
+    if number is not None:
+        return tensor, False
+    if parts and part == "ffn_gate_inp":
+        return f"{base}{block}gate.{suffix}", False
+    if architecture == "phi3" and part == "ffn_up":
+        return f"{base}mlp.gate_up_proj.{suffix}", False
+    return (f"{base}{_IN_LAYERS[part]}.{suffix}" if part in _IN_LAYERS else tensor), False
+
+
+def open_weights(folder: Path) -> Weights:
+    """Open the tensors of a model folder: safetensors, or the GGUF file that the folder was made from.
+
+    Raises:
+        CheckpointError, ConfigError, UnsupportedError: as ``WeightFiles`` and ``GgufWeights``.
+    """
+    return GgufWeights.from_folder(folder) if (folder / LINK).exists() else WeightFiles(folder)
 
 
 class GgufWeights(Weights):
-    """A GGUF model's tensors, with the interface of ``model.weights.WeightFiles``.
+    """The tensors of a GGUF model, with the interface of ``WeightFiles``.
 
-    The file is memory-mapped; opening reads its header only. Matrices can also be had as they lie there (``stored``).
+    The file is memory-mapped; opening reads only its header. ``stored`` returns matrices in the file's own format.
 
     Raises:
-        CheckpointError: no such file, no GGUF, truncated or damaged.
-        ConfigError, UnsupportedError: a version, an architecture or a format of tensors that is not supported.
+        CheckpointError: no such file, not a GGUF file, truncated or damaged.
+        ConfigError, UnsupportedError: a version, architecture or tensor format that is not supported.
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.folder = Path(path)  # where messages say that weights are
-        file = open_file(self.folder)
-        try:
-            self._places = places(file, architecture_of(file))
-            self._tensors = file.tensors
-            paths = file.paths
-        finally:
-            file.close()
+        self.folder = Path(path)  # used in messages
+        with closing(open_file(self.folder)) as file:
+            self._places, self._tensors, paths = _find_places(file), file.tensors, file.paths
         try:
             self._mapped = [MappedFile(part) for part in paths]
         except (OSError, ValueError) as error:
@@ -55,11 +161,7 @@ class GgufWeights(Weights):
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> GgufWeights:
-        """The weights of a folder that ``open_gguf`` made.
-
-        Raises:
-            CheckpointError: it is no such folder, or the file is gone; and as the class.
-        """
+        """Open the file that a folder of ``open_gguf`` links to. Raises CheckpointError if it is gone."""
         link = Path(folder) / LINK
         if not link.exists():
             raise CheckpointError(f"{link}: expected a link to a GGUF file, found none. Give the file itself again.")
@@ -69,15 +171,15 @@ class GgufWeights(Weights):
         return name in self._places
 
     def close(self) -> None:
-        """Let go of the file: it stays mapped for as long as tensors that were read look at it."""
+        """Close the file. It stays mapped as long as a tensor that was read refers to it."""
         self._mapped.clear()
 
     def keys(self) -> list[str]:
-        """The names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape. Raises CheckpointError if there is no such tensor."""
+        """Return a tensor's shape. Raises CheckpointError if there is no such tensor."""
         place, info = self._find(name)
         return info.shape[1:] if place.expert is not None else info.shape
 
@@ -85,94 +187,91 @@ class GgufWeights(Weights):
         """Read a tensor onto the CPU, blocks expanded.
 
         Args:
-            name: its key.
-            dtype: what to convert it to; None leaves plain numbers as they are and makes blocks float32.
-            shape: what its shape must be; None takes any.
+            dtype: None keeps plain numbers unchanged and converts blocks to float32.
+            shape: the expected shape; None accepts any.
 
         Raises:
-            CheckpointError: no such key, another shape, or numbers that are no floating-point ones.
+            CheckpointError: no such tensor, another shape, or integers.
             UnsupportedError: a format that cannot be expanded.
         """
-        found, info = self._checked(name, shape)
+        found_shape, info = self._check(name, shape)
         rows = self._rows(name)
         if dtype is not None and not dtype.is_floating_point:
             raise CheckpointError(f"{self.folder}: {name} holds floating-point numbers, not {dtype}.")
         plain = _PLAIN.get(info.kind)
         if plain is not None:
-            return as_numbers(rows, plain).reshape(found).to(dtype or plain)
-        return self._expand(name, rows, dtype or torch.float32).reshape(found)
+            return as_numbers(rows, plain).reshape(found_shape).to(dtype or plain)
+        return self._expand(name, rows, dtype or torch.float32).reshape(found_shape)
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Stored:
-        """A matrix as it lies in the file, its memory the mapped file's where rows need no other order.
+        """Return a matrix in the file's format, without a copy unless its rows must be reordered.
 
-        Formats that ``run.kernel.formats`` does not know are expanded to float32.
+        Formats that the kernel does not know are expanded to float32.
 
         Raises:
-            CheckpointError: no such key, another shape, or no matrix.
+            CheckpointError: no such tensor, another shape, or not a matrix.
             UnsupportedError: a format that cannot be expanded.
         """
-        found, info = self._checked(name, shape)
-        if len(found) != 2:
-            raise CheckpointError(f"{self.folder}: {name} must be a matrix, found shape {found}. Convert it again.")
+        found_shape, info = self._check(name, shape)
+        if len(found_shape) != 2:
+            raise CheckpointError(
+                f"{self.folder}: {name} must be a matrix, found shape {found_shape}. Convert it again."
+            )
         rows = self._rows(name)
         if info.kind in _STORED:
-            return Stored(_STORED[info.kind], found[1], as_numbers(rows, _PLAIN[info.kind]))
+            return Stored(_STORED[info.kind], found_shape[1], as_numbers(rows, _PLAIN[info.kind]))
         if info.kind in FORMATS and FORMATS[info.kind].is_blocks:
-            return Stored(info.kind, found[1], rows)
-        return Stored("float32", found[1], self._expand(name, rows, torch.float32), was=info.kind)
+            return Stored(info.kind, found_shape[1], rows)
+        return Stored("float32", found_shape[1], self._expand(name, rows, torch.float32), was=info.kind)
 
     def pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        """A tensor some rows at a time: for whoever writes it elsewhere, in little memory.
-
-        Raises:
-            CheckpointError, UnsupportedError: as ``get``.
-        """
-        _, info = self._checked(name, None)
-        for part in self._pieces(name, self._rows(name)):
-            yield part.to(dtype)
+        """Yield a tensor some rows at a time, to write it elsewhere in little memory. Raises as ``get``."""
+        _, info = self._check(name, None)
+        for piece in self._pieces(name, self._rows(name)):
+            yield piece.to(dtype)
         self._mapped[info.part].drop(self._bytes(info))
 
     def drop(self, stored: Stored) -> None:
-        """Give back the memory that reading ``stored`` took, where it lies in the file; it can be read again."""
+        """Give back the memory that reading ``stored`` took; the file can be read again."""
         for mapped in self._mapped:
             mapped.drop(stored.data)
 
-    def _find(self, name: str) -> tuple[Place, TensorInfo]:
+    def _find(self, name: str) -> tuple[_Place, TensorInfo]:
         if name not in self._places:
             raise self.missing(name, "Download the file again, or convert it again.")
         place = self._places[name]
         return place, self._tensors[place.tensor]
 
-    def _checked(self, name: str, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], TensorInfo]:
-        found, (_, info) = self.shape(name), self._find(name)
-        if shape is not None and found != tuple(shape):
+    def _check(self, name: str, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], TensorInfo]:
+        found_shape, (_, info) = self.shape(name), self._find(name)
+        if shape is not None and found_shape != tuple(shape):
             raise CheckpointError(
-                f"{self.folder}: {name} ({info.name}) must have shape {tuple(shape)}, found {found}. Does the metadata "
-                "belong to these weights? Download the file again."
+                f"{self.folder}: {name} ({info.name}) must have shape {tuple(shape)}, found {found_shape}. Does the "
+                "metadata belong to these weights? Download the file again."
             )
         if not self._mapped:
             raise CheckpointError(f"{self.folder}: the file is closed. Open GgufWeights again to read {name}.")
-        return found, info
+        return found_shape, info
 
     def _bytes(self, info: TensorInfo) -> Tensor:
-        """All rows of a tensor (rows, bytes of one) uint8, as they lie in the file."""
-        shape = (math.prod(info.shape[:-1]), info.row_bytes)
+        """Return all rows of a tensor (rows, bytes of a row) uint8, as in the file."""
+        num_rows = math.prod(info.shape[:-1])
         try:
-            return self._mapped[info.part].tensor(info.start, shape, torch.uint8)
+            return self._mapped[info.part].tensor(info.start, (num_rows, info.num_bytes // num_rows), torch.uint8)
         except ValueError as error:
             raise CheckpointError(f"{self.folder}: {info.name} is gone ({error}). Download the file again.") from error
 
     def _rows(self, name: str) -> Tensor:
+        """Return the rows (rows, bytes of a row) uint8 of a tensor, in a checkpoint's order."""
         place, info = self._find(name)
         data = whole = self._bytes(info)
         if place.expert is not None:
-            each = info.shape[1]
-            data = data[place.expert * each : (place.expert + 1) * each]
+            num_rows = info.shape[1]
+            data = data[place.expert * num_rows : (place.expert + 1) * num_rows]
         if not place.heads:
             return data
-        # A bias is one row of numbers, which are to be moved like a matrix's rows.
-        if len(info.shape) == 1:
-            data = data.view(info.shape[0], -1) if info.kind in _PLAIN else data
+        if len(info.shape) == 1 and info.kind in _PLAIN:
+            data = data.view(info.shape[0], -1)  # the numbers of a bias are moved like a matrix's rows
         if data.shape[0] % (2 * place.heads):
             raise CheckpointError(
                 f"{self.folder}: {info.name} must have a whole number of pairs for each of {place.heads} heads, found "
@@ -188,15 +287,15 @@ class GgufWeights(Weights):
         return joined(self._pieces(name, rows), rows.shape[0], self._find(name)[1].shape[-1], dtype)
 
     def _pieces(self, name: str, rows: Tensor) -> Iterator[Tensor]:
-        """(rows, bytes) uint8 -> (some rows, numbers) again and again, as PyTorch has them, blocks as float32."""
+        """(rows, bytes) uint8 -> (some rows, numbers) repeatedly: plain numbers unchanged, blocks as float32."""
         info = self._find(name)[1]
         if info.kind.startswith("I") and not info.kind.startswith("IQ"):
             raise CheckpointError(
                 f"{self.folder}: {name} must hold floating-point numbers, found {info.kind}. Convert the model again."
             )
         if info.kind in _PLAIN:
-            for part in torch.split(rows, max(1, _PIECE // info.shape[-1])):
-                yield as_numbers(part, _PLAIN[info.kind])
+            for piece in torch.split(rows, max(1, _PIECE // info.shape[-1])):
+                yield as_numbers(piece, _PLAIN[info.kind])
             return
         try:
             yield from dequantized(rows, info.kind, info.shape[-1])
@@ -207,21 +306,14 @@ class GgufWeights(Weights):
             ) from None
 
 
-# A GGUF file written out as a Hugging Face folder, for whatever does not read GGUF.
-#
-# Every number is the file's: float32 holds what blocks stand for exactly, the 16-bit types round it. Matrices are
-# expanded piece by piece and written at once, so that memory stays bounded however large the model is; the folder
-# appears when all of it is there.
+# --- import as a Hugging Face folder ---------------------------------------------------------------------------------
 
-
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_SHARD = 4 * 10**9  # bytes of a weight file
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
-class Unpacked:
-    """What was written: where, how many tensors, in which dtype, into how many bytes, from which formats."""
+class ImportResult:
+    """The folder, number of tensors, dtype and size in bytes that were written, and the file's formats by count."""
 
     folder: Path
     tensors: int
@@ -234,45 +326,50 @@ def import_gguf(
     path: Path,
     out: Path,
     dtype: str = "float32",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
     *,
-    shard_bytes: int = _SHARD,
-) -> Unpacked:
-    """Write a GGUF file as a Hugging Face folder.
+    shard_bytes: int = 4 * 10**9,
+) -> ImportResult:
+    """Write a GGUF file as a Hugging Face folder, for programs that do not read GGUF.
+
+    float32 holds exactly what blocks stand for; the 16-bit types round it. Matrices are expanded and written piece by
+    piece, so that memory stays bounded; the folder appears when it is complete.
 
     Args:
         path: the file.
         out: a folder that is new or empty.
         dtype: float32, bfloat16 or float16.
         on_progress: called with (bytes written, all bytes).
-        shard_bytes: about how large a weight file may become.
+        shard_bytes: approximate limit of a weight file.
 
     Raises:
-        CheckpointError: no GGUF, a damaged one, a folder with something in it, a full disk, or numbers that float16
-            cannot hold.
-        ConfigError, UnsupportedError, TokenizerError: as ``gguf.folder.open_gguf``.
+        CheckpointError: not a GGUF file, a damaged one, a folder that is not empty, a full disk, or numbers that
+            float16 cannot hold.
+        ConfigError, UnsupportedError, TokenizerError: as ``open_gguf``.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r:.40} is not supported: choose {', '.join(DTYPES)}")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype {dtype!r:.40} is not supported: choose {', '.join(_DTYPES)}")
     path, out = Path(path).expanduser().absolute(), Path(out).expanduser().absolute()
-    file = open_file(path)
-    try:
+    with closing(open_file(path)) as file:
         files = folder_files(file)
-        formats: dict[str, int] = {}
-        for info in file.tensors.values():
-            formats[info.kind] = formats.get(info.kind, 0) + 1
-    finally:
-        file.close()
-    config = json.loads(files["config.json"])
-    files["config.json"] = json.dumps({**config, "dtype": dtype}, indent=2, ensure_ascii=False) + "\n"
+        formats = Counter(info.kind for info in file.tensors.values())
+    config = {**json.loads(files["config.json"]), "dtype": dtype}
+    files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     with GgufWeights(path) as weights:
-        shards = _shards(weights, DTYPES[dtype].itemsize, shard_bytes)
-        total = sum(size for shard in shards for size in shard.values())
+        sizes = {name: math.prod(weights.shape(name)) * getattr(torch, dtype).itemsize for name in weights.keys()}  # noqa: SIM118
+        shards: list[dict[str, int]] = [{}]
+        for name, size in sizes.items():
+            if shards[-1] and sum(shards[-1].values()) + size > shard_bytes:
+                shards.append({})
+            shards[-1][name] = size
+        total = sum(sizes.values())
         _check_room(out, total + sum(len(text) for text in files.values()))
         fresh = out.parent / f".{out.name}-{secrets.token_hex(4)}"
         fresh.mkdir()
         try:
-            _write(fresh, files, weights, shards, dtype, on_progress or (lambda done, total: None))
+            for name, text in files.items():
+                (fresh / name).write_text(text, encoding="utf-8")
+            _write_shards(fresh, weights, shards, dtype, lambda done: on_progress(done, total))
             with suppress(FileNotFoundError):
                 out.rmdir()  # it was empty
             os.rename(fresh, out)
@@ -282,17 +379,7 @@ def import_gguf(
             raise CheckpointError(f"{out}: the disk is full. Make room for {total / 1e9:.2f} GB.") from error
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-        return Unpacked(out, len(weights.keys()), dtype, total, formats)
-
-
-def _shards(weights: GgufWeights, itemsize: int, most: int) -> list[dict[str, int]]:
-    found: list[dict[str, int]] = [{}]
-    for name in weights.keys():  # noqa: SIM118  # it is no dict
-        size = math.prod(weights.shape(name)) * itemsize
-        if found[-1] and sum(found[-1].values()) + size > most:
-            found.append({})
-        found[-1][name] = size
-    return found
+        return ImportResult(out, len(sizes), dtype, total, dict(formats))
 
 
 def _check_room(out: Path, needed: int) -> None:
@@ -307,49 +394,36 @@ def _check_room(out: Path, needed: int) -> None:
         )
 
 
-def _write(
-    folder: Path,
-    files: dict[str, str],
-    weights: GgufWeights,
-    shards: list[dict[str, int]],
-    dtype: str,
-    on_progress: Callable[[int, int], None],
+def _write_shards(
+    folder: Path, weights: GgufWeights, shards: list[dict[str, int]], dtype: str, on_progress: Callable[[int], None]
 ) -> None:
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    total, done = sum(size for shard in shards for size in shard.values()), 0
+    done = 0
     index: dict[str, str] = {}
-    for number, shard in enumerate(shards):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        index.update(dict.fromkeys(shard, name))
-        with open(folder / name, "wb") as file:
+    for number, shard in enumerate(shards, 1):
+        file_name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        index.update(dict.fromkeys(shard, file_name))
+        with open(folder / file_name, "wb") as file:
             _write_header(file, weights, shard, dtype)
-            for tensor, size in shard.items():
-                _write_tensor(file, weights, tensor, dtype)
+            for name, size in shard.items():
+                for piece in weights.pieces(name, getattr(torch, dtype)):
+                    check_finite(name, piece)
+                    file.write(piece.contiguous().view(torch.uint8).numpy().data)
                 done += size
-                on_progress(done, total)
+                on_progress(done)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
+        text = json.dumps({"metadata": {"total_size": done}, "weight_map": index}, indent=2) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _write_header(file: BinaryIO, weights: GgufWeights, shard: dict[str, int], dtype: str) -> None:
-    """What safetensors files begin with: a length, then JSON that says where each tensor lies."""
+    """Write the start of a safetensors file: a length, then JSON with the place of each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, size in shard.items():
-        header[name] = {"dtype": _NAMES[dtype], "shape": weights.shape(name), "data_offsets": [at, at + size]}
+        header[name] = {"dtype": _DTYPES[dtype], "shape": weights.shape(name), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-
-
-def _write_tensor(file: BinaryIO, weights: GgufWeights, name: str, dtype: str) -> None:
-    for part in weights.pieces(name, DTYPES[dtype]):
-        check_finite(name, part)
-        file.write(part.contiguous().view(torch.uint8).numpy().data)

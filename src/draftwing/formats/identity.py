@@ -1,4 +1,4 @@
-"""Which head a folder holds, and which target it belongs to: sizes, and fingerprints of weights and tokenizer."""
+"""Identify heads and their targets: sizes, and fingerprints of weights, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SIZES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
 }
-_WHOLE = 64 * 2**20  # bytes of a weight file that are read whole; of a larger one, ``_SAMPLES`` blocks
+_WHOLE = 64 * 2**20  # bytes: larger weight files are sampled in ``_SAMPLES`` blocks of ``_BLOCK`` bytes
 _SAMPLES, _BLOCK = 512, 1 << 14
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def target_id(target: Target, tokenizer: Tokenizer | None = None, name: str | None = None) -> TargetId:
-    """The identity of a loaded target; without a tokenizer its vocabulary's fingerprint stays empty."""
+    """Return the identity of a loaded target; without a tokenizer its vocabulary's fingerprint is empty."""
     return TargetId(
         name=name or target.name,
         hidden_size=target.hidden_size,
@@ -36,35 +36,38 @@ def target_id(target: Target, tokenizer: Tokenizer | None = None, name: str | No
     )
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a flat config: a multimodal model's ``text_config`` replaces the keys around it."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
 def target_id_of_folder(folder: Path, name: str | None = None) -> TargetId:
-    """The identity of a model folder, from its config and its tokenizer (if it has one); no weights are read.
+    """Return the identity of a model folder, from its config and its tokenizer (if any); no weights are read.
 
     Raises:
-        CheckpointError, ConfigError: no such folder, or a config without a size that is needed.
+        CheckpointError, ConfigError: no such folder, or a config without one of the sizes.
         TokenizerError: it has a tokenizer that cannot be read.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    text = config.get("text_config")
-    inner: Mapping[str, Any] = {**config, **text} if isinstance(text, dict) else config
+    config = text_config(read_config(folder))
     sizes = {}
     for size, names in _SIZES.items():
-        found = next((inner[key] for key in names if inner.get(key) is not None), None)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        value = next((config[key] for key in names if config.get(key) is not None), None)
+        if type(value) is not int or value < 1:
             raise ConfigError(
-                f"{folder / 'config.json'}: `{names[0]}` must be an integer of at least 1, found {found!r:.60}: is "
+                f"{folder / 'config.json'}: `{names[0]}` must be an integer of at least 1, found {value!r:.60}: is "
                 f"this a causal LM's folder? Download the model's config.json again."
             )
-        sizes[size] = found
-    hashed = Tokenizer(folder).vocab_hash if has_tokenizer(folder) else ""
-    return TargetId(name=name or folder.name, vocab_hash=hashed, **sizes)
+        sizes[size] = value
+    vocab_hash = Tokenizer(folder).vocab_hash if has_tokenizer(folder) else ""
+    return TargetId(name=name or folder.name, vocab_hash=vocab_hash, **sizes)
 
 
 def head_id(folder: Path) -> str:
-    """16 hexadecimal digits that stand for a head: its config and its weights, wherever the folder lies.
+    """Return a fingerprint of a head's config and weights, 16 hexadecimal digits, independent of the folder's place.
 
-    Two trainings differ in it, for all that they have one shape. Of a large weight file evenly spaced parts are read,
-    its beginning (where safetensors says what is in it) and its end among them: it takes milliseconds.
+    Of a large weight file evenly spaced blocks are read, including its start (which lists the tensors) and its end.
 
     Raises:
         CheckpointError: no such folder, no weights in it, or files that cannot be read.
@@ -90,36 +93,44 @@ def head_id(folder: Path) -> str:
 
 
 def made_for(folder: Path) -> TargetId | None:
-    """For which target a head says that it was trained; None where it does not say. Nothing else of it is read.
+    """Return the target named in a head's config, or None; nothing else of the head is read.
 
     Raises:
         CheckpointError: no such folder, or a config that cannot be read.
     """
     block = read_config(folder).get("draftwing")
-    found = block.get("target") if isinstance(block, dict) else None
+    target = block.get("target") if isinstance(block, dict) else None
     try:
-        return TargetId(**found) if isinstance(found, dict) else None
-    except TypeError:  # other fields than ours
+        return TargetId(**target) if isinstance(target, dict) else None
+    except TypeError:  # unknown fields
         return None
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has any file of a tokenizer."""
+    """Return True if a folder has any file of a tokenizer."""
     return any((Path(folder) / file).exists() for file in _TOKENIZER_FILES)
 
 
 def differences(head: TargetId, target: TargetId) -> list[str]:
-    """What tells two targets apart, as ``vocab_size 61 and 300``; names may differ, and what is unknown does not."""
-    found = []
-    for field in ("hidden_size", "num_layers", "vocab_size", "vocab_hash"):
-        ours, theirs = getattr(head, field), getattr(target, field)
-        if ours != theirs and ours and theirs:
-            found.append(f"{field} {ours} and {theirs}")
-    return found
+    """List differences between two targets, as ``vocab_size 61 and 300``. Names and unknown values do not count."""
+    pairs = [
+        (name, getattr(head, name), getattr(target, name))
+        for name in ("hidden_size", "num_layers", "vocab_size", "vocab_hash")
+    ]
+    return [f"{name} {one} and {other}" for name, one, other in pairs if one and other and one != other]
+
+
+def check_same_target(made_for: TargetId | None, target: TargetId | None, where: str) -> None:
+    """Raise CheckpointError if a head made for ``own`` does not fit ``target``; None is unknown and fits."""
+    if made_for is not None and target is not None and (wrong := differences(made_for, target)):
+        raise CheckpointError(
+            f"{where}: this head is made for {made_for.name or 'another target'}, not for {target.name} "
+            f"({'; '.join(wrong)}): load it with its own target, or train one for {target.name}"
+        )
 
 
 def chat_template_hash(folder: Path) -> str:
-    """16 hexadecimal digits that stand for a folder's chat template; empty where there is none.
+    """Return a fingerprint of a folder's chat template, 16 hexadecimal digits; empty if it has none.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -130,8 +141,8 @@ def chat_template_hash(folder: Path) -> str:
         if (file := folder / "chat_template.jinja").exists():
             template = file.read_text(encoding="utf-8")
         elif (file := folder / "tokenizer_config.json").exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            template = found.get("chat_template") if isinstance(found, dict) else None
+            config = json.loads(file.read_text(encoding="utf-8"))
+            template = config.get("chat_template") if isinstance(config, dict) else None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable ({error}): download it again") from error
     if not template:

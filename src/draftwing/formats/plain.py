@@ -1,9 +1,9 @@
-"""The layout of any net's head: its config as JSON, its tensors by their own names.
+"""Heads of any net except EAGLE's: the config as JSON, tensors by the net's own names.
 
     config.json         {"draftwing": {"format": 1, "kind": ..., "config": {...}, "training": {...}}}
-    model.safetensors   the net's tensors, and ``draft_ids`` where it has a draft vocabulary
+    model.safetensors   the net's tensors, and ``draft_ids`` if it has a draft vocabulary
 
-EAGLE heads have layouts of the field's (``layouts``); this one is for nets that nobody else runs.
+EAGLE heads have layouts that other projects share (``layouts``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, shown
 from draftwing.formats.doctor import Finding
-from draftwing.formats.head import checked_training
-from draftwing.formats.identity import differences, target_id_of_folder
-from draftwing.formats.read import read_tensors
+from draftwing.formats.identity import check_same_target, target_id_of_folder
+from draftwing.formats.read import checked_training, read_tensors
 from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
 from draftwing.methods.net import DraftNet, TargetId
@@ -34,12 +33,12 @@ DRAFT_IDS = "draft_ids"
 
 @dataclass(frozen=True)
 class PlainHead:
-    """What a head's folder holds.
+    """The contents of a head's folder.
 
     Attributes:
         kind: of its net.
         config: of its net, a frozen dataclass.
-        tensors: as ``DraftNet.tensors`` names them.
+        tensors: by the names of ``DraftNet.tensors``.
         target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
         training: how it was trained, for people; any JSON.
     """
@@ -52,18 +51,12 @@ class PlainHead:
 
     @classmethod
     def from_net(cls, net: DraftNet, training: Mapping[str, Any] | None = None) -> PlainHead:
-        """The head of a net that has not been prepacked. Raises ConfigError if ``training`` is no JSON."""
+        """Return the head of a net that is not prepacked. Raises ConfigError if ``training`` is not JSON."""
         return cls(net.kind, net.config, net.tensors(), net.target_ids, checked_training(training))
 
     def check_target(self, target: TargetId | None, where: str) -> None:
         """Raise CheckpointError if it was trained for another target."""
-        own = getattr(self.config, "target", None)
-        wrong = [] if own is None or target is None else differences(own, target)
-        if own is not None and target is not None and wrong:
-            raise CheckpointError(
-                f"{where}: this head is made for {own.name}, not for {target.name} ({'; '.join(wrong)}): load it with "
-                f"the target that it was trained for, or train one for {target.name}"
-            )
+        check_same_target(getattr(self.config, "target", None), target, where)
 
 
 def save_plain(folder: Path, head: PlainHead) -> None:
@@ -77,7 +70,7 @@ def save_plain(folder: Path, head: PlainHead) -> None:
 
 
 def own_block(head: PlainHead) -> dict[str, Any]:
-    """What a config says of the head for ourselves, in whatever layout."""
+    """Return the ``draftwing`` part of a head's config, the same in every layout."""
     return {
         "format": FORMAT,
         "kind": head.kind,
@@ -90,9 +83,9 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
     """Read a head, without its target.
 
     Args:
-        kind: that it must be of.
+        kind: the expected kind.
         config_type: of its net's config.
-        tensors: as this layout names them, where they were stored under other names.
+        tensors: by this layout's names, if they are stored under other names.
 
     Raises:
         CheckpointError: another kind of head, or weights that are missing, damaged or not finite.
@@ -100,50 +93,50 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
     """
     folder = Path(folder)
     block, where = read_config(folder).get("draftwing"), f"{folder / 'config.json'}: draftwing"
-    said = block.get("kind") if isinstance(block, dict) else None
-    if not isinstance(block, dict) or said != kind:
-        raise CheckpointError(f"{where}: expected a head of kind {kind!r}, found {said!r}: give a folder of that kind")
+    found = block.get("kind") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or found != kind:
+        raise CheckpointError(f"{where}: expected a head of kind {kind!r}, found {found!r}: give a folder of that kind")
     if block.get("format") != FORMAT:
         raise CheckpointError(
             f"{where}: expected format {FORMAT}, found {shown(block.get('format'))}: this head was written by another "
             f"version of Draftwing; use that one"
         )
     config = _parse(config_type, block.get("config"), f"{where}: config")
-    found = dict(read_tensors(folder) if tensors is None else tensors)
-    ids = found.pop(DRAFT_IDS, None)
-    for name, tensor in found.items():
+    tensors = dict(read_tensors(folder) if tensors is None else tensors)
+    ids = tensors.pop(DRAFT_IDS, None)
+    for name, tensor in tensors.items():
         check_finite(f"{name} of {folder}", tensor)
     if ids is not None:
         check_ids(ids, config.vocab_size, str(folder))
     training = block.get("training")
-    return PlainHead(kind, config, found, ids, training if isinstance(training, dict) else {})
+    return PlainHead(kind, config, tensors, ids, training if isinstance(training, dict) else {})
 
 
 def diagnose_plain(folder: Path, target: Path | None, kind: str, config_type: type) -> list[Finding]:
-    """Can it be read, and does it belong to the target in the folder ``target``? For ``draftwing doctor``.
+    """Check that a head can be read and belongs to the target in the folder ``target``, for ``draftwing doctor``.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: the target's folder cannot be read.
     """
-    own = None if target is None else target_id_of_folder(target)
+    target_id = None if target is None else target_id_of_folder(target)
     try:
         head = load_plain(folder, kind, config_type)
     except DraftwingError as error:
         return [Finding("head", "fail", str(error), "write the head again, or download it again")]
-    findings = [Finding("head", "ok", f"a {kind} head of {sum(t.numel() for t in head.tensors.values()):,} numbers")]
+    readable = Finding("head", "ok", f"a {kind} head of {sum(t.numel() for t in head.tensors.values()):,} numbers")
     try:
-        head.check_target(own, str(folder))
+        head.check_target(target_id, str(folder))
     except CheckpointError as error:
-        return [*findings, Finding("target", "fail", str(error), "load it with its own target")]
-    known = own is not None and getattr(head.config, "target", None) is not None
-    unknown = Finding("target", "unknown", "the head does not say for which target it was trained, or none was given")
-    return [*findings, Finding("target", "ok", "the one that it was trained for") if known else unknown]
+        return [readable, Finding("target", "fail", str(error), "load it with its own target")]
+    if target_id is None or getattr(head.config, "target", None) is None:
+        return [readable, Finding("target", "unknown", "the head does not name its target, or no target was given")]
+    return [readable, Finding("target", "ok", "the target that it was trained for")]
 
 
 def check_ids(ids: Tensor, vocab_size: int, where: str) -> None:
     """Raise CheckpointError unless these can be the ids of a draft vocabulary."""
-    good = ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) > 0
-    if not good or not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+    is_list = ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) > 0
+    if not is_list or not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         raise CheckpointError(
             f"{where}: {DRAFT_IDS} must hold ascending int64 ids from 0 to {vocab_size - 1}, found others: take the "
             f"head from its original place again"
@@ -151,32 +144,28 @@ def check_ids(ids: Tensor, vocab_size: int, where: str) -> None:
 
 
 def _parse(kind: Any, value: Any, where: str) -> Any:
-    """JSON as a value of an annotated type: dataclasses, tuples and lists of one type, unions, numbers and strings."""
+    """Convert JSON to an annotated type: dataclasses, tuples and lists of one type, unions, numbers and strings."""
     if get_origin(kind) in (Union, types.UnionType):
         if value is None and type(None) in get_args(kind):
             return None
-        kind = next(each for each in get_args(kind) if each is not type(None))
+        kind = next(option for option in get_args(kind) if option is not type(None))
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise ConfigError(f"{where} must be an object, found {shown(value)}: take the head's own config.json")
         hints = get_type_hints(kind)
-        fields = {each.name: each for each in dataclasses.fields(kind) if each.init}
-        odd = next((name for name in value if name not in fields), None)
-        lacks = next((name for name in fields if name not in value and _is_required(fields[name])), None)
-        if odd is not None or lacks is not None:
-            what = f"has an unknown field {shown(odd)}" if odd is not None else f"lacks the field {lacks!r}"
-            raise ConfigError(f"{where} {what}: take config.json and the code of its net from one place")
-        return kind(**{name: _parse(hints[name], each, f"{where}: {name}") for name, each in value.items()})
+        fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+        required = [name for name, field in fields.items() if field.default is field.default_factory is MISSING]
+        problems = [f"has an unknown field {shown(name)}" for name in value if name not in fields]
+        problems += [f"lacks the field {name!r}" for name in required if name not in value]
+        if problems:
+            raise ConfigError(f"{where} {problems[0]}: take config.json and the code of its net from one place")
+        return kind(**{name: _parse(hints[name], item, f"{where}: {name}") for name, item in value.items()})
     if get_origin(kind) in (tuple, list):
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list, found {shown(value)}: correct it")
-        return get_origin(kind)(_parse(get_args(kind)[0], each, where) for each in value)
+        return get_origin(kind)(_parse(get_args(kind)[0], item, where) for item in value)
     if kind is float and type(value) is int:
         return float(value)
     if kind in (int, float, bool, str) and type(value) is not kind:
         raise ConfigError(f"{where} must be of type {kind.__name__}, found {shown(value)}: correct it")
     return value
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

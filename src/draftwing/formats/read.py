@@ -1,33 +1,40 @@
-"""Heads read from any layout: what a folder's config and tensors say together, and the net that they make."""
+"""Read EAGLE heads in any layout: what a folder's config and tensors say together, and the net that they make."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, DraftwingWarning, UnsupportedError
-from draftwing.formats.head import Head
-from draftwing.formats.names import (
+from draftwing.errors import CheckpointError, ConfigError, DraftwingWarning, UnsupportedError
+from draftwing.formats.identity import check_same_target
+from draftwing.formats.settings import (
+    TAP_IDS,
+    UNKNOWN_TAP,
+    Settings,
+    claimed_version,
+    eagle_config,
+    is_head_config,
+    read_settings,
+)
+from draftwing.formats.tensors import (
     EMBEDDING,
     LM_HEAD,
-    UNKNOWN_TAP,
     Names,
-    check_names,
-    check_shapes,
+    check_tensors,
+    read_draft_vocab,
     sort_names,
     version_of_names,
 )
-from draftwing.formats.settings import Settings, claimed_version, eagle_config, is_head_config, read_settings
-from draftwing.formats.vocab import read_draft_vocab
-from draftwing.methods.eagle_net import EagleConfig, EagleNet, tensor_shapes
+from draftwing.methods.eagle_net import EagleConfig, EagleNet, default_taps, tensor_shapes
 from draftwing.methods.net import TargetId
 from draftwing.models.config import read_config
 from draftwing.models.linear import Embedding, Linear
@@ -36,34 +43,142 @@ from draftwing.models.weights import WeightFiles, check_finite
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 _SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ONE_PLACE = "or take both files from one place"
+
+
+@dataclass(frozen=True)
+class Head:
+    """An EAGLE net's shape and tensors, without the target that it needs to run.
+
+    Attributes:
+        config: the net's shape; ``taps`` are ``UNKNOWN_TAP`` if the head does not name them.
+        tensors: by EAGLE's names, as ``EagleNet.tensors()`` returns them, dtypes as stored.
+        target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
+        copies: the target's own ``embed_tokens.weight`` and, in an EAGLE-1 head, ``lm_head.weight`` if the file holds
+            them. They are exported again but not run.
+        training: how it was trained, for people; any JSON.
+        verifier: the target's name or path, if known.
+        warnings: what had to be guessed or fixed to read it.
+    """
+
+    config: EagleConfig
+    tensors: Mapping[str, Tensor]
+    target_ids: Tensor | None = None
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    verifier: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def knows_taps(self) -> bool:
+        """True if the taps are known, not only their number."""
+        return UNKNOWN_TAP not in self.config.taps
+
+    @property
+    def has_default_taps(self) -> bool:
+        """True if an engine that is given no taps reads the right ones."""
+        target = self.config.target
+        if not self.knows_taps or target is None:
+            return not self.knows_taps
+        return self.config.taps == usual_taps(self.config.version, target.num_layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors["fc.weight"].dtype
+
+    def for_target(self, target: TargetId | None, taps: tuple[int, ...] | None, where: str) -> Head:
+        """Return this head with its target known, and its taps if they follow from that.
+
+        Args:
+            target: the target to run with; None if it is unknown.
+            taps: replace those of the folder.
+
+        Raises:
+            CheckpointError: it was made for another target, or for another number of taps.
+            UnsupportedError: it reads a state of the target that Draftwing does not tap.
+        """
+        config = self.config
+        made_for = config.target or TargetId("", config.feature_size, 0, config.vocab_size)
+        check_same_target(made_for, target, where)
+        config = replace(config, target=config.target or target)
+        if taps is not None and len(taps) != len(config.taps):
+            raise CheckpointError(
+                f"{where}: the head reads {len(config.taps)} of the target's hidden states, but {len(taps)} taps are "
+                f"given ({', '.join(map(str, taps))}): give {len(config.taps)}"
+            )
+        target = config.target
+        if taps is None and target is not None:
+            if not self.knows_taps:
+                # Only three taps have defaults; another number stays unknown.
+                usual = usual_taps(config.version, target.num_layers)
+                taps = usual if usual is not None and len(usual) == len(config.taps) else None
+            elif self.config.target is None and config.version == 3 and target.num_layers in config.taps:
+                # Our last tap is the state after the final norm; other engines give EAGLE-3 the one before.
+                raise UnsupportedError(
+                    f"{where}: the head reads the target's last hidden state before the final norm (tap "
+                    f"{target.num_layers}), which Draftwing does not tap: serve it with the engine that it was made for"
+                )
+        if taps is not None:
+            config = replace(config, taps=taps)
+        if taps is not None or self.knows_taps:
+            last = None if target is None else target.num_layers
+            wrong_tap = next((tap for tap in config.taps if tap < 0 or (last is not None and tap > last)), None)
+            if wrong_tap is not None:
+                layers = "" if target is None else f" to {last}, the layers of {target.name}"
+                raise CheckpointError(
+                    f"{where}: tap {wrong_tap} is no hidden state of the target: taps run from 0{layers}; correct the "
+                    f"taps in config.json, or give others"
+                )
+        return replace(self, config=config, verifier=self.verifier or (target.name if target else None))
+
+
+def checked_training(training: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return notes on a head's training as JSON gives them back. Raises ConfigError if they are not JSON."""
+    try:
+        notes: dict[str, Any] = json.loads(json.dumps(dict(training or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"notes on a head's training must be JSON ({error}): give plain numbers, strings, lists and dictionaries"
+        ) from error
+    return notes
+
+
+def usual_taps(version: int, num_layers: int) -> tuple[int, ...] | None:
+    """Return the taps that every engine reads by default; None if the target has too few layers."""
+    if version == 1:
+        return (num_layers,)
+    return default_taps(num_layers) if num_layers >= 3 else None
+
+
+# --- kinds of folders ------------------------------------------------------------------------------------------------
 
 
 def is_head(config: Mapping[str, Any], folder: Path | None = None) -> bool:
-    """Whether a ``config.json`` is a draft head's and not a language model's.
+    """Return True if a ``config.json`` is a draft head's and not a language model's.
 
-    A published EAGLE-1 head has the config of a small Llama. Only its tensors tell, so that for such a config
-    ``folder`` is looked into; without a folder it counts as a language model's.
+    A published EAGLE-1 head has the config of a small Llama, and only its tensors tell: for such a config ``folder`` is
+    inspected; without a folder it counts as a language model's.
     """
-    sure = is_head_config(config)
-    if sure is not None or folder is None:
-        return bool(sure)
+    certain = is_head_config(config)
+    if certain is not None or folder is None:
+        return bool(certain)
     return version_of_names(_names_in(folder)) is not None
 
 
 def eagle_version(config: Mapping[str, Any], folder: Path) -> int | None:
-    """1 or 3 where a folder looks like an EAGLE head's, by its config or else its tensors' names; None for others.
+    """Return 1 or 3 if a folder looks like an EAGLE head's, by its config or its tensors' names; None for others.
 
-    Nothing is checked: ``load_head`` says where config and tensors differ.
+    Nothing is checked: ``load_head`` reports if config and tensors differ.
     """
     block = config.get("draftwing")
     if (isinstance(block, dict) and "kind" in block) or not is_head(config, folder):
         return None
-    said = block.get("version") if isinstance(block, dict) else claimed_version(config)
-    return said if said in (1, 3) else version_of_names(_names_in(folder)) or 3
+    claimed = block.get("version") if isinstance(block, dict) else claimed_version(config)
+    return claimed if claimed in (1, 3) else version_of_names(_names_in(folder)) or 3
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Of its tensors; none where they cannot be read, which is said by whoever loads them."""
+    """Return the tensors' names; none if they cannot be read, which loading them will report."""
     try:
         if weight_files(folder)[:1] == [PICKLED]:
             return list(read_tensors(folder))
@@ -73,161 +188,168 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
+# --- reading a head --------------------------------------------------------------------------------------------------
+
+
 def read_head(
     folder: Path,
     embedding: Tensor | Embedding,
     target_head: Linear | None = None,
     target: TargetId | None = None,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
     *,
     taps: tuple[int, ...] | None = None,
 ) -> EagleNet:
     """Load a head in any layout as a net, ready for a target.
 
-    An embedding in the head's file that is not the target's is used in its place: the head was trained with it.
+    An embedding in the head's file that is not the target's replaces it: the head was trained with it.
 
     Args:
-        embedding: (V, H) the target's.
+        embedding: (V, H) the target's; the net goes to its device.
         target_head: the target's LM head, which EAGLE-1 reads.
-        target: which target that is; with it the head is checked to be made for it.
+        target: the target's identity; if given, the head must be made for it.
         dtype: of the net's weights.
-        device: where to; None takes the embedding's.
         taps: read these hidden states of the target instead of those that the folder names.
 
     Raises:
         CheckpointError: tensors missing, unknown, of other shapes or not finite, an impossible draft vocabulary,
             or a head for another target.
-        ConfigError, UnsupportedError: a config that cannot be meant, or a kind of head that has no net here.
+        ConfigError, UnsupportedError: an invalid config, or a kind of head that has no net here.
 
     Warns:
-        DraftwingWarning: something had to be guessed or fixed; `draftwing doctor` says more.
+        DraftwingWarning: something had to be guessed or fixed; `draftwing doctor` explains more.
     """
     folder = Path(folder)
     head = load_head(folder).for_target(target, taps, str(folder))
     if not head.knows_taps:
         raise CheckpointError(
-            f"{folder}: neither the head nor its loader says which hidden states of the target it reads: give the "
-            f"target (of 3 layers or more, its defaults are then taken), or the taps"
+            f"{folder}: the head does not name the hidden states of the target that it reads: give the target (of 3 "
+            f"layers or more, which have defaults), or the taps"
         )
-    wanted = (head.config.vocab_size, head.config.feature_size)
-    if embedding.shape != wanted:
+    expected = (head.config.vocab_size, head.config.feature_size)
+    if embedding.shape != expected:
         raise CheckpointError(
-            f"{folder}: the head is made for a target with an embedding of {wanted}, this one's is "
+            f"{folder}: the head is made for a target with an embedding of {expected}, this one's is "
             f"{tuple(embedding.shape)}: load it with the target that it was trained for"
         )
     if EMBEDDING in head.copies:
         rows = embedding.plain() if isinstance(embedding, Embedding) else embedding
-        head = head if same_matrix(head.copies[EMBEDDING], rows) else head.with_own_embedding()
-    said = list(head.warnings)
+        if not same_matrix(head.copies[EMBEDDING], rows):
+            tensors = {**head.tensors, EMBEDDING: head.copies[EMBEDDING]}
+            head = replace(head, config=replace(head.config, own_embedding=True), tensors=tensors)
+    for text in head.warnings:
+        warnings.warn(DraftwingWarning(text), stacklevel=2)
     copy = head.copies.get(LM_HEAD)
     if copy is not None and target_head is not None and not same_matrix(copy, target_head.weight):
-        said.append(
+        text = (
             f"{folder}: its {LM_HEAD} is not the target's own, which is used instead: if it was trained for another "
             f"version of this model, expect fewer accepted tokens, and load it with that one"
         )
-    for text in said:
         warnings.warn(DraftwingWarning(text), stacklevel=2)
-    device = embedding.device if device is None else torch.device(device)
+    device = embedding.device
     ids = None if head.target_ids is None else head.target_ids.to(device)
-    own = head.tensors[EMBEDDING].to(dtype) if head.config.own_embedding else embedding
-    net = EagleNet(head.config, own.to(device), target_head, ids, dtype)
+    used = head.tensors[EMBEDDING].to(dtype) if head.config.own_embedding else embedding
+    net = EagleNet(head.config, used.to(device), target_head, ids, dtype)
     return net.load_tensors(head.tensors, str(folder))
 
 
-def same_matrix(copy: Tensor, own: Tensor) -> bool:
-    """Whether a head's copy of a matrix is the target's ``own``, as far as rounding to half precision lets one see.
+def same_matrix(copy: Tensor, original: Tensor) -> bool:
+    """Return True if two matrices are equal up to rounding to half precision.
 
-    An ``own`` that was prepacked and dropped passes: there is nothing left to compare with.
+    True, too, if the original was prepacked and dropped, so that nothing is left to compare with.
     """
-    if own.numel() == 0:
+    if original.numel() == 0:
         return True
-    return copy.shape == own.shape and torch.allclose(
-        copy.to(own.device, torch.float32), own.float(), rtol=2**-7, atol=2**-14
+    return copy.shape == original.shape and torch.allclose(
+        copy.to(original.device, torch.float32), original.float(), rtol=2**-7, atol=2**-14
     )
-
-
-# --- reading without a target ----------------------------------------------------------------------------------------
 
 
 def load_head(folder: Path) -> Head:
-    """Read a head in any layout, as far as it can be understood without its target.
-
-    Raises:
-        CheckpointError, ConfigError, UnsupportedError: as ``read_head``.
-    """
+    """Read a head in any layout, as far as possible without its target. Raises as ``read_head``."""
     folder = Path(folder)
     where = str(folder)
     settings = read_settings(read_config(folder), str(folder / "config.json"))
-    tensors = read_tensors(folder)
-    version = find_version(settings, tensors, where)
-    names = sort_names(tensors, version, where, own_embedding=settings.own_embedding)
+    stored = read_tensors(folder)
+    version = find_version(settings, stored, where)
+    names = sort_names(stored, version, where, own_embedding=settings.own_embedding)
     config = find_config(settings, version, names, where)
-    expected = tensor_shapes(config)
-    check_names(expected, names.net, where)
-    check_shapes(expected, {key: tuple(tensors[name].shape) for key, name in names.net.items()}, where)
-    named = {key: tensors[name] for key, name in names.net.items()}
-    for key, tensor in named.items():
-        _check_numbers(key, tensor, where)
+    tensors = {key: stored[name] for key, name in names.net.items()}
+    check_tensors(tensor_shapes(config), {key: tuple(tensor.shape) for key, tensor in tensors.items()}, where)
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{where}: {key} must hold numbers of 16 to 64 bits, found {tensor.dtype}: the head is quantised; take "
+                f"the original one"
+            )
+        check_finite(f"{key} of {where}", tensor)
     for name in names.zeros.values():
-        _check_zero(name, tensors[name], where)
-    maps = {key: tensors[name] for key, name in names.maps.items()}
-    vocab = read_draft_vocab(maps.get("d2t"), maps.get("t2d"), config.vocab_size, config.draft_vocab_size, where)
-    config = _own_bias(config, settings, named, where)
+        if stored[name].any():
+            raise UnsupportedError(
+                f"{where}: {name} is not zero, and Draftwing's attention has no bias at its output: serve this head "
+                f"with the engine that it was made for"
+            )
+    maps = {key: stored[name] for key, name in names.maps.items()}
+    target_ids, map_form = read_draft_vocab(
+        maps.get("d2t"), maps.get("t2d"), config.vocab_size, config.draft_vocab_size, where
+    )
+    # Undo an export for an engine that needs fc to have a bias (zeros were added) or not (one was dropped).
+    had_bias = settings.block.fc_bias
+    if had_bias is not None and had_bias != config.fc_bias:
+        config = replace(config, fc_bias=had_bias)
+        if had_bias:
+            tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=tensors["fc.weight"].dtype)
+        elif tensors.pop("fc.bias").any():
+            raise CheckpointError(
+                f"{where}: the head was exported with an fc.bias of zeros, but its fc.bias is not zero: it was changed "
+                f"since; take the head from its original place again"
+            )
     return Head(
         config=config,
-        tensors=named,
-        target_ids=vocab.target_ids,
-        copies={key: tensors[name] for key, name in names.copies.items()},
-        training=settings.block.training if settings.block is not None else {},
+        tensors=tensors,
+        target_ids=target_ids,
+        copies={key: stored[name] for key, name in names.copies.items()},
+        training=settings.block.training,
         verifier=config.target.name if config.target is not None else settings.verifier,
-        warnings=tuple(_warnings(settings, names, vocab.form, where)),
+        warnings=tuple(f"{where}: {text}" for text in _warnings(settings, names, map_form)),
     )
 
 
-def _check_numbers(name: str, tensor: Tensor, where: str) -> None:
-    if tensor.dtype not in _FLOATS:
-        raise CheckpointError(
-            f"{where}: {name} must hold numbers of 16 to 64 bits, found {tensor.dtype}: the head is quantised; take "
-            f"the one that is not"
-        )
-    check_finite(f"{name} of {where}", tensor)
-
-
-def _check_zero(name: str, tensor: Tensor, where: str) -> None:
-    if tensor.any():
-        raise UnsupportedError(
-            f"{where}: {name} is not zero, and Draftwing's attention has no bias at its output: serve this head with "
-            f"the engine that it was made for"
-        )
-
-
-def head_version(folder: Path) -> int:
-    """1 or 3; no number of the head is read. Raises as ``load_head`` for a folder that has none."""
-    folder = Path(folder)
-    settings = read_settings(read_config(folder), str(folder / "config.json"))
-    return find_version(settings, read_tensors(folder), str(folder))
-
-
 def find_version(settings: Settings, names: Mapping[str, Any], where: str) -> int:
-    """1 or 3, by the config and the tensors' names, which must agree."""
-    found = version_of_names(names)
-    if found is None:
+    """Return 1 or 3, by the config and the tensors' names, which must agree."""
+    version = version_of_names(names)
+    if version is None:
         raise CheckpointError(
             f"{where}: expected an EAGLE head, found {len(names)} tensors without an fc.weight among them: is this a "
             f"language model's folder, or another kind of draft model?"
         )
-    if settings.version is not None and settings.version != found:
+    if settings.version is not None and settings.version != version:
         raise CheckpointError(
             f"{where}: config.json describes an EAGLE-{settings.version} head, but the tensors are those of "
-            f"EAGLE-{found}: take both files from one place"
+            f"EAGLE-{version}: take both files from one place"
         )
-    return found
+    return version
 
 
 def find_config(settings: Settings, version: int, names: Names, where: str) -> EagleConfig:
-    """The net's shape, from the config and from what only the tensors' names show: which biases there are."""
-    _check_claims(settings, version, names, where)
+    """Return the net's shape, from the config and from the names of the tensors, which must agree."""
+    has_bias = "fc.bias" in names.net
+    if settings.bias is not None and settings.bias != has_bias and version == 1:
+        raise CheckpointError(
+            f"{where}: config.json says `bias` {str(settings.bias).lower()}, but the tensors have "
+            f"{'an' if has_bias else 'no'} fc.bias: correct `bias`, {_ONE_PLACE}"
+        )
+    if settings.num_layers != names.num_layers:
+        raise CheckpointError(
+            f"{where}: config.json says `num_hidden_layers` {settings.num_layers}, but the tensors are those of "
+            f"{names.num_layers}: correct `num_hidden_layers`, {_ONE_PLACE}"
+        )
+    claim = settings.attention_bias if settings.qkv_bias is None else settings.qkv_bias
+    if (claim is False) if names.has_qkv_bias else settings.qkv_bias:
+        raise CheckpointError(
+            f"{where}: config.json says `qkv_bias` or `attention_bias` {str(claim).lower()}, but the tensors have "
+            f"{'' if names.has_qkv_bias else 'no '}biases of queries, keys and values: correct `qkv_bias`, {_ONE_PLACE}"
+        )
     taps = find_taps(settings, where)
     num_taps = settings.num_taps or (1 if version == 1 else 3 if taps is None else len(taps))
     config = eagle_config(settings, version, num_taps, names, f"{where}/config.json")
@@ -241,102 +363,65 @@ def find_config(settings: Settings, version: int, names: Names, where: str) -> E
     return replace(config, taps=taps)
 
 
-def _check_claims(settings: Settings, version: int, names: Names, where: str) -> None:
-    """Raise CheckpointError where config and tensors differ in layers or biases."""
-    has_bias = "fc.bias" in names.net
-    if settings.bias is not None and settings.bias != has_bias and version == 1:
-        raise CheckpointError(
-            f"{where}: config.json says `bias` {str(settings.bias).lower()}, but the tensors have "
-            f"{'an' if has_bias else 'no'} fc.bias: correct `bias`, or take both files from one place"
-        )
-    if settings.num_layers != names.num_layers:
-        raise CheckpointError(
-            f"{where}: config.json says `num_hidden_layers` {settings.num_layers}, but the tensors are those of "
-            f"{names.num_layers}: correct `num_hidden_layers`, or take both files from one place"
-        )
-    said = settings.attention_bias if settings.qkv_bias is None else settings.qkv_bias
-    if (said is False) if names.has_qkv_bias else settings.qkv_bias:
-        raise CheckpointError(
-            f"{where}: config.json says `qkv_bias` or `attention_bias` {str(said).lower()}, but the tensors have "
-            f"{'' if names.has_qkv_bias else 'no '}biases of queries, keys and values: correct `qkv_bias`, or take "
-            f"both files from one place"
-        )
-
-
 def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
-    """The taps that a config names, counted as we count; None if it names none."""
+    """Return the taps that a config names, counted as inputs of layers; None if it names none."""
     read = settings.tap_ids
     if read is not None and settings.taps_are_outputs:
         read = tuple(tap + 1 for tap in read)
-    own = settings.block.taps if settings.block is not None else None
-    if own is not None and read is not None and own not in (read, settings.tap_ids):
+    block_taps = settings.block.taps
+    if block_taps is not None and read is not None and block_taps not in (read, settings.tap_ids):
         raise CheckpointError(
-            f"{where}: config.json names the taps twice: {own} in its `draftwing` part, {settings.tap_ids} in "
-            f"`eagle_aux_hidden_state_layer_ids`: remove the ones that are wrong"
+            f"{where}: config.json names the taps twice: {block_taps} in its `draftwing` part, {settings.tap_ids} in "
+            f"`{TAP_IDS}`: remove the wrong ones"
         )
-    taps = read if own is None else own
+    taps = read if block_taps is None else block_taps
     if taps is not None and UNKNOWN_TAP in taps:
         raise CheckpointError(f"{where}: config.json names tap {UNKNOWN_TAP}: taps count from 0; correct it")
     return taps
 
 
-def _warnings(settings: Settings, names: Names, form: str, where: str) -> list[str]:
-    found = []
-    if not settings.rope_theta_given:
-        found.append(
-            f"{where}: config.json has no `rope_theta`: 10000 is taken, as every reader does; if the head was trained "
-            f"with another base it will guess badly: add `rope_theta`"
-        )
-    if settings.attention_bias and not names.has_qkv_bias:
-        found.append(
-            f"{where}: config.json says `attention_bias` true, but there are no biases, and none are used: vLLM would "
-            f"take random ones: set it to false"
-        )
-    if form == "ids":
-        found.append(
-            f"{where}: d2t holds target ids where offsets are usual, and is read as such; engines would draft wrong "
-            f"tokens: `draftwing convert` writes offsets"
-        )
-    if settings.taps_are_outputs and (settings.block is None or settings.block.taps is None):
-        ids = ", ".join(map(str, settings.tap_ids or ()))
-        found.append(
-            f"{where}: the taps {ids} inside `eagle_config` are read as the outputs of layers, as SGLang does; vLLM "
-            f"takes them for inputs: if the head was trained so, give taps=({ids})"
-        )
-    if settings.layout == "speculators" and settings.norm_before_residual is None:
-        found.append(
-            f"{where}: config.json does not say `norm_before_residual`, true is taken, as vLLM does, while "
-            f"speculators' own converter meant false: add it"
-        )
-    return found
+def _warnings(settings: Settings, names: Names, form: str) -> list[str]:
+    ids = ", ".join(map(str, settings.tap_ids or ()))
+    cases = (
+        (
+            not settings.rope_theta_given,
+            "config.json has no `rope_theta`: 10000 is taken, as every reader does; if the head was trained with "
+            "another base, few drafts will be accepted: add `rope_theta`",
+        ),
+        (
+            settings.attention_bias and not names.has_qkv_bias,
+            "config.json says `attention_bias` true, but there are no biases, and none are used: vLLM would take "
+            "random ones: set it to false",
+        ),
+        (
+            form == "ids",
+            "d2t holds target ids instead of the usual offsets, and is read as such; engines would draft wrong "
+            "tokens: `draftwing convert` writes offsets",
+        ),
+        (
+            settings.taps_are_outputs and settings.block.taps is None,
+            f"the taps {ids} inside `eagle_config` are read as the outputs of layers, as SGLang does; vLLM takes them "
+            f"for inputs: if the head was trained so, give taps=({ids})",
+        ),
+        (
+            settings.layout == "speculators" and settings.norm_before_residual is None,
+            "config.json lacks `norm_before_residual`: true is taken, as vLLM does, while speculators' own converter "
+            "meant false: add it",
+        ),
+    )
+    return [text for applies, text in cases if applies]
 
 
-def _own_bias(config: EagleConfig, settings: Settings, named: dict[str, Tensor], where: str) -> EagleConfig:
-    """EAGLE-1's fc as it was before an export for an engine that wants a bias (zeros were added) or none (dropped)."""
-    had = settings.block.fc_bias if settings.block is not None else None
-    if had is None or had == config.fc_bias:
-        return config
-    if had:
-        named["fc.bias"] = torch.zeros(config.hidden_size, dtype=named["fc.weight"].dtype)
-    elif named.pop("fc.bias").any():
-        raise CheckpointError(
-            f"{where}: the head was exported with an fc.bias of zeros, but its fc.bias is not zero: it was changed "
-            f"since; take the head from its original place again"
-        )
-    return replace(config, fc_bias=had)
-
-
-# --- tensors as stored -----------------------------------------------------------------------------------------------
+# --- stored tensors --------------------------------------------------------------------------------------------------
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the weight files that a folder has; an engine may prefer any one of several."""
-    folder = Path(folder)
-    return [name for name in (WEIGHTS, PICKLED, *_SHARDED) if os.path.lexists(folder / name)]
+    """Return the names of the weight files in a folder; an engine may prefer any one of several."""
+    return [name for name in (WEIGHTS, PICKLED, *_SHARDED) if os.path.lexists(Path(folder) / name)]
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a head as they are stored, on the CPU: of its safetensors, or of its ``pytorch_model.bin``.
+    """Return all tensors of a head as stored, on the CPU, from its safetensors or its ``pytorch_model.bin``.
 
     A pickled file is read with ``weights_only``, which runs no code from it.
 
@@ -347,28 +432,27 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     if folder.is_dir() and weight_files(folder) == [PICKLED]:
         return read_pickled(folder / PICKLED)
     with WeightFiles(folder) as files:
-        return {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (its own method, not a dict's)
+        return {name: files.get(name) for name in files.keys()}  # noqa: SIM118  (not a dict)
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
-    """All tensors of a pickled file; see ``read_tensors``."""
+    """Return all tensors of a pickled file; see ``read_tensors``."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        stored = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: expected tensors alone, found something that would run code when it is read, or a damaged file "
+            f"{path}: expected only tensors, found something that would run code when it is read, or a damaged file "
             f"({str(error).splitlines()[0]:.120}): take the head's safetensors, or have its author save a state dict"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: expected a whole PyTorch checkpoint, found a truncated or corrupt one ({error}): download it "
-            f"again"
+            f"{path}: expected a whole PyTorch checkpoint, found a damaged one ({error}): download it again"
         ) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    if not isinstance(stored, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
     ):
         raise CheckpointError(
-            f"{path}: expected a dictionary from names to tensors, found {type(found).__name__} with other things in "
+            f"{path}: expected a dictionary from names to tensors, found {type(stored).__name__} with other things in "
             f"it: have its author save the model's state dict"
         )
-    return {name: value.detach() for name, value in found.items()}
+    return {name: value.detach() for name, value in stored.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from draftwing.cpu.library import kernel_problem
-from draftwing.formats.source import open_weights
+from draftwing.formats.gguf_weights import open_weights
 from draftwing.lm import LM, Generation
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.config import read_config

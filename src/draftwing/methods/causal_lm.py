@@ -32,9 +32,8 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError, DraftwingError, TokenizerError, UnsupportedError, shown
 from draftwing.formats.doctor import Finding
-from draftwing.formats.head import checked_training
 from draftwing.formats.identity import differences, has_tokenizer, made_for, target_id_of_folder
-from draftwing.formats.read import is_head
+from draftwing.formats.read import checked_training, is_head
 from draftwing.formats.settings import FORMAT
 from draftwing.formats.write import write_folder
 from draftwing.methods.base import Budget, Drafter, ListTree

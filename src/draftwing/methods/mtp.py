@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
+from draftwing.formats.gguf_weights import open_weights
 from draftwing.formats.identity import head_id
-from draftwing.formats.source import open_weights
 from draftwing.methods.base import Drafter
 from draftwing.methods.method import NetMethod, NewDrafter, NewNet, Source, integer_option
 from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, TargetId

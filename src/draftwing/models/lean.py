@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.formats.source import open_weights
+from draftwing.formats.gguf_weights import open_weights
 from draftwing.methods.base import Budget, Drafter
 from draftwing.methods.net_drafter import drafts_at_once
 from draftwing.models.attention import Attend
