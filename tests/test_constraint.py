@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import draftwing as dw
 from conftest import add_tokenizer, refused
-from draftwing.constraint import forbidden_of, has_bit, words_without
+from draftwing.constraint import forbidden_tokens, has_bit, words_without
 from draftwing.decode import Decoder, Masks
 from draftwing.engine import Engine
 from draftwing.errors import ConfigError, DraftwingError, NumericsError, SamplingError, UnsupportedError
@@ -91,13 +91,13 @@ def test_bits_say_which_tokens_are_in_a_mask(num_words, tokens, vocab_size):
     here = {token for token in tokens if token < 32 * num_words}
     for token in here:
         words[token // 32] |= np.uint32(1 << token % 32)
-    bits = forbidden_of(words, vocab_size)
+    bits = forbidden_tokens(words, vocab_size)
     assert bits.shape == (vocab_size,)
     assert bits.dtype == bool
     assert set(np.flatnonzero(bits)) == set(range(vocab_size)) - here
     assert all(has_bit(words, token) == (token in here) for token in range(vocab_size))
     gone = tuple(tokens)[:2]
-    left = forbidden_of(words_without(words, gone), vocab_size)
+    left = forbidden_tokens(words_without(words, gone), vocab_size)
     assert set(np.flatnonzero(left)) == set(range(vocab_size)) - (here - set(gone))
 
 

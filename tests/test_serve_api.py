@@ -20,8 +20,8 @@ from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from draftwing.serve.app import Settings, make_app
 from draftwing.serve.auth import Guard
-from draftwing.serve.convert import figures
 from draftwing.serve.metrics import Metrics
+from draftwing.serve.stream import speculation_metrics
 from draftwing.stats import RowStep
 from draftwing.worker import Ticket
 from serving import PATIENT, TEXTS, app_of, ask, chat_folder, load, question, send
@@ -415,7 +415,7 @@ def test_logprobs_of_completions(lm):
         ({"stream_options": {"include_usage": True}}, 400, "stream_options", "set stream"),
         ({"functions": []}, 400, "functions", "unknown field 'functions'"),
         ({"store": 0.0}, 400, "store", "valid boolean"),
-        ({"store": True}, 400, "store", "only false is taken here"),
+        ({"store": True}, 400, "store", "only false is supported"),
         ({"speculation": {"trace": 1}}, 400, "speculation.trace", "valid boolean"),
         ({"frobnicate": 1}, 400, "frobnicate", "unknown field 'frobnicate'"),
         ({"min_tokens": 50}, 400, "min_tokens", "max_tokens = 4"),
@@ -665,7 +665,7 @@ def test_keys_and_hosts(lm):
 def test_figures_count_the_steps_that_drafted():
     """By vLLM's definitions: a mean length counts the bonus, a histogram the drafts by what was kept of them."""
     rows = [RowStep(1, (5,) * (kept + 1), drafted, kept, drafted) for drafted, kept in ((0, 0), (4, 2), (3, 0), (5, 2))]
-    assert figures(rows, detailed=True) == {
+    assert speculation_metrics(rows, detailed=True) == {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + 4 / 3,
             "draft_acceptance_rate": 4 / 12,
@@ -677,7 +677,7 @@ def test_figures_count_the_steps_that_drafted():
             "per_step_drafted": [4, 3, 5],
         }
     }
-    plainly = figures(rows[:1])["speculative_decoding"]
+    plainly = speculation_metrics(rows[:1])["speculative_decoding"]
     assert (plainly["mean_acceptance_length"], plainly["acceptance_histogram"]) == (1, [])
 
 
@@ -688,10 +688,9 @@ def test_times_are_counted_by_text_and_by_token():
     ticket.submitted_at = 100.0
     for now, tokens in ((100.5, (1,)), (100.8, (2, 3, 4))):
         row = RowStep(4, tokens, 0, 0, 0)
-        metrics.step(SimpleNamespace(rows=[row]), {4: ticket}, now)
+        metrics.add_step(SimpleNamespace(rows=[row]), {4: ticket}, now)
     request.finish_reason = "length"
-    metrics.end(ticket, 101.0)
-    assert not metrics._last  # nothing is kept of a text that has ended
+    metrics.add_end(ticket, 101.0)
 
     def value(name, **labels):
         return metrics.registry.get_sample_value(f"draftwing_{name}", {"model_name": "tiny", **labels})
@@ -708,7 +707,7 @@ def test_times_are_counted_by_text_and_by_token():
 
 def test_how_busy_the_engine_is_under_both_names():
     metrics = Metrics("tiny")
-    metrics.watch(SimpleNamespace(engine=SimpleNamespace(stats=EngineStats(1, 2, 3, 40, 5, 80, 20, 6))))
+    metrics.watch(SimpleNamespace(stats=EngineStats(1, 2, 3, 40, 5, 80, 20, 6)))
     for own_name, theirs, value in (
         ("requests_running", "num_requests_running", 1),
         ("requests_waiting", "num_requests_waiting", 2),

@@ -9,7 +9,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from draftwing.serve.convert import asked_of_chat, calling_messages, forced_schema
+from draftwing.serve.convert import forced_schema, messages_with_tools, parse_chat
 from draftwing.serve.models import ChatBody
 from draftwing.serve.tool_calls import ToolReader
 from draftwing.text.grammar import Grammar
@@ -145,8 +145,7 @@ def test_a_template_without_tools_is_told_of_them(lm):
         },
         {"role": "tool", "content": "yes", "tool_call_id": "1"},
     ]
-    told, variables = calling_messages(messages, TOOLS, lm.tokenizer)
-    assert variables == {}
+    told = messages_with_tools(messages, TOOLS)
     assert told[0]["content"].startswith("Be brief.\n\n# Tools")
     assert '"description": "Of a city."' in told[0]["content"]
     assert told[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -237,11 +236,11 @@ def writes(lm, monkeypatch):
 
     def use(text):
         def asked(body, *args):
-            found = asked_of_chat(body, *args)
+            parsed = parse_chat(body, *args)
             held = {"constraint": lm.constraint(Grammar.lark(f"start: {json.dumps(text)}"))}
-            return replace(found, texts=[replace(each, options=each.options | held) for each in found.texts])
+            return replace(parsed, options=parsed.options | held)
 
-        monkeypatch.setattr("draftwing.serve.app.asked_of_chat", asked)
+        monkeypatch.setattr("draftwing.serve.app.parse_chat", asked)
 
     return use
 

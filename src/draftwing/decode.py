@@ -16,10 +16,10 @@ from torch import Tensor
 
 from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
-from draftwing.constraint import State, forbidden_of, has_bit, words_without
+from draftwing.constraint import State, forbidden_tokens, has_bit, words_without
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, NumericsError, UnsupportedError, shown
-from draftwing.limits import Wanted, names_of, suited
+from draftwing.limits import RowBudgets, budget_for_rule, names_of
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.net_drafter import drafts_at_once
 from draftwing.models.context import Context, Row, TargetOutput
@@ -318,7 +318,7 @@ class Masks:
         _, nodes, vocab_size = logits_BNV.shape
         places = [row * nodes + node for row, node in self._places]
         failed = [row * nodes + node for row, node in self._failed]
-        forbidden = [forbidden_of(words, vocab_size) for words in self._words]
+        forbidden = [forbidden_tokens(words, vocab_size) for words in self._words]
         if on_host(logits_BNV) and logits_BNV.dtype in (torch.float32, torch.float64):
             # By numpy: operators on a row of logits would wait for a second thread.
             rows = np.array(logits_BNV.detach().numpy(), order="C").reshape(-1, vocab_size)
@@ -477,7 +477,7 @@ class Decoder:
         self.running: tuple[Request, ...] = ()  # in the order of ``ctx.rows``
         self._batch: SamplingBatch | None = None
         self._masks: Masks | None = None  # of the batch
-        self._wanted: Wanted | None = None  # where a request says how much is drafted for it
+        self._wanted: RowBudgets | None = None  # where a request says how much is drafted for it
         self._ends: list[int] = []  # of the rows: tokens that each may emit in all
         self._next_id = 0
         self.undone: Step | None = None
@@ -494,7 +494,7 @@ class Decoder:
 
     def checked(self, budget: Budget) -> Budget:
         """A budget as the rule needs it. Raises ConfigError for one that it cannot take."""
-        return suited(budget, self.rule)
+        return budget_for_rule(budget, self.rule)
 
     def check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Raise PromptError or SamplingError where such a request cannot be decoded."""
@@ -632,7 +632,7 @@ class Decoder:
 
     def _new_batch(self) -> SamplingBatch:
         """After rows came or went."""
-        self._wanted = Wanted.of([request.speculation for request in self.running])
+        self._wanted = RowBudgets.of([request.speculation for request in self.running])
         self._ends = [request.sampling.max_tokens for request in self.running]
         rows = [request.sampling for request in self.running]
         cuts = self.rule.children in ("keyed", "top")

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwing.constraint import Constraint
 from draftwing.decode import Decoder
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, UnsupportedError, shown
-from draftwing.limits import AtMost, check_constraint, checked_drafts
+from draftwing.limits import AtMost, check_constraint, check_drafts
 from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, Row
 from draftwing.models.lean import LeanContext, LeanTarget
@@ -502,7 +502,7 @@ class Engine:
         if constraint is not None:
             check_constraint(constraint, sampling)
         if drafts is not None:
-            drafts = checked_drafts(drafts, self._decoder.draft_names)
+            drafts = check_drafts(drafts, self._decoder.draft_names)
             budget = budget if drafts else self._decoder.checked(Budget(0))
         check_urgency(priority, deadline)
         wishes = (constraint, drafts, priority, deadline)

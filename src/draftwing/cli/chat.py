@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from draftwing.dialogue import Answer, Dialogue, Said
+    from draftwing.dialogue import Answer, AnswerStep, Dialogue
     from draftwing.lm import LM
     from draftwing.stats import Stats
 
@@ -217,7 +217,7 @@ class Conversation:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, ask: Callable[[Callable[[Said], None]], Answer]) -> None:
+    def _answer(self, ask: Callable[[Callable[[AnswerStep], None]], Answer]) -> None:
         """Show an answer as it comes, and how fast it was."""
         last = self._dialogue.answers[-1:]
         if not (self._is_first or self._as_json or self._screen.is_terminal):
@@ -239,7 +239,7 @@ class Conversation:
         else:
             self._close(answer)
 
-    def _show(self, said: Said) -> None:
+    def _show(self, said: AnswerStep) -> None:
         if not self._as_json:
             self._screen.pieces(said.pieces, said.num_accepted)
 
@@ -391,7 +391,7 @@ class Shown:
     """One answer, and the steps in which it came."""
 
     answer: Answer
-    said: list[Said]
+    said: list[AnswerStep]
 
 
 @dataclass(frozen=True)
@@ -488,7 +488,7 @@ def _answers(lm: LM, name: str, max_tokens: int) -> Iterator[tuple[Shown, Shown]
 def _answer(lm: LM, way: str, question: str, sampling: Any) -> Shown:
     from draftwing.dialogue import Dialogue
 
-    said: list[Said] = []
+    said: list[AnswerStep] = []
     return Shown(Dialogue(lm, way, sampling).ask(question, said.append), said)
 
 

@@ -25,7 +25,7 @@ from rich.text import Text
 from draftwing.errors import DraftwingWarning
 
 if TYPE_CHECKING:
-    from draftwing.dialogue import Said
+    from draftwing.dialogue import AnswerStep
     from draftwing.formats.doctor import Finding
     from draftwing.lab.compare import Comparison, MethodResult
     from draftwing.lab.fit import Fit
@@ -125,7 +125,7 @@ def _finite(value: Any) -> Any:
 # --- generate --------------------------------------------------------------------------------------------------------
 
 
-def text_of(said: Iterable[Said]) -> Text:
+def text_of(said: Iterable[AnswerStep]) -> Text:
     """The steps of a whole answer, coloured as ``Screen.pieces`` colours each."""
     text = Text(overflow="fold")
     for step in said:
