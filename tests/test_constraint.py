@@ -301,7 +301,7 @@ def test_what_is_no_constraint_is_refused(lab):  # noqa: F811
     own = Engine(Decoder(lab("llama").target))
     with refused(ConfigError, "constraint must have a start()", "found 'json'"):
         own.submit([5], constraint="json")
-    with refused(ConfigError, "ignore_eos would go on"):
+    with refused(ConfigError, "ignore_eos forbids that"):
         own.submit([5], Sampling(ignore_eos=True), constraint=Rhymes())
     assert own.num_waiting == 0
 
