@@ -141,14 +141,7 @@ class Answer:
                 message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
                 if choice.calls:
                     message["content"] = choice.text or None
-                    message["tool_calls"] = [
-                        {
-                            "id": call.id,
-                            "type": "function",
-                            "function": {"name": call.name, "arguments": call.arguments},
-                        }
-                        for call in choice.calls
-                    ]
+                    message["tool_calls"] = [_call(call, call.arguments) for call in choice.calls]
                 body = {"message": message}
             request = choice.ticket.request
             logprobs = None if request.sampling.logprobs is None else self._logprobs(choice, request.logprobs)
@@ -208,11 +201,7 @@ class Answer:
                 shown = self._logprobs(choice, logprobs) if logprobs else None
                 pieces.append({**body, "logprobs": shown, "finish_reason": None})
             for change in deltas:
-                function, call = {"arguments": change.arguments}, change.call
-                fields: dict[str, Any] = {"index": change.index, "function": function}
-                if call is not None:
-                    function = {"name": call.name, "arguments": change.arguments}
-                    fields = {"index": change.index, "id": call.id, "type": "function", "function": function}
+                fields = {"index": change.index, **_call(change.call, change.arguments)}
                 pieces.append({"delta": {"tool_calls": [fields]}, "finish_reason": None})
             chunks += [self._chunk({"index": choice.index, **piece}) for piece in pieces]
             if choice.tracer is not None and group:
@@ -269,3 +258,10 @@ class Answer:
     def _metrics(self) -> dict[str, Any]:
         rows = (row for choice in self._choices for row in choice.ticket.request.rows)
         return speculation_metrics(rows, detailed=self._parsed.detailed)
+
+
+def _call(call: Call | None, arguments: str) -> dict[str, Any]:
+    """Return a call as JSON, or more arguments of an earlier one."""
+    if call is None:
+        return {"function": {"arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
