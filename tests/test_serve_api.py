@@ -606,6 +606,8 @@ def test_times_are_counted_by_text_and_by_token():
     assert [value(f"{first}_bucket", le=bound) for bound in ("0.2", "0.5", "1.0", "+Inf")] == [0, 1, 1, 1]
     assert [value(f"{between}_bucket", le=bound) for bound in ("0.075", "0.15", "+Inf")] == [0, 3, 3]
     assert [value(f"{whole}_bucket", le=bound) for bound in ("0.5", "1.0")] == [0, 1]  # a bound is in its bucket
+    metrics.add_step(SimpleNamespace(rows=[RowStep(4, (5,), 0, 0, 0)]), {4: ticket}, 102.0)
+    assert value(f"{first}_count") == 2  # nothing was kept of the request that ended
 
 
 def test_how_busy_the_engine_is_under_both_names():

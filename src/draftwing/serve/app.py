@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -21,7 +21,7 @@ from draftwing import __version__
 from draftwing.errors import shown
 from draftwing.lm import LM
 from draftwing.serve.auth import Guard
-from draftwing.serve.convert import Defaults, ParsedRequest, parse_chat, parse_completion
+from draftwing.serve.convert import Defaults, parse_chat, parse_completion
 from draftwing.serve.errors import Refusal, dumps, install_handlers
 from draftwing.serve.inspector import install_inspector
 from draftwing.serve.metrics import Metrics
@@ -94,13 +94,12 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
             names = ", ".join(settings.names)
             raise Refusal(404, f"there is no model {shown(name)} here: choose {names}", "model", "model_not_found")
 
-    async def answer(
-        request: Request, body: Any, parse: Callable[[Any, LM, Defaults], ParsedRequest], *, is_chat: bool
-    ) -> Response:
+    async def answer(request: Request, body: Any) -> Response:
         check_model(body.model)
+        parse: Any = parse_chat if isinstance(body, ChatBody) else parse_completion
         parsed = await run_in_threadpool(parse, body, lm, defaults)
-        result = Answer(worker, lm, parsed, body.model or settings.names[0], is_chat=is_chat)
-        if parsed.stream:
+        result = Answer(worker, lm, body, parsed, body.model or settings.names[0])
+        if body.stream:
             return StreamingResponse(result.stream(), media_type="text/event-stream", headers=_STREAM_HEADERS)
         answering = asyncio.ensure_future(result.whole())
         leaving = asyncio.ensure_future(_disconnect(request))
@@ -121,12 +120,12 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
     @app.post("/v1/chat/completions", response_class=Response, responses=answers)
     async def chat(request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""
-        return await answer(request, body, parse_chat, is_chat=True)
+        return await answer(request, body)
 
     @app.post("/v1/completions", response_class=Response, responses=answers)
     async def complete(request: Request, body: CompletionBody) -> Response:
         """Continue a text."""
-        return await answer(request, body, parse_completion, is_chat=False)
+        return await answer(request, body)
 
     def card(name: str) -> dict[str, Any]:
         return {

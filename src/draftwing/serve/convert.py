@@ -81,21 +81,12 @@ class ParsedRequest:
     Attributes:
         sequences: the prompt ids and sampling of each choice, in order.
         options: further options of ``Engine.submit``, for all sequences.
-        n: sequences per prompt.
-        include_usage, continuous_usage: whether a stream ends with usage, and whether each chunk carries it.
-        detailed, traced: see ``models.Speculation``.
         tool_names: functions whose calls are parsed; None parses no calls.
         max_calls: calls per sequence; None is no limit.
     """
 
     sequences: list[tuple[list[int], Sampling]]
     options: dict[str, Any]
-    n: int
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    detailed: bool
-    traced: bool
     tool_names: tuple[str, ...] | None = None
     max_calls: int | None = None
 
@@ -248,10 +239,9 @@ def _parse(
     n, num = body.n or 1, (body.n or 1) * len(prompts)
     if num > MAX_SEQUENCES:
         raise Refusal(400, f"a request may ask for {MAX_SEQUENCES} sequences, found {num}: ask for fewer", "n")
-    usage, speculation = body.stream_options, body.speculation
-    if usage is not None and not body.stream:
+    if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options are for streams: set stream to true, or leave them out", "stream_options")
-    options = _constraint(body, schema, lm)
+    options, speculation = _constraint(body, schema, lm), body.speculation
     if speculation is not None:
         try:
             options["speculation"] = _budget(speculation)
@@ -273,16 +263,7 @@ def _parse(
         for number in range(n):
             seed = sampling.seed if sampling.seed is None else nth_seed(sampling.seed, number)
             sequences.append((ids, replace(sampling, seed=seed)))
-    return ParsedRequest(
-        sequences,
-        options,
-        n,
-        stream=bool(body.stream),
-        include_usage=bool(usage and usage.include_usage),
-        continuous_usage=bool(usage and usage.continuous_usage_stats),
-        detailed=bool(speculation and speculation.detailed),
-        traced=bool(speculation and speculation.trace and body.stream),
-    )
+    return ParsedRequest(sequences, options)
 
 
 def _constraint(body: ChatBody | CompletionBody, schema: dict[str, Any] | None, lm: LM) -> dict[str, Any]:

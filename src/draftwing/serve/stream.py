@@ -14,6 +14,7 @@ from draftwing.errors import DraftwingError
 from draftwing.lm import LM
 from draftwing.serve.convert import ParsedRequest
 from draftwing.serve.errors import Refusal, dumps, refusal_for
+from draftwing.serve.models import ChatBody, CompletionBody
 from draftwing.serve.tool_calls import Call, Delta, ToolReader
 from draftwing.serve.trace import Tracer
 from draftwing.stats import Logprob, RowStep
@@ -87,19 +88,26 @@ class Answer:
     Args:
         worker: decodes the sequences.
         lm: the model behind the worker.
-        parsed: the request.
+        body: the request, a chat or a completion.
+        parsed: the same, parsed.
         model: the name of the model in the answer.
-        is_chat: the format, that of chats or of completions.
 
     Raises:
         Refusal: the server is busy or closed, or the engine rejects the request.
     """
 
-    def __init__(self, worker: Worker, lm: LM, parsed: ParsedRequest, model: str, *, is_chat: bool) -> None:
-        self._worker, self._tokenizer, self._parsed, self._is_chat = worker, lm.tokenizer, parsed, is_chat
+    def __init__(
+        self, worker: Worker, lm: LM, body: ChatBody | CompletionBody, parsed: ParsedRequest, model: str
+    ) -> None:
+        self._worker, self._tokenizer, self._body = worker, lm.tokenizer, body
+        self._is_chat = isinstance(body, ChatBody)
+        usage, speculation = body.stream_options, body.speculation
+        self._include_usage = bool(usage and usage.include_usage)
+        self._continuous_usage = bool(usage and usage.continuous_usage_stats)
+        is_traced = bool(speculation and speculation.trace and body.stream)
         self._header = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion" if is_chat else "text_completion",
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if self._is_chat else "text_completion",
             "created": int(time.time()),
             "model": model,
         }
@@ -112,9 +120,9 @@ class Answer:
         self._choices: list[_Choice] = []
         try:
             for index, (prompt_ids, sampling) in enumerate(parsed.sequences):
-                ticket = worker.submit(prompt_ids, sampling, wake, keeps_steps=parsed.traced, **parsed.options)
+                ticket = worker.submit(prompt_ids, sampling, wake, keeps_steps=is_traced, **parsed.options)
                 reader = None if parsed.tool_names is None else ToolReader(parsed.tool_names, parsed.max_calls)
-                tracer = Tracer(lm.tokenizer, prompt_ids, sampling.stop) if parsed.traced else None
+                tracer = Tracer(lm.tokenizer, prompt_ids, sampling.stop) if is_traced else None
                 self._choices.append(_Choice(index, ticket, reader, tracer))
         except DraftwingError as error:
             self.close()
@@ -153,12 +161,12 @@ class Answer:
         try:
             async for choice, parts, done in self._parts():
                 for chunk in self._chunks(choice, parts, done):
-                    if self._parsed.continuous_usage:
+                    if self._continuous_usage:
                         chunk["usage"] = self._usage()
-                    elif self._parsed.include_usage:
+                    elif self._include_usage:
                         chunk["usage"] = None
                     yield b"data: " + dumps(chunk) + b"\n\n"
-            if self._parsed.include_usage:
+            if self._include_usage:
                 last = {**self._chunk(), "usage": self._usage(), "metrics": self._metrics()}
                 yield b"data: " + dumps(last) + b"\n\n"
         except Refusal as error:
@@ -245,7 +253,7 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         requests = [choice.ticket.request for choice in self._choices]
-        prompts = requests[:: self._parsed.n]  # each prompt counts once
+        prompts = requests[:: self._body.n or 1]  # each prompt counts once
         num_prompt = sum(len(request.prompt_ids) for request in prompts)
         num_written = sum(len(request.token_ids) for request in requests)
         return {
@@ -257,7 +265,8 @@ class Answer:
 
     def _metrics(self) -> dict[str, Any]:
         rows = (row for choice in self._choices for row in choice.ticket.request.rows)
-        return speculation_metrics(rows, detailed=self._parsed.detailed)
+        speculation = self._body.speculation
+        return speculation_metrics(rows, detailed=speculation is not None and speculation.detailed)
 
 
 def _call(call: Call | None, arguments: str) -> dict[str, Any]:
