@@ -207,19 +207,19 @@ class CustomGenerate:
                 tokenizer = AutoTokenizer.from_pretrained(resolve(tokenizer))
             strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
             criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
-        this = self._prepare(model)
-        target, drafter = this.target, this.new_drafter()
+        setup = self._prepare(model)
+        target, drafter = setup.target, setup.new_drafter()
         drafts = drafter.drafts
         if drafts and not target.supports_trees:
             raise UnsupportedError(
                 f"{target.name}: {target.reason}, so nothing can be drafted for it: load it with "
                 f"attn_implementation='sdpa' or 'eager' if it has another, or use draftwing.custom_generate('none')"
             )
-        with this.turn:
-            if drafts and self.budget is None and this.planner is None:
-                this.planner = planner_for(target, this.new_drafter, self.rule, loop_of(target))
+        with setup.turn:
+            if drafts and self.budget is None and setup.planner is None:
+                setup.planner = planner_for(target, setup.new_drafter, self.rule, loop_of(target))
         decoder = Decoder(
-            target, drafter, self.rule, self.budget, lossless=self.lossless, planner=this.planner, turn=this.turn
+            target, drafter, self.rule, self.budget, lossless=self.lossless, planner=setup.planner, turn=setup.turn
         )
         engine = Engine(decoder, max_batch=1 if len(prompts) == 1 else None)
         ends = _Ends(criteria, input_ids, min(target.max_length - len(prompt) for prompt in prompts))

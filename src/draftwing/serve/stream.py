@@ -236,17 +236,18 @@ class Answer:
 
         if self._is_chat:
             content = [
-                {**entry(one.token, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in logprobs
+                {**entry(item.token, item.logprob), "top_logprobs": [entry(*top) for top in item.top]}
+                for item in logprobs
             ]
             return {"content": content, "refusal": None}
-        names = [name(one.token) for one in logprobs]
+        names = [name(item.token) for item in logprobs]
         *offsets, choice.num_characters = accumulate(map(len, names), initial=choice.num_characters)
         return {
             "tokens": names,
-            "token_logprobs": [max(one.logprob, _MIN_LOGPROB) for one in logprobs],
+            "token_logprobs": [max(item.logprob, _MIN_LOGPROB) for item in logprobs],
             "top_logprobs": [
-                {name(token): max(logprob, _MIN_LOGPROB) for token, logprob in (*one.top, (one.token, one.logprob))}
-                for one in logprobs
+                {name(token): max(logprob, _MIN_LOGPROB) for token, logprob in (*item.top, (item.token, item.logprob))}
+                for item in logprobs
             ],
             "text_offset": offsets,
         }
