@@ -1,4 +1,4 @@
-"""A tiny model that chats, served to clients of the OpenAI protocol inside of this process."""
+"""Serves a tiny chat model to OpenAI clients within the process."""
 
 import asyncio
 import shutil
@@ -26,18 +26,18 @@ def chat_folder(folder_of, tmp_path_factory, template=TEMPLATE, **changes):
 
 
 def load(folder, draft="lookup", **options):
-    """With a fixed budget: nothing is measured."""
+    """A model with a fixed budget, so that nothing is measured."""
     return dw.load(folder, draft, device="cpu", budget=dw.Budget(3), **options)
 
 
 def app_of(lm, **settings):
-    """An app of its own, under the name ``tiny``; its queue is empty."""
+    """A new app with an empty queue, whose model is named ``tiny``."""
     return make_app(lm, Settings(names=("tiny",), **settings))
 
 
 @asynccontextmanager
 async def running(app):
-    """An httpx client of an app, in the same event loop; afterwards nothing is left in the engine."""
+    """An httpx client of an app, in the same event loop; checks that nothing is left in the engine at the end."""
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -54,14 +54,12 @@ async def running(app):
 
 
 def ask(app, work):
-    """What the coroutine function ``work`` makes of an ``openai`` client of the app."""
+    """The result of the coroutine function ``work`` with an ``openai`` client of the app."""
 
-    async def main():
-        async with running(app) as http:
-            client = openai.AsyncOpenAI(api_key="secret", base_url="http://test/v1", http_client=http, max_retries=0)
-            return await work(client)
+    async def with_client(http):
+        return await work(openai.AsyncOpenAI(api_key="x", base_url="http://test/v1", http_client=http, max_retries=0))
 
-    return asyncio.run(main())
+    return send(app, with_client)
 
 
 def send(app, work):
@@ -72,6 +70,22 @@ def send(app, work):
             return await work(http)
 
     return asyncio.run(main())
+
+
+async def make(resource, **fields):
+    """An answer of ``client.completions`` or ``client.chat.completions``; the chunks of a stream as a list."""
+    answer = await resource.create(model="tiny", **fields)
+    return [chunk async for chunk in answer] if fields.get("stream") else answer
+
+
+def complete(app, prompt, **fields):
+    return ask(app, lambda client: make(client.completions, prompt=prompt, **fields))
+
+
+def chat(app, messages, **fields):
+    """``messages`` may be the text of a question."""
+    messages = question(messages) if isinstance(messages, str) else messages
+    return ask(app, lambda client: make(client.chat.completions, messages=messages, **fields))
 
 
 def question(text):

@@ -1,4 +1,4 @@
-"""Inside transformers' ``generate``: the same tokens as without, the same stops, and no setting silently left out."""
+"""Inside transformers' ``generate``: the same tokens and stops as without, and no setting silently ignored."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from transformers.generation import (
 
 import draftwing
 from conftest import SMALL, add_tokenizer, build
-from draftwing import Budget, Decoder, Sampling
-from draftwing import hf as generate
-from draftwing import hf as settings
+from draftwing import Budget, Decoder, Sampling, hf
 from draftwing.errors import (
     CheckpointError,
     ConfigError,
@@ -117,17 +115,22 @@ def test_greedy_is_what_generate_writes(drafts, family, dtype, draft):
     assert fast.stats.num_tokens == 3 * NEW
 
 
-def test_a_good_drafter_saves_forwards(model, drafts):
-    fast = draftwing.custom_generate(drafts("llama")["causal-lm"])
-    assert_same(model, fast)
-    assert fast.stats.tau > 1.2
-
-
-@pytest.mark.parametrize("budget", [Budget(2), Budget(3, 3), Budget(3, 4, 9)])
-def test_any_budget(model, drafts, budget):
-    fast = draftwing.custom_generate(drafts("llama")["causal-lm"], budget=budget)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *({"budget": budget} for budget in (Budget(2), Budget(3, 3), Budget(3, 4, 9))),
+        *({"rule": rule} for rule in ("speculative", "block", "multi-round")),
+    ],
+    ids=str,
+)
+def test_any_budget_and_any_rule(model, drafts, options):
+    fast = draftwing.custom_generate(drafts("llama")["causal-lm"], **options)
     assert_same(model, fast, inputs())
-    assert fast.stats.num_drafted > 0
+    assert fast.stats.num_drafted > 0 or "budget" not in options
+    if not options:
+        assert_same(model, fast)
+        assert fast.stats.tau > 1.2
 
 
 @pytest.mark.parametrize(
@@ -136,11 +139,6 @@ def test_any_budget(model, drafts, budget):
 def test_the_budget_of_a_planner(drafts, family):
     for draft in ("causal-lm", "eagle3"):
         assert_same(build(family), draftwing.custom_generate(drafts(family)[draft]), inputs())
-
-
-@pytest.mark.parametrize("rule", ["speculative", "block", "multi-round"])
-def test_any_rule(model, drafts, rule):
-    assert_same(model, draftwing.custom_generate(drafts("llama")["causal-lm"], rule=rule), inputs())
 
 
 def test_a_callable_makes_the_drafter(model):
@@ -179,13 +177,12 @@ def test_settings_are_followed(model, drafts, settings):
     assert_same(model, draftwing.custom_generate(drafts("llama")["causal-lm"]), inputs(), **settings)
 
 
-def test_without_any_length_there_are_twenty_tokens(model):
-    assert_same(model, draftwing.custom_generate("lookup"), max_new_tokens=None)
-
-
-def test_the_mask_is_inferred_from_the_padding(model):
-    given = inputs()
-    assert_same(model, draftwing.custom_generate("lookup"), {"input_ids": given["input_ids"]})
+def test_arguments_that_change_nothing(model):
+    fast = draftwing.custom_generate("lookup")
+    assert_same(model, fast, {"input_ids": inputs()["input_ids"]})  # the mask is inferred from the padding
+    assert_same(model, fast, max_new_tokens=None)
+    assert_same(model, fast, assistant_model=build("llama", seed=1))
+    assert_same(model, fast, output_scores=True, output_hidden_states=True)  # which are not returned
 
 
 # --- where rows end --------------------------------------------------------------------------------------------------
@@ -231,12 +228,9 @@ def test_criteria_are_shown_what_plain_decoding_shows(model, drafts, given, eos)
         assert shown[0] == shown[1]
 
 
-def test_max_time(model):
+def test_times_and_lengths(model):
     found = assert_same(model, draftwing.custom_generate("lookup"), inputs(), max_time=1e-9)
     assert found.shape[1] == inputs()["input_ids"].shape[1] + 1
-
-
-def test_a_length_of_ones_own(model):
     for length in (5, 16, 60):
         criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
         assert_same(model, draftwing.custom_generate("lookup"), stopping_criteria=criteria)
@@ -249,15 +243,14 @@ def test_stop_strings(folder_of, tmp_path):
     piece = next(s for s in (tokenizer.decode(token) for token in plain[6:]) if s.isascii() and s.strip())
     settings = {"eos_token_id": EOS, "pad_token_id": PAD}
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [piece])])
-    by_criterion = assert_same(
-        model, draftwing.custom_generate("lookup", budget=FIXED), stopping_criteria=criteria, **settings
-    )
+    fast = draftwing.custom_generate("lookup", budget=FIXED)
+    by_criterion = assert_same(model, fast, stopping_criteria=criteria, **settings)
     assert by_criterion.shape[1] < ALONE["input_ids"].shape[1] + NEW
     for given in (tokenizer, tmp_path, str(tmp_path)):
         fast = draftwing.custom_generate("lookup", budget=FIXED, tokenizer=given)
         ours = model.generate(**ALONE, max_new_tokens=NEW, **settings, stop_strings=piece, custom_generate=fast)
         assert ours.tolist() == by_criterion.tolist()
-    fast = draftwing.custom_generate("lookup", budget=FIXED)
+    fast = draftwing.custom_generate("lookup")
     with pytest.raises(UnsupportedError, match=r"stop_strings.*tokenizer=tokenizer"):
         model.generate(**ALONE, stop_strings=[piece], tokenizer=tokenizer, custom_generate=fast)
 
@@ -287,18 +280,13 @@ def test_sampled_text_depends_on_the_seed_alone(model, drafts):
     assert model.generate(**inputs(), **HOT, custom_generate=fast, seed=5).tolist() == texts[0]
 
 
-def test_the_words_of_sampling(model):
-    found = model.generate(
-        **ALONE,
-        **HOT,
-        repetition_penalty=1.2,
-        bad_words_ids=[[30]],
-        eos_token_id=None,
-        custom_generate=draftwing.custom_generate("lookup", seed=3),
-    )
+def test_the_settings_of_sampling(model):
+    fast = draftwing.custom_generate("lookup", seed=3)
+    more = {"repetition_penalty": 1.2, "bad_words_ids": [[30]], "eos_token_id": None}
+    found = model.generate(**ALONE, **HOT, **more, custom_generate=fast)
     decoder = Decoder(AdapterTarget(model))
-    words = {name: HOT[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-    sampling = Sampling(**words, repetition_penalty=1.2, banned_tokens=(30,), seed=3, max_tokens=NEW, ignore_eos=True)
+    fields = {name: HOT[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    sampling = Sampling(**fields, repetition_penalty=1.2, banned_tokens=(30,), seed=3, max_tokens=NEW, ignore_eos=True)
     decoder.admit(PROMPTS[0], sampling)
     expected = [token for _ in range(NEW) for token in decoder.step().rows[0].token_ids]
     assert found[0, len(PROMPTS[0]) :].tolist() == expected
@@ -376,7 +364,7 @@ def test_return_dict(model):
 
 def test_a_model_is_examined_once_and_kept_no_longer_than_it_lives(monkeypatch, drafts):
     made = []
-    monkeypatch.setattr(generate, "AdapterTarget", lambda model: made.append(AdapterTarget(model)) or made[-1])
+    monkeypatch.setattr(hf, "AdapterTarget", lambda model: made.append(AdapterTarget(model)) or made[-1])
     fast = draftwing.custom_generate(drafts("llama")["eagle3"])
     one, other = build("llama"), build("llama", seed=1)
     for model in (one, other, one):
@@ -422,9 +410,7 @@ def test_a_draft_with_another_tokenizer_is_refused(tokenized):
         assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=tokenizer, budget=FIXED))
         with pytest.raises(TokenizerError, match="another tokenizer than the target"):
             assert_same(model, draftwing.custom_generate(tokenized["other"], tokenizer=tokenizer, budget=FIXED))
-    assert_same(
-        model, draftwing.custom_generate(tokenized["other"], budget=FIXED)
-    )  # nothing known, nothing checked; still exact
+    assert_same(model, draftwing.custom_generate(tokenized["other"], budget=FIXED))  # not checked, and still exact
     with pytest.raises(TokenizerError, match=r"expected a fast tokenizer .* found object: give the model's folder"):
         assert_same(model, draftwing.custom_generate(tokenized["same"], tokenizer=object()))
 
@@ -434,7 +420,7 @@ def test_a_head_for_another_tokenizer_is_refused(tokenized, tmp_path):
     loaded = AutoTokenizer.from_pretrained(tokenized["model"])
     target = AdapterTarget(model)
     shape = ModelConfig.from_hf(read_config(tokenized["model"]))
-    own = generate.Tokenizer(tokenized["model"]).vocab_hash
+    own = hf.Tokenizer(tokenized["model"]).vocab_hash
     for name, vocab_hash in (("right", own), ("wrong", "0" * 16)):
         known = TargetId("m", SMALL["hidden_size"], SMALL["num_hidden_layers"], 300, vocab_hash)
         config = EagleConfig.for_target(3, shape, target=known)
@@ -454,7 +440,7 @@ class Own(LogitsProcessor):
 
 
 class TopK(TopKLogitsWarper):
-    """Of a known kind, but who knows."""
+    """A subclass, which may do anything."""
 
 
 REFUSED = {
@@ -502,7 +488,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_draftwing_has_no_word_for_is_refused_by_name(model, name):
+def test_unsupported_settings_are_refused_by_name(model, name):
     with pytest.raises(UnsupportedError) as caught:
         model.generate(**ALONE, max_new_tokens=9, **REFUSED[name], custom_generate=draftwing.custom_generate("lookup"))
     assert name in str(caught.value)
@@ -520,15 +506,7 @@ def test_a_model_sharded_over_processes_is_refused(monkeypatch, model):
         model.generate(**ALONE, max_new_tokens=3, synced_gpus=False, custom_generate=fast)
 
 
-def test_an_assistant_model_changes_nothing(model):
-    assert_same(model, draftwing.custom_generate("lookup"), assistant_model=build("llama", seed=1))
-
-
-def test_outputs_that_nobody_returns_are_not_refused(model):
-    assert_same(model, draftwing.custom_generate("lookup"), output_scores=True, output_hidden_states=True)
-
-
-def test_padding_elsewhere_is_refused(model):
+def test_padding_elsewhere_and_training_are_refused(model):
     fast = draftwing.custom_generate("lookup")
     given = inputs()
     for hidden in (-1, 5):
@@ -538,13 +516,8 @@ def test_padding_elsewhere_is_refused(model):
             model.generate(given["input_ids"], attention_mask=mask, custom_generate=fast)
     with pytest.raises(PromptError, match="the prompt is empty"):
         model.generate(given["input_ids"], attention_mask=given["attention_mask"] * 0, custom_generate=fast)
-
-
-def test_a_model_in_training_is_refused():
-    model = build("gpt2").train()
     with pytest.raises(UnsupportedError, match=r"call model\.eval\(\)"):
-        model.generate(**ALONE, custom_generate=draftwing.custom_generate("lookup"))
-    assert model.training
+        build("gpt2").train().generate(**ALONE, custom_generate=fast)
 
 
 def test_a_model_without_trees_is_decoded_plainly_or_not_at_all(monkeypatch, model):
@@ -555,7 +528,7 @@ def test_a_model_without_trees_is_decoded_plainly_or_not_at_all(monkeypatch, mod
         assert_same(model, draftwing.custom_generate("none"))
 
 
-def test_a_rule_that_cannot_be_meant_is_refused_at_once():
+def test_unknown_and_lossy_rules_are_refused():
     with pytest.raises(ConfigError, match="unknown acceptance rule"):
         draftwing.custom_generate("lookup", rule="mach")
     with pytest.raises(ConfigError):
@@ -565,6 +538,6 @@ def test_a_rule_that_cannot_be_meant_is_refused_at_once():
 def test_every_refused_setting_exists():
     """A setting under a wrong name would be looked for in vain."""
     known = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
-    assert not set(settings.SETTINGS) - known
-    named = {value.split(" ")[0] for value in settings.SETTING_OF.values()}
+    assert not set(hf.SETTINGS) - known
+    named = {value.split(" ")[0] for value in hf.SETTING_OF.values()}
     assert not named - known - {"prompt_ignore_length"}

@@ -1,4 +1,4 @@
-"""Two runs never write to one place at once, and no lock outlives its process."""
+"""Locks of output folders: two runs never write to one at once, and a lock ends with its process."""
 
 import multiprocessing
 import os
@@ -25,21 +25,12 @@ with locked(Path(sys.argv[1]), CheckpointError):
 """
 
 
-def holder(folder):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, env=environment)
-    assert process.stdout.readline() == b"held\n"
-    return process
-
-
 def test_a_second_run_is_refused_and_names_the_first(tmp_path):
-    process = holder(tmp_path)
-    with (
-        refused(
-            CheckpointError, f"{tmp_path}: another run (process {process.pid}) is writing here", "choose another --out"
-        ),
-        locked(tmp_path, CheckpointError),
-    ):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout.readline() == b"held\n"
+    message = f"{tmp_path}: another run (process {process.pid}) is writing here"
+    with refused(CheckpointError, message, "choose another --out"), locked(tmp_path, CheckpointError):
         pass
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -49,25 +40,20 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_goes_with_an_error(tmp_path):
+def test_the_lock_goes_with_an_error_and_needs_a_folder(tmp_path):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), locked(tmp_path / "a", CheckpointError):
             1 / 0  # noqa: B018
     with locked(tmp_path / "a", CheckpointError), refused(DataError, "another run"), locked(tmp_path / "a", DataError):
         pass
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with (
-        refused(CheckpointError, "cannot be written to", "give another folder"),
-        locked(tmp_path / "file", CheckpointError),
-    ):
+    file = tmp_path / "file"
+    file.write_text("")
+    with refused(CheckpointError, "cannot be written to", "give another folder"), locked(file, CheckpointError):
         pass
 
 
 def contend(folder, number, inside):
-    """Take the lock a hundred times; the counter tells whether anyone else was in."""
+    """Take the lock a hundred times, and check that no other process has it."""
     taken = 0
     while taken < 100:
         try:

@@ -20,11 +20,11 @@ from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
 from draftwing.serve.app import Settings, make_app
 from draftwing.serve.auth import Guard
-from draftwing.serve.convert import figures
 from draftwing.serve.metrics import Metrics
+from draftwing.serve.stream import speculation_metrics
 from draftwing.stats import RowStep
 from draftwing.worker import Ticket
-from serving import PATIENT, TEXTS, app_of, ask, chat_folder, load, question, send
+from serving import PATIENT, TEXTS, app_of, ask, chat, chat_folder, complete, load, make, question, send
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +47,15 @@ def own(lm, prompt, **options):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_a_chat_is_the_librarys_own_text(lm, temperature):
-    async def work(client):
-        return await client.chat.completions.create(
-            model="tiny", messages=question(TEXTS[0]), max_tokens=12, temperature=temperature, seed=7
-        )
-
-    answer, expected = ask(app_of(lm), work), own(lm, question(TEXTS[0]), temperature=temperature, seed=7)
-    (choice,) = answer.choices
+    answer = chat(app_of(lm), TEXTS[0], max_tokens=12, temperature=temperature, seed=7)
+    expected = own(lm, question(TEXTS[0]), temperature=temperature, seed=7)
+    (choice,), usage = answer.choices, answer.usage
     assert choice.message.content == expected.text
     assert (choice.message.role, answer.object) == ("assistant", "chat.completion")
-    assert choice.finish_reason == expected.finish_reason
-    assert choice.logprobs is None
-    assert answer.usage.prompt_tokens == len(expected.prompt_ids)
-    num_written = len(expected.token_ids)
-    assert answer.usage.completion_tokens == num_written
-    assert answer.usage.total_tokens == num_written + len(expected.prompt_ids)
+    assert (choice.finish_reason, choice.logprobs) == (expected.finish_reason, None)
+    num_prompt, num_written = len(expected.prompt_ids), len(expected.token_ids)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, num_written)
+    assert usage.total_tokens == num_prompt + num_written
 
 
 def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
@@ -78,17 +72,12 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
     ]
 
     async def work(client):
+        common = {"max_tokens": 12, "temperature": 1, "seed": 5}
+        bodies = [None if wish is None else {"speculation": wish} for wish in wishes]
         return await asyncio.gather(
             *(
-                client.completions.create(
-                    model="tiny",
-                    prompt=TEXTS[number % 3],
-                    max_tokens=12,
-                    temperature=1,
-                    seed=5,
-                    extra_body=None if wish is None else {"speculation": wish},
-                )
-                for number, wish in enumerate(wishes)
+                make(client.completions, prompt=TEXTS[number % 3], extra_body=body, **common)
+                for number, body in enumerate(bodies)
             )
         )
 
@@ -103,7 +92,7 @@ def test_a_seed_writes_the_same_text_among_others_with_any_speculation(lm):
 
 
 def test_the_automatic_budget_keeps_to_a_limit(folder, monkeypatch):
-    """Costs that make drafts worth it, whatever steps take here; with and without others beside."""
+    """With costs that make drafts worth it, alone and in a batch."""
     observe = Planner.observe
     monkeypatch.setattr(Planner, "observe", lambda *args: observe(*args[:-2], 0.0, 1.0))
     flat = Costs(Curve(((1, 1.0), (64, 1.01))), Curve(((1, 0.001), (8, 0.002))), Curve(((1, 0.001), (8, 0.002))), 4)
@@ -112,55 +101,50 @@ def test_the_automatic_budget_keeps_to_a_limit(folder, monkeypatch):
     limits = [1, 3, 7, None]
 
     async def work(client):
-        async def write(most):
-            wish = {"detailed": True, **({} if most is None else {"max_nodes": most})}
-            return await client.completions.create(
-                model="tiny", prompt=TEXTS[0], max_tokens=40, temperature=0, extra_body={"speculation": wish}
-            )
+        async def write(limit):
+            body = {"speculation": {"detailed": True, **({} if limit is None else {"max_nodes": limit})}}
+            return await make(client.completions, prompt=TEXTS[0], max_tokens=40, temperature=0, extra_body=body)
 
-        return [await write(most) for most in limits], await asyncio.gather(*map(write, limits))
+        return [await write(limit) for limit in limits], await asyncio.gather(*map(write, limits))
 
     alone, together = ask(app_of(lm), work)
     expected = own(lm, TEXTS[0], max_tokens=40).text
     for answers in (alone, together):
         assert [answer.choices[0].text for answer in answers] == [expected] * 4
         drafted = [answer.metrics["speculative_decoding"]["per_step_drafted"] for answer in answers]
-        assert all(max(each) <= most for each, most in zip(drafted[:3], limits, strict=False))
+        assert all(max(nums) <= limit for nums, limit in zip(drafted[:3], limits, strict=False))
         assert max(drafted[3]) > 7
     assert max(alone[1].metrics["speculative_decoding"]["per_step_drafted"]) > 1
 
 
-def test_in_stated_memory_texts_stay_the_same(lm):
-    async def work(client):
-        make = client.completions.create
-        first = await make(model="tiny", prompt=TEXTS * 3, max_tokens=12, temperature=0)
-        again = await make(model="tiny", prompt=TEXTS * 3, max_tokens=12, temperature=0)
-        return first, again
-
-    for answer in ask(app_of(lm, kv_memory=2**20), work):
-        for choice in answer.choices:
-            assert choice.text == own(lm, TEXTS[choice.index % 3]).text
-
-
 def test_usage_tells_how_much_of_a_prompt_was_read_before(lm):
+    """And in stated memory the texts are the same."""
     prompt = lm.encode(TEXTS[2]) * 8
     assert len(prompt) > 130
 
     async def work(client):
-        make, given = client.completions.create, {"model": "tiny", "max_tokens": 4, "temperature": 0}
-        first = await make(prompt=prompt, **given)
-        again = await make(prompt=prompt, n=2, **given)
-        both = await make(prompt=[prompt, [*prompt[:70], 5, 6]], **given)
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        chunks = [chunk async for chunk in await make(prompt=prompt, stream=True, stream_options=options, **given)]
-        return [first, again, both, *chunks]
+        given = {"max_tokens": 4, "temperature": 0}
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        first = await make(client.completions, prompt=prompt, **given)
+        again = await make(client.completions, prompt=prompt, n=2, **given)
+        both = await make(client.completions, prompt=[prompt, [*prompt[:70], 5, 6]], **given)
+        return [
+            first,
+            again,
+            both,
+            *await make(client.completions, prompt=prompt, stream=True, stream_options=usage, **given),
+        ]
 
-    found = [answer.usage.prompt_tokens_details.cached_tokens for answer in ask(app_of(lm, kv_memory=2**22), work)]
+    answers = ask(app_of(lm, kv_memory=2**22), work)
+    found = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
     pages = (len(prompt) - 2) // PAGE * PAGE
     assert (found[0], found[1], found[-1]) == (0, pages, pages)
     assert found[2] == pages + PAGE
     assert set(found[3:]) <= {0, pages}
+    assert answers[1].choices[1].text == own(lm, prompt, max_tokens=4).text
     assert ask(app_of(lm), work)[1].usage.prompt_tokens_details.cached_tokens == 0
+    for choice in complete(app_of(lm, kv_memory=2**20), TEXTS * 3, max_tokens=12, temperature=0).choices:
+        assert choice.text == own(lm, TEXTS[choice.index % 3]).text
 
 
 def test_faults_of_drafters_are_counted_and_change_no_text(folder, monkeypatch):
@@ -180,25 +164,22 @@ def test_faults_of_drafters_are_counted_and_change_no_text(folder, monkeypatch):
 
     for settings in ({}, {"kv_memory": 2**20}):
         calls.clear()
-        text, figures = send(app_of(lm, **settings), work)
-        assert 'draftwing_drafter_faults_total{model_name="tiny"} 2.0' in figures
-        assert "vllm:drafter_faults" not in figures
+        text, metrics = send(app_of(lm, **settings), work)
+        assert 'draftwing_drafter_faults_total{model_name="tiny"} 2.0' in metrics
+        assert "vllm:drafter_faults" not in metrics
         assert text == lm.generate([TEXTS[2]], max_tokens=20, speculation="none")[0].text
 
 
 def test_prompts_of_every_form_and_n_texts_of_each(lm):
-    ids = lm.encode(TEXTS[0])
-
-    async def work(client):
-        make = client.completions.create
-        common = {"model": "tiny", "max_tokens": 6, "temperature": 1, "seed": 3}
-        return [
-            await make(prompt=TEXTS[:2], n=2, **common),
-            await make(prompt=ids, **common),
-            await make(prompt=[ids, ids], **common),
-        ]
-
-    texts, one, two = ask(app_of(lm, max_batch=3), work)
+    app, ids, common = app_of(lm, max_batch=3), lm.encode(TEXTS[0]), {"max_tokens": 6, "temperature": 1, "seed": 3}
+    texts, one, two = ask(
+        app,
+        lambda client: asyncio.gather(
+            make(client.completions, prompt=TEXTS[:2], n=2, **common),
+            make(client.completions, prompt=ids, **common),
+            make(client.completions, prompt=[ids, ids], **common),
+        ),
+    )
     seeds = [3, nth_seed(3, 1)]
     expected = [own(lm, text, temperature=1, seed=seed, max_tokens=6).text for text in TEXTS[:2] for seed in seeds]
     assert [choice.text for choice in texts.choices] == expected
@@ -212,15 +193,17 @@ def test_settings_reach_the_sampling(lm):
     stop, end = plain.text[6:8], plain.token_ids[3]
     given = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3, "stop_token_ids": [40, 41]}
     biased = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"70": 4.0, "71": -3}, "top_p": 0.9}
-
-    async def work(client):
-        make = client.completions.create
-        common = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 24, "seed": 2}
-        first = await make(**common, temperature=0.7, **biased, extra_body=given)
-        stopped = await make(**common, temperature=0, stop=stop)
-        return first, stopped, await make(**common, temperature=0, extra_body={"stop_token_ids": [end]})
-
-    first, stopped, ended = ask(app_of(lm), work)
+    common = {"prompt": TEXTS[1], "max_tokens": 24, "seed": 2}
+    answers = ask(
+        app_of(lm),
+        lambda client: asyncio.gather(
+            make(client.completions, **common, temperature=0.7, **biased, extra_body=given),
+            make(client.completions, **common, temperature=0, stop=stop),
+            make(client.completions, **common, temperature=0, extra_body={"stop_token_ids": [end]}),
+            *(make(client.completions, **common, extra_body={"top_k": top_k}) for top_k in (0, -1)),
+        ),
+    )
+    first, stopped, ended, *all_tokens = answers
     assert ended.usage.completion_tokens == plain.token_ids.index(end) + 1
     bias = {int(token): value for token, value in biased.pop("logit_bias").items()}
     given["stop_tokens"] = given.pop("stop_token_ids")
@@ -228,6 +211,8 @@ def test_settings_reach_the_sampling(lm):
     assert (first.choices[0].text, first.choices[0].finish_reason) == (expected.text, expected.finish_reason)
     assert stop not in stopped.choices[0].text
     assert stopped.choices[0].finish_reason == "stop"
+    free = own(lm, TEXTS[1], max_tokens=24, seed=2, temperature=1).text
+    assert [answer.choices[0].text for answer in all_tokens] == [free] * 2
 
 
 def test_messages_of_every_form_reach_the_template(lm):
@@ -238,75 +223,33 @@ def test_messages_of_every_form_reach_the_template(lm):
         {"role": "user", "content": "go on", "name": "me"},
     ]
     ids = lm.tokenizer.encode_plain("[calm]<system>Be brief.<user>def add<assistant>(a)<user>go on<bot>")
-
-    async def work(client):
-        return await client.chat.completions.create(
-            model="tiny",
-            messages=messages,
-            max_completion_tokens=5,
-            temperature=0,
-            user="somebody",
-            extra_body={"chat_template_kwargs": {"mood": "calm"}},
-        )
-
-    answer = ask(app_of(lm), work)
+    mood = {"chat_template_kwargs": {"mood": "calm"}}
+    answer = chat(app_of(lm), messages, max_completion_tokens=5, temperature=0, user="me", extra_body=mood)
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.choices[0].message.content == own(lm, ids, max_tokens=5).text
 
 
-def test_where_nothing_is_said_the_models_own_settings_hold(folder_of, tmp_path_factory):
+def test_defaults_come_from_the_model_and_the_server(folder_of, tmp_path_factory):
     folder = chat_folder(folder_of, tmp_path_factory)
-    said = {"eos_token_id": 2, "temperature": 0.3, "top_k": 4}
-    (folder / "generation_config.json").write_text(json.dumps(said))
+    config = {"eos_token_id": 2, "temperature": 0.3, "top_k": 4}
+    (folder / "generation_config.json").write_text(json.dumps(config))
     lm = load(folder)
-
-    async def work(client):
-        found = await client.completions.create(model="tiny", prompt=TEXTS[0], seed=1)
-        return found, await client.chat.completions.create(model="tiny", messages=question("x"), seed=1)
-
-    text, chat = ask(app_of(lm), work)
+    text = complete(app_of(lm), TEXTS[0], seed=1)
     assert text.choices[0].text == own(lm, TEXTS[0], seed=1, temperature=0.3, top_k=4, max_tokens=16).text
     room = lm.target.max_length - len(lm.encode(question("x")))
     whole = own(lm, question("x"), seed=1, temperature=0.3, top_k=4, max_tokens=room)
-    assert chat.choices[0].message.content == whole.text
-
-
-def test_the_servers_own_limit_holds_where_a_chat_says_none(lm):
-    async def work(client):
-        make, given = client.chat.completions.create, {"model": "tiny", "messages": question("x"), "temperature": 0}
-        options = {"extra_body": {"ignore_eos": True}}
-        return await make(**given, **options), await make(**given, **options, max_tokens=7)
-
-    assert [answer.usage.completion_tokens for answer in ask(app_of(lm, max_tokens=5), work)] == [5, 7]
-
-
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_vllms_words_for_all_tokens(lm, top_k):
-    async def work(client):
-        return await client.completions.create(
-            model="tiny", prompt=TEXTS[0], max_tokens=8, seed=2, extra_body={"top_k": top_k}
-        )
-
-    assert ask(app_of(lm), work).choices[0].text == own(lm, TEXTS[0], temperature=1, seed=2, max_tokens=8).text
+    assert chat(app_of(lm), "x", seed=1).choices[0].message.content == whole.text
+    for fields, num_tokens in (({}, 5), ({"max_tokens": 7}, 7)):
+        answer = chat(app_of(lm, max_tokens=5), "x", temperature=0, extra_body={"ignore_eos": True}, **fields)
+        assert answer.usage.completion_tokens == num_tokens
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_says_the_role_the_text_the_end_and_the_usage(lm):
-    async def work(client):
-        stream = await client.chat.completions.create(
-            model="tiny",
-            messages=question(TEXTS[0]),
-            max_tokens=12,
-            temperature=0,
-            n=2,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        return [chunk async for chunk in stream]
-
-    *chunks, last = ask(app_of(lm), work)
+    usage = {"include_usage": True}
+    *chunks, last = chat(app_of(lm), TEXTS[0], max_tokens=12, temperature=0, n=2, stream=True, stream_options=usage)
     expected = own(lm, question(TEXTS[0]))
     for index in (0, 1):
         mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
@@ -329,34 +272,28 @@ def test_a_stream_of_completions_ends_with_done(lm):
             for options in ({}, *({"stream_options": {"include_usage": each}} for each in (False, True)))
         ]
 
+    def chunks_of(answer):
+        *events, done, rest = answer.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
     answer, without, with_usage = send(app_of(lm), work)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, done, rest = answer.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert (
-        "".join(chunk["choices"][0]["text"] for chunk in chunks)
-        == own(lm, TEXTS[0], max_tokens=9, ignore_eos=True).text
-    )
+    chunks, text = chunks_of(answer), own(lm, TEXTS[0], max_tokens=9, ignore_eos=True).text
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert not any("usage" in chunk for chunk in chunks)
-    assert '"usage"' not in without.text
-    chunks = [json.loads(event.removeprefix("data: ")) for event in with_usage.text.split("\n\n")[:-2]]
-    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    assert '"usage"' not in answer.text + without.text
+    *chunks, last = chunks_of(with_usage)
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert last["usage"]["completion_tokens"] > 0
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
 def test_logprobs_of_chats_streamed_or_not(lm):
-    async def work(client):
-        common = {"model": "tiny", "messages": question(TEXTS[0]), "max_tokens": 10, "temperature": 0, "logprobs": True}
-        whole = await client.chat.completions.create(**common, top_logprobs=3)
-        stream = await client.chat.completions.create(**common, top_logprobs=3, stream=True)
-        return whole, [chunk async for chunk in stream]
-
-    whole, chunks = ask(app_of(lm), work)
+    common = {"max_tokens": 10, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    whole, chunks = (chat(app_of(lm), TEXTS[0], stream=stream, **common) for stream in (False, True))
     expected = own(lm, question(TEXTS[0]), max_tokens=10, logprobs=3)
     found = whole.choices[0].logprobs.content
     assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected.logprobs])
@@ -368,29 +305,22 @@ def test_logprobs_of_chats_streamed_or_not(lm):
 
 
 def test_logprobs_of_completions(lm):
-    async def work(client):
-        return await client.completions.create(model="tiny", prompt=TEXTS[0], max_tokens=8, temperature=0, logprobs=2)
-
-    found = ask(app_of(lm), work).choices[0].logprobs
+    common = {"max_tokens": 8, "temperature": 0, "logprobs": 2}
+    found = complete(app_of(lm), TEXTS[0], **common).choices[0].logprobs
     expected = own(lm, TEXTS[0], max_tokens=8, logprobs=2)
     assert found.token_logprobs == pytest.approx([each.logprob for each in expected.logprobs])
     assert all(name in top for name, top in zip(found.tokens, found.top_logprobs, strict=True))
     offsets = [sum(map(len, found.tokens[:place])) for place in range(len(found.tokens))]
     assert found.text_offset == offsets
-
-    async def streams(client):
-        given = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 8, "stream": True}
-        greedy = [chunk async for chunk in await client.completions.create(**given, temperature=0, logprobs=2)]
-        return greedy, [chunk async for chunk in await client.completions.create(**given, seed=3, logprobs=1)]
-
+    sampled = {"max_tokens": 8, "seed": 3, "logprobs": 1}
     greedy, sampled = (
         [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-        for chunks in ask(app_of(lm), streams)
+        for chunks in (complete(app_of(lm), TEXTS[0], stream=True, **fields) for fields in (common, sampled))
     )
     assert [offset for each in greedy for offset in each.text_offset] == offsets
     pairs = [pair for each in sampled for pair in zip(each.tokens, each.top_logprobs, strict=True)]
     assert all(name in top for name, top in pairs)
-    assert any(len(top) == 2 for _, top in pairs)  # a token that is not the likeliest stands beside that
+    assert any(len(top) == 2 for _, top in pairs)  # a token that is not the likeliest is listed next to it
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -415,7 +345,7 @@ def test_logprobs_of_completions(lm):
         ({"stream_options": {"include_usage": True}}, 400, "stream_options", "set stream"),
         ({"functions": []}, 400, "functions", "unknown field 'functions'"),
         ({"store": 0.0}, 400, "store", "valid boolean"),
-        ({"store": True}, 400, "store", "only false is taken here"),
+        ({"store": True}, 400, "store", "only false is supported"),
         ({"speculation": {"trace": 1}}, 400, "speculation.trace", "valid boolean"),
         ({"frobnicate": 1}, 400, "frobnicate", "unknown field 'frobnicate'"),
         ({"min_tokens": 50}, 400, "min_tokens", "max_tokens = 4"),
@@ -468,7 +398,7 @@ def test_the_most_that_a_request_may_ask_for(lm):
     assert last.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_client_raises_its_own_errors(lm):
+def test_the_client_raises_its_own_errors_and_lists_models(lm):
     async def work(client):
         for kind, change in (
             (openai.NotFoundError, {"model": "other"}),
@@ -481,20 +411,13 @@ def test_the_client_raises_its_own_errors(lm):
             with pytest.raises(kind) as caught:
                 await client.completions.create(**{"model": "tiny", "prompt": "x", **change})
             assert caught.value.body["message"]
-        return [each async for each in client.models.list()], await client.models.retrieve("tiny")
+        names = ("tiny", "small")
+        found = [await client.completions.create(model=name, prompt="x", max_tokens=2) for name in names]
+        models = [await client.models.retrieve(name) for name in names]
+        return [each.id async for each in client.models.list()], [m.id for m in models], [a.model for a in found]
 
-    models, model = ask(app_of(lm), work)
-    assert [each.id for each in models] == [model.id] == ["tiny"]
-
-
-def test_a_model_answers_to_all_of_its_names(lm):
-    async def work(client):
-        make = client.completions.create
-        found = [await make(model=name, prompt="x", max_tokens=2) for name in ("tiny", "small")]
-        return [each.id async for each in client.models.list()], [each.model for each in found]
-
-    names, answered = ask(make_app(lm, Settings(names=("tiny", "small"))), work)
-    assert names == answered == ["tiny", "small"]
+    for names in ask(make_app(lm, Settings(names=("tiny", "small"))), work):
+        assert names == ["tiny", "small"]
 
 
 def test_too_many_texts_are_refused_at_once_and_leave_none_behind(lm, monkeypatch):
@@ -561,52 +484,32 @@ def test_a_text_that_fails_is_an_error_and_the_others_are_not(folder):
 
 
 def test_bodies_that_are_none(lm):
-    deep = '{"model": "tiny", "messages": [{"role": "user", "content": "x", "more": ' + "[" * 500 + "]" * 500 + "}]}"
-    wide = json.dumps({"prompt": "x", **{f"f{n}": 1 for n in range(5000)}})
+    message = '{"model": "tiny", "messages": [{"role": "user", "content": "x"%s}]%s}'
     bodies = [
-        (b"{", 400),
-        (b"[" * 60_000, 400),
-        (b"null", 400),
-        (b'"x"', 400),
-        (b"\xff\xfe", 400),
-        (b"", 400),
-        (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400),
-        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400),
-        (b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 4000 + b"}", 400),
-        (deep.encode(), 400),
-        (wide.encode(), 400),
-        (b"x" * 70_000, 413),
+        *(b"{", b"[" * 60_000, b"null", b'"x"', b"\xff\xfe", b"", message.replace('"x"', '"\\ud800"') % ("", "")),
+        *(message % more for more in (("", ', "temperature": NaN'), ("", ', "seed": ' + "9" * 4000))),
+        message % (', "more": ' + "[" * 500 + "]" * 500, ""),
+        json.dumps({"prompt": "x", **{f"f{n}": 1 for n in range(5000)}}),
     ]
+    fits = json.dumps({"prompt": "x", "max_tokens": 1}).encode().ljust(65_536)
+
+    async def pieces(*parts):
+        for part in parts:
+            yield part
 
     async def work(http):
-        kind = {"content-type": "application/json"}
-        return [await http.post("/v1/chat/completions", content=body, headers=kind) for body, _ in bodies]
+        async def post(content, kind="application/json", path="/v1/completions"):
+            return await http.post(path, content=content, headers={"content-type": kind})
 
-    async def in_pieces(http):
-        async def pieces():
-            for _ in range(100):
-                yield b"x" * 1000
+        invalid = [await post(body, path="/v1/chat/completions") for body in bodies]
+        invalid += [await post(b'{"prompt": "x"}', kind="text/plain")]
+        large = [await post(b"x" * 65_537), await post(pieces(*[b"x" * 1000] * 100))]
+        return invalid, large, [await post(fits), await post(pieces(fits[:40_000], fits[40_000:]))]
 
-        found = await http.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
-        return found, await http.post(
-            "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
-        )
-
-    def fits(http):
-        body = json.dumps({"prompt": "x", "max_tokens": 1}).encode().ljust(65_536)
-
-        async def pieces():
-            yield body[:40_000]
-            yield body[40_000:]
-
-        kind = {"content-type": "application/json"}
-        return asyncio.gather(*(http.post("/v1/completions", content=each, headers=kind) for each in (body, pieces())))
-
-    assert [answer.status_code for answer in send(app_of(lm, max_body=65_536), fits)] == [200, 200]
-    answers = send(app_of(lm, max_body=65_536), work)
-    assert [answer.status_code for answer in answers] == [status for _, status in bodies]
-    assert all(answer.json()["error"]["message"] for answer in answers)
-    assert [answer.status_code for answer in send(app_of(lm, max_body=65_536), in_pieces)] == [413, 400]
+    invalid, large, fitting = send(app_of(lm, max_body=65_536), work)
+    for status, answers in ((400, invalid), (413, large), (200, fitting)):
+        assert [answer.status_code for answer in answers] == [status] * len(answers)
+    assert all(answer.json()["error"]["message"] for answer in (*invalid, *large))
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
@@ -665,7 +568,7 @@ def test_keys_and_hosts(lm):
 def test_figures_count_the_steps_that_drafted():
     """By vLLM's definitions: a mean length counts the bonus, a histogram the drafts by what was kept of them."""
     rows = [RowStep(1, (5,) * (kept + 1), drafted, kept, drafted) for drafted, kept in ((0, 0), (4, 2), (3, 0), (5, 2))]
-    assert figures(rows, detailed=True) == {
+    assert speculation_metrics(rows, detailed=True) == {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + 4 / 3,
             "draft_acceptance_rate": 4 / 12,
@@ -677,7 +580,7 @@ def test_figures_count_the_steps_that_drafted():
             "per_step_drafted": [4, 3, 5],
         }
     }
-    plainly = figures(rows[:1])["speculative_decoding"]
+    plainly = speculation_metrics(rows[:1])["speculative_decoding"]
     assert (plainly["mean_acceptance_length"], plainly["acceptance_histogram"]) == (1, [])
 
 
@@ -688,10 +591,9 @@ def test_times_are_counted_by_text_and_by_token():
     ticket.submitted_at = 100.0
     for now, tokens in ((100.5, (1,)), (100.8, (2, 3, 4))):
         row = RowStep(4, tokens, 0, 0, 0)
-        metrics.step(SimpleNamespace(rows=[row]), {4: ticket}, now)
+        metrics.add_step(SimpleNamespace(rows=[row]), {4: ticket}, now)
     request.finish_reason = "length"
-    metrics.end(ticket, 101.0)
-    assert not metrics._last  # nothing is kept of a text that has ended
+    metrics.add_end(ticket, 101.0)
 
     def value(name, **labels):
         return metrics.registry.get_sample_value(f"draftwing_{name}", {"model_name": "tiny", **labels})
@@ -704,11 +606,13 @@ def test_times_are_counted_by_text_and_by_token():
     assert [value(f"{first}_bucket", le=bound) for bound in ("0.2", "0.5", "1.0", "+Inf")] == [0, 1, 1, 1]
     assert [value(f"{between}_bucket", le=bound) for bound in ("0.075", "0.15", "+Inf")] == [0, 3, 3]
     assert [value(f"{whole}_bucket", le=bound) for bound in ("0.5", "1.0")] == [0, 1]  # a bound is in its bucket
+    metrics.add_step(SimpleNamespace(rows=[RowStep(4, (5,), 0, 0, 0)]), {4: ticket}, 102.0)
+    assert value(f"{first}_count") == 2  # nothing was kept of the request that ended
 
 
 def test_how_busy_the_engine_is_under_both_names():
     metrics = Metrics("tiny")
-    metrics.watch(SimpleNamespace(engine=SimpleNamespace(stats=EngineStats(1, 2, 3, 40, 5, 80, 20, 6))))
+    metrics.watch(SimpleNamespace(stats=EngineStats(1, 2, 3, 40, 5, 80, 20, 6)))
     for own_name, theirs, value in (
         ("requests_running", "num_requests_running", 1),
         ("requests_waiting", "num_requests_waiting", 2),
@@ -737,28 +641,22 @@ def test_prometheus_reads_both_names(lm):
             name, _, value = line.rpartition(" ")
             figures[name.replace(',model_name="tiny"', "").replace('{model_name="tiny"}', "")] = float(value)
     ours = answer["metrics"]["speculative_decoding"]
-    for own_name, theirs, value in (
+    latencies = figures["vllm:inter_token_latency_seconds_count"]
+    requests = ('requests_total{finished_reason="length"}', 'request_success_total{finished_reason="length"}')
+    for ours_name, theirs, value in (
         ("draft_tokens_total", "spec_decode_num_draft_tokens_total", ours["num_draft_tokens"]),
         ("drafts_total", "spec_decode_num_drafts_total", ours["num_spec_steps"]),
         ("accepted_tokens_total", "spec_decode_num_accepted_tokens_total", ours["num_accepted_draft_tokens"]),
         ("prompt_tokens_total", "prompt_tokens_total", answer["usage"]["prompt_tokens"]),
         ("generation_tokens_total", "generation_tokens_total", 20),
         ("requests_running", "num_requests_running", 0),
-        ("requests_waiting", "num_requests_waiting", 0),
-        ("kv_slots_used_share", "kv_cache_usage_perc", 0),
-        ("preemptions_total", "num_preemptions_total", 0),
         ("prefix_queries_total", "prefix_cache_queries_total", answer["usage"]["prompt_tokens"] - 1),
-        ("prefix_hits_total", "prefix_cache_hits_total", 0),
-        ('requests_total{finished_reason="length"}', 'request_success_total{finished_reason="length"}', 1),
+        (*requests, 1),
         ("time_to_first_token_seconds_count", "time_to_first_token_seconds_count", 1),
-        (
-            "inter_token_latency_seconds_count",
-            "inter_token_latency_seconds_count",
-            figures["vllm:inter_token_latency_seconds_count"],
-        ),
+        ("inter_token_latency_seconds_count", "inter_token_latency_seconds_count", latencies),
         ("e2e_request_latency_seconds_count", "e2e_request_latency_seconds_count", 1),
     ):
-        assert figures[f"draftwing_{own_name}"] == figures[f"vllm:{theirs}"] == value, own_name
+        assert figures[f"draftwing_{ours_name}"] == figures[f"vllm:{theirs}"] == value, ours_name
     by_depth = [
         value
         for name, value in figures.items()

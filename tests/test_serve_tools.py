@@ -1,4 +1,4 @@
-"""Tools and formats: models are told of tools, their calls are read, and grammars hold answers to a form."""
+"""Tools and formats: tools in prompts, calls in answers, and answers that follow a grammar."""
 
 import asyncio
 import json
@@ -9,11 +9,11 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from draftwing.serve.convert import asked_of_chat, calling_messages, forced_schema
+from draftwing.serve.convert import forced_schema, messages_with_tools, parse_chat
 from draftwing.serve.models import ChatBody
 from draftwing.serve.tool_calls import ToolReader
 from draftwing.text.grammar import Grammar
-from serving import TEXTS, app_of, ask, chat_folder, load, question, running
+from serving import TEXTS, app_of, ask, chat, chat_folder, load, make, question, running
 
 NAMES = ("weather", "add")
 SCHEMA = {
@@ -99,12 +99,9 @@ def test_calls_are_read_in_every_form(text, said, calls, size):
     assert read(text, size) == (said, calls)
 
 
-def test_only_so_many_calls_count():
+def test_limits_of_calls_and_certain_text():
     text = '{"name": "add", "parameters": {"a": 1}}' * 2
     assert read(text, 1000, most=1) == ("", [("add", {"a": 1})])
-
-
-def test_what_is_certain_is_said_at_once():
     reader = ToolReader(NAMES)
     said = [reader.push(piece)[0] for piece in ("Well", ", <to", "ol", " <tool_call>{")]
     assert said == ["Well", ", ", "", "<tool "]
@@ -112,14 +109,8 @@ def test_what_is_certain_is_said_at_once():
 
 def test_arguments_come_as_they_are_written():
     reader, found = ToolReader(NAMES), []
-    for piece in (
-        'So <tool_call>{"name": "we',
-        'ather", "arguments": {"ci',
-        'ty": "Ro',
-        'me"}',
-        "}</tool_call>",
-        "\n{",
-    ):
+    pieces = ('So <tool_call>{"name": "we', 'ather", "arguments": {"ci', 'ty": "Ro', 'me"}', "}</tool_call>", "\n{")
+    for piece in pieces:
         said, deltas = reader.push(piece)
         found.append((said, [delta.call and delta.call.name for delta in deltas], "".join(d.arguments for d in deltas)))
         assert reader.is_open == (len(found) in (2, 3, 4))
@@ -138,15 +129,10 @@ def test_a_template_without_tools_is_told_of_them(lm):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Warm?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [CALL],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "yes", "tool_call_id": "1"},
     ]
-    told, variables = calling_messages(messages, TOOLS, lm.tokenizer)
-    assert variables == {}
+    told = messages_with_tools(messages, TOOLS)
     assert told[0]["content"].startswith("Be brief.\n\n# Tools")
     assert '"description": "Of a city."' in told[0]["content"]
     assert told[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -158,27 +144,16 @@ def test_a_template_with_tools_gets_them(folder_of, tmp_path_factory):
     template = "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{{ " + last + " }}"
     lm = load(chat_folder(folder_of, tmp_path_factory, template))
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-
-    async def work(client):
-        messages = [{"role": "assistant", "tool_calls": [call]}]
-        return await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=1)
-
-    assert ask(app_of(lm), work).usage.prompt_tokens == len(lm.tokenizer.encode_plain("(weather)(stop)Rome"))
+    answer = chat(app_of(lm), [{"role": "assistant", "tool_calls": [call]}], tools=TOOLS, max_tokens=1)
+    assert answer.usage.prompt_tokens == len(lm.tokenizer.encode_plain("(weather)(stop)Rome"))
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_can_be_forced(lm, choice, stream):
     tools = TOOLS[:1] if choice == "required" else TOOLS
-
-    async def work(client):
-        found = await client.chat.completions.create(
-            model="tiny", messages=question("x"), tools=tools, tool_choice=choice, temperature=1, seed=1, stream=stream,
-            max_tokens=150,
-        )  # fmt: skip
-        return [chunk async for chunk in found] if stream else found
-
-    answer = ask(app_of(lm), work)
+    fields = {"temperature": 1, "seed": 1, "max_tokens": 150}
+    answer = chat(app_of(lm), "x", tools=tools, tool_choice=choice, stream=stream, **fields)
     if not stream:
         (choice,) = answer.choices
         (call,) = choice.message.tool_calls
@@ -197,34 +172,25 @@ def test_a_call_can_be_forced(lm, choice, stream):
 
 
 def test_of_several_tools_any_may_have_to_be_called():
-    """Or the one that is named; none is told of where none may be called."""
-    tools = [tool["function"] for tool in TOOLS]
+    """Or the one that is named; or none."""
 
     def names(choice):
         body = ChatBody.model_validate({"messages": question("x"), "tools": TOOLS, "tool_choice": choice})
         schema = forced_schema(body, TOOLS)
-        kinds = (schema or {"anyOf": []}).get("anyOf", [schema])
-        return [each["properties"]["name"]["const"] for each in kinds]
+        schemas = (schema or {"anyOf": []}).get("anyOf", [schema])
+        return [each["properties"]["name"]["const"] for each in schemas]
 
-    assert names("required") == [each["name"] for each in tools]
-    for each in tools:
-        assert names({"type": "function", "function": {"name": each["name"]}}) == [each["name"]]
+    assert names("required") == ["weather", "stop"]
+    for name in ("weather", "stop"):
+        assert names({"type": "function", "function": {"name": name}}) == [name]
     assert names("auto") == names("none") == []
 
 
 def test_no_choice_of_tools_tells_the_model_of_none(lm):
-    async def work(client):
-        given = {"model": "tiny", "messages": question("x"), "max_tokens": 1}
-        options = (
-            {},
-            {"tools": TOOLS, "tool_choice": "none"},
-            {"tools": TOOLS, "tool_choice": "auto"},
-            {"tools": TOOLS},
-        )
-        return [(await client.chat.completions.create(**given, **each)).usage.prompt_tokens for each in options]
-
-    without, none, auto, unsaid = ask(app_of(lm), work)
-    assert without == none < auto == unsaid
+    options = ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "auto"}, {"tools": TOOLS})
+    answers = (chat(app_of(lm), "x", max_tokens=1, **each) for each in options)
+    without, none, auto, default = (answer.usage.prompt_tokens for answer in answers)
+    assert without == none < auto == default
 
 
 SAID = 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Rome", "warm": true}}</tool_call>'
@@ -237,11 +203,11 @@ def writes(lm, monkeypatch):
 
     def use(text):
         def asked(body, *args):
-            found = asked_of_chat(body, *args)
+            parsed = parse_chat(body, *args)
             held = {"constraint": lm.constraint(Grammar.lark(f"start: {json.dumps(text)}"))}
-            return replace(found, texts=[replace(each, options=each.options | held) for each in found.texts])
+            return replace(parsed, options=parsed.options | held)
 
-        monkeypatch.setattr("draftwing.serve.app.asked_of_chat", asked)
+        monkeypatch.setattr("draftwing.serve.app.parse_chat", asked)
 
     return use
 
@@ -252,14 +218,14 @@ def test_the_official_client_adds_streamed_calls_up(lm, writes, wish, parallel):
     writes(SAID + SECOND)
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     given = {
-        "model": "tiny", "messages": question("x"), "tools": strict, "max_tokens": 300, "temperature": 0, "n": 2,
+        "messages": question("x"), "tools": strict, "max_tokens": 300, "temperature": 0, "n": 2,
         "parallel_tool_calls": parallel, "extra_body": {"speculation": wish},
     }  # fmt: skip
 
     async def work(client):
-        whole = await client.chat.completions.create(**given)
-        chunks = [chunk async for chunk in await client.chat.completions.create(**given, stream=True)]
-        async with client.chat.completions.stream(**given) as stream:
+        whole = await make(client.chat.completions, **given)
+        chunks = await make(client.chat.completions, **given, stream=True)
+        async with client.chat.completions.stream(model="tiny", **given) as stream:
             events = [event async for event in stream]
             return whole, chunks, events, await stream.get_final_completion()
 
@@ -288,42 +254,30 @@ def test_the_official_client_adds_streamed_calls_up(lm, writes, wish, parallel):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes(lm, writes, stream):
     writes(SAID)
-
-    async def work(client):
-        found = await client.chat.completions.create(
-            model="tiny", messages=question("x"), tools=TOOLS, max_tokens=58, temperature=0, stream=stream
-        )
-        return [chunk.choices[0] async for chunk in found] if stream else found.choices[0]
-
-    found = ask(app_of(lm), work)
+    answer = chat(app_of(lm), "x", tools=TOOLS, max_tokens=58, temperature=0, stream=stream)
     if stream:
-        deltas = [delta for choice in found for delta in choice.delta.tool_calls or ()]
-        arguments, reason = "".join(delta.function.arguments for delta in deltas), found[-1].finish_reason
+        deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or ()]
+        arguments, reason = "".join(delta.function.arguments for delta in deltas), answer[-1].choices[0].finish_reason
     else:
-        arguments, reason = found.message.tool_calls[0].function.arguments, found.finish_reason
+        (choice,) = answer.choices
+        arguments, reason = choice.message.tool_calls[0].function.arguments, choice.finish_reason
     assert reason == "length"
     assert '{"city": "Rome", "warm": true}'.startswith(arguments)
     assert arguments
 
 
 def test_answers_follow_schemas_and_grammars_with_any_speculation(lm):
-    async def work(client):
-        make = client.chat.completions.create
-        common = {"model": "tiny", "messages": question(TEXTS[0]), "max_tokens": 150, "temperature": 1, "seed": 4}
-        shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-        found = [
-            await make(**common, response_format=shape, extra_body={"speculation": wish})
-            for wish in ({"draft": "none"}, {"tree": "chain:3"}, {"tree": "dynamic:7,3,3"})
-        ]
-        lark = await make(**common, extra_body={"grammar": 'start: "yes" | "no"'})
-        return found, lark, await make(**common, response_format={"type": "json_object"})
+    def text(**fields):
+        answer = chat(app_of(lm), TEXTS[0], max_tokens=150, temperature=1, seed=4, **fields)
+        return answer.choices[0].message.content
 
-    found, lark, free = ask(app_of(lm), work)
-    texts = [answer.choices[0].message.content for answer in found]
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    wishes = ({"draft": "none"}, {"tree": "chain:3"}, {"tree": "dynamic:7,3,3"})
+    texts = [text(response_format=shape, extra_body={"speculation": wish}) for wish in wishes]
     assert texts == texts[:1] * 3
     assert set(json.loads(texts[0])) == {"city", "warm"}
-    assert lark.choices[0].message.content in ("yes", "no")
-    assert free.choices[0].message.content.startswith("{")
+    assert text(extra_body={"grammar": 'start: "yes" | "no"'}) in ("yes", "no")
+    assert text(response_format={"type": "json_object"}).startswith("{")
 
 
 class Report(BaseModel):

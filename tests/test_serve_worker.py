@@ -1,4 +1,4 @@
-"""One thread owns the model: tickets, slow readers, limits, and what becomes of everybody when it ends or breaks."""
+"""The worker: tickets, slow readers, limits, and how requests end when it stops or fails."""
 
 import threading
 import time
@@ -37,38 +37,40 @@ def silent():
     pass
 
 
+def submit(worker, lm, *texts):
+    return [worker.submit(lm.encode(text), LONG, silent) for text in texts]
+
+
 def ended(*tickets):
-    """Wait until they have."""
+    """Wait until they have, and return their reasons."""
     for _ in range(3000):
         if all(ticket.is_done for ticket in tickets):
-            return
+            return [ticket.request.finish_reason for ticket in tickets]
         time.sleep(0.01)
     raise AssertionError("a ticket never ended")
 
 
-def test_texts_come_in_pieces_to_whoever_asks(lm, worker_of):
+def test_texts_come_in_pieces(lm, worker_of):
     worker, news = worker_of().start(), threading.Semaphore(0)
     tickets = [worker.submit(lm.encode(text), LONG, news.release, keeps_steps=True) for text in TEXTS]
-    texts, tokens = [""] * 3, [[] for _ in TEXTS]
-    while not all(ticket.is_done for ticket in tickets):
+    parts, open_tickets = [[] for _ in TEXTS], set(range(3))
+    while open_tickets:
         assert news.acquire(timeout=30)
-        for number, ticket in enumerate(tickets):
-            for part in ticket.take()[0]:
-                assert part.step.rows[part.place] is part.row
-                texts[number] += part.row.text
-                tokens[number] += part.row.token_ids
-    for number, ticket in enumerate(tickets):
-        for part in ticket.take()[0]:
-            texts[number] += part.row.text
-            tokens[number] += part.row.token_ids
+        for number in sorted(open_tickets):
+            more, done = tickets[number].take()
+            parts[number] += more
+            open_tickets -= {number} if done else set()
     expected = lm.generate(TEXTS, LONG)
-    assert texts == [each.text for each in expected]
-    assert tokens == [each.token_ids for each in expected]
-    assert all(0 < ticket.submitted_at <= ticket.first_at <= ticket.last_at for ticket in tickets)
+    for found, each, ticket in zip(parts, expected, tickets, strict=True):
+        assert all(part.step.rows[part.place] is part.row for part in found)
+        assert "".join(part.row.text for part in found) == each.text
+        assert [token for part in found for token in part.row.token_ids] == each.token_ids
+        times = [ticket.submitted_at, *(part.at for part in found)]
+        assert times == sorted(times)
 
 
-def test_who_reads_late_gets_all_of_it_in_few_parts_and_is_told_once(lm, worker_of, monkeypatch):
-    monkeypatch.setattr("draftwing.worker._MOST_PARTS", 4)
+def test_a_late_reader_gets_everything_in_few_parts_and_is_woken_once(lm, worker_of, monkeypatch):
+    monkeypatch.setattr("draftwing.worker._MAX_PARTS", 4)
     told = []
     ticket = worker_of().start().submit(lm.encode(TEXTS[0]), LONG, lambda: told.append(1), keeps_steps=True)
     ended(ticket)
@@ -86,15 +88,15 @@ def test_who_reads_late_gets_all_of_it_in_few_parts_and_is_told_once(lm, worker_
 
 
 def test_limits_and_bad_requests_are_refused(lm, worker_of):
-    worker, ids = worker_of(max_batch=1, max_waiting=1), lm.encode(TEXTS[0])  # not started: nothing ends
+    worker = worker_of(max_batch=1, max_waiting=1)  # not started: nothing ends
     with refused(SamplingError, "outside the target's vocabulary"):
-        worker.submit(ids, Sampling(stop_tokens=[999]), silent)
-    tickets = [worker.submit(ids, LONG, silent) for _ in range(2)]
+        worker.submit([5], Sampling(stop_tokens=[999]), silent)
+    tickets = submit(worker, lm, *TEXTS[:2])
     with refused(BusyError, "2 requests run or wait already"):
-        worker.submit(ids, LONG, silent)
+        submit(worker, lm, TEXTS[2])
     worker.start()
     ended(*tickets)
-    ended(worker.submit(ids, LONG, silent))
+    ended(*submit(worker, lm, TEXTS[2]))
     for options in ({"max_running": 0}, {"max_running": 1, "max_waiting": -1}, {"max_running": True}):
         with refused(ConfigError, "must be at least"):
             Worker(lm.engine(), **options)
@@ -102,12 +104,12 @@ def test_limits_and_bad_requests_are_refused(lm, worker_of):
 
 def test_cancelled_requests_end_and_the_others_go_on(lm, worker_of):
     worker = worker_of(max_batch=1)
-    first, second, third = (worker.submit(lm.encode(text), LONG, silent) for text in TEXTS)
+    first, second, third = submit(worker, lm, *TEXTS)
     worker.cancel(second)
     worker.start()
-    ended(first, second, third)
+    assert ended(first, second, third) == ["length", "cancelled", "length"]
     worker.cancel(first)
-    assert [ticket.request.finish_reason for ticket in (first, second, third)] == ["length", "cancelled", "length"]
+    assert first.request.finish_reason == "length"
     assert second.request.token_ids == []
     assert third.request.text == lm.generate([TEXTS[2]], LONG)[0].text
     assert worker.num_open == 0
@@ -115,14 +117,13 @@ def test_cancelled_requests_end_and_the_others_go_on(lm, worker_of):
 
 def test_draining_finishes_what_is_there_and_takes_nothing_new(lm, worker_of):
     worker = worker_of()
-    tickets = [worker.submit(lm.encode(text), LONG, silent) for text in TEXTS]
+    tickets = submit(worker, lm, *TEXTS)
     worker.drain()
     with refused(ClosedError, "shutting down"):
-        worker.submit(lm.encode(TEXTS[0]), LONG, silent)
+        submit(worker, lm, TEXTS[0])
     assert worker.state == "draining"
     worker.start()
-    ended(*tickets)
-    assert [ticket.request.finish_reason for ticket in tickets] == ["length"] * 3
+    assert ended(*tickets) == ["length"] * 3
 
 
 def test_stopping_cancels_and_ends_the_thread(lm, worker_of):
@@ -133,14 +134,14 @@ def test_stopping_cancels_and_ends_the_thread(lm, worker_of):
     assert ticket.request.finish_reason in ("cancelled", "length")
     assert worker.state == "stopped"
     worker = worker_of()  # not started: nothing ends by itself
-    ticket = worker.submit(lm.encode(TEXTS[0]), LONG, silent)
+    (ticket,) = submit(worker, lm, TEXTS[0])
     assert worker.stop()
     assert ticket.request.finish_reason == "cancelled"
 
 
 def test_a_broken_engine_ends_everybody_with_the_reason(lm, worker_of, monkeypatch):
     worker = worker_of()
-    tickets = [worker.submit(lm.encode(text), LONG, silent) for text in TEXTS]
+    tickets = submit(worker, lm, *TEXTS)
     forward, calls = lm.target.forward, []
 
     def broken(*args):
@@ -151,13 +152,12 @@ def test_a_broken_engine_ends_everybody_with_the_reason(lm, worker_of, monkeypat
 
     monkeypatch.setattr(lm.target, "forward", broken)
     worker.start()
-    ended(*tickets)
+    assert ended(*tickets) == ["error"] * 3
     monkeypatch.undo()
-    assert {ticket.request.finish_reason for ticket in tickets} == {"error"}
     assert "MemoryError: no room" in str(tickets[0].request.error)
     assert worker.state == "failed"
-    with refused(ClosedError, "the engine broke", "restart"):
-        worker.submit(lm.encode(TEXTS[0]), LONG, silent)
+    with refused(ClosedError, "the engine failed", "restart"):
+        submit(worker, lm, TEXTS[0])
 
 
 def test_a_reader_that_fails_is_gone_and_the_others_are_not(lm, worker_of):
@@ -165,8 +165,7 @@ def test_a_reader_that_fails_is_gone_and_the_others_are_not(lm, worker_of):
         raise RuntimeError("the event loop is closed")
 
     worker = worker_of()
-    first, second = worker.submit(lm.encode(TEXTS[0]), LONG, broken), worker.submit(lm.encode(TEXTS[1]), LONG, silent)
+    first, (second,) = worker.submit(lm.encode(TEXTS[0]), LONG, broken), submit(worker, lm, TEXTS[1])
     worker.start()
-    ended(first, second)
-    assert first.request.finish_reason == "cancelled"
+    assert ended(first, second)[0] == "cancelled"
     assert second.request.text == lm.generate([TEXTS[1]], LONG)[0].text

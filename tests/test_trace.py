@@ -13,7 +13,7 @@ from conftest import refused
 from draftwing.errors import ConfigError, SamplingError
 from draftwing.sampling import Sampling
 from draftwing.serve.lesson import lesson
-from draftwing.serve.trace import Shown, Tracer, step_trace
+from draftwing.serve.trace import TokenNames, Tracer, step_trace
 from draftwing.tree import PAD
 
 PROMPT = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n"
@@ -88,12 +88,12 @@ def test_only_drafted_tokens_are_shown_as_drafted(lm_of):
 
 def test_rows_of_a_batch_have_traces_of_their_own(lm_of):
     lm = lm_of("eagle3")
-    engine = lm.engine(max_batch=2)
+    engine, names = lm.engine(max_batch=2), TokenNames(lm.tokenizer)
     requests = [engine.submit(lm.encode(text), Sampling(max_tokens=8, ignore_eos=True)) for text in (PROMPT, "import ")]
     said = {request.id: [] for request in requests}
     for step in engine.steps():
         for place, row in enumerate(step.rows):
-            trace = step_trace(step, place, lm.tokenizer)
+            trace = step_trace(step, place, names)
             assert trace["num_rows"] == len(step.rows)
             said[row.request_id] += trace["token_ids"]
     assert [said[request.id] for request in requests] == [request.token_ids for request in requests]
@@ -112,7 +112,7 @@ def test_steps_that_nobody_read_in_time_keep_their_text(lm_of):
 
 
 def test_every_token_can_be_shown(lm_of):
-    shown = Shown(lm_of("none").tokenizer)
+    shown = TokenNames(lm_of("none").tokenizer)
     names = [shown(token) for token in range(lm_of("none").target.vocab_size)]
     assert all(names)
     assert not any("\ufffd" in name for name in names)
@@ -169,7 +169,7 @@ def test_laws_out_of_range_are_refused(laws):
 
 def teach(lm, sampling, ids=None):
     ids = lm.encode(PROMPT) if ids is None else ids
-    return lesson(lm.target, lm.new_drafter, ids, sampling, Shown(lm.tokenizer))
+    return lesson(lm.target, lm.new_drafter, ids, sampling, TokenNames(lm.tokenizer))
 
 
 @pytest.mark.parametrize("draft", ["eagle3", "causal-lm"])
@@ -244,8 +244,8 @@ def test_a_draft_without_q_has_no_lesson(lm_of):
         drafter.propose = lambda *given: replace(propose(*given), draft_probs=None)
         return drafter
 
-    with refused(ConfigError, "without a law q"):
-        lesson(lm.target, new_drafter, lm.encode(PROMPT) * 2, Sampling(seed=1), Shown(lm.tokenizer))
+    with refused(ConfigError, "no distribution q"):
+        lesson(lm.target, new_drafter, lm.encode(PROMPT) * 2, Sampling(seed=1), TokenNames(lm.tokenizer))
 
 
 def test_a_lesson_leaves_texts_alone(lm_of):

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import draftwing as dw
 from draftwing.cli.screen import Screen, text_of
-from draftwing.dialogue import Dialogue, Said
+from draftwing.dialogue import AnswerStep, Dialogue
 from draftwing.models.catalogue import entry_of
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def picture(draft: str | None, questions: tuple[str, ...], budget: dw.Budget, ma
     for question in questions:
         screen.note("")
         screen.prompt(f"> {question}\n")
-        said: list[Said] = []
+        said: list[AnswerStep] = []
         answer = dialogue.ask(question, said.append)
         console.print(text_of(said))  # as a whole: a terminal folds long lines, a picture would cut them off
         screen.note(

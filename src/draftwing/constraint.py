@@ -1,7 +1,7 @@
-"""What a text may say, asked token by token: a grammar, a schema, or anything of one's own.
+"""Constrained decoding: the protocol for grammars, schemas and custom constraints, and helpers for token masks.
 
-A mask is a bit per token: bit ``t % 32`` of word ``t // 32`` is set where token t may come next. Whoever decodes asks
-for one at every node of a draft tree, so that a text is the same whatever was drafted for it.
+A mask has one bit per token: token t is allowed if bit ``t % 32`` of word ``t // 32`` is set. The decoder queries a
+mask at every node of a draft tree, so the text does not depend on the draft.
 """
 
 from __future__ import annotations
@@ -12,55 +12,56 @@ import numpy as np
 
 
 class State(Protocol):
-    """Where a text stands. It follows from the tokens that were taken alone."""
+    """The state of one sequence. It is a function of the tokens taken so far."""
 
     def allowed(self) -> np.ndarray:
-        """(W,) uint32, the mask of the next token; whoever asks leaves it as it is. Tokens beyond it may not follow.
+        """Return (W,) uint32, the mask of the next token, which the caller does not modify.
 
-        End tokens are in it where the text may end, and nothing else is where it must.
+        Tokens beyond the mask are forbidden. End tokens are allowed where the text may end, and are the only ones
+        allowed where it must end.
 
         Raises:
-            DraftwingError: nobody can tell any more: the text ends with this error.
+            DraftwingError: no mask can be computed; the request ends with this error.
         """
         ...
 
     def take(self, token: int) -> None:
-        """The text goes on with a token that was allowed."""
+        """Advance by an allowed token."""
         ...
 
     def fork(self) -> State:
-        """The same, which goes its own way from here on. Cheap: every node of a tree is one."""
+        """Return an independent copy. Must be cheap: it is called for every node of a tree."""
         ...
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What a text may say. It does not change: any number of requests and threads may share one."""
+    """An immutable constraint on a text, which requests and threads may share."""
 
     def start(self) -> State:
-        """Where every text begins, before its first token."""
+        """Return the state before the first generated token."""
         ...
 
 
 def has_bit(words: np.ndarray, token: int) -> bool:
-    """Whether a mask allows a token."""
+    """Return True if a mask allows a token."""
     return token >> 5 < len(words) and bool(words[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
 
 def words_without(words: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:
-    """A mask without some tokens, as a copy."""
-    found = words.copy()
+    """Return a copy of a mask that forbids ``tokens``."""
+    copy = words.copy()
     for token in tokens:
-        if token >> 5 < len(found):
-            found[token >> 5] &= ~np.uint32(1 << (token & 31))
-    return found
+        if token >> 5 < len(copy):
+            copy[token >> 5] &= ~np.uint32(1 << (token & 31))
+    return copy
 
 
-def forbidden_of(words: np.ndarray, vocab_size: int) -> np.ndarray:
-    """(V,) bool: the tokens that a mask does not allow, those beyond its words too."""
+def forbidden_tokens(words: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return (V,) bool: True for the tokens that a mask forbids, including those beyond its words."""
     octets = (~words).astype("<u4", copy=False).view(np.uint8)
     bits = np.unpackbits(octets, count=min(vocab_size, 8 * len(octets)), bitorder="little")
     if len(bits) < vocab_size:
         bits = np.pad(bits, (0, vocab_size - len(bits)), constant_values=1)
-    found: np.ndarray = bits.view(bool)
-    return found
+    forbidden: np.ndarray = bits.view(bool)
+    return forbidden

@@ -26,7 +26,7 @@ from draftwing.accept import Rule, get_rule
 from draftwing.budget.planner import Planner
 from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, UnsupportedError, shown
-from draftwing.limits import Wanted, names_of, suited
+from draftwing.limits import RowBudgets, budget_for_rule, names_of
 from draftwing.masks import Masks
 from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.net_drafter import drafts_at_once
@@ -202,7 +202,7 @@ class Decoder:
         self.generation = self._next_id = 0
         self._batch: SamplingBatch | None = None  # of the running rows, with the next three
         self._masks: Masks | None = None
-        self._wanted: Wanted | None = None
+        self._wanted: RowBudgets | None = None
         self._max_tokens: list[int] = []
         self._skipped: Drafter | None = None  # the drafter, while a request is decoded without it
         self._needs_drafter = False  # a faulty one was removed and may be replaced
@@ -247,7 +247,7 @@ class Decoder:
 
     def checked(self, budget: Budget) -> Budget:
         """A budget as the rule needs it. Raises ConfigError for one that it cannot take."""
-        return suited(budget, self.rule)
+        return budget_for_rule(budget, self.rule)
 
     def check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Raise PromptError or SamplingError if such a request cannot be decoded."""
@@ -471,7 +471,7 @@ class Decoder:
     def _new_batch(self) -> SamplingBatch:
         """The sampling of the rows, after some joined or left."""
         eos_ids, vocab_size = self.target.eos_ids, self.target.vocab_size
-        self._wanted = Wanted.of([request.speculation for request in self.running])
+        self._wanted = RowBudgets.of([request.speculation for request in self.running])
         self._max_tokens = [request.sampling.max_tokens for request in self.running]
         self._masks = Masks(self.running, vocab_size, eos_ids, prunes=self.rule.children in ("keyed", "top")) or None
         self._batch = SamplingBatch([request.sampling for request in self.running], self._noise, self.target.device)

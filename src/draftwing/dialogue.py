@@ -1,4 +1,4 @@
-"""A conversation with a chat model: what was said, and answers by whichever draft is chosen, with their figures."""
+"""A conversation with a chat model: its messages, and answers with any draft and their statistics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Message = dict[str, str]
 
 
 class Piece(NamedTuple):
-    """The text that one token made certain, and whether that token was drafted (else it is the step's bonus token)."""
+    """The text that one token completed, and True if the token was drafted (False for the step's bonus token)."""
 
     text: str
     is_drafted: bool
 
 
 @dataclass(frozen=True)
-class Said:
+class AnswerStep:
     """The part of an answer that one decode step adds.
 
     Attributes:
-        pieces: the step's text, token by token.
-        num_accepted: drafted tokens that the step accepted at once.
+        pieces: the step's text by token.
+        num_accepted: drafted tokens that the step accepted.
     """
 
     pieces: tuple[Piece, ...]
@@ -39,19 +39,19 @@ class Said:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text of all pieces."""
         return "".join(piece.text for piece in self.pieces)
 
 
 @dataclass
 class Answer:
-    """An answer of the model, and how fast it came.
+    """An answer and its statistics.
 
     Attributes:
-        draft: the draft that it was written with.
-        num_prompt_tokens: of the whole dialogue up to and with the question.
-        finish_reason: ``stop``, ``length``, or ``cancelled`` where it was interrupted.
-        first_s, seconds: until the first step's tokens were there (the prompt is read before), and in all.
+        draft: the draft in use.
+        num_prompt_tokens: tokens of the dialogue up to and including the question.
+        finish_reason: ``stop``, ``length``, or ``cancelled`` if interrupted.
+        first_s, seconds: until the first step's tokens (after reading the prompt), and in total.
     """
 
     question: str
@@ -66,7 +66,7 @@ class Answer:
     seconds: float = 0.0
 
     def record(self) -> dict[str, Any]:
-        """As ``chat --json`` prints it."""
+        """Return the JSON object that ``chat --json`` prints."""
         return {
             "question": self.question,
             "text": self.text,
@@ -83,7 +83,7 @@ class Answer:
 
 
 def figures(stats: Stats) -> dict[str, Any]:
-    """The figures that are shown of one answer or of several."""
+    """Return the statistics that are shown for one or more answers."""
     return {
         "num_tokens": stats.num_tokens,
         "tokens_per_s": stats.tokens_per_s,
@@ -95,19 +95,20 @@ def figures(stats: Stats) -> dict[str, Any]:
 
 
 class Dialogue:
-    """Questions and answers. Every answer depends on the messages and the sampling only, not on the draft.
+    """Questions and answers. Each answer depends on the messages and the sampling only, not on the draft.
 
     Args:
-        lm: answers until another draft is chosen; the others share its target, rule and budget.
-        draft: what to call its draft.
-        sampling: of every answer.
+        lm: answers until another draft is selected; other drafts use its target, rule and budget.
+        draft: the name of its draft.
+        sampling: for every answer.
         system: the system message; None leaves it to the chat template.
-        put: turns messages into a prompt of the ``LM``; by default with the chat template.
+        put: turns messages into a prompt for the ``LM``; the default applies the chat template.
 
     Attributes:
-        turns: the messages, the system message left out. ``sampling`` and ``system`` may be changed at any time.
-        answers: those of ``turns``, in order.
-        draft: the chosen draft's name.
+        sampling, system: may be changed at any time.
+        turns: the messages without the system message.
+        answers: those in ``turns``, in order.
+        draft: the name of the selected draft.
     """
 
     def __init__(
@@ -119,74 +120,88 @@ class Dialogue:
         system: str | None = None,
         put: Callable[[Sequence[Message]], Prompt] = list,
     ) -> None:
-        self.sampling, self.system = sampling, system
-        self.draft = draft
+        self.sampling, self.system, self.draft = sampling, system, draft
         self.turns: list[Message] = []
         self.answers: list[Answer] = []
-        lm.decoder()  # what has to be measured for its budget is measured now, not in the first answer
+        lm.decoder()  # measures costs for the budget now, not in the first answer
         self._lms, self._put = {draft: lm}, put
 
     @property
     def lm(self) -> LM:
-        """The ``LM`` that answers at present."""
+        """The ``LM`` with the selected draft."""
         return self._lms[self.draft]
 
     @property
     def messages(self) -> list[Message]:
-        """All that was said, the system message in front."""
+        """All messages, beginning with the system message if there is one."""
         return ([] if self.system is None else [{"role": "system", "content": self.system}]) + self.turns
 
     def switch(self, draft: str) -> None:
-        """Draft with another one from the next answer on. What one has learnt is kept for when it is chosen again.
+        """Select the draft for the next answers. State that a draft has learned is kept for later.
 
         Args:
-            draft: see ``api.load_drafter``.
+            draft: see ``loading.load_drafter``.
 
         Raises:
-            CheckpointError, ConfigError, TokenizerError: no such draft, or one that does not fit; all stays as it was.
+            CheckpointError, ConfigError, TokenizerError: the draft does not exist or fit; nothing is changed.
         """
         if draft not in self._lms:
             lm = self.lm
-            maker = load_drafter(draft, lm.target, lm.tokenizer, device=lm.target.device)
-            other = LM(lm.target, lm.tokenizer, maker, lm.rule, lm.budget, lossless=lm.lossless)
-            other.decoder()  # see above
+            new_drafter = load_drafter(draft, lm.target, lm.tokenizer, device=lm.target.device)
+            other = LM(lm.target, lm.tokenizer, new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
+            other.decoder()  # measures costs
             self._lms[draft] = other
         self.draft = draft
 
     def reset(self) -> None:
-        """Forget what was said; the system message stays."""
+        """Forget all turns; the system message is kept."""
         self.turns, self.answers = [], []
 
-    def ask(self, question: str, show: Callable[[Said], None] = lambda said: None) -> Answer:
-        """Ask, and let ``show`` have every step of the answer as it comes.
+    def ask(self, question: str, show: Callable[[AnswerStep], None] = lambda step: None) -> Answer:
+        """Answer a question, and call ``show`` with each step.
 
-        An interrupt, from the keyboard or out of ``show``, leaves the dialogue with what was said until then; where
-        that is nothing, without the question.
+        An interrupt, from the keyboard or raised by ``show``, keeps the partial answer in the dialogue; if there is
+        none, the question is dropped too.
 
         Raises:
-            PromptError: the question is empty, or the dialogue is longer than the target's context.
-            TokenizerError: the chat template refuses the messages.
+            PromptError: the question is empty, or the dialogue exceeds the target's context.
+            TokenizerError: the chat template rejects the messages.
             NumericsError: the target's logits are not finite.
         """
-        asked = {"role": "user", "content": check_text(question)}
+        message = {"role": "user", "content": check_text(question)}
         if not question.strip():
             raise PromptError("the question is empty: write something")
-        ids = self._encode([*self.messages, asked])
+        lm = self.lm
+        ids = lm.encode(self._put([*self.messages, message]))
+        if len(ids) >= lm.target.max_length:
+            what = "the dialogue with this question" if self.turns else "the question"
+            fix = "start over with /reset, or ask something shorter" if self.turns else "ask something shorter"
+            raise PromptError(
+                f"{what} has {len(ids):,} tokens, and {lm.target.name} reads at most {lm.target.max_length:,}: {fix}"
+            )
         answer = Answer(question, self.draft, self.sampling, len(ids))
+        # Decodes the text a second time, token by token, to attribute each piece to its token.
+        tokens = TextStream(lm.tokenizer, ids, self.sampling.stop)
         began = time.perf_counter()
         try:
-            for said in self._steps(ids, answer):
+            for step in lm.stream(ids, self.sampling):
+                row = step.step.rows[0]
+                shown = AnswerStep(tuple(pieces_of(row, tokens)), row.num_accepted)
+                answer.stats.add(step.step)
+                answer.token_ids.extend(step.token_ids)
+                answer.text += step.text
+                answer.finish_reason = step.finish_reason or answer.finish_reason
                 answer.first_s = answer.first_s or time.perf_counter() - began
-                show(said)
+                show(shown)
         finally:
             answer.seconds = time.perf_counter() - began
             if answer.token_ids:
-                self.turns = [*self.turns, asked, {"role": "assistant", "content": answer.text}]
+                self.turns = [*self.turns, message, {"role": "assistant", "content": answer.text}]
                 self.answers = [*self.answers, answer]
         return answer
 
-    def retry(self, show: Callable[[Said], None] = lambda said: None) -> Answer:
-        """Ask the last question again, in place of its answer.
+    def retry(self, show: Callable[[AnswerStep], None] = lambda step: None) -> Answer:
+        """Answer the last question again, replacing its answer.
 
         Raises:
             PromptError: there is no question yet; and as ``ask``.
@@ -196,55 +211,31 @@ class Dialogue:
         before = self.turns, self.answers
         question = self.answers[-1].question
         self.turns, self.answers = self.turns[:-2], self.answers[:-1]
-        kept = len(self.answers)
+        num_kept = len(self.answers)
         try:
             return self.ask(question, show)
         finally:
-            if len(self.answers) == kept:  # nothing was said
+            if len(self.answers) == num_kept:  # there is no new answer
                 self.turns, self.answers = before
 
     def stats(self) -> dict[str, Stats]:
-        """The figures of all answers together, for each draft that wrote any."""
-        names = dict.fromkeys(answer.draft for answer in self.answers)
-        return {name: Stats.sum(each.stats for each in self.answers if each.draft == name) for name in names}
-
-    def _encode(self, messages: list[Message]) -> list[int]:
-        ids = self.lm.encode(self._put(messages))
-        room = self.lm.target.max_length
-        if len(ids) >= room:
-            what = "the dialogue with this question" if self.turns else "the question"
-            fix = "start over with /reset, or ask something shorter" if self.turns else "ask something shorter"
-            raise PromptError(
-                f"{what} has {len(ids):,} tokens, and {self.lm.target.name} reads at most {room:,}: {fix}"
-            )
-        return ids
-
-    def _steps(self, ids: list[int], answer: Answer) -> Iterator[Said]:
-        """Decode; every step is added to ``answer`` before it is given out."""
-        # The text of a step is known to the stream below; another one says which token made which part of it certain.
-        tokens = TextStream(self.lm.tokenizer, ids, self.sampling.stop)
-        for step in self.lm.stream(ids, self.sampling):
-            row = step.step.rows[0]
-            said = Said(tuple(pieces_of(row, tokens)), row.num_accepted)
-            answer.stats.add(step.step)
-            answer.token_ids.extend(step.token_ids)
-            answer.text += step.text
-            answer.finish_reason = step.finish_reason or answer.finish_reason
-            yield said
+        """Return the statistics of all answers by draft."""
+        drafts = dict.fromkeys(answer.draft for answer in self.answers)
+        return {draft: Stats.sum(answer.stats for answer in self.answers if answer.draft == draft) for draft in drafts}
 
 
 def pieces_of(row: RowStep, tokens: TextStream) -> Iterator[Piece]:
-    """A step's text token by token: accepted drafts come first, the bonus token last.
+    """Yield a step's text token by token: accepted drafts first, the bonus token last.
 
     Args:
-        row: the text's share of the step.
-        tokens: a stream of the same text that all rows before were put through.
+        row: the request's share of the step.
+        tokens: a stream of the same text that has received all earlier rows.
     """
-    shown = 0
+    num_shown = 0
     for place, token in enumerate(row.token_ids):
         text = tokens.push([token])
-        shown += len(text)
+        num_shown += len(text)
         if text:
             yield Piece(text, place < row.num_accepted)
-    if shown < len(row.text):  # what was held back until the end of the answer
-        yield Piece(row.text[shown:], len(row.token_ids) <= row.num_accepted)
+    if num_shown < len(row.text):  # text that was held back until the end
+        yield Piece(row.text[num_shown:], len(row.token_ids) <= row.num_accepted)

@@ -23,7 +23,7 @@ from operator import index
 from draftwing.constraint import Constraint
 from draftwing.decode import MAX_ROWS, Decoder, Prefill
 from draftwing.errors import ConfigError, DraftwingError, PromptError, SlotsError, shown
-from draftwing.limits import AtMost, check_constraint, checked_drafts
+from draftwing.limits import AtMost, check_constraint, check_drafts
 from draftwing.methods.base import Budget
 from draftwing.models.paged import PAGE, SlotsExhausted, pages_of
 from draftwing.request import Request
@@ -207,7 +207,7 @@ class Engine:
         if constraint is not None:
             check_constraint(constraint, sampling)
         if drafts is not None:
-            drafts = checked_drafts(drafts, self.decoder.draft_names)
+            drafts = check_drafts(drafts, self.decoder.draft_names)
             budget = budget if drafts else self.decoder.checked(Budget(0))
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ConfigError(f"priority must be a whole number, found {shown(priority)}: 0 is that of most requests")

@@ -17,13 +17,10 @@ from draftwing.tree import DraftTree
 
 @dataclass(frozen=True)
 class AtMost:
-    """A limit on a request's trees: the engine's own budget, with at most ``nodes`` nodes.
-
-    Attributes:
-        nodes: at least 1, the root not counted.
+    """Use the engine's own budget for a request, with at most ``nodes`` nodes (at least 1, without the root).
 
     Raises:
-        ConfigError: no such number.
+        ConfigError: ``nodes`` is not such a number.
     """
 
     nodes: int
@@ -33,115 +30,110 @@ class AtMost:
             raise ConfigError(f"a tree has 1 to {MAX_NODES:,} nodes at most, found {shown(self.nodes)}: choose one")
 
 
-def suited(budget: Budget, rule: Rule) -> Budget:
-    """A budget as a rule needs it. Raises ConfigError for one that it cannot take."""
+def budget_for_rule(budget: Budget, rule: Rule) -> Budget:
+    """Return ``budget`` with the children that ``rule`` needs; raise ConfigError if the rule cannot use it."""
     if rule.chain_only and not budget.is_chain:
         raise ConfigError(f"rule {rule.name!r} takes chains, found width {budget.width}: use width 1 or 'match'")
     return replace(budget, children=rule.children)
 
 
-def cut_to_nodes(budget: Budget, most: int) -> Budget:
-    """Return ``budget`` with at most ``most`` nodes."""
-    if budget.paths is not None:  # the shallow ones, parents first
-        paths = sorted(budget.paths, key=lambda path: (len(path), path))[:most]
+def cut_to_nodes(budget: Budget, max_nodes: int) -> Budget:
+    """Return ``budget`` with at most ``max_nodes`` nodes."""
+    if budget.paths is not None:  # keep the shallow paths, parents first
+        paths = sorted(budget.paths, key=lambda path: (len(path), path))[:max_nodes]
         return replace(budget, paths=tuple(paths)) if len(paths) < len(budget.paths) else budget
-    depth, width = min(budget.depth, most), min(budget.width, most)
+    depth, width = min(budget.depth, max_nodes), min(budget.width, max_nodes)
     if width == 1:
         return budget if depth == budget.depth else replace(budget, depth=depth, width=1, nodes=None)
-    return replace(budget, depth=depth, width=width, nodes=min(budget.nodes or most, most))
+    return replace(budget, depth=depth, width=width, nodes=min(budget.nodes or max_nodes, max_nodes))
 
 
-def size_of(budget: Budget) -> int:
-    """Nodes of a row's tree at most."""
-    return len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
+class RowBudgets:
+    """The budgets that the rows of a batch ask for.
 
+    Args:
+        budgets: one per row: a budget, a limit on the engine's own, or None for the engine's own.
+    """
 
-def widest(budgets: Sequence[Budget]) -> Budget:
-    """One budget for rows that ask for several: as deep, as wide and as large as any of them, and by no rule."""
-    first = budgets[0]
-    if all(budget == first for budget in budgets):
-        return first
-    width = max(budget.width for budget in budgets)
-    return Budget(
-        depth=max(budget.depth for budget in budgets),
-        width=width,
-        nodes=max(map(size_of, budgets)) if width > 1 else None,
-        children=first.children,
-    )
-
-
-class Wanted:
-    """How much the rows of a batch want to be drafted for them, where any of them says it. ``of`` makes it."""
-
-    def __init__(self, wishes: Sequence[Budget | AtMost | None]) -> None:
-        self._own = [wish if isinstance(wish, Budget) else None for wish in wishes]
-        self._most = [wish.nodes if isinstance(wish, AtMost) else None for wish in wishes]
-        pairs = zip(self._own, self._most, strict=True)
-        self._sizes = [most if own is None else size_of(own) for own, most in pairs]
+    def __init__(self, budgets: Sequence[Budget | AtMost | None]) -> None:
+        self._fixed = [budget if isinstance(budget, Budget) else None for budget in budgets]
+        self._max_nodes = [None if budget is None else _num_nodes(budget) for budget in budgets]
 
     @classmethod
-    def of(cls, wishes: Sequence[Budget | AtMost | None]) -> Wanted | None:
-        """Return the wishes in the order of their rows; None if no request has one."""
-        return cls(wishes) if any(wish is not None for wish in wishes) else None
+    def of(cls, budgets: Sequence[Budget | AtMost | None]) -> RowBudgets | None:
+        """Return the row budgets, or None if every row uses the engine's own."""
+        return cls(budgets) if any(budget is not None for budget in budgets) else None
 
     def plan(
         self, ctx: Context, planner: Planner | None, budget: Budget, rooms: list[int]
     ) -> tuple[Planner | None, Budget, list[int]]:
-        """For a step: who decided on it and is to learn from it, the budget, and how far each row may go.
+        """Choose a step's budget.
 
         Args:
             ctx: the rows.
-            planner: decides for those that leave it to the engine; None: ``budget`` is what these get.
-            budget: with the children that the rule needs.
+            planner: chooses for rows without a fixed budget; if None, they use ``budget``.
+            budget: has the children that the rule needs.
             rooms: tokens that each row may still emit.
+
+        Returns:
+            The planner that learns from the step, if any; the budget; the tokens that each row may emit in the step.
         """
-        leaves_it = [most for own, most in zip(self._own, self._most, strict=True) if own is None]
-        most = None if None in leaves_it else max((each for each in leaves_it if each is not None), default=None)
-        if planner is not None and leaves_it:
-            budget = planner.budget(ctx, budget.children, most)
-        elif most is not None:
-            budget = cut_to_nodes(budget, most)
-        if len(leaves_it) == len(self._own):
+        limits = [nodes for fixed, nodes in zip(self._fixed, self._max_nodes, strict=True) if fixed is None]
+        max_nodes = None if None in limits else max((nodes for nodes in limits if nodes is not None), default=None)
+        if planner is not None and limits:
+            budget = planner.budget(ctx, budget.children, max_nodes)
+        elif max_nodes is not None:
+            budget = cut_to_nodes(budget, max_nodes)
+        if len(limits) == len(self._fixed):
             return planner, budget, rooms
-        wanted = [own or budget for own in self._own]
-        return None, widest(wanted), [min(room, own.depth + 1) for room, own in zip(rooms, wanted, strict=True)]
+        budgets = [fixed or budget for fixed in self._fixed]
+        rooms = [min(room, each.depth + 1) for room, each in zip(rooms, budgets, strict=True)]
+        first, width = budgets[0], max(each.width for each in budgets)
+        if any(each != first for each in budgets):  # as deep, as wide and as large as any of them
+            nodes = max(map(_num_nodes, budgets)) if width > 1 else None
+            first = Budget(max(each.depth for each in budgets), width, nodes, children=first.children)
+        return None, first, rooms
 
     def cut(self, ctx: Context, tree: DraftTree) -> DraftTree:
-        """A tree whose rows have no more nodes than they want."""
+        """Return ``tree`` without the nodes beyond each row's limit."""
         start = tree.num_nodes - tree.num_extra_nodes
-        if all(most is None or most >= start - 1 for most in self._sizes):
+        if all(nodes is None or nodes >= start - 1 for nodes in self._max_nodes):
             return tree
-        counts = [start if most is None else most for most in self._sizes]
-        return tree.at_most(ctx.tensor(counts))
+        return tree.at_most(ctx.tensor([start if nodes is None else nodes for nodes in self._max_nodes]))
+
+
+def _num_nodes(budget: Budget | AtMost) -> int:
+    if isinstance(budget, AtMost):
+        return budget.nodes
+    return len(budget.paths) if budget.paths else budget.nodes or budget.depth * budget.width
 
 
 def names_of(drafter: Drafter) -> tuple[str, ...]:
-    """The names by which requests choose among drafts; an only one goes by its kind too."""
+    """Return the names by which requests select drafts; a single draft is known by its kind too."""
     return drafter.part_names or tuple(dict.fromkeys((drafter.name.split(" ")[0], drafter.name)))
 
 
 def check_constraint(constraint: object, sampling: Sampling) -> None:
-    """Raise ConfigError where a text cannot be held to it."""
+    """Raise ConfigError if a request cannot be decoded under ``constraint``."""
     if not isinstance(constraint, Constraint):
         raise ConfigError(
-            f"constraint must have a start() that gives a state, found {shown(constraint)}: give a grammar as "
-            f"LM.constraint(...) makes it"
+            f"constraint must have a start() that returns a state, found {shown(constraint)}: pass the result of "
+            f"LM.constraint(...)"
         )
     if sampling.ignore_eos:
         raise ConfigError(
-            "a text under a constraint ends with an end token where it is complete, and ignore_eos would go on: leave "
-            "one of them out"
+            "a constrained text ends with an end token when it is complete, but ignore_eos forbids that: leave one out"
         )
 
 
-def checked_drafts(drafts: object, known: Sequence[str]) -> tuple[str, ...]:
-    """The names of drafts that a request chooses. Raises ConfigError where one is not there."""
+def check_drafts(drafts: object, loaded: Sequence[str]) -> tuple[str, ...]:
+    """Return the drafts that a request selects; raise ConfigError if one is not loaded."""
     if isinstance(drafts, str) or not isinstance(drafts, Sequence | set | frozenset):
         raise ConfigError(f"drafts must be a list of names, found {shown(drafts)}: write [{drafts!r:.60}]")
     for name in drafts:
-        if name not in known:
+        if name not in loaded:
             raise ConfigError(
-                f"drafts: {shown(name)} is not loaded: choose among {', '.join(known)}, or load the model with "
+                f"drafts: {shown(name)} is not loaded: choose among {', '.join(loaded)}, or load the model with "
                 f"draft='... + ...'"
             )
     return tuple(drafts)

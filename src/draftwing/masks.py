@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.constraint import State, forbidden_of, has_bit, words_without
+from draftwing.constraint import State, forbidden_tokens, has_bit, words_without
 from draftwing.errors import DraftwingError
 from draftwing.request import Request
 from draftwing.sampling import on_host
@@ -145,7 +145,7 @@ class Masks:
         _, nodes, vocab_size = logits_BNV.shape
         places = [row * nodes + node for row, node in self._places]
         failed = [row * nodes + node for row, node in self._failed]
-        forbidden = [forbidden_of(words, vocab_size) for words in self._words]
+        forbidden = [forbidden_tokens(words, vocab_size) for words in self._words]
         if on_host(logits_BNV) and logits_BNV.dtype in (torch.float32, torch.float64):
             # NumPy: a PyTorch operator on a row of logits would wake a second thread.
             rows = np.array(logits_BNV.detach().numpy(), order="C").reshape(-1, vocab_size)

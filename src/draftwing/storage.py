@@ -1,8 +1,8 @@
-"""The folder of files that belong to this machine: the compiled kernel, measured costs, fetched models.
+"""This machine's cache folder: the compiled kernel, measured costs, downloaded models.
 
-These files are executed and trusted, so no other user may write to the folder. On Linux the folder is opened once,
-its owner and mode are read from the open folder, and files are reached through that: a folder that is swapped for
-another one after the check changes nothing.
+These files are executed and trusted, so no other user may write to the folder. On Linux the folder is opened once, its
+owner and mode are checked on the open handle, and files are accessed through it: replacing the folder after the check
+has no effect.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _POSIX = os.name == "posix"
-_PATIENCE = 60.0  # seconds to wait for another process's lock: it may have been stopped
+_PATIENCE = 60.0  # seconds to wait for the lock of another process, which may be stopped
 
 
 def cache_folder() -> Path | None:
-    """``$DRAFTWING_CACHE``, or ``draftwing`` in the user's cache; None for a user without a home."""
-    own = os.environ.get("DRAFTWING_CACHE")
-    if own:
-        return Path(own)
+    """Return ``$DRAFTWING_CACHE``, or ``draftwing`` in the user's cache folder; None for a user without a home."""
+    if path := os.environ.get("DRAFTWING_CACHE"):
+        return Path(path)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftwing"
     except RuntimeError:
@@ -33,17 +32,17 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def private_folder() -> Iterator[Folder]:
-    """The cache folder, made where it is missing, checked, and open until the block ends.
+    """Create the cache folder if it is missing, check it, and keep it open until the block ends.
 
     Raises:
-        OSError: there is none, it cannot be made, or others may write to it.
+        OSError: it cannot be created, or other users may write to it.
     """
     path = cache_folder()
     if path is None:
         raise OSError("this user has no home folder: name a folder in DRAFTWING_CACHE")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):  # another process was faster
+        with suppress(FileExistsError):  # another process created it
             path.mkdir(0o700)
     with open_folder(path) as folder:
         yield folder
@@ -51,10 +50,10 @@ def private_folder() -> Iterator[Folder]:
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[Folder]:
-    """An existing folder, checked, and open until the block ends.
+    """Check an existing folder and keep it open until the block ends.
 
     Raises:
-        OSError: it is no folder, belongs to another user, or others may write to it.
+        OSError: it is not a folder, belongs to another user, or other users may write to it.
     """
     if not _POSIX:
         yield Folder(path, path)
@@ -64,11 +63,11 @@ def open_folder(path: Path) -> Iterator[Folder]:
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
-        raise OSError(f"{path} is a link or a file: name the folder itself in DRAFTWING_CACHE") from None
+        raise OSError(f"{path} is a link or a file: set DRAFTWING_CACHE to the folder itself") from None
     try:
         state = os.fstat(handle)
         if not _is_trusted(state):
-            raise OSError(f"{path} belongs to another user (uid {state.st_uid}): name your own in DRAFTWING_CACHE")
+            raise OSError(f"{path} belongs to another user (uid {state.st_uid}): set DRAFTWING_CACHE to your own")
         if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise OSError(f"{path} may be written by other users: run `chmod 700 {path}`")
         through = Path(f"/proc/self/fd/{handle}")
@@ -86,8 +85,8 @@ class Folder:
     """An open private folder.
 
     Attributes:
-        path: its name, for messages.
-        at: where its files are reached: the very folder that was checked, whatever its name stands for by now.
+        path: its path, for messages.
+        at: the path through which its files are accessed; refers to the folder that was checked.
     """
 
     def __init__(self, path: Path, at: Path) -> None:
@@ -97,30 +96,34 @@ class Folder:
         return sorted(os.listdir(self.at))
 
     def read(self, name: str) -> bytes:
-        """A whole file.
+        """Return a file's content.
 
         Raises:
-            OSError: there is none, it is a link, or it belongs to another user.
+            OSError: it does not exist, is a link, or belongs to another user.
         """
-        with open(self.at / name, "rb", opener=_open_plain) as file:
+
+        def open_file(path: str, flags: int) -> int:
+            return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+        with open(self.at / name, "rb", opener=open_file) as file:
             if not _is_trusted(os.fstat(file.fileno())):
                 raise OSError(f"{self.path / name} belongs to another user: delete it")
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """A whole file or, where anything goes wrong, none."""
-        handle, fresh = tempfile.mkstemp(dir=self.at, prefix=".new-")
+        """Write a file atomically: completely or not at all."""
+        handle, temporary = tempfile.mkstemp(dir=self.at, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-            os.replace(fresh, self.at / name)
+            os.replace(temporary, self.at / name)
         except BaseException:
             with suppress(OSError):
-                os.unlink(fresh)
+                os.unlink(temporary)
             raise
 
     def remove(self, name: str) -> None:
-        """A file, if it is there and can be removed."""
+        """Delete a file, if it exists and that is allowed."""
         with suppress(OSError):
             (self.at / name).unlink()
 
@@ -128,18 +131,20 @@ class Folder:
     def locked(
         self, name: str = "lock", patience: float | None = None, on_wait: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Alone among processes that ask for it: a dead one holds no lock, and one that is stuck is not waited for.
+        """Hold a lock that other processes respect; a process that exits releases its locks.
+
+        Without write access, or on a file system without locks, this has no effect.
 
         Args:
-            name: of the lock's file.
-            patience: seconds after which a process that holds the lock counts as stuck; None is a minute.
-            on_wait: called once where the lock is not free.
+            name: the lock's file.
+            patience: seconds after which to continue without the lock, as its holder must be stuck; None is a minute.
+            on_wait: called once if the lock is not free.
         """
         try:
             import fcntl
 
             handle = os.open(self.at / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except (ImportError, OSError):  # a folder that can only be read
+        except (ImportError, OSError):  # a read-only folder
             yield
             return
         try:
@@ -158,7 +163,3 @@ class Folder:
             yield
         finally:
             os.close(handle)
-
-
-def _open_plain(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))

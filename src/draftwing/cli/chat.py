@@ -35,7 +35,7 @@ from draftwing.errors import CheckpointError, ConfigError, DraftwingError, Promp
 from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
-    from draftwing.dialogue import Answer, Dialogue, Said
+    from draftwing.dialogue import Answer, AnswerStep, Dialogue
     from draftwing.stats import Stats
 
 _MAX_DEPTHS = 6  # of acceptance by depth in one line
@@ -190,7 +190,7 @@ class _Conversation:
             raise ConfigError(f"{name} takes no argument, found {shown(argument)}: leave it out")
         command.run(argument)
 
-    def _answer(self, ask: Callable[[Callable[[Said], None]], Answer]) -> None:
+    def _answer(self, ask: Callable[[Callable[[AnswerStep], None]], Answer]) -> None:
         last = self._dialogue.answers[-1:]
         if not (self._is_first or self._as_json or self._screen.is_terminal):
             print()  # an empty line between two answers
@@ -211,7 +211,7 @@ class _Conversation:
         else:
             self._screen.note(_summary(answer))
 
-    def _show(self, step: Said) -> None:
+    def _show(self, step: AnswerStep) -> None:
         if not self._as_json:
             self._screen.pieces(step.pieces, step.num_accepted)
 
@@ -374,8 +374,8 @@ def demo(
     name = draft or best_head(model.target) or lm.drafter_name
     lms = {"none": LM(lm.target, lm.tokenizer), name: lm}
 
-    def answer(draft: str, question: str, **settings: Any) -> tuple[Answer, list[Said]]:
-        steps: list[Said] = []
+    def answer(draft: str, question: str, **settings: Any) -> tuple[Answer, list[AnswerStep]]:
+        steps: list[AnswerStep] = []
         sampling = Sampling(**{"max_tokens": max_tokens, "seed": 1, **settings})
         return Dialogue(lms[draft], draft, sampling).ask(question, steps.append), steps
 
@@ -418,7 +418,7 @@ def _add_up(draft: str, pairs: list[tuple[Answer, Answer]]) -> dict[str, Any]:
     }
 
 
-def _print_pair(*pair: tuple[Answer, list[Said]]) -> None:
+def _print_pair(*pair: tuple[Answer, list[AnswerStep]]) -> None:
     question, temperature = pair[0][0].question, pair[0][0].sampling.temperature
     print_line(f"\n{question}  (temperature {temperature:g})", "bold")
     table = Table(expand=new_console().is_terminal, padding=(0, 1))

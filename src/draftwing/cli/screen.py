@@ -24,7 +24,7 @@ from rich.text import Text
 from draftwing.errors import DraftwingWarning
 
 if TYPE_CHECKING:
-    from draftwing.dialogue import Said
+    from draftwing.dialogue import AnswerStep
 
 STYLES = tuple(map(Style.parse, ("dim", "cyan", "green", "yellow", "bold magenta")))  # by accepted tokens per step
 FILE_WIDTH = 160  # columns of files and pipes, which have no width
@@ -147,7 +147,7 @@ def _accepted_style(num_accepted: int) -> Style:
     return STYLES[min(num_accepted, len(STYLES) - 1)]
 
 
-def text_of(steps: Iterable[Said]) -> Text:
+def text_of(steps: Iterable[AnswerStep]) -> Text:
     """Return a whole answer, coloured like ``Screen.pieces``."""
     text = Text(overflow="fold")
     for step in steps:

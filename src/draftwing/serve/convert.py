@@ -1,9 +1,10 @@
-"""Tools: how a model is told of them, and how it is held to calling one. ``calls`` reads what it then writes."""
+"""From request bodies to arguments of the engine: prompts, sampling, constraints, speculation and tools."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +15,19 @@ from draftwing.lm import LM
 from draftwing.methods.base import Budget
 from draftwing.sampling import Sampling
 from draftwing.sampling_options import nth_seed
-from draftwing.serve.errors import Refusal, of_error
-from draftwing.serve.models import ChatBody, CompletionBody, Message, Speculation
+from draftwing.serve.errors import Refusal, refusal_for
+from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
-from draftwing.stats import RowStep
 from draftwing.text.grammar import Grammar
-from draftwing.text.tokenizer import Tokenizer
 
-_TOLD = """# Tools
+MAX_SEQUENCES = 128  # of one request: prompts times n
+_COMPLETION_TOKENS = 16  # default of completions, as in OpenAI's and vLLM's servers
+_NUM_LAWS = 6  # tokens per distribution in a full trace
+_SAMPLING_FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "min_tokens", "ignore_eos"),
+)
+_TOOLS_PROMPT = """# Tools
 
 You may call these functions:
 <tools>
@@ -34,70 +40,268 @@ To call one, answer with a JSON object inside of <tool_call></tool_call> and not
 </tool_call>"""
 
 
-def forced_schema(body: ChatBody, tools: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The JSON schema of the call that has to be the answer; None where the model may choose.
+@dataclass(frozen=True)
+class Defaults:
+    """Values for fields that a request leaves out.
+
+    Attributes:
+        room_for: see ``Engine.room_for``.
+        sampling: fields of ``Sampling``.
+        max_tokens: the limit of chat answers; None is the rest of the context.
+    """
+
+    room_for: Callable[[int], int]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+    @classmethod
+    def for_model(cls, lm: LM, engine: Engine, max_tokens: int | None = None) -> Defaults:
+        """Read the sampling defaults from the model's ``generation_config.json``; without one, temperature is 1.
+
+        Raises:
+            SamplingError: the file contains an invalid value.
+        """
+        sampling: dict[str, Any] = {"temperature": 1.0}
+        folder = getattr(lm.target, "folder", None)
+        file = None if folder is None else folder / "generation_config.json"
+        if file is not None and file.exists():
+            config = json.loads(file.read_text(encoding="utf-8"))  # valid JSON: ``load`` has read it
+            if config.get("top_k") == 0:  # in transformers, all tokens
+                del config["top_k"]
+            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            sampling |= {name: config[name] for name in names if config.get(name) is not None}
+        Sampling(**sampling)
+        return cls(engine.room_for, sampling, max_tokens)
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A validated request.
+
+    Attributes:
+        sequences: the prompt ids and sampling of each choice, in order.
+        options: further options of ``Engine.submit``, for all sequences.
+        tool_names: functions whose calls are parsed; None parses no calls.
+        max_calls: calls per sequence; None is no limit.
+    """
+
+    sequences: list[tuple[list[int], Sampling]]
+    options: dict[str, Any]
+    tool_names: tuple[str, ...] | None = None
+    max_calls: int | None = None
+
+
+def parse_chat(body: ChatBody, lm: LM, defaults: Defaults) -> ParsedRequest:
+    """Validate and encode a chat request. Slow: applies the template and compiles grammars.
 
     Raises:
-        Refusal: a choice among tools that are not there.
+        Refusal: the request is invalid.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    tools = [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    schema = forced_schema(body, tools)
+    messages = template_messages(body)
+    variables = dict(body.chat_template_kwargs or {})
+    reserved = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
+    for name in variables:
+        if name in reserved or name in lm.tokenizer.template_options or not lm.tokenizer.template_reads(name):
+            message = f"the chat template has no variable {shown(name)} that a request may set: leave it out"
+            raise Refusal(400, message, "chat_template_kwargs")
+    try:
+        if tools and lm.tokenizer.template_reads("tools"):
+            variables["tools"] = tools
+        elif tools:
+            messages = messages_with_tools(messages, tools)
+        ids = lm.tokenizer.encode_chat(messages, **variables)
+    except DraftwingError as error:
+        raise refusal_for(error, "messages") from error
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    parsed = _parse(body, lm, defaults, [ids], logprobs, body.max_completion_tokens or body.max_tokens, schema)
+    parses_calls = schema is not None or (bool(tools) and "constraint" not in parsed.options)
+    names = tuple(tool.function.name for tool in body.tools or ()) if parses_calls else None
+    return replace(parsed, tool_names=names, max_calls=1 if body.parallel_tool_calls is False else None)
+
+
+def forced_schema(body: ChatBody, tools: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the JSON schema of the tool call that the answer must be; None if the model may choose.
+
+    Raises:
+        Refusal: ``tool_choice`` names a tool that does not exist.
     """
     choice = body.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
     name = None if isinstance(choice, str) else choice.function.name
-    wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    if not wanted:
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if not functions:
         raise Refusal(400, "tool_choice names a function that is not in tools: add it there", "tool_choice")
-    kinds = [
+    schemas = [
         {
             "type": "object",
-            "properties": {"name": {"const": each["name"]}, "arguments": each.get("parameters") or {"type": "object"}},
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for each in wanted
+        for function in functions
     ]
-    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def calling_messages(
-    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], tokenizer: Tokenizer
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and variables for a chat template.
-
-    Where the template has no place for tools, the model is told of them in a system message, and calls and results
-    in former messages are written into their text.
-    """
-    if tokenizer.template_reads("tools"):
-        return list(messages), {"tools": list(tools)}
-    told = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    plain = [_as_text(message) for message in messages]
-    if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]], {}
-    return [{"role": "system", "content": told}, *plain], {}
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = [
-        f"{OPEN}\n{json.dumps({name: call['function'].get(name) for name in ('name', 'arguments')})}\n{CLOSE}"
-        for call in message.get("tool_calls", ())
-    ]
-    return {"role": message["role"], "content": "\n".join([message["content"], *calls]).strip("\n")}
-
-
-# Speculation chosen per request, and what it brought, in vLLM's words.
-
-
-def budget_of(wish: Speculation) -> Budget | AtMost | str | None:
-    """How much to draft: a budget, ``none``, or what the server does by itself: None, or up to a size.
+def template_messages(body: ChatBody) -> list[dict[str, Any]]:
+    """Return the messages for a chat template: parts joined, arguments of calls as objects, null fields left out.
 
     Raises:
-        ConfigError: a tree that is none.
+        Refusal: a part that is not text, or a tool call without a function.
     """
-    if wish.draft == "none" or wish.max_nodes == 0:
+    messages = []
+    for number, message in enumerate(body.messages):
+        fields = {name: value for name, value in message if value is not None}
+        if fields["role"] == "developer":  # OpenAI's new name, which chat templates do not know
+            fields["role"] = "system"
+        if isinstance(message.content, list):
+            fields["content"] = ""
+            for part in message.content:
+                kind, text = part.get("type"), part.get("text")
+                if kind != "text" or not isinstance(text, str):
+                    raise Refusal(
+                        400,
+                        f"message {number + 1} has a part of type {shown(kind)}: this model reads parts of type text",
+                        f"messages.{number}.content",
+                    )
+                fields["content"] += text
+        fields.setdefault("content", "")
+        if message.tool_calls is not None:
+            fields["tool_calls"] = []
+            for call in message.tool_calls:
+                function = call.get("function")
+                if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                    param = f"messages.{number}.tool_calls"
+                    raise Refusal(400, "a tool call must have a function with a name", param)
+                arguments = function.get("arguments")
+                with suppress(ValueError, RecursionError):  # the template gets a string that is not JSON unchanged
+                    arguments = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
+                fields["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
+        messages.append(fields)
+    return messages
+
+
+def messages_with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages that describe tools, their calls and results as text, for templates without tools."""
+    description = _TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    plain = []
+    for message in messages:
+        if message["role"] == "tool":
+            plain.append({"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"})
+            continue
+        calls = [
+            f"{OPEN}\n{json.dumps({name: call['function'].get(name) for name in ('name', 'arguments')})}\n{CLOSE}"
+            for call in message.get("tool_calls", ())
+        ]
+        content = "\n".join([message["content"], *calls]).strip("\n")
+        plain.append({"role": message["role"], "content": content})
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{description}"}, *plain[1:]]
+    return [{"role": "system", "content": description}, *plain]
+
+
+def parse_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> ParsedRequest:
+    """Validate and encode a completion request.
+
+    Raises:
+        Refusal: the request is invalid.
+    """
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    if len(prompts) > MAX_SEQUENCES:
+        message = f"a request may have {MAX_SEQUENCES} prompts, found {len(prompts)}: send several requests"
+        raise Refusal(400, message, "prompt")
+    try:
+        encoded = [lm.encode(prompt) for prompt in prompts]
+    except DraftwingError as error:
+        raise refusal_for(error, "prompt") from error
+    return _parse(body, lm, defaults, encoded, body.logprobs, body.max_tokens or _COMPLETION_TOKENS, None)
+
+
+def _parse(
+    body: ChatBody | CompletionBody,
+    lm: LM,
+    defaults: Defaults,
+    prompts: Sequence[list[int]],
+    logprobs: int | None,
+    max_tokens: int | None,
+    schema: dict[str, Any] | None,
+) -> ParsedRequest:
+    n, num = body.n or 1, (body.n or 1) * len(prompts)
+    if num > MAX_SEQUENCES:
+        raise Refusal(400, f"a request may ask for {MAX_SEQUENCES} sequences, found {num}: ask for fewer", "n")
+    if body.stream_options is not None and not body.stream:
+        raise Refusal(400, "stream_options are for streams: set stream to true, or leave them out", "stream_options")
+    options, speculation = _constraint(body, schema, lm), body.speculation
+    if speculation is not None:
+        try:
+            options["speculation"] = _budget(speculation)
+            if speculation.draft not in (None, "none"):
+                options["drafts"] = str(speculation.draft).split("+")
+        except DraftwingError as error:
+            raise refusal_for(error, "speculation") from error
+    sequences = []
+    for ids in prompts:
+        room = defaults.room_for(len(ids))
+        if room < 1:
+            raise Refusal(
+                400,
+                f"the prompt has {len(ids):,} tokens, but prompt and answer may have {room + len(ids):,}: shorten it",
+                "messages" if isinstance(body, ChatBody) else "prompt",
+                "context_length_exceeded",
+            )
+        sampling = _sampling(body, defaults, logprobs, min(max_tokens or defaults.max_tokens or room, room))
+        for number in range(n):
+            seed = sampling.seed if sampling.seed is None else nth_seed(sampling.seed, number)
+            sequences.append((ids, replace(sampling, seed=seed)))
+    return ParsedRequest(sequences, options)
+
+
+def _constraint(body: ChatBody | CompletionBody, schema: dict[str, Any] | None, lm: LM) -> dict[str, Any]:
+    """Return the option ``constraint`` of ``Engine.submit``, or nothing. ``schema`` overrides any other format."""
+    kind = "text" if body.response_format is None else body.response_format.type
+    if kind != "text" and body.grammar is not None:
+        raise Refusal(400, "there are a grammar and a response_format: give one of them", "grammar")
+    form = None if body.response_format is None else body.response_format.json_schema
+    if kind == "json_schema" and (form is None or form.json_schema is None):
+        message = "response_format of type json_schema needs one: {'json_schema': {'name': ..., 'schema': {...}}}"
+        raise Refusal(400, message, "response_format.json_schema")
+    param = "grammar"
+    if schema is not None:
+        param = "tools"
+    elif kind == "json_object":
+        param, schema = "response_format", {"type": "object"}
+    elif kind == "json_schema" and form is not None:
+        param, schema = "response_format.json_schema.schema", form.json_schema
+    elif body.grammar is None:
+        return {}
+    try:
+        grammar = Grammar.lark(body.grammar or "") if schema is None else Grammar.json_schema(schema)
+        return {"constraint": lm.constraint(grammar)}
+    except DraftwingError as error:
+        raise refusal_for(error, param) from error
+
+
+def _budget(speculation: Speculation) -> Budget | AtMost | str | None:
+    """Return the option ``speculation`` of ``Engine.submit``.
+
+    Raises:
+        ConfigError: the tree is invalid.
+    """
+    if speculation.draft == "none" or speculation.max_nodes == 0:
         return "none"
-    tree = wish.tree or "auto"
+    tree, max_nodes = speculation.tree or "auto", speculation.max_nodes
+    if tree == "auto":
+        return None if max_nodes is None else AtMost(max_nodes)
     kind, _, numbers = tree.partition(":")
     try:
         if kind == "chain":
@@ -105,8 +309,6 @@ def budget_of(wish: Speculation) -> Budget | AtMost | str | None:
         elif kind == "dynamic":
             nodes, depth, width = map(int, numbers.split(","))
             budget = Budget(depth, width, nodes)
-        elif tree == "auto":
-            return None if wish.max_nodes is None else AtMost(wish.max_nodes)
         else:
             raise ValueError
     except ConfigError as error:
@@ -116,319 +318,32 @@ def budget_of(wish: Speculation) -> Budget | AtMost | str | None:
             f"speculation.tree must be auto, chain:K or dynamic:NODES,DEPTH,WIDTH, found {shown(tree)}: write chain:5, "
             f"or dynamic:59,8,10"
         ) from None
-    return budget if wish.max_nodes is None else cut_to_nodes(budget, wish.max_nodes)
+    return budget if max_nodes is None else cut_to_nodes(budget, max_nodes)
 
 
-def figures(rows: Iterable[RowStep], *, detailed: bool = False) -> dict[str, Any]:
-    """What speculation brought in these steps.
-
-    Args:
-        rows: of all steps; those that drafted nothing count nowhere.
-        detailed: with two lists that have an entry for each step that drafted.
-    """
-    drafted, accepted = [], []
-    for row in rows:
-        if row.num_drafted:
-            drafted.append(row.num_drafted)
-            accepted.append(row.num_accepted)
-    histogram = [0] * (max(accepted, default=-1) + 1)
-    for num in accepted:
-        histogram[num] += 1
-    found: dict[str, Any] = {
-        "mean_acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
-        "draft_acceptance_rate": sum(accepted) / max(sum(drafted), 1),
-        "acceptance_histogram": histogram,
-        "num_spec_steps": len(drafted),
-        "num_accepted_draft_tokens": sum(accepted),
-        "num_draft_tokens": sum(drafted),
-    }
-    if detailed:
-        found |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
-    return {"speculative_decoding": found}
-
-
-# From the fields of a body to what the engine is asked for.
-
-
-MOST_TEXTS = 128  # of one request: prompts times n
-_COMPLETED = 16  # tokens of a completion that does not say it, as in OpenAI's and vLLM's servers
-_NUM_LAWS = 6  # tokens of each law that a full trace names
-_SAME = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "min_tokens", "ignore_eos"),
-)
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What holds where a request does not say it.
-
-    Attributes:
-        sampling: fields of ``Sampling``, from the model's generation_config.json.
-        max_tokens: of an answer, None for what is left of the context.
-        room_for: see ``Engine``.
-    """
-
-    room_for: Callable[[int], int]
-    sampling: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int | None = None
-
-    @classmethod
-    def of(cls, lm: LM, engine: Engine, max_tokens: int | None = None) -> Defaults:
-        """Temperature 1, or what the model's own generation_config.json says."""
-        found: dict[str, Any] = {"temperature": 1.0}
-        folder = getattr(lm.target, "folder", None)
-        file = None if folder is None else folder / "generation_config.json"
-        if file is not None and file.exists():
-            own = json.loads(file.read_text(encoding="utf-8"))  # load has read it before: it is JSON
-            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            said = {name: own[name] for name in names if own.get(name) is not None}
-            if said.get("top_k") == 0:  # transformers' word for all tokens
-                del said["top_k"]
-            found |= said
-        Sampling(**found)
-        return cls(engine.room_for, found, max_tokens)
-
-
-@dataclass(frozen=True)
-class Text:
-    """One text that is to be written: what ``Worker.submit`` takes."""
-
-    prompt_ids: list[int]
-    sampling: Sampling
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request as it is carried out.
-
-    Attributes:
-        texts: in the order of the choices.
-        n: of them follow from each prompt.
-        detailed, traced: see ``fields.Speculation``.
-        tool_names: of the functions that may be called; None where calls are not looked for.
-        most_calls: of one text; None: any number.
-    """
-
-    texts: list[Text]
-    n: int = 1
-    stream: bool = False
-    with_usage: bool = False
-    usage_always: bool = False
-    detailed: bool = False
-    traced: bool = False
-    tool_names: tuple[str, ...] | None = None
-    most_calls: int | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Each prompt counted once."""
-        return sum(len(text.prompt_ids) for text in self.texts[:: self.n])
-
-
-def asked_of_chat(body: ChatBody, lm: LM, defaults: Defaults) -> Asked:
-    """What a chat asks for. Takes a moment: templates, tokens, grammars.
-
-    Raises:
-        Refusal: what cannot be answered, and why.
-    """
-    if body.top_logprobs is not None and not body.logprobs:
-        raise Refusal(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    named = [tool.function.name for tool in body.tools or ()]
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
-    schema = forced_schema(body, tools)
-    messages = [_plain(message, number) for number, message in enumerate(body.messages)]
-    variables = _variables(body, lm)
+def _sampling(body: ChatBody | CompletionBody, defaults: Defaults, logprobs: int | None, max_tokens: int) -> Sampling:
+    fields = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    if fields.get("min_tokens") == 0:
+        del fields["min_tokens"]
+    if fields.get("top_k") in (0, -1):  # in vLLM, all tokens
+        fields["top_k"] = None
     try:
-        if tools:
-            messages, own = calling_messages(messages, tools, lm.tokenizer)
-            variables |= own
-        ids = lm.tokenizer.encode_chat(messages, **variables)
-    except DraftwingError as error:
-        raise of_error(error, "messages") from error
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    most = body.max_completion_tokens or body.max_tokens
-    asked = _asked(body, lm, defaults, [ids], top, most, schema)
-    most_calls = 1 if body.parallel_tool_calls is False else None
-    reads_calls = schema is not None or (bool(tools) and "constraint" not in asked.texts[0].options)
-    return replace(asked, tool_names=tuple(named) if reads_calls else None, most_calls=most_calls)
-
-
-def asked_of_completion(body: CompletionBody, lm: LM, defaults: Defaults) -> Asked:
-    """What a completion asks for.
-
-    Raises:
-        Refusal: what cannot be answered, and why.
-    """
-    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    if not given or isinstance(given[0], int):
-        given = [given]
-    if len(given) > MOST_TEXTS:
-        raise Refusal(400, f"a request may have {MOST_TEXTS} prompts, found {len(given)}: send several", "prompt")
-    try:
-        prompts = [lm.encode(prompt) for prompt in given]
-    except DraftwingError as error:
-        raise of_error(error, "prompt") from error
-    return _asked(body, lm, defaults, prompts, body.logprobs, body.max_tokens or _COMPLETED, None)
-
-
-def _asked(
-    body: ChatBody | CompletionBody,
-    lm: LM,
-    defaults: Defaults,
-    prompts: Sequence[list[int]],
-    logprobs: int | None,
-    most: int | None,
-    schema: dict[str, Any] | None,
-) -> Asked:
-    n = body.n or 1
-    if n * len(prompts) > MOST_TEXTS:
-        raise Refusal(400, f"a request may ask for {MOST_TEXTS} texts, found {n * len(prompts)}: ask for fewer", "n")
-    if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "stream_options are for streams: set stream to true, or leave them out", "stream_options")
-    options, wish = _constraint(body, schema, lm), body.speculation
-    if wish is not None:
-        try:
-            options["speculation"] = budget_of(wish)
-            if wish.draft not in (None, "none"):
-                options["drafts"] = str(wish.draft).split("+")
-        except DraftwingError as error:
-            raise of_error(error, "speculation") from error
-    texts = []
-    for ids in prompts:
-        room = defaults.room_for(len(ids))
-        if room < 1:
-            raise Refusal(
-                400,
-                f"the prompt has {len(ids):,} tokens, and {room + len(ids):,} are read and written at most: shorten it",
-                "messages" if isinstance(body, ChatBody) else "prompt",
-                "context_length_exceeded",
-            )
-        sampling = _sampling(body, defaults, logprobs, min(most or defaults.max_tokens or room, room))
-        if wish is not None and wish.trace == "full" and body.stream:
-            sampling = replace(sampling, laws=_NUM_LAWS)
-        for number in range(n):
-            own = sampling.seed if sampling.seed is None else nth_seed(sampling.seed, number)
-            texts.append(Text(ids, replace(sampling, seed=own), options))
-    usage = body.stream_options
-    return Asked(
-        texts,
-        n,
-        bool(body.stream),
-        bool(usage and usage.include_usage),
-        bool(usage and usage.continuous_usage_stats),
-        bool(wish and wish.detailed),
-        bool(wish and wish.trace and body.stream),
-    )
-
-
-def _sampling(body: ChatBody | CompletionBody, defaults: Defaults, logprobs: int | None, most: int) -> Sampling:
-    said = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
-    if said.get("min_tokens") == 0:
-        del said["min_tokens"]
-    if said.get("top_k") in (0, -1):  # vLLM's words for all tokens
-        said["top_k"] = None
-    try:
-        bias = {_token_of(token): value for token, value in (body.logit_bias or {}).items()}
+        logit_bias = {}
+        for token, bias in (body.logit_bias or {}).items():
+            if not token.isascii() or not token.isdigit() or len(token) > 10:
+                raise SamplingError(
+                    f"logit_bias must have token ids as keys, found {shown(token)}: write {{'42': -1.5}}"
+                )
+            logit_bias[int(token)] = bias
         return Sampling(
-            **{**defaults.sampling, **said},
-            logit_bias=bias,
+            **{**defaults.sampling, **fields},
+            logit_bias=logit_bias,
             stop_tokens=tuple(body.stop_token_ids or ()),
             stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-            max_tokens=most,
+            max_tokens=max_tokens,
             logprobs=logprobs,
+            laws=_NUM_LAWS if body.speculation is not None and body.speculation.trace == "full" and body.stream else 0,
         )
     except SamplingError as error:
         name = str(error).split(" ", 1)[0].strip(":")
-        raise of_error(error, name if name in type(body).model_fields else None) from error
-
-
-def _token_of(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 10:
-        raise SamplingError(f"logit_bias must have token ids as keys, found {shown(text)}: write {{'42': -1.5}}")
-    return int(text)
-
-
-def _constraint(body: ChatBody | CompletionBody, schema: dict[str, Any] | None, lm: LM) -> dict[str, Any]:
-    """What the answer has to follow, as an option of ``Engine.submit``; empty for anything.
-
-    Args:
-        schema: of a call that has to be the answer, which goes before any other format.
-    """
-    wanted, param = _grammar_of(body)
-    try:
-        grammar = Grammar.json_schema(schema) if schema is not None else None if wanted is None else wanted()
-        return {} if grammar is None else {"constraint": lm.constraint(grammar)}
-    except DraftwingError as error:
-        raise of_error(error, "tools" if schema is not None else param) from error
-
-
-def _grammar_of(body: ChatBody | CompletionBody) -> tuple[Callable[[], Grammar] | None, str]:
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        source = body.grammar
-        return (None if source is None else lambda: Grammar.lark(source)), "grammar"
-    if body.grammar is not None:
-        raise Refusal(400, "there are a grammar and a response_format: give one of them", "grammar")
-    if wanted.type == "json_object":
-        return Grammar.json_object, "response_format"
-    schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
-    if schema is None:
-        raise Refusal(
-            400,
-            "response_format of type json_schema needs one: {'json_schema': {'name': ..., 'schema': {...}}}",
-            "response_format.json_schema",
-        )
-    return (lambda: Grammar.json_schema(schema)), "response_format.json_schema.schema"
-
-
-def _variables(body: ChatBody, lm: LM) -> dict[str, Any]:
-    """What a request sets in the chat template: variables that the template reads, and nothing of how it is applied."""
-    given = dict(body.chat_template_kwargs or {})
-    own = ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
-    for name in given:
-        if name in own or name in lm.tokenizer.template_options or not lm.tokenizer.template_reads(name):
-            raise Refusal(
-                400,
-                f"the chat template has no variable {shown(name)} that a request may set: leave it out",
-                "chat_template_kwargs",
-            )
-    return given
-
-
-def _plain(message: Message, number: int) -> dict[str, Any]:
-    """A message for the chat template: parts joined, arguments of calls as objects, nothing that is null."""
-    found = {name: value for name, value in message if value is not None}
-    if found["role"] == "developer":  # OpenAI's new word for it, which chat templates do not know
-        found["role"] = "system"
-    if isinstance(message.content, list):
-        found["content"] = "".join(_text_of(part, number) for part in message.content)
-    found.setdefault("content", "")
-    if message.tool_calls is not None:
-        found["tool_calls"] = [_call_of(call, number) for call in message.tool_calls]
-    return found
-
-
-def _text_of(part: dict[str, Any], number: int) -> str:
-    text = part.get("text")
-    if part.get("type") != "text" or not isinstance(text, str):
-        raise Refusal(
-            400,
-            f"message {number + 1} has a part of type {shown(part.get('type'))}: this model reads parts of type text",
-            f"messages.{number}.content",
-        )
-    return text
-
-
-def _call_of(call: dict[str, Any], number: int) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        where = f"messages.{number}.tool_calls"
-        raise Refusal(400, "a tool call must have a function with a name", where)
-    given = function.get("arguments")
-    try:
-        parsed = json.loads(given) if isinstance(given, str) and given else given or {}
-    except (ValueError, RecursionError):
-        parsed = given
-    return {**call, "function": {**function, "arguments": parsed}}
+        raise refusal_for(error, name if name in type(body).model_fields else None) from error

@@ -1,10 +1,11 @@
-"""The page, and what it asks of the server beside texts: what is served, what forwards cost, lessons."""
+"""The inspector: its page, and the routes that the page needs besides answers."""
 
 from __future__ import annotations
 
 import asyncio
 import mimetypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -21,15 +22,14 @@ from draftwing.limits import names_of
 from draftwing.lm import LM
 from draftwing.methods.base import Drafter
 from draftwing.methods.ensemble import CombinedDrafter
-from draftwing.serve.convert import Defaults, asked_of_chat, asked_of_completion
-from draftwing.serve.errors import Refusal, dumps, of_error
+from draftwing.serve.convert import Defaults, parse_chat, parse_completion
+from draftwing.serve.errors import Refusal, dumps, refusal_for
 from draftwing.serve.lesson import lesson
 from draftwing.serve.models import ChatBody, CompletionBody, Message
-from draftwing.serve.trace import Shown
+from draftwing.serve.trace import TokenNames
 
-MOST_IDS = 4096  # tokens of a text that a lesson reads
-_FOLDER = Path(__file__).parent / "page"
-_HEADERS = {
+_MAX_LESSON_TOKENS = 4096
+_PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -41,136 +41,121 @@ _HEADERS = {
 
 
 class _Page(StaticFiles):
-    """Files that may ask for nothing from elsewhere, and may not be framed."""
-
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file."""
         response = await super().get_response(path, scope)
-        response.headers.update(_HEADERS)
+        response.headers.update(_PAGE_HEADERS)
         return response
 
 
 class _LessonBody(BaseModel):
-    """A place in a text: a prompt or messages, and the tokens that were written before."""
+    """A position in a text: a prompt or messages, and the tokens generated before it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     prompt: Annotated[str, Field(max_length=2**20)] | None = None
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MOST_IDS)]
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MAX_LESSON_TOKENS)]
     draft: Annotated[str, Field(max_length=256)]
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
-class Inspector:
-    """What the page shows of one server.
+def install_inspector(app: FastAPI, lm: LM, model: str, defaults: Defaults, *, needs_key: bool) -> None:
+    """Add the inspector's routes, and the page at the root, which must come last.
 
     Args:
-        lm: what is served.
+        app: the server.
+        lm: the served model.
         model: its name.
-        defaults: of sampling, as for requests.
+        defaults: sampling defaults, as for requests.
         needs_key: whether requests need an API key.
     """
+    names = TokenNames(lm.tokenizer)
+    lock = asyncio.Lock()  # one lesson at a time, since lessons compete with requests
 
-    def __init__(self, lm: LM, model: str, defaults: Defaults, *, needs_key: bool) -> None:
-        self._lm, self._model, self._defaults, self._needs_key = lm, model, defaults, needs_key
-        self._shown = Shown(lm.tokenizer)
-        self._turn = asyncio.Lock()  # one lesson at a time: each is a forward beside those of requests
+    def part(place: int) -> Drafter:
+        return cast(CombinedDrafter, lm.new_drafter()).parts[place]
 
-    def install(self, app: FastAPI) -> None:
-        """Add its paths, and the page at the root; they must be the last ones."""
-
-        @app.get("/inspector/state", include_in_schema=False)
-        async def state() -> Response:
-            """What is served."""
-            return _json(self._state())
-
-        @app.get("/inspector/costs", include_in_schema=False)
-        async def costs(draft: str = "") -> Response:
-            """What was measured here before; nothing is measured while requests run."""
-            return _json(await run_in_threadpool(self._costs, draft))
-
-        @app.post("/inspector/lesson", include_in_schema=False)
-        async def teach(body: _LessonBody) -> Response:
-            """What the classic rules make of a place in a text."""
-            async with self._turn:
-                return _json(await run_in_threadpool(self._lesson, body))
-
-        mimetypes.add_type("text/javascript", ".js")  # some systems say text/plain, which browsers then refuse
-        app.mount("/", _Page(directory=_FOLDER, html=True), name="page")
-
-    def _drafters(self) -> Iterator[tuple[str, Callable[[], Drafter]]]:
-        """By name, what requests may choose among; each maker gives one with empty state."""
-        new, whole = self._lm.new_drafter, self._lm.new_drafter()
+    def drafters() -> dict[str, Callable[[], Drafter]]:
+        """Return constructors of the drafters that requests may choose, the default first."""
+        whole = lm.new_drafter()
         if not whole.drafts:
-            return
-        yield "+".join(whole.part_names) or names_of(whole)[0], new
-        for place, name in enumerate(whole.part_names):
-            yield name, lambda place=place: cast(CombinedDrafter, new()).parts[place]  # type: ignore[misc]
+            return {}
+        parts = {name: partial(part, place) for place, name in enumerate(whole.part_names)}
+        return {"+".join(parts) or names_of(whole)[0]: lm.new_drafter, **parts}
 
-    def _maker(self, name: str) -> Callable[[], Drafter]:
-        known = dict(self._drafters())
-        if name not in known:
-            choice = ", ".join(known) or "none"
-            raise Refusal(400, f"there is no draft {shown(name)} here: choose {choice}", "draft")
-        return known[name]
+    def new_drafter(name: str) -> Callable[[], Drafter]:
+        choices = drafters()
+        if name not in choices:
+            raise Refusal(400, f"there is no draft {shown(name)} here: choose {', '.join(choices) or 'none'}", "draft")
+        return choices[name]
 
-    def _state(self) -> dict[str, Any]:
-        target = self._lm.target
-        drafts = []
-        for number, (name, new) in enumerate(self._drafters()):
+    @app.get("/inspector/state", include_in_schema=False)
+    async def get_state() -> Response:
+        drafts: list[dict[str, Any]] = []
+        for name, new in drafters().items():
             drafter = new()
-            drafts.append(
-                {
-                    "name": name,
-                    "taps": list(drafter.features.taps),
-                    "has_net": drafter.costs_forwards,
-                    "is_default": number == 0,
-                }
-            )
-        budget = self._lm.describe_budget()
-        return {
-            "model": self._model,
-            "target": target.name,
-            "num_layers": target.num_layers,
-            "max_length": target.max_length,
-            "is_chat": self._lm.tokenizer.has_chat_template,
-            "needs_key": self._needs_key,
-            "drafts": [*drafts, {"name": "none", "taps": [], "has_net": False, "is_default": not drafts}],
-            "tree": budget if budget.startswith(("chain:", "dynamic:")) else "auto",
-        }
+            features = {"taps": list(drafter.features.taps), "has_net": drafter.costs_forwards}
+            drafts.append({"name": name, **features, "is_default": not drafts})
+        drafts.append({"name": "none", "taps": [], "has_net": False, "is_default": not drafts})
+        budget = lm.describe_budget()
+        return _json(
+            {
+                "model": model,
+                "target": lm.target.name,
+                "num_layers": lm.target.num_layers,
+                "max_length": lm.target.max_length,
+                "is_chat": lm.tokenizer.has_chat_template,
+                "needs_key": needs_key,
+                "drafts": drafts,
+                "tree": budget if budget.startswith(("chain:", "dynamic:")) else "auto",
+            }
+        )
 
-    def _costs(self, draft: str) -> dict[str, Any]:
-        new = self._maker(draft) if draft not in ("", "none") else self._lm.new_drafter
-        found = known_costs(self._lm.target, new()) or known_costs(self._lm.target, self._lm.new_drafter())
-        if found is None:
-            return {"why": "Costs were not measured on this machine yet. They are when a server starts with tree auto."}
-        curves = {"verify": found.verify, "chain": found.chain, "tree": found.tree}
-        return {**{name: curve.knots for name, curve in curves.items()}, "context": found.context}
+    def read_costs(draft: str) -> dict[str, Any]:
+        new = new_drafter(draft) if draft not in ("", "none") else lm.new_drafter
+        costs = known_costs(lm.target, new()) or known_costs(lm.target, lm.new_drafter())
+        if costs is None:
+            return {
+                "why": "Costs were not measured on this machine yet; a server that starts with tree auto does that."
+            }
+        curves = {"verify": costs.verify, "chain": costs.chain, "tree": costs.tree}
+        return {**{name: curve.knots for name, curve in curves.items()}, "context": costs.context}
 
-    def _lesson(self, body: _LessonBody) -> dict[str, Any]:
+    @app.get("/inspector/costs", include_in_schema=False)
+    async def get_costs(draft: str = "") -> Response:
+        return _json(await run_in_threadpool(read_costs, draft))
+
+    def make_lesson(body: _LessonBody) -> dict[str, Any]:
         if (body.messages is None) == (body.prompt is None):
             raise Refusal(400, "a lesson needs either messages or a prompt", "messages")
-        own: dict[str, Any] = {"temperature": body.temperature, "seed": body.seed, "max_tokens": 1}
+        fields: dict[str, Any] = {"temperature": body.temperature, "seed": body.seed, "max_tokens": 1}
         if body.messages is not None:
-            asked = asked_of_chat(ChatBody(messages=body.messages, **own), self._lm, self._defaults)
+            parsed = parse_chat(ChatBody(messages=body.messages, **fields), lm, defaults)
         else:
-            asked = asked_of_completion(CompletionBody(prompt=body.prompt or "", **own), self._lm, self._defaults)
-        ids = [*asked.texts[0].prompt_ids, *body.token_ids]
-        if len(ids) > MOST_IDS or any(token >= self._lm.target.vocab_size for token in body.token_ids):
-            raise Refusal(
-                400, f"a lesson reads up to {MOST_IDS:,} tokens of this model: choose a place before", "token_ids"
-            )
+            parsed = parse_completion(CompletionBody(prompt=body.prompt or "", **fields), lm, defaults)
+        prompt_ids, sampling = parsed.sequences[0]
+        ids = [*prompt_ids, *body.token_ids]
+        if len(ids) > _MAX_LESSON_TOKENS or any(token >= lm.target.vocab_size for token in body.token_ids):
+            message = f"a lesson reads up to {_MAX_LESSON_TOKENS:,} tokens of this model: choose a place before"
+            raise Refusal(400, message, "token_ids")
         if body.draft == "none":
             return {"why": "This text was written without a draft: choose one under Settings."}
-        new = self._maker(body.draft)
+        new = new_drafter(body.draft)
         try:
-            return lesson(self._lm.target, new, ids, asked.texts[0].sampling, self._shown)
+            return lesson(lm.target, new, ids, sampling, names)
         except ConfigError as error:
             return {"why": f"{error}."}
         except DraftwingError as error:
-            raise of_error(error) from error
+            raise refusal_for(error) from error
+
+    @app.post("/inspector/lesson", include_in_schema=False)
+    async def get_lesson(body: _LessonBody) -> Response:
+        async with lock:
+            return _json(await run_in_threadpool(make_lesson, body))
+
+    mimetypes.add_type("text/javascript", ".js")  # some systems map it to text/plain, which browsers reject
+    app.mount("/", _Page(directory=Path(__file__).parent / "page", html=True), name="page")
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -1,6 +1,6 @@
-"""What may be asked: the fields of ``/v1/chat/completions`` and ``/v1/completions``.
+"""The request bodies of ``/v1/chat/completions`` and ``/v1/completions``.
 
-Types are strict, and unknown fields are refused by name: a setting that is ignored in silence would be worse.
+Types are strict, and unknown fields are refused by name, since ignoring a setting would be worse.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from draftwing.text.grammar import MAX_LEVELS, is_deeper
 
-_MOST_FIELDS = 256  # of one object: each that is unknown would be an error of its own
+_MAX_FIELDS = 256  # per object: every unknown field would be one more error
 
 
 def _shallow(value: Any) -> Any:
@@ -22,23 +22,23 @@ def _shallow(value: Any) -> Any:
 
 def _off(value: bool) -> bool:
     if value:
-        raise ValueError("only false is taken here")
+        raise ValueError("only false is supported")
     return value
 
 
 _Text = Annotated[str, Field(max_length=2**22)]
-# Not Literal[False], which 0 and 0.0 equal.
+# Literal[False] would accept 0 and 0.0.
 _Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(fail_fast=True)]
 _Texts = Annotated[list[_Text], Field(fail_fast=True)]
-_ManyTokenIds = Annotated[list[_TokenIds], Field(fail_fast=True)]
+_TokenIdLists = Annotated[list[_TokenIds], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), AfterValidator(_shallow)]
-# Checked by ``Sampling``, which stops at the first value that is wrong.
+# Checked by ``Sampling``, which stops at the first invalid value.
 _Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
 
@@ -47,14 +47,14 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
-            raise ValueError(f"it has {len(given):,} fields: there are not so many")
-        return given
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+            raise ValueError(f"it has {len(value):,} fields: send at most {_MAX_FIELDS}")
+        return value
 
 
 class Message(BaseModel):
-    """One message; what it has beside these is for the chat template to read."""
+    """A message; the chat template may read further fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     _is_shallow = model_validator(mode="before")(_shallow)
@@ -77,7 +77,7 @@ class Function(_Strict):
 
 
 class Tool(_Strict):
-    """A tool: always a function."""
+    """A tool, which is always a function."""
 
     type: Literal["function"]
     function: Function
@@ -107,16 +107,16 @@ class ResponseFormat(_Strict):
 
 
 class Speculation(_Strict):
-    """How much is drafted for a request. It changes its speed, never its text."""
+    """How much to draft for a request. This changes its speed, never its text."""
 
     draft: _Name | None = Field(None, description="One of the server's drafts, or none.")
     tree: Annotated[str, Field(max_length=64)] | None = Field(None, description="auto, chain:K or dynamic:N,D,W.")
-    max_nodes: Annotated[int, Field(ge=0, le=4096)] | None = Field(None, description="Nodes of a tree at most.")
-    detailed: bool = Field(False, description="Adds figures of every step to the metrics.")
+    max_nodes: Annotated[int, Field(ge=0, le=4096)] | None = Field(None, description="Maximum nodes of a tree.")
+    detailed: bool = Field(False, description="Add lists with an entry per step to the metrics.")
     trace: bool | Literal["full"] = Field(
         False,
-        description="Each chunk of the stream carries what its step drafted and kept; full: and the target's law "
-        "at every node.",
+        description="Add the draft tree and the accepted path of each step to the chunks of a stream; full adds the "
+        "target's distribution at every node.",
     )
 
 
@@ -127,7 +127,7 @@ class _StreamOptions(_Strict):
 
 
 class _Body(_Strict):
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="As /v1/models names it.")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="A name from /v1/models.")
     temperature: _Finite | None = None
     top_p: _Finite | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -136,13 +136,13 @@ class _Body(_Strict):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    logit_bias: _Biases | None = Field(None, description="Token ids, as strings, to numbers.")
+    logit_bias: _Biases | None = Field(None, description="Token ids, as strings, mapped to numbers.")
     presence_penalty: _Finite | None = None
     frequency_penalty: _Finite | None = None
-    user: _Text | None = Field(None, description="Taken, and not used.")
+    user: _Text | None = Field(None, description="Accepted and ignored.")
     response_format: ResponseFormat | None = None
-    # Beyond OpenAI's.
-    grammar: _Text | None = Field(None, description="What the answer must follow, in llguidance's Lark syntax.")
+    # Not in OpenAI's protocol.
+    grammar: _Text | None = Field(None, description="A grammar for the answer, in llguidance's Lark syntax.")
     top_k: int | None = None
     min_p: _Finite | None = None
     repetition_penalty: _Finite | None = None
@@ -150,7 +150,7 @@ class _Body(_Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[_TokenIds, Field(max_length=1024)] | None = None
     speculation: Speculation | None = None
-    # OpenAI's own clients may send these; on one server of one model they mean nothing.
+    # OpenAI's clients may send these; they have no effect.
     metadata: _Object | None = None
     store: _Off | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -170,12 +170,7 @@ class ChatBody(_Body):
 
 
 class CompletionBody(_Body):
-    prompt: (
-        _Text
-        | Annotated[list[_Text], Field(fail_fast=True)]
-        | _TokenIds
-        | Annotated[list[_TokenIds], Field(fail_fast=True)]
-    )
+    prompt: _Text | _Texts | _TokenIds | _TokenIdLists
     logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
     echo: _Off | None = Field(None, description="The prompt is not repeated.")
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None

@@ -1,116 +1,54 @@
-"""Answers as the OpenAI protocol has them: whole ones, chunks of streams, usage, log-probabilities."""
+"""Answers in the OpenAI format: complete ones and streams of chunks, with usage and log-probabilities."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 from draftwing.errors import DraftwingError
 from draftwing.lm import LM
-from draftwing.serve.convert import Asked, figures
-from draftwing.serve.errors import Refusal, dumps, of_error
+from draftwing.serve.convert import ParsedRequest
+from draftwing.serve.errors import Refusal, dumps, refusal_for
+from draftwing.serve.models import ChatBody, CompletionBody
 from draftwing.serve.tool_calls import Call, Delta, ToolReader
-from draftwing.stats import Logprob, RowStep, Step
-from draftwing.text.tokenizer import Tokenizer
+from draftwing.serve.trace import Tracer
+from draftwing.stats import Logprob, RowStep
 from draftwing.worker import Part, Ticket, Worker
 
-_LEAST = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What every part of one answer says of itself."""
+def speculation_metrics(rows: Iterable[RowStep], *, detailed: bool = False) -> dict[str, Any]:
+    """Return the statistics of speculation in these steps, under vLLM's names.
 
-    model: str
-    is_chat: bool
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An answer that comes at once."""
-        return self._part("chat.completion" if self.is_chat else "text_completion", choices)
-
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chunk of a stream."""
-        return self._part("chat.completion.chunk" if self.is_chat else "text_completion", choices)
-
-    def _part(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}"
-        return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-
-def usage_of(num_prompt: int, num_written: int, num_cached: int) -> dict[str, Any]:
-    """Tokens read and written; of the former, those that were read before."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_written,
-        "total_tokens": num_prompt + num_written,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+    Args:
+        rows: all steps; those without drafts do not count.
+        detailed: if True, add two lists with an entry for each step with drafts.
+    """
+    drafted, accepted = [], []
+    for row in rows:
+        if row.num_drafted:
+            drafted.append(row.num_drafted)
+            accepted.append(row.num_accepted)
+    histogram = [0] * (max(accepted, default=-1) + 1)
+    for num in accepted:
+        histogram[num] += 1
+    metrics: dict[str, Any] = {
+        "mean_acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
+        "draft_acceptance_rate": sum(accepted) / max(sum(drafted), 1),
+        "acceptance_histogram": histogram,
+        "num_spec_steps": len(drafted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
     }
-
-
-def chat_logprobs(found: Iterable[Logprob], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Log-probabilities of a chat's tokens."""
-    content = [
-        {
-            **_entry(each.token, each.logprob, tokenizer),
-            "top_logprobs": [_entry(token, logprob, tokenizer) for token, logprob in each.top],
-        }
-        for each in found
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "token": _name(token, tokenizer),
-        "logprob": max(logprob, _LEAST),
-        "bytes": list(tokenizer.token_bytes(token)),
-    }
-
-
-def completion_logprobs(found: Sequence[Logprob], tokenizer: Tokenizer, offset: int = 0) -> dict[str, Any]:
-    """Log-probabilities of a completion's tokens; ``offset``: characters of the text before them."""
-    names = [_name(each.token, tokenizer) for each in found]
-    offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
-    tops = [
-        {_name(token, tokenizer): max(logprob, _LEAST) for token, logprob in (*each.top, (each.token, each.logprob))}
-        for each in found
-    ]
-    return {
-        "tokens": names,
-        "token_logprobs": [max(each.logprob, _LEAST) for each in found],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
-def _name(token: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.token_bytes(token).decode("utf-8", "replace")
-
-
-# An answer under way: the texts of one request, from the worker's tickets to JSON, at once or as a stream.
-
-
-_DONE = b"data: [DONE]\n\n"
-
-
-class Tracer(Protocol):
-    """Makes of one text's steps what chunks carry where they are asked to."""
-
-    def trace(self, row: RowStep, step: Step | None, place: int = 0) -> dict[str, Any]:
-        """Of a step, or of several (then ``step`` is None) that nobody read in time; ``place``: of the row in it."""
-        ...
-
-
-NewTracer = Callable[[Tokenizer, Sequence[int], tuple[str, ...]], Tracer]  # of a prompt, with stop strings
+    if detailed:
+        metrics |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
+    return {"speculative_decoding": metrics}
 
 
 @dataclass
@@ -118,25 +56,25 @@ class _Choice:
     index: int
     ticket: Ticket
     reader: ToolReader | None
-    tracer: Tracer | None = None
-    said: str = ""
+    tracer: Tracer | None
+    text: str = ""
     calls: list[Call] = field(default_factory=list)
     has_begun: bool = False
     is_done: bool = False
-    num_characters: int = 0  # of its tokens, for text_offset
+    num_characters: int = 0  # of its tokens so far, for text_offset
 
     @property
     def finish_reason(self) -> str:
         is_cut = self.reader is not None and self.reader.is_open
         return "tool_calls" if self.calls and not is_cut else str(self.ticket.request.finish_reason)
 
-    def take(self, text: str, done: bool) -> tuple[str, list[Delta]]:
-        """What is said with the next text, and what comes to the calls."""
-        deltas: list[Delta] = []
+    def take(self, parts: Sequence[Part], done: bool) -> tuple[str, list[Delta]]:
+        """Add steps to the choice. Return their text without calls, and their changes to the calls."""
+        text, deltas = "".join(part.row.text for part in parts), list[Delta]()
         if self.reader is not None:
             text, deltas = self.reader.push(text)
             text += self.reader.flush() if done else ""
-        self.said += text
+        self.text += text
         for delta in deltas:
             if delta.call is not None:
                 self.calls.append(delta.call)
@@ -144,23 +82,35 @@ class _Choice:
         return text, deltas
 
 
-class Writing:
-    """Carries a request out. Whoever stops listening ends it: ``close`` cancels what still runs.
+class Answer:
+    """Submits the sequences of a request to the worker and formats their output.
 
     Args:
-        worker: decodes.
-        lm: whose answer it is.
-        asked: what is asked for.
-        shape: how answers look.
-        new_tracer: where steps can be traced.
+        worker: decodes the sequences.
+        lm: the model behind the worker.
+        body: the request, a chat or a completion.
+        parsed: the same, parsed.
+        model: the name of the model in the answer.
 
     Raises:
-        Refusal: too busy, closed, or a setting that cannot be decoded.
+        Refusal: the server is busy or closed, or the engine rejects the request.
     """
 
-    def __init__(self, worker: Worker, lm: LM, asked: Asked, shape: Shape, new_tracer: NewTracer | None = None) -> None:
-        self._worker, self._lm, self._asked, self._shape = worker, lm, asked, shape
-        new_tracer = new_tracer if asked.traced else None
+    def __init__(
+        self, worker: Worker, lm: LM, body: ChatBody | CompletionBody, parsed: ParsedRequest, model: str
+    ) -> None:
+        self._worker, self._tokenizer, self._body = worker, lm.tokenizer, body
+        self._is_chat = isinstance(body, ChatBody)
+        usage, speculation = body.stream_options, body.speculation
+        self._include_usage = bool(usage and usage.include_usage)
+        self._continuous_usage = bool(usage and usage.continuous_usage_stats)
+        is_traced = bool(speculation and speculation.trace and body.stream)
+        self._header = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -169,161 +119,159 @@ class Writing:
 
         self._choices: list[_Choice] = []
         try:
-            for number, text in enumerate(asked.texts):
-                ticket = worker.submit(
-                    text.prompt_ids,
-                    text.sampling,
-                    wake,
-                    keeps_steps=new_tracer is not None,
-                    **text.options,
-                )
-                reader = None if asked.tool_names is None else ToolReader(asked.tool_names, asked.most_calls)
-                tracer = new_tracer and new_tracer(lm.tokenizer, text.prompt_ids, text.sampling.stop)
-                self._choices.append(_Choice(number, ticket, reader, tracer))
+            for index, (prompt_ids, sampling) in enumerate(parsed.sequences):
+                ticket = worker.submit(prompt_ids, sampling, wake, keeps_steps=is_traced, **parsed.options)
+                reader = None if parsed.tool_names is None else ToolReader(parsed.tool_names, parsed.max_calls)
+                tracer = Tracer(lm.tokenizer, prompt_ids, sampling.stop) if is_traced else None
+                self._choices.append(_Choice(index, ticket, reader, tracer))
         except DraftwingError as error:
             self.close()
-            raise of_error(error) from error
+            raise refusal_for(error) from error
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the sequences that are still running."""
         for choice in self._choices:
             if not choice.is_done:
                 self._worker.cancel(choice.ticket)
 
     async def whole(self) -> bytes:
-        """The answer as one JSON object.
+        """Return the complete answer as a JSON object.
 
         Raises:
-            Refusal: a text failed.
+            Refusal: a sequence failed.
         """
         async for choice, parts, done in self._parts():
-            choice.take("".join(part.row.text for part in parts), done)
-        answer = self._shape.whole([self._choice(choice) for choice in self._choices])
-        return dumps({**answer, "usage": self._usage(), "metrics": self._metrics()})
+            choice.take(parts, done)
+        choices = []
+        for choice in self._choices:
+            body: dict[str, Any] = {"text": choice.text}
+            if self._is_chat:
+                message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+                if choice.calls:
+                    message["content"] = choice.text or None
+                    message["tool_calls"] = [_call(call, call.arguments) for call in choice.calls]
+                body = {"message": message}
+            request = choice.ticket.request
+            logprobs = None if request.sampling.logprobs is None else self._logprobs(choice, request.logprobs)
+            choices.append({"index": choice.index, **body, "logprobs": logprobs, "finish_reason": choice.finish_reason})
+        return dumps({**self._header, "choices": choices, "usage": self._usage(), "metrics": self._metrics()})
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events, and cancel what still runs if the client stops reading."""
         try:
             async for choice, parts, done in self._parts():
                 for chunk in self._chunks(choice, parts, done):
-                    yield self._event(chunk)
+                    if self._continuous_usage:
+                        chunk["usage"] = self._usage()
+                    elif self._include_usage:
+                        chunk["usage"] = None
+                    yield b"data: " + dumps(chunk) + b"\n\n"
+            if self._include_usage:
+                last = {**self._chunk(), "usage": self._usage(), "metrics": self._metrics()}
+                yield b"data: " + dumps(last) + b"\n\n"
         except Refusal as error:
             yield b"data: " + dumps(error.body) + b"\n\n"
-        else:
-            if self._asked.with_usage:
-                last = {**self._shape.chunk([]), "usage": self._usage(), "metrics": self._metrics()}
-                yield b"data: " + dumps(last) + b"\n\n"
-        yield _DONE
+        finally:
+            self.close()
+        yield b"data: [DONE]\n\n"
 
     async def _parts(self) -> AsyncIterator[tuple[_Choice, list[Part], bool]]:
+        """Yield the choices that have new parts, and True with the last ones."""
         while not all(choice.is_done for choice in self._choices):
             await self._news.wait()
             self._news.clear()
             for choice in self._choices:
-                parts, done = ([], True) if choice.is_done else choice.ticket.take()
-                if choice.is_done or not (parts or done):
+                if choice.is_done:
                     continue
-                choice.is_done = done
+                parts, choice.is_done = choice.ticket.take()
                 request = choice.ticket.request
-                if done and request.finish_reason not in ("stop", "length"):
-                    raise self._failure(request.error)
-                yield choice, parts, done
+                if choice.is_done and request.finish_reason not in ("stop", "length"):
+                    if request.error is not None:
+                        raise refusal_for(request.error)
+                    raise Refusal(503, "the server shut down during the answer: ask again", code="unavailable")
+                if parts or choice.is_done:
+                    yield choice, parts, choice.is_done
 
-    def _failure(self, error: DraftwingError | None) -> Refusal:
-        if error is not None:
-            return of_error(error)
-        return Refusal(503, "the server shut down before the answer was finished: ask again", code="unavailable")
-
-    # --- pieces ----------------------------------------------------------------------------------------------------
-
-    def _chunks(self, choice: _Choice, parts: Sequence[Part], done: bool) -> list[dict[str, Any]]:
-        """The chunks of a stream for what has come; one for each step where they are traced."""
+    def _chunks(self, choice: _Choice, parts: list[Part], done: bool) -> list[dict[str, Any]]:
+        """Return the chunks for new parts; traced requests get at least one for each part."""
         chunks = []
-        groups = [list(parts)] if choice.tracer is None else [[part] for part in parts]
-        for number, group in enumerate(groups or [[]], 1):
-            last = done and number >= len(groups)
-            text, deltas = choice.take("".join(part.row.text for part in group), last)
-            logprobs = [found for part in group for found in part.row.logprobs or ()]
-            found = self._pieces(choice, text, deltas, logprobs)
+        groups = [parts] if choice.tracer is None or not parts else [[part] for part in parts]
+        for number, group in enumerate(groups, 1):
+            text, deltas = choice.take(group, done and number == len(groups))
+            logprobs = [logprob for part in group for logprob in part.row.logprobs or ()]
+            pieces: list[dict[str, Any]] = []
+            if self._is_chat and not choice.has_begun:
+                delta = {"role": "assistant", "content": ""}
+                pieces.append({"delta": delta, "logprobs": None, "finish_reason": None})
+            choice.has_begun = True
+            body: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+            if text or logprobs or (choice.tracer is not None and group and not (pieces or deltas)):
+                shown = self._logprobs(choice, logprobs) if logprobs else None
+                pieces.append({**body, "logprobs": shown, "finish_reason": None})
+            for change in deltas:
+                fields = {"index": change.index, **_call(change.call, change.arguments)}
+                pieces.append({"delta": {"tool_calls": [fields]}, "finish_reason": None})
+            chunks += [self._chunk({"index": choice.index, **piece}) for piece in pieces]
             if choice.tracer is not None and group:
-                (part,) = group
-                found = found or [self._shape.chunk([self._piece(choice, "")])]
-                trace = choice.tracer.trace(part.row, part.step, part.place)
-                found[-1]["draftwing"] = {**trace, "at": round(part.at - choice.ticket.submitted_at, 6)}
-            chunks += found
+                trace = choice.tracer.trace(group[0].row, group[0].step, group[0].place)
+                chunks[-1]["draftwing"] = {**trace, "at": round(group[0].at - choice.ticket.submitted_at, 6)}
         if done:
-            chunks.append(self._shape.chunk([self._piece(choice, "", finish=choice.finish_reason)]))
+            body = {"delta": {}} if self._is_chat else {"text": ""}
+            reason = choice.finish_reason
+            chunks.append(self._chunk({"index": choice.index, **body, "logprobs": None, "finish_reason": reason}))
         return chunks
 
-    def _pieces(
-        self, choice: _Choice, text: str, deltas: Sequence[Delta], logprobs: Sequence[Logprob]
-    ) -> list[dict[str, Any]]:
-        found = []
-        if not choice.has_begun:
-            choice.has_begun = True
-            if self._shape.is_chat:
-                piece = {"index": choice.index, "delta": {"role": "assistant", "content": ""}}
-                found.append(self._shape.chunk([{**piece, "logprobs": None, "finish_reason": None}]))
-        if text or logprobs:
-            found.append(self._shape.chunk([self._piece(choice, text, logprobs)]))
-        for delta in deltas:
-            piece = {"index": choice.index, "delta": {"tool_calls": [_delta(delta)]}, "finish_reason": None}
-            found.append(self._shape.chunk([piece]))
-        return found
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._header, "object": kind, "choices": choices}
 
-    def _piece(
-        self, choice: _Choice, text: str, logprobs: Sequence[Logprob] = (), finish: str | None = None
-    ) -> dict[str, Any]:
-        shown = self._logprobs(choice, logprobs) if logprobs else None
-        body: dict[str, Any] = {"text": text}
-        if self._shape.is_chat:
-            body = {"delta": {"content": text} if finish is None else {}}
-        return {"index": choice.index, **body, "logprobs": shown, "finish_reason": finish}
+    def _logprobs(self, choice: _Choice, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        token_bytes = self._tokenizer.token_bytes
 
-    def _choice(self, choice: _Choice) -> dict[str, Any]:
-        request = choice.ticket.request
-        shown = None if request.sampling.logprobs is None else self._logprobs(choice, request.logprobs)
-        body: dict[str, Any] = {"text": choice.said}
-        if self._shape.is_chat:
-            message: dict[str, Any] = {"role": "assistant", "content": choice.said, "refusal": None}
-            if choice.calls:
-                message["content"] = choice.said or None
-                message["tool_calls"] = [_call(call) for call in choice.calls]
-            body = {"message": message}
-        return {"index": choice.index, **body, "logprobs": shown, "finish_reason": choice.finish_reason}
+        def name(token: int) -> str:
+            return token_bytes(token).decode("utf-8", "replace")
 
-    def _logprobs(self, choice: _Choice, found: Sequence[Logprob]) -> dict[str, Any]:
-        if self._shape.is_chat:
-            return chat_logprobs(found, self._lm.tokenizer)
-        shown = completion_logprobs(found, self._lm.tokenizer, choice.num_characters)
-        choice.num_characters += sum(map(len, shown["tokens"]))
-        return shown
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": name(token), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(token_bytes(token))}
 
-    def _event(self, chunk: dict[str, Any]) -> bytes:
-        if self._asked.usage_always:
-            chunk["usage"] = self._usage()
-        elif self._asked.with_usage:
-            chunk["usage"] = None
-        return b"data: " + dumps(chunk) + b"\n\n"
+        if self._is_chat:
+            content = [
+                {**entry(item.token, item.logprob), "top_logprobs": [entry(*top) for top in item.top]}
+                for item in logprobs
+            ]
+            return {"content": content, "refusal": None}
+        names = [name(item.token) for item in logprobs]
+        *offsets, choice.num_characters = accumulate(map(len, names), initial=choice.num_characters)
+        return {
+            "tokens": names,
+            "token_logprobs": [max(item.logprob, _MIN_LOGPROB) for item in logprobs],
+            "top_logprobs": [
+                {name(token): max(logprob, _MIN_LOGPROB) for token, logprob in (*item.top, (item.token, item.logprob))}
+                for item in logprobs
+            ],
+            "text_offset": offsets,
+        }
 
     def _usage(self) -> dict[str, Any]:
         requests = [choice.ticket.request for choice in self._choices]
-        written = sum(len(request.token_ids) for request in requests)
-        cached = sum(request.num_cached or 0 for request in requests[:: self._asked.n])  # each prompt counts once
-        return usage_of(self._asked.num_prompt_tokens, written, cached)
+        prompts = requests[:: self._body.n or 1]  # each prompt counts once
+        num_prompt = sum(len(request.prompt_ids) for request in prompts)
+        num_written = sum(len(request.token_ids) for request in requests)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_written,
+            "total_tokens": num_prompt + num_written,
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached or 0 for request in prompts)},
+        }
 
     def _metrics(self) -> dict[str, Any]:
-        rows: list[RowStep] = [row for choice in self._choices for row in choice.ticket.request.rows]
-        return figures(rows, detailed=self._asked.detailed)
+        rows = (row for choice in self._choices for row in choice.ticket.request.rows)
+        speculation = self._body.speculation
+        return speculation_metrics(rows, detailed=speculation is not None and speculation.detailed)
 
 
-def _call(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _delta(delta: Delta) -> dict[str, Any]:
-    """As a stream has it: first what is called, then with what."""
-    if delta.call is None:
-        return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    called = {"name": delta.call.name, "arguments": delta.arguments}
-    return {"index": delta.index, "id": delta.call.id, "type": "function", "function": called}
+def _call(call: Call | None, arguments: str) -> dict[str, Any]:
+    """Return a call as JSON, or more arguments of an earlier one."""
+    if call is None:
+        return {"function": {"arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

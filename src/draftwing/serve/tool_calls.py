@@ -1,7 +1,7 @@
-"""A model's calls of tools, read out of what it writes while it writes them.
+"""Parses tool calls from a model's output while it is generated.
 
 Models write calls in a few forms: Hermes and Qwen ``<tool_call>{"name", "arguments"}</tool_call>``, Llama 3.1 a bare
-``{"name", "parameters"}``, Mistral ``[TOOL_CALLS][{"name", "arguments"}]``. Any of them is read, whoever wrote it.
+``{"name", "parameters"}``, Mistral ``[TOOL_CALLS][{"name", "arguments"}]``. All forms are parsed for every model.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MARKS = (OPEN, "[TOOL_CALLS]", "<|python_tag|>")
 _ALL_MARKS = (*_MARKS, CLOSE)
 _BLANK = " \t\r\n"
-_BETWEEN = _BLANK + ";,]"  # of calls
+_BETWEEN_CALLS = _BLANK + ";,]"
 
 
 @dataclass
 class Call:
-    """A call that the model has written, or as much of it as there is; ``arguments`` are JSON."""
+    """A call, complete or as far as it is generated; ``arguments`` are JSON."""
 
     id: str
     name: str
     arguments: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Delta:
-    """What comes to a text's calls: a new one, or more arguments of the latest one.
+    """A change to a sequence's calls: a new call, or more arguments of the latest one.
 
     Attributes:
-        index: of the call in its text.
-        call: the new one, its arguments still empty; None where it has begun before.
-        arguments: the next ones of it.
+        index: the call's index in its sequence.
+        call: the new call, with empty arguments; None for an earlier one.
+        arguments: the text to append to its arguments.
     """
 
     index: int
@@ -42,221 +42,181 @@ class Delta:
     arguments: str = ""
 
 
-class ToolReader:
-    """Divides a text that grows into what is said and the calls in it.
-
-    A call is told from where its name and the beginning of its arguments are known, and then as it grows. What may
-    become one is held back until then, and said where it does not. What follows a call and is none is left out.
-
-    Args:
-        names: of the functions that may be called.
-        most: calls that count; None for all.
-    """
-
-    def __init__(self, names: Sequence[str], most: int | None = None) -> None:
-        self._names, self._scanner = frozenset(names), _Scanner(frozenset(names), most)
-        self._is_scanning = True  # a text may begin with a call that has no mark
-        self._held = ""  # what was scanned since the latest call, or may be the beginning of a mark
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a call has begun and not ended."""
-        return self._scanner.is_open
-
-    def push(self, text: str) -> tuple[str, list[Delta]]:
-        """Add the next text; what is certain to be said, and what comes to the calls."""
-        said, rest = "", text
-        if not self._is_scanning:
-            self._held, rest = "", self._held + text
-        while rest:
-            more, rest = self._scan(rest) if self._is_scanning else self._say(rest)
-            said += "" if self._scanner.num_begun else more
-        return said, self._scanner.take()
-
-    def flush(self) -> str:
-        """At the end: what else is said."""
-        held, self._held = self._held, ""
-        return "" if self._scanner.num_begun else held
-
-    def _say(self, text: str) -> tuple[str, str]:
-        """Look for a mark: what is before it, and the rest."""
-        places = [text.index(mark) for mark in _MARKS if mark in text]
-        if places:
-            self._is_scanning = True
-            return text[: min(places)], text[min(places) :]
-        certain = len(text) - max(_open_end(text, mark) for mark in _MARKS)
-        self._held = text[certain:]
-        return text[:certain], ""
-
-    def _scan(self, text: str) -> tuple[str, str]:
-        """Look for calls: once it is clear that there is none, what is said then, and the rest."""
-        for place, char in enumerate(text):
-            if not self._scanner.push(char):
-                self._is_scanning = False
-                held, self._held = self._held, ""
-                # Behind something that began like a call the character may begin something else.
-                return (held, text[place:]) if held else (char, text[place + 1 :])
-            self._held += char
-        return "", ""
-
-
 class _NoCallError(Exception):
     pass
 
 
-_Reading = Generator[None, str, str]  # takes characters; gives the one behind what it has read
+_Parser = Generator[None, str, str]  # receives characters; returns the one after what it has parsed
 
 
-class _Scanner:
-    """Reads calls, character by character.
+class ToolReader:
+    """Splits a growing text into plain text and calls.
+
+    A call is reported when its name and the beginning of its arguments are complete, and then as it grows. Text that
+    may become a call is held back, and returned if it does not. Text after a call that is not a call is dropped.
+
+    Args:
+        names: the functions that may be called.
+        max_calls: calls to report; None reports all.
 
     Attributes:
-        num_begun: calls that have begun.
-        is_open: whether the latest one has not ended.
+        is_open: True while a call is incomplete.
     """
 
-    def __init__(self, names: frozenset[str], most: int | None) -> None:
-        self._names, self._most = names, most
-        self.num_begun, self.is_open = 0, False
+    def __init__(self, names: Sequence[str], max_calls: int | None = None) -> None:
+        self._names, self._max_calls, self._num_calls = frozenset(names), max_calls, 0
+        self.is_open = False
         self._deltas: list[Delta] = []
-        self._more: list[str] = []
-        self._reading: _Reading | None = None
+        self._parser: _Parser | None = None
+        self._is_parsing = True  # a text may begin with a call that has no mark
+        self._held = ""  # parsed since the latest call, or the possible beginning of a mark
 
-    def push(self, char: str) -> bool:
-        """The next character; False where it is not of a call, nor between calls: then it starts anew."""
-        if self._reading is None:
-            self._reading = self._calls()
-            next(self._reading)
-        try:
-            self._reading.send(char)
-        except _NoCallError:
-            self._reading, self.is_open = None, False
-            return False
-        return True
+    def push(self, text: str) -> tuple[str, list[Delta]]:
+        """Add text. Return the plain text that is now certain, and the changes to the calls."""
+        plain, rest = "", text
+        if not self._is_parsing:
+            self._held, rest = "", self._held + text
+        while rest:
+            more, rest = self._parse(rest) if self._is_parsing else self._find_mark(rest)
+            plain += "" if self._num_calls else more
+        deltas, self._deltas = self._deltas, []
+        return plain, deltas
 
-    def take(self) -> list[Delta]:
-        """What has come since the last time."""
-        self._put_more()
-        found, self._deltas = self._deltas, []
-        return found
+    def flush(self) -> str:
+        """Return the plain text that was held back, at the end."""
+        held, self._held = self._held, ""
+        return "" if self._num_calls else held
+
+    def _find_mark(self, text: str) -> tuple[str, str]:
+        """Return the text before the first mark, and the rest."""
+        places = [text.index(mark) for mark in _MARKS if mark in text]
+        if places:
+            self._is_parsing = True
+            return text[: min(places)], text[min(places) :]
+        held = max(length for mark in _MARKS for length in range(len(mark)) if text.endswith(mark[:length]))
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], ""
+
+    def _parse(self, text: str) -> tuple[str, str]:
+        """Parse calls. Where a character is not part of one, return the plain text up to there, and the rest."""
+        for place, char in enumerate(text):
+            if self._parser is None:
+                self._parser = self._calls()
+                next(self._parser)
+            try:
+                self._parser.send(char)
+            except _NoCallError:
+                self._parser, self.is_open, self._is_parsing = None, False, False
+                held, self._held = self._held, ""
+                # After the false beginning of a call, the character may begin a mark.
+                return (held, text[place:]) if held else (char, text[place + 1 :])
+            self._held += char
+        return "", ""
 
     def _begin(self, name: str) -> None:
-        self._put_more()
-        self.num_begun, self.is_open = self.num_begun + 1, True
-        if self._counts:
-            self._deltas.append(Delta(self.num_begun - 1, Call(f"call_{uuid.uuid4().hex[:24]}", name)))
+        self._num_calls, self.is_open = self._num_calls + 1, True
+        if self._max_calls is None or self._num_calls <= self._max_calls:
+            self._deltas.append(Delta(self._num_calls - 1, Call(f"call_{uuid.uuid4().hex[:24]}", name)))
 
-    def _put_more(self) -> None:
-        """Tell of arguments that have come, all at once."""
-        if self._more and self._counts:
-            self._deltas.append(Delta(self.num_begun - 1, None, "".join(self._more)))
-        self._more.clear()
+    def _add_arguments(self, text: str) -> None:
+        if self._max_calls is None or self._num_calls <= self._max_calls:
+            if not self._deltas or self._deltas[-1].call is not None:
+                self._deltas.append(Delta(self._num_calls - 1))
+            self._deltas[-1].arguments += text
 
-    @property
-    def _counts(self) -> bool:
-        return self._most is None or self.num_begun <= self._most
+    # --- the grammar -------------------------------------------------------------------------------------------------
 
-    # --- what calls consist of; each takes characters one by one ---------------------------------------------------
-
-    def _calls(self) -> _Reading:
-        """Calls, one after the other."""
+    def _calls(self) -> _Parser:
         char = yield
         while True:
-            if char in _BETWEEN:
+            if char in _BETWEEN_CALLS:
                 char = yield
             elif char == "{":
                 char = yield from self._object()
             elif char in "<[":
-                char = yield from self._mark(char)
+                mark = char
+                if mark == "[":  # of a list, unless a mark follows
+                    char = yield
+                    mark += char
+                    if char != "T":
+                        continue
+                while mark not in _ALL_MARKS:
+                    mark += yield
+                    if not any(each.startswith(mark) for each in _ALL_MARKS):
+                        raise _NoCallError
+                char = yield
             else:
                 char = yield from self._named(char)
 
-    def _mark(self, read: str) -> _Reading:
-        if read == "[":
-            char = yield
-            if char != "T":
-                return char
-            read += char
-        while read not in _ALL_MARKS:
-            read += yield
-            if not any(mark.startswith(read) for mark in _ALL_MARKS):
-                raise _NoCallError
-        return (yield)
-
-    def _named(self, name: str) -> _Reading:
+    def _named(self, name: str) -> _Parser:
         """``name{...}`` or ``name[ARGS]{...}``."""
         char = ""
-        while any(known.startswith(name) for known in self._names):
+        while any(each.startswith(name) for each in self._names):
             char = yield
             if char in _BLANK or char in "[{":
                 break
             name += char
         if name not in self._names:
             raise _NoCallError
-        char = yield from _skip(char)
+        char = yield from _skip_blanks(char)
         if char == "[":
             for expected in "ARGS]":
                 if (yield) != expected:
                     raise _NoCallError
-            char = yield from _skip((yield))
+            char = yield from _skip_blanks((yield))
         if char != "{":
             raise _NoCallError
         self._begin(name)
-        rest = yield from _value(char, self._more.append)
+        rest = yield from _value(char, self._add_arguments)
         self.is_open = False
         return rest or (yield)
 
-    def _object(self) -> _Reading:
-        """``{"name": ..., "arguments": ...}``, its keys in any order; others are passed over."""
-        name, given, is_told = None, None, False
-        char = yield from _skip((yield))
+    def _object(self) -> _Parser:
+        """``{"name": ..., "arguments": ...}``, its keys in any order; other keys are skipped."""
+        name, arguments, has_begun = None, None, False
+        char = yield from _skip_blanks((yield))
         while char != "}":
             if char == ",":
-                char = yield from _skip((yield))
+                char = yield from _skip_blanks((yield))
                 continue
             key = yield from _string(char)
-            if (yield from _skip((yield))) != ":":
+            if (yield from _skip_blanks((yield))) != ":":
                 raise _NoCallError
-            char = yield from _skip((yield))
+            char = yield from _skip_blanks((yield))
             rest = ""
             if key == "name":
                 name = yield from _string(char)
                 if name not in self._names:
                     raise _NoCallError
-            elif key not in ("arguments", "parameters") or given is not None:
-                rest = yield from _value(char, _pass_over)
+            elif key not in ("arguments", "parameters") or arguments is not None:
+                rest = yield from _value(char, lambda _: None)
             elif char == '"':
-                given = yield from _string(char)
+                arguments = yield from _string(char)
             elif name is not None:
-                given, is_told = "", True
+                arguments, has_begun = "", True
                 self._begin(name)
-                rest = yield from _value(char, self._more.append)
+                rest = yield from _value(char, self._add_arguments)
             else:
                 raw: list[str] = []
                 rest = yield from _value(char, raw.append)
-                given = "".join(raw)
-            char = yield from _skip(rest or (yield))
+                arguments = "".join(raw)
+            char = yield from _skip_blanks(rest or (yield))
         if name is None:
             raise _NoCallError
-        if not is_told:
+        if not has_begun:
             self._begin(name)
-            self._more.append("{}" if given is None else given)
+            self._add_arguments("{}" if arguments is None else arguments)
         self.is_open = False
         return (yield)
 
 
-def _pass_over(_: str) -> None:
-    pass
-
-
-def _skip(char: str) -> _Reading:
-    """Blanks; the first character that is none."""
+def _skip_blanks(char: str) -> _Parser:
     while char in _BLANK:
         char = yield
     return char
 
 
-def _string(char: str) -> _Reading:
+def _string(char: str) -> _Parser:
     raw: list[str] = []
     if char != '"':
         raise _NoCallError
@@ -267,13 +227,13 @@ def _string(char: str) -> _Reading:
         raise _NoCallError from None
 
 
-def _value(char: str, tell: Callable[[str], None]) -> _Reading:
-    """A JSON value, each character of which is told; the one behind it, where only that shows its end, else nothing."""
-    tell(char)
+def _value(char: str, add: Callable[[str], None]) -> _Parser:
+    """Pass a JSON value to ``add``. Return the character after it if only that shows the end, else an empty string."""
+    add(char)
     depth, is_quoted, is_escaped = int(char in "{["), char == '"', False
     while depth or is_quoted:
         char = yield
-        tell(char)
+        add(char)
         if is_quoted:
             is_quoted, is_escaped = is_escaped or char != '"', char == "\\" and not is_escaped
         elif char == '"':
@@ -284,11 +244,5 @@ def _value(char: str, tell: Callable[[str], None]) -> _Reading:
         char = yield
         if char in _BLANK or char in ",}]":
             return char
-        tell(char)
+        add(char)
     return ""
-
-
-def _open_end(text: str, mark: str) -> int:
-    """The length of the longest end of ``text`` that is a beginning of ``mark``."""
-    longest = min(len(text), len(mark) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(mark[:length])), 0)

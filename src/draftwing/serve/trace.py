@@ -1,4 +1,4 @@
-"""A step as the inspector draws it: the tree with its chances, what was kept of it, its text, where the time went."""
+"""Steps as the inspector draws them: the tree with its probabilities, the accepted path, the text and the times."""
 
 from __future__ import annotations
 
@@ -6,34 +6,30 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from draftwing.dialogue import Piece, pieces_of
-from draftwing.stats import Law, RowStep, Step
+from draftwing.dialogue import pieces_of
+from draftwing.stats import RowStep, Step
 from draftwing.text.tokenizer import TextStream, Tokenizer
 from draftwing.tree import PAD
 
 _PHASES = ("draft", "verify", "accept", "commit", "host")
 
 
-class Shown:
-    """How single tokens are written: as their text where they are one, else as the tokenizer names them."""
+class TokenNames:
+    """Names of single tokens: their text, or the tokenizer's name if they have none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
+        self._names: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
-        """Such as `` the``; what is no text by itself, such as part of a character, has a name."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._written(token)
-        return found
-
-    def _written(self, token: int) -> str:
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
-        name: str | None = self._tokenizer.fast.id_to_token(token)
-        if name is not None and name.startswith("\u2581") and not text.startswith(" "):
-            text = " " + text  # SentencePiece's own decoder drops the space in front of a first token
-        return name or f"<{token}>" if not text or "\ufffd" in text else text
+        """Return a name, such as `` the``; a token that is part of a character has no text."""
+        if token not in self._names:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            name: str | None = self._tokenizer.fast.id_to_token(token)
+            if name is not None and name.startswith("\u2581") and not text.startswith(" "):
+                text = " " + text  # SentencePiece's decoder drops the space of a first token
+            self._names[token] = name or f"<{token}>" if not text or "\ufffd" in text else text
+        return self._names[token]
 
 
 class Tracer:
@@ -46,71 +42,77 @@ class Tracer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: tuple[str, ...] = ()) -> None:
-        self._tokenizer, self._shown = tokenizer, Shown(tokenizer)
+        self._names = TokenNames(tokenizer)
         self._stream = TextStream(tokenizer, prompt_ids, stop)
 
     def trace(self, row: RowStep, step: Step | None, place: int = 0) -> dict[str, Any]:
-        """Of one step; of several that nobody read in time (``step`` is None) no more than the text is known.
+        """Trace one step, or several merged ones (``step`` is None), of which only the text remains.
 
         Args:
             row: the request's share.
             step: the step.
-            place: of the request among the step's rows.
+            place: the index of ``row`` in the step.
 
         Returns:
-            What ``step_trace`` gives, and ``pieces``: the step's text token by token, each with whether it was drafted.
+            The result of ``step_trace``, and ``pieces``: the text by token, each with True if it was drafted.
         """
-        pieces = [_piece(piece) for piece in pieces_of(row, self._stream)]
+        pieces = [{"text": piece.text, "drafted": piece.is_drafted} for piece in pieces_of(row, self._stream)]
         if step is None:
             ids = list(row.token_ids)
             return {"position": row.position, "token_ids": ids, "num_tokens": len(ids), "pieces": pieces}
-        return {**step_trace(step, place, self._tokenizer, self._shown), "pieces": pieces}
+        return {**step_trace(step, place, self._names), "pieces": pieces}
 
 
-def step_trace(step: Step, place: int, tokenizer: Tokenizer, shown: Shown | None = None) -> dict[str, Any]:
-    """One row of a step as plain JSON values.
+def step_trace(step: Step, place: int, names: TokenNames) -> dict[str, Any]:
+    """Return one row of a step as JSON values.
 
     Args:
         step: the step.
-        place: of the row in it.
-        tokenizer: the target's.
-        shown: how tokens are written, where that is kept from step to step.
+        place: the index of the row in it.
+        names: names the tokens.
 
     Returns:
-        ``position`` of the first emitted token, the prompt counted; ``nodes`` of the tree, the root first: ``id``,
-        ``text``, ``parent`` (-1 for the root), ``depth``, ``chance`` that the drafter gives it and ``reach`` of its
-        whole path (None where it says nothing), whether it was ``kept``, and its ``law`` where the request asks for
-        that; ``path``, the kept nodes; ``bonus``; ``token_ids`` emitted; ``num_drafted``, ``num_accepted``, ``depth``;
+        ``position`` of the first emitted token, including the prompt; ``nodes`` of the tree, root first: ``id``,
+        ``text``, ``parent`` (-1 for the root), ``depth``, ``chance``, the drafter's probability of the token, and
+        ``reach``, that of its path (None if unknown), ``kept``, and ``law``, the target's distribution, if requested;
+        ``path``, the kept nodes; ``bonus``; ``token_ids`` emitted; ``num_drafted``, ``num_accepted``, ``depth``;
         ``num_rows`` that shared the step; ``seconds`` by phase, of all rows together.
     """
-    row, tree, shown = step.rows[place], step.tree, shown or Shown(tokenizer)
+    row, tree = step.rows[place], step.tree
     tokens, parents = tree.tokens[place].tolist(), tree.parents[place].tolist()
     used = [node for node, token in enumerate(tokens) if token != PAD]
     number = {node: i for i, node in enumerate(used)}
     path = [node for node in step.accepted.path[place].tolist() if node != PAD]
-    told, reach = (None if each is None else each[place].tolist() for each in (tree.node_probs, tree.confidence))
+    chances, reaches = (
+        [None] * len(tokens) if values is None else [_rounded(value) for value in values[place].tolist()]
+        for values in (tree.node_probs, tree.confidence)
+    )
     nodes: list[dict[str, Any]] = []
     for i, node in enumerate(used):
-        above = number.get(parents[node], -1)
+        parent = number.get(parents[node], -1)
         nodes.append(
             {
                 "id": tokens[node],
-                "text": shown(tokens[node]),
-                "parent": above,
-                "depth": nodes[above]["depth"] + 1 if above >= 0 else 0,
-                "chance": _number(told[node]) if told is not None and i else None,
-                "reach": _number(reach[node]) if reach is not None and i else None,
+                "text": names(tokens[node]),
+                "parent": parent,
+                "depth": nodes[parent]["depth"] + 1 if parent >= 0 else 0,
+                "chance": chances[node] if i else None,
+                "reach": reaches[node] if i else None,
                 "kept": node in path,
             }
         )
         if row.laws is not None and i < len(row.laws):
-            nodes[-1]["law"] = _law(row.laws[i], shown)
+            top = [
+                {"id": token, "text": names(token), "p": _rounded(prob), "g": _rounded(noise)}
+                for token, prob, noise in row.laws[i].chances
+            ]
+            nodes[-1]["law"] = {"drawn": row.laws[i].drawn, "top": top}
     bonus = int(step.accepted.bonus[place])
     return {
         "position": row.position,
         "nodes": nodes,
         "path": [number[node] for node in path],
-        "bonus": {"id": bonus, "text": shown(bonus)},
+        "bonus": {"id": bonus, "text": names(bonus)},
         "token_ids": list(row.token_ids),
         "num_tokens": len(row.token_ids),
         "num_drafted": row.num_drafted,
@@ -121,18 +123,6 @@ def step_trace(step: Step, place: int, tokenizer: Tokenizer, shown: Shown | None
     }
 
 
-def _piece(piece: Piece) -> dict[str, Any]:
-    return {"text": piece.text, "drafted": piece.is_drafted}
-
-
-def _law(law: Law, shown: Shown) -> dict[str, Any]:
-    top = [
-        {"id": token, "text": shown(token), "p": _number(chance), "g": _number(noise)}
-        for token, chance, noise in law.chances
-    ]
-    return {"drawn": law.drawn, "top": top}
-
-
-def _number(value: float) -> float | None:
-    """Short enough to be sent for every node; JSON has no infinity and no NaN."""
+def _rounded(value: float) -> float | None:
+    """Return six digits, to keep traces small; None for infinity and NaN, which JSON lacks."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-// What the page asks of the server: its state, costs, lessons, and texts as they are written.
+// Requests to the server: its state, costs, lessons, and streamed texts.
 
 export class ApiError extends Error {
   constructor(kind, message, retryAfter = 0) {
@@ -10,10 +10,10 @@ export class ApiError extends Error {
 
 const kept = (() => {
   try {
-    return window.sessionStorage; // where a browser forbids storage, the key is kept until the page is left
+    return window.sessionStorage; // without storage, the key is kept until the page is closed
   } catch {
-    const own = new Map();
-    return { getItem: (name) => own.get(name) ?? null, setItem: (name, value) => own.set(name, value) };
+    const values = new Map();
+    return { getItem: (name) => values.get(name) ?? null, setItem: (name, value) => values.set(name, value) };
   }
 })();
 
@@ -29,14 +29,14 @@ async function ask(path, body, signal) {
     response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("gone", "The server does not answer. It may have been stopped: start it again, then retry.");
+    throw new ApiError("gone", "The server does not answer. It may have stopped: start it again, then retry.");
   }
   if (response.ok) return response;
   let message = `The server answered with status ${response.status}.`;
   try {
     message = (await response.json()).error.message;
-  } catch { /* a proxy's own page, for instance */ }
-  if (response.status === 401) throw new ApiError("key", "This server wants an API key. Enter it under Settings.");
+  } catch { /* not JSON: for instance an error page of a proxy */ }
+  if (response.status === 401) throw new ApiError("key", "This server needs an API key. Enter it under Settings.");
   if (response.status === 429) {
     const wait = Number(response.headers.get("Retry-After")) || 1;
     throw new ApiError("busy", `The server is full: ${message}`, wait);
@@ -48,7 +48,7 @@ export const getState = async () => (await ask("inspector/state")).json();
 export const getCosts = async (draft) => (await ask(`inspector/costs?draft=${encodeURIComponent(draft || "")}`)).json();
 export const getLesson = async (body) => (await ask("inspector/lesson", body)).json();
 
-// The events of a stream, as they come.
+// Yields the events of a stream as they arrive.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -66,7 +66,7 @@ async function* events(response) {
   }
 }
 
-// Writes a text; calls onStep for every step, and returns why it ended.
+// Generates a text; calls onStep for every step, and returns the finish reason.
 export async function write({ state, prompt, messages, options, trace, signal }, onStep) {
   const body = {
     model: state.model,
@@ -91,8 +91,8 @@ export async function write({ state, prompt, messages, options, trace, signal },
     }
   } catch (error) {
     if (error.name === "AbortError" || error instanceof ApiError) throw error;
-    throw new ApiError("gone", "The server went away before the text was finished.");
+    throw new ApiError("gone", "The connection was lost before the text was finished.");
   }
-  if (finish === null) throw new ApiError("gone", "The server went away before the text was finished.");
+  if (finish === null) throw new ApiError("gone", "The connection was lost before the text was finished.");
   return finish;
 }

@@ -1,4 +1,4 @@
-// The page: what is shared by its views, the header, the settings.
+// The page: state shared by the views, the header and the settings.
 import { apiKey, getCosts, getState, setApiKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
@@ -13,7 +13,7 @@ const VIEWS = [
   ["lesson", "Lesson", Lesson],
 ];
 const TREES = [
-  ["auto", "auto: as measured"],
+  ["auto", "auto: by measured costs"],
   ["chain:3", "chain of 3"],
   ["chain:6", "chain of 6"],
   ["dynamic:12,4,3", "tree, 12 nodes"],
@@ -31,7 +31,7 @@ const stored = (name, fallback) => {
 const store = (name, value) => {
   try {
     localStorage.setItem(name, value);
-  } catch { /* then it is forgotten with the page */ }
+  } catch { /* forgotten when the page is closed */ }
 };
 
 function useTheme() {
@@ -54,34 +54,34 @@ function useTheme() {
   return [now, flip];
 }
 
-// Holds what is being typed: the page is drawn anew while texts are written, and must not take it back.
-function NumberField({ value, least, most, step = 1, onValue }) {
+// Keeps the typed text, since the page is redrawn while texts are generated.
+function NumberField({ value, min, max, step = 1, onValue }) {
   const [text, setText] = useState(String(value));
   useEffect(() => {
     if (Number(text) !== value) setText(String(value));
   }, [value]);
   const read = (event) => {
     setText(event.target.value);
-    const found = step === 1 ? Math.trunc(Number(event.target.value)) : Number(event.target.value);
-    if (event.target.value !== "" && Number.isFinite(found)) onValue(Math.min(most, Math.max(least, found)));
+    const number = step === 1 ? Math.trunc(Number(event.target.value)) : Number(event.target.value);
+    if (event.target.value !== "" && Number.isFinite(number)) onValue(Math.min(max, Math.max(min, number)));
   };
-  return html`<input type="number" min=${least} max=${most} step=${step} value=${text} onInput=${read} onBlur=${() => setText(String(value))} />`;
+  return html`<input type="number" min=${min} max=${max} step=${step} value=${text} onInput=${read} onBlur=${() => setText(String(value))} />`;
 }
 
 function Settings({ state, options, onChange, onKey, needsKey }) {
-  const set = (name, value) => onChange((now) => ({ ...now, [name]: value })); // of now: two fields may change between two drawings
-  const own = !TREES.some(([value]) => value === options.tree);
+  const set = (name, value) => onChange((now) => ({ ...now, [name]: value })); // two fields may change before the next redraw
+  const isCustom = !TREES.some(([value]) => value === options.tree);
   return html`<form class="settings" onSubmit=${(event) => event.preventDefault()} aria-label="Settings">
     <label>Draft <select value=${options.draft} onChange=${(event) => set("draft", event.target.value)}>
-      ${state.drafts.map((draft) => html`<option value=${draft.name}>${draft.name === "none" ? "none: plain decoding" : draft.name}</option>`)}</select></label>
+      ${state.drafts.map((draft) => html`<option value=${draft.name}>${draft.name === "none" ? "none: no speculation" : draft.name}</option>`)}</select></label>
     <label>Tree <select value=${options.tree} disabled=${options.draft === "none"} onChange=${(event) => set("tree", event.target.value)}>
-      ${TREES.map(([value, name]) => html`<option value=${value}>${name}</option>`)}${own && html`<option value=${options.tree}>${options.tree}</option>`}</select></label>
-    <label>Temperature <${NumberField} least=${0} most=${5} step=${0.1} value=${options.temperature} onValue=${(value) => set("temperature", value)} /></label>
-    <label>Seed <span class="joined"><${NumberField} least=${0} most=${2 ** 53 - 1} value=${options.seed} onValue=${(value) => set("seed", value)} />
+      ${TREES.map(([value, name]) => html`<option value=${value}>${name}</option>`)}${isCustom && html`<option value=${options.tree}>${options.tree}</option>`}</select></label>
+    <label>Temperature <${NumberField} min=${0} max=${5} step=${0.1} value=${options.temperature} onValue=${(value) => set("temperature", value)} /></label>
+    <label>Seed <span class="joined"><${NumberField} min=${0} max=${2 ** 53 - 1} value=${options.seed} onValue=${(value) => set("seed", value)} />
       <button type="button" class="button icon" aria-label="Another seed" title="Another seed" onClick=${() => set("seed", randomSeed())}>⚂</button></span></label>
-    <label>Tokens <${NumberField} least=${1} most=${4096} value=${options.maxTokens} onValue=${(value) => set("maxTokens", value)} /></label>
+    <label>Tokens <${NumberField} min=${1} max=${4096} value=${options.maxTokens} onValue=${(value) => set("maxTokens", value)} /></label>
     ${state.is_chat && html`<label class="wide">System message <input type="text" value=${options.system} placeholder="none" onInput=${(event) => set("system", event.target.value)} /></label>`}
-    ${(state.needs_key || needsKey) && html`<label class="wide">API key <input type="password" autocomplete="off" value=${apiKey()} placeholder="kept for this tab alone" onInput=${(event) => setApiKey(event.target.value)} onChange=${onKey} /></label>`}
+    ${(state.needs_key || needsKey) && html`<label class="wide">API key <input type="password" autocomplete="off" value=${apiKey()} placeholder="kept for this tab only" onInput=${(event) => setApiKey(event.target.value)} onChange=${onKey} /></label>`}
   </form>`;
 }
 
@@ -108,7 +108,7 @@ function App() {
   const [options, setOptions] = useState({ draft: "none", tree: "auto", temperature: 0, seed: 1, maxTokens: 160, system: "" });
   const [run, setRun] = useState(null), [turns, setTurns] = useState([]), [, redraw] = useState(0);
   const frame = useRef(0);
-  // Steps may come faster than a screen shows them.
+  // Redraw once per frame: steps may arrive faster.
   const changed = useCallback(() => {
     frame.current ||= requestAnimationFrame(() => {
       frame.current = 0;
@@ -118,9 +118,9 @@ function App() {
   const load = async () => {
     setError(null);
     try {
-      const found = await getState();
-      setState(found);
-      setOptions((now) => ({ ...now, draft: found.drafts.find((draft) => draft.is_default)?.name ?? "none", tree: found.tree ?? "auto" }));
+      const served = await getState();
+      setState(served);
+      setOptions((now) => ({ ...now, draft: served.drafts.find((draft) => draft.is_default)?.name ?? "none", tree: served.tree ?? "auto" }));
     } catch (failure) {
       setError(failure);
     }
@@ -149,7 +149,7 @@ function App() {
     <main id="view" role=${state ? "tabpanel" : null} aria-labelledby=${state ? `tab-${view}` : null} tabindex="-1">
       ${error && html`<div class="lone"><${Notice} error=${error} onRetry=${load} />
         ${error.kind === "key" && html`<label class="key-field">API key <input type="password" autocomplete="off" onChange=${(event) => { setApiKey(event.target.value); load(); }} /></label>`}</div>`}
-      ${!error && !state && html`<p class="lone muted" role="status">Asking the server what it serves…</p>`}
+      ${!error && !state && html`<p class="lone muted" role="status">Connecting to the server…</p>`}
       ${state && html`<${View} ...${shared} />`}
     </main>`;
 }

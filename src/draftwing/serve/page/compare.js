@@ -1,4 +1,4 @@
-// The same prompt and seed twice: plainly and with drafts, on one clock. The texts must be equal.
+// The same prompt and seed without and with drafts, on one clock. The texts must be equal.
 import { Composer, Examples } from "./chat.js";
 import { Facts, Legend, Notice, Text } from "./parts.js";
 import { Race } from "./plots.js";
@@ -8,7 +8,7 @@ import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 const span = (run) => (run.steps.length ? run.steps[run.steps.length - 1].at - run.steps[0].at : 0);
 const first = (run) => run.steps[0]?.at ?? 0;
 
-// What the texts themselves say.
+// Compares the texts character by character.
 export function verdict([plain, fast]) {
   if (plain.status !== "done" || fast.status !== "done") return null;
   if (plain.text === fast.text) return { same: true, length: [...plain.text].length };
@@ -57,12 +57,12 @@ export function Compare({ state, options, theme, changed }) {
     const stop = (control.current = new AbortController());
     const drafting = options.draft === "none" ? state.drafts.find((draft) => draft.name !== "none") : null;
     const fast = { ...options, draft: drafting?.name ?? options.draft };
-    const runs = [{ ...options, draft: "none" }, fast].map((own) => new Run({ state, prompt, options: own }));
+    const runs = [{ ...options, draft: "none" }, fast].map((each) => new Run({ state, prompt, options: each }));
     for (const run of runs) stop.signal.addEventListener("abort", () => run.stop());
     cancelAnimationFrame(frame.current);
     setClock(Infinity);
     setLanes(runs);
-    // One after the other: at once, each would take the other's time.
+    // One after the other: at the same time, they would slow each other down.
     for (const run of runs) {
       if (stop.signal.aborted) Object.assign(run, { status: "stopped" });
       else await run.start(changed);
@@ -71,22 +71,22 @@ export function Compare({ state, options, theme, changed }) {
     changed();
     if (runs.every((run) => run.status === "done")) replay(runs);
   };
-  const found = lanes && verdict(lanes);
+  const result = lanes && verdict(lanes);
   const speeds = lanes?.map((run) => figures(run).speed);
   return html`<div class="compare">
     <section class="card ask" aria-label="Prompt">
       <h2>The same seed, twice</h2>
-      <p>The text is written plainly, then with drafts: one after the other, so that neither takes the other’s time. Then both are played on one clock, which starts at the first token of each.</p>
+      <p>The text is generated without drafts, then with drafts, one after the other so that they do not slow each other down. Then both are replayed on one clock, which starts at the first token of each.</p>
       ${!lanes && html`<${Examples} state=${state} onPick=${start} />`}
       ${lanes && html`<p class="asked">${lanes[0].prompt}</p>`}
       <${Composer} state=${state} busy=${busy} onSend=${start} onStop=${() => control.current.abort()} label="Compare" again=${lanes && (() => start(lanes[0].prompt))} />
     </section>
-    ${lanes && html`<div class=${`verdict ${found ? (found.same ? "same" : "other") : ""}`} role="status">
-      ${found ? found.same
-        ? html`<strong>identical</strong><span>All ${found.length.toLocaleString("en")} characters are the same, compared here, character by character.</span>`
-        : html`<strong>different</strong><span>The texts part at character ${found.at + 1}. Speculation must not change a text: please report this, with the prompt and the settings.</span>`
-        : html`<span>${busy ? `Writing the ${lanes[0].isOver ? "speculative" : "plain"} text…` : "There is nothing to compare: a text was not finished."}</span>`}
-      ${found && html`<b class="ratio">${short(speeds[1] / speeds[0])}× <small>tokens/s</small></b><button class="button" onClick=${() => replay(lanes)}>Play again</button>`}
+    ${lanes && html`<div class=${`verdict ${result ? (result.same ? "same" : "other") : ""}`} role="status">
+      ${result ? result.same
+        ? html`<strong>identical</strong><span>All ${result.length.toLocaleString("en")} characters are the same.</span>`
+        : html`<strong>different</strong><span>The texts part at character ${result.at + 1}. Speculation must not change a text: please report this, with the prompt and the settings.</span>`
+        : html`<span>${busy ? `Writing the ${lanes[0].isOver ? "speculative" : "plain"} text…` : "Nothing to compare: a text was not finished."}</span>`}
+      ${result && html`<b class="ratio">${short(speeds[1] / speeds[0])}× <small>tokens/s</small></b><button class="button" onClick=${() => replay(lanes)}>Play again</button>`}
     </div>
     <${Legend} />
     <div class="lanes">

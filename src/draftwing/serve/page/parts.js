@@ -1,11 +1,11 @@
-// What several views show: coloured text, the inspector of a step, notices, bars of laws.
+// Parts of several views: coloured text, a step, notices, bars of probabilities.
 import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { figures, percent, short, spoken, stepMs, visible } from "./run.js";
 import { Tree, TreeTable } from "./tree.js";
 
 const KIND = (drafted) => (drafted === null ? "" : drafted ? "accepted" : "bonus");
 
-// The text of a run, step by step. A step can be clicked; arrow keys do the same for the keyboard.
+// The text of a run by step. A click selects a step; the arrow keys do the same.
 export function Text({ run, chosen, onChoose, until = Infinity }) {
   return html`<div class=${`text ${run.options.draft === "none" ? "plain" : ""}`}>${run.steps.map((step) => step.at <= until && html`<span
       class=${`step ${step.index === chosen ? "chosen" : ""}`} data-step=${step.index}
@@ -14,11 +14,11 @@ export function Text({ run, chosen, onChoose, until = Infinity }) {
 
 export const Legend = () => html`<p class="legend">
   <span class="key"><i class="swatch accepted"></i>drafted and accepted</span>
-  <span class="key"><i class="swatch bonus"></i>the target’s own</span>
+  <span class="key"><i class="swatch bonus"></i>added by the target</span>
   <span class="key"><i class="swatch rejected"></i>rejected</span>
 </p>`;
 
-// What went wrong, and what to do.
+// An error and how to continue.
 export function Notice({ error, onRetry }) {
   const [left, setLeft] = useState(error.retryAfter || 0);
   useEffect(() => {
@@ -44,7 +44,7 @@ export function Facts({ run }) {
   </dl>`;
 }
 
-// The steps of a run to go through: buttons, a slider, and arrow keys anywhere outside of fields.
+// Moves through the steps of a run: buttons, a slider, and arrow keys outside of fields.
 export function Stepper({ run, step, onChoose }) {
   const steps = run.traced, at = steps.indexOf(step);
   const go = (by) => {
@@ -73,7 +73,7 @@ export function Stepper({ run, step, onChoose }) {
   </div>`;
 }
 
-// Bars of probabilities. `marks` says what becomes of tokens: {id: "drawn" | "drafted"}.
+// Bars of probabilities. `marks` labels tokens: {id: {kind: "drawn" | "drafted", say: text}}.
 export function Bars({ rows, columns, caption, marks = {} }) {
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}><table class="bars">
     <caption>${caption}</caption>
@@ -105,7 +105,7 @@ export function Law({ node, step, temperature }) {
     );
   }
   const rows = temperature > 0 ? [...node.law.top].sort((a, b) => Math.log(b.p) + b.g - Math.log(a.p) - a.g) : node.law.top;
-  return html`<${Bars} rows=${rows} columns=${columns} marks=${marks} caption=${`The target’s law after “${spoken(node.text)}”`} />`;
+  return html`<${Bars} rows=${rows} columns=${columns} marks=${marks} caption=${`The target’s distribution after “${spoken(node.text)}”`} />`;
 }
 
 // One step, in full.

@@ -1,11 +1,11 @@
-// Live plots of a run, and the machine's cost curve. Each says in words what it shows.
+// Live plots of a run, and the machine's cost curve, each with its figures as text.
 import { html, useEffect, useRef } from "./vendor/htm-preact.js";
 import { PHASES, figures, percent, short } from "./run.js";
 
 const uPlot = window.uPlot;
 const HEIGHT = 168;
 
-// A colour of the style sheet as the canvas needs it.
+// A colour of the style sheet, for the canvas.
 function colour(name, alpha = 1) {
   const probe = document.createElement("span");
   probe.style.color = `var(--${name})`;
@@ -45,7 +45,7 @@ export function Plot({ title, note, make, data, theme, tall = HEIGHT }) {
 }
 
 const from = (least, step = 1) => (u, low, high) => [Math.min(0, low ?? 0), Math.max(least, (high ?? 0) * 1.08, step)];
-// Nearly all of it: a few steps that waited for something else must not flatten all others.
+// The range of 96% of the values: a few slow steps must not flatten all others.
 const most = (least, ...columns) => (u) => {
   const all = columns.map((column) => u.data[column].filter((value) => value !== null).sort((a, b) => a - b));
   return [0, Math.max(least, ...all.map((values) => 1.15 * (values[Math.floor(0.96 * (values.length - 1))] ?? 0)))];
@@ -118,7 +118,7 @@ function speedData(steps) {
   return [x, y];
 }
 
-// Bars that stand on each other: the tallest is drawn first.
+// Stacked bars: the tallest is drawn first.
 function timesData(steps) {
   const sums = steps.map(() => 0);
   const rows = PHASES.map((phase) => steps.map((step, i) => (sums[i] += step.seconds[phase] * 1000)));
@@ -142,19 +142,19 @@ export function Plots({ run, step, costs, theme }) {
   const curve = costs?.verify;
   return html`<div class="plots">
     <${Plot} title="Tokens per forward" note=${`tau ${sum.tau.toFixed(2)} over ${sum.forwards} steps`} make=${makeTau} data=${tauData(steps)} theme=${theme} />
-    <${Plot} title="Acceptance by depth" note=${sum.alpha.length ? sum.alpha.slice(0, 6).map((each) => percent(each.rate)).join(" · ") : "nothing was drafted yet"}
+    <${Plot} title="Acceptance by depth" note=${sum.alpha.length ? sum.alpha.slice(0, 6).map((each) => percent(each.rate)).join(" · ") : "no drafts yet"}
       make=${makeAlpha} data=${[sum.alpha.map((_, i) => i + 1), sum.alpha.map((each) => each.rate)]} theme=${theme} />
-    <${Plot} title="Tokens per second" note=${`${short(sum.speed)} by the steps' own clock`} make=${makeSpeed} data=${speedData(steps)} theme=${theme} />
+    <${Plot} title="Tokens per second" note=${`${short(sum.speed)} by the sum of step times`} make=${makeSpeed} data=${speedData(steps)} theme=${theme} />
     <${Plot} title="Where the time goes" note=${html`<span class="keys">${PHASES.map(share)}</span>`} make=${makeTimes} data=${timesData(steps)} theme=${theme} />
     ${curve
-      ? html`<${Plot} title="What a forward costs here" make=${makeCosts} data=${costsData(curve, steps, step)} theme=${theme}
+      ? html`<${Plot} title="Cost of a forward on this machine" make=${makeCosts} data=${costsData(curve, steps, step)} theme=${theme}
           note=${step ? `this step: ${step.nodes.length} nodes, ${short(spent(step))} ms; line: measured before` : "line: measured before; dots: steps"} />`
-      : html`<figure class="plot"><figcaption><strong>What a forward costs here</strong></figcaption>
+      : html`<figure class="plot"><figcaption><strong>Cost of a forward on this machine</strong></figcaption>
           <p class="empty">${costs?.why ?? "Reading the costs…"}</p></figure>`}
   </div>`;
 }
 
-// Tokens against seconds of two runs on one clock.
+// Tokens over seconds for two runs on one clock.
 export function Race({ lanes, until, theme }) {
   const rows = lanes.flatMap((run, lane) => {
     let sum = 0;

@@ -1,4 +1,4 @@
-// One text: its steps as they came, and what they add up to.
+// One text: its steps and their statistics.
 import { write } from "./api.js";
 
 export const PHASES = ["draft", "verify", "accept", "commit", "host"];
@@ -24,7 +24,7 @@ export class Run {
     return [...before, ...this.history, { role: "user", content: this.prompt }];
   }
 
-  // Traced steps: those that the tree can be drawn of.
+  // Steps with a tree.
   get traced() {
     return this.steps.filter((step) => step.nodes);
   }
@@ -44,7 +44,7 @@ export class Run {
         },
         (text, trace) => {
           this.status = "writing";
-          // By the server's clock: chunks may come late, and several at once.
+          // Use the server's clock: chunks may arrive late, and several at once.
           const at = trace?.at === undefined ? performance.now() - began : trace.at * 1000;
           const pieces = trace?.pieces ?? [{ text, drafted: null }];
           this.steps.push({ ...trace, pieces, text, at, index: this.steps.length });
@@ -66,40 +66,40 @@ export class Run {
   }
 }
 
-// What a run's steps add up to.
+// Sums over the steps of a run.
 export function figures(run) {
   const steps = run.traced;
-  const found = { tokens: 0, forwards: steps.length, drafted: 0, accepted: 0, alpha: [], seconds: {}, total: 0 };
+  const sums = { tokens: 0, forwards: steps.length, drafted: 0, accepted: 0, alpha: [], seconds: {}, total: 0 };
   const reached = [], taken = [];
-  for (const phase of PHASES) found.seconds[phase] = 0;
+  for (const phase of PHASES) sums.seconds[phase] = 0;
   for (const step of steps) {
-    found.tokens += step.num_tokens;
-    found.drafted += step.num_drafted;
-    found.accepted += step.num_accepted;
+    sums.tokens += step.num_tokens;
+    sums.drafted += step.num_drafted;
+    sums.accepted += step.num_accepted;
     for (let depth = 0; depth < step.depth; depth++) {
       reached[depth] = (reached[depth] || 0) + (step.num_accepted >= depth);
       taken[depth] = (taken[depth] || 0) + (step.num_accepted > depth);
     }
-    for (const phase of PHASES) found.seconds[phase] += step.seconds[phase] / step.num_rows;
+    for (const phase of PHASES) sums.seconds[phase] += step.seconds[phase] / step.num_rows;
   }
-  found.total = PHASES.reduce((sum, phase) => sum + found.seconds[phase], 0);
-  found.alpha = taken.map((count, depth) => ({ rate: reached[depth] ? count / reached[depth] : 0, of: reached[depth] }));
-  found.tau = found.forwards ? found.tokens / found.forwards : 0;
-  found.speed = found.total ? found.tokens / found.total : 0;
-  return found;
+  sums.total = PHASES.reduce((sum, phase) => sum + sums.seconds[phase], 0);
+  sums.alpha = taken.map((count, depth) => ({ rate: reached[depth] ? count / reached[depth] : 0, of: reached[depth] }));
+  sums.tau = sums.forwards ? sums.tokens / sums.forwards : 0;
+  sums.speed = sums.total ? sums.tokens / sums.total : 0;
+  return sums;
 }
 
 // Milliseconds of a step.
 export const stepMs = (step) => PHASES.reduce((sum, phase) => sum + step.seconds[phase], 0) * 1000;
 
-// Tokens with what cannot be seen made visible, short enough for a label.
+// A token as a short label, with its blanks made visible.
 export function visible(text, most = 14) {
   const shown = text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\r/g, "␍").replace(/ /g, "·");
   const letters = [...shown];
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : shown || "∅";
 }
 
-// The same in words, for those who listen.
+// A token for screen readers.
 export const spoken = (text) =>
   text.replace(/\n/g, " newline ").replace(/\t/g, " tab ").replace(/^ +$/, (all) => `${all.length} spaces`).trim() || "empty";
 

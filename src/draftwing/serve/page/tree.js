@@ -1,11 +1,11 @@
-// A step's tree: what was drafted, what the target kept of it, and the token that it added itself.
+// A step's tree: the drafted tokens, those that the target kept, and the token that it added.
 import { hierarchy, tree } from "./vendor/d3-hierarchy.js";
 import { html, useEffect, useRef } from "./vendor/htm-preact.js";
 import { percent, spoken, visible } from "./run.js";
 
 const ROW = 30, HEIGHT = 22, LETTER = 7.4, GAP = 34, PAD = 8;
 
-// Places of all nodes and of the bonus token: boxes, edges, and the size of the picture.
+// Positions of all nodes and the bonus token: boxes, edges, and the size of the picture.
 export function layout(step) {
   const nodes = step.nodes.map((node, index) => ({ ...node, index, children: [] }));
   for (const node of nodes) if (node.parent >= 0) nodes[node.parent].children.push(node);
@@ -75,14 +75,14 @@ export function Tree({ step, chosen, onChoose }) {
 
 const FATE = { root: "pending", kept: "kept", rejected: "rejected", bonus: "added by the target" };
 
-// The same as a table: for those who listen, and for looking numbers up.
+// The tree as a table, for screen readers and exact numbers.
 export function TreeTable({ step, onChoose }) {
   const row = (node, index) => html`<tr class=${node.kept ? "kept" : ""}>
     <td class="num">${index}</td>
-    <th scope="row"><button class="token" onClick=${() => onChoose(index)} aria-label=${`Token ${spoken(node.text)}, show the laws`}>${visible(node.text, 24)}</button></th>
+    <th scope="row"><button class="token" onClick=${() => onChoose(index)} aria-label=${`Token ${spoken(node.text)}, show the probabilities`}>${visible(node.text, 24)}</button></th>
     <td>${node.parent < 0 ? "–" : visible(step.nodes[node.parent].text, 18)}</td>
     <td class="num">${node.depth}</td>
-    <td class="num">${node.parent < 0 ? "" : percent(node.chance) || "not told"}</td>
+    <td class="num">${node.parent < 0 ? "" : percent(node.chance) || "unknown"}</td>
     <td>${FATE[index === 0 ? "root" : node.kept ? "kept" : "rejected"]}</td>
   </tr>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label="The tree as a table"><table class="nodes">
