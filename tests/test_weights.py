@@ -146,7 +146,7 @@ def test_damaged_indices(sharded):
         WeightFiles(sharded)
     for outside in ("../model.safetensors", "/etc/passwd", "..", "a\\b", ""):
         write_index(sharded, {**weight_map, "lost": outside})
-        with refusal(f"expected the names of files beside it, found {outside!r}"):
+        with refusal(f"expected names of files in its folder, found {outside!r}"):
             WeightFiles(sharded)
     for broken in ("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
         index.write_text(broken)

@@ -67,7 +67,7 @@ def fetch(
     from draftwing.models.resolve import fetch as run
 
     entry = entry_named(name)
-    path = run(entry, again=check)
+    path = run(entry, check=check)
     if as_json:
         screen.print_json(_describe(entry))
     else:
@@ -82,7 +82,7 @@ def remove(name: Name, as_json: Json = False) -> None:
 
     - `draftwing models remove smollm2-135m-instruct`
     """
-    from draftwing.models.fetch import remove as run
+    from draftwing.models.resolve import remove as run
 
     entry = entry_named(name)
     if isinstance(entry.source, Shipped):
@@ -97,9 +97,9 @@ def remove(name: Name, as_json: Json = False) -> None:
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
-    from draftwing.models.resolve import kept
+    from draftwing.models.resolve import find_local
 
-    place = kept(entry)
+    place = find_local(entry)
     return {
         "name": entry.name,
         "num_parameters": entry.num_parameters,
