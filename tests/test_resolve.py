@@ -17,7 +17,7 @@ from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.models import catalogue
 from draftwing.models.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel, entry_of
-from draftwing.models.resolve import fetch, kept, resolve
+from draftwing.models.resolve import fetch, find_local, resolve
 from draftwing.models.weights import WeightFiles
 from draftwing.shipped import TOY
 
@@ -84,22 +84,11 @@ def test_resolve_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("org/some-model.v1", "abc") == tmp_path
     assert (asked["repo"], asked["revision"]) == ("org/some-model.v1", "abc")
-    files = [
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-        "merges.txt",
-        "chat_template.jinja",
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-        "original/params.json",
-        "onnx/model.safetensors",
-    ]
-    kept = huggingface_hub.utils.filter_repo_objects(
-        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-    )
-    assert list(kept) == files[:6]
+    files = ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.model", "merges.txt"]
+    files += ["chat_template.jinja", "pytorch_model.bin", "consolidated.safetensors", "original/params.json"]
+    files += ["onnx/model.safetensors"]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **patterns)) == files[:6]
 
 
 def response(status):
@@ -115,8 +104,11 @@ FAILURES = [
     (hub.GatedRepoError("403", response=response(403)), "gated. Accept its terms on its page"),
     (hub.RevisionNotFoundError("404", response=response(404)), "the Hub model has no revision 'v9'. Check the branch"),
     (hub.HFValidationError("bad id"), "it is not a valid Hub id (bad id)"),
-    (hub.LocalEntryNotFoundError("no\nnet"), "the Hub cannot be reached, with no whole copy in the local cache (no)"),
-    (ConnectError("refused"), "the Hub cannot be reached, with no whole copy in the local cache (refused)"),
+    (
+        hub.LocalEntryNotFoundError("no\nnet"),
+        "Hub cannot be reached, with no complete copy in the local cache (no)",
+    ),
+    (ConnectError("refused"), "the Hub cannot be reached, with no complete copy in the local cache (refused)"),
     (ConnectionError("reset"), "the Hub cannot be reached"),
     (hub.OfflineModeIsEnabled("off"), "the Hub is switched off (HF_HUB_OFFLINE)"),
     (OSError(28, "No space left on device"), "the download failed (OSError: [Errno 28] No space left on device)"),
@@ -134,17 +126,14 @@ def test_resolve_explains_failed_downloads(error, text, monkeypatch):
         resolve("org/name", "v9")
 
 
-def test_resolve_lets_bugs_through(monkeypatch):
-    def fail(*_, **__):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+def test_resolve_does_not_hide_bugs(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         resolve("org/name")
 
 
 def test_resolve_offline(tmp_path, monkeypatch):
-    # The real client, told to stay offline, with an empty cache.
+    """With the real client and an empty cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with refusal("org/name: there is no such local folder, and the Hub", "local cache", "give a local model folder"):
@@ -207,7 +196,7 @@ def test_names_and_folders(tmp_path, monkeypatch, add):
 
 def test_a_name_whose_model_is_a_gguf_file(tmp_path, monkeypatch, gguf, add):
     add("tiny", CATALOGUE["smollm2-135m-instruct"].source)
-    monkeypatch.setattr("draftwing.models.fetch.fetch", lambda name, source, again: tmp_path / f"{name}.gguf")
+    monkeypatch.setattr("draftwing.models.resolve.fetch", lambda entry: tmp_path / f"{entry.name}.gguf")
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     assert resolve("tiny") == tmp_path / "folder of tiny.gguf"
     assert gguf == [tmp_path / "tiny.gguf"]
@@ -224,8 +213,8 @@ def test_a_name_whose_model_is_on_the_hub(tmp_path, monkeypatch, add):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     entry = add("tiny", Hub("org/tiny", "abc", 1))
-    assert kept(entry) is None
-    assert resolve("tiny", "main") == fetch(entry) == kept(entry) == tmp_path
+    assert find_local(entry) is None
+    assert resolve("tiny", "main") == fetch(entry) == find_local(entry) == tmp_path
     assert asked == [("org/tiny", "abc", local) for local in (True, False, False, True)]
 
 
