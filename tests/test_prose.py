@@ -11,8 +11,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "draftwing"
 # Modules still to be rewritten. Never add one; remove those that have become plain.
-LEFT = {"cli", "constraint", "decode", "engine", "formats", "hf", "lab", "models", "serve", "text", "train", "worker"}
-PYTHON = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).with_suffix("").parts[0] not in LEFT]
+LEFT = {
+    "cli",
+    "constraint",
+    "decode",
+    "engine",
+    "formats",
+    "hf",
+    "lab",
+    "models/cache",
+    "models/paged",
+    "serve",
+    "text",
+    "train",
+    "worker",
+}
+MODULES = {path.relative_to(SOURCE).with_suffix(""): path for path in SOURCE.rglob("*.py")}
+PYTHON = [path for name, path in MODULES.items() if not {name.parts[0], name.as_posix()} & LEFT]
 PYTHON += sorted((ROOT / "tools").rglob("*.py"))
 NATIVE = sorted((ROOT / "src").rglob("*.h")) + sorted((ROOT / "src").rglob("*.cpp"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -3,7 +3,7 @@
 On a CPU ``F.linear`` is slow for 2 to 16 rows, and the last bits of a row depend on how many rows are in the batch.
 oneDNN with prepacked weights has neither fault in float32: on 64 MB, 8 rows cost 1.1 times one row (``F.linear``:
 2.5 times), and from two rows on a row's bits do not depend on the others. Verification needs both. In 16 bits
-``BlockProduct`` ensures the second, in 8 bits ``Int8Product``. The CPU kernel has formats of its own (``cpu.packed``).
+``BlockProduct`` ensures the second, in 8 bits ``Int8Product``. The formats of the CPU kernel are in ``cpu.packed``.
 
 Shape suffixes: R rows, V vocabulary, H hidden.
 """
@@ -147,7 +147,7 @@ class BlockProduct:
     whatever the other rows are (on AMX, not with a fused residual). So only the bias is fused, blocks are padded with
     zeros, and a size is used only after a trial on this machine with this matrix: its rows must have the bits that they
     have in blocks of the smallest size, at other places and among other rows. If not even the smallest size passes,
-    each row runs in a block of its own, which is slow and always right.
+    each row runs in its own block, which is slow and always right.
 
     The trial runs a sample of rows. In each, two large inputs cancel each other in one output, so that the numbers
     added between them are rounded coarsely and reveal the order of the sum. With another number of threads, sizes are
@@ -168,7 +168,7 @@ class BlockProduct:
 
     @property
     def smallest(self) -> int:
-        """The smallest block; 0 if each row runs in a block of its own."""
+        """The smallest block; 0 if each row runs in its own block."""
         return self._verdict().base
 
     def __call__(self, x: Tensor) -> Tensor:
