@@ -11,21 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "draftwing"
 # Modules still to be rewritten. Never add one; remove those that have become plain.
-LEFT = {
-    "cli",
-    "constraint",
-    "decode",
-    "engine",
-    "formats",
-    "hf",
-    "lab",
-    "models/cache",
-    "models/paged",
-    "serve",
-    "text",
-    "train",
-    "worker",
-}
+LEFT = {"cli", "constraint", "decode", "engine", "formats", "hf", "lab", "serve", "text", "train", "worker"}
+LEFT |= {"models/cache", "models/paged"}
 MODULES = {path.relative_to(SOURCE).with_suffix(""): path for path in SOURCE.rglob("*.py")}
 PYTHON = [path for name, path in MODULES.items() if not {name.parts[0], name.as_posix()} & LEFT]
 PYTHON += sorted((ROOT / "tools").rglob("*.py"))
