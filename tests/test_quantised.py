@@ -97,7 +97,7 @@ def test_what_is_quantised(folder_of):
     target, floats = LeanTarget.from_folder(folder, quantize="int8"), LeanTarget.from_folder(folder)
     assert (target.quantized, floats.quantized) == ("int8", None)
     assert torch.equal(target.embedding.plain(), floats.embedding.plain())
-    for layer in target.layers:
+    for layer in target.net.layers:
         quantised = {name: m.quantized for name, m in layer.named_modules() if isinstance(m, Linear)}
         assert {name for name, how in quantised.items() if how is None} == {"mlp.router"}
     assert target.head.quantized == "int8"

@@ -104,10 +104,7 @@ FAILURES = [
     (hub.GatedRepoError("403", response=response(403)), "gated. Accept its terms on its page"),
     (hub.RevisionNotFoundError("404", response=response(404)), "the Hub model has no revision 'v9'. Check the branch"),
     (hub.HFValidationError("bad id"), "it is not a valid Hub id (bad id)"),
-    (
-        hub.LocalEntryNotFoundError("no\nnet"),
-        "Hub cannot be reached, with no complete copy in the local cache (no)",
-    ),
+    (hub.LocalEntryNotFoundError("no\nnet"), "Hub cannot be reached, with no complete copy in the local cache (no)"),
     (ConnectError("refused"), "the Hub cannot be reached, with no complete copy in the local cache (refused)"),
     (ConnectionError("reset"), "the Hub cannot be reached"),
     (hub.OfflineModeIsEnabled("off"), "the Hub is switched off (HF_HUB_OFFLINE)"),

@@ -208,7 +208,7 @@ def test_a_model_computes_in_bfloat16(family, folder_of, tiles):
 def test_only_the_matrices_are_in_bfloat16(folder_of):
     folder = folder_of("llama-bias-tied", head_dim=32)
     target, wide = LeanTarget.from_folder(folder, torch.bfloat16), LeanTarget.from_folder(folder)
-    for mine, theirs in zip((*target.layers, target), (*wide.layers, wide), strict=True):
+    for mine, theirs in zip((*target.net.layers, target), (*wide.net.layers, wide), strict=True):
         for narrow, other in zip(matrices(mine), matrices(theirs), strict=True):
             assert narrow.formats == ("bfloat16",)
             assert narrow.num_bytes == other.num_bytes / 2

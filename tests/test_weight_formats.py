@@ -27,10 +27,7 @@ from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 from processors import can_int8
 
-pytestmark = [
-    pytest.mark.skipif(get_kernel() is None, reason="no compiler"),
-    pytest.mark.usefixtures("without_tiles"),
-]
+pytestmark = [pytest.mark.skipif(get_kernel() is None, reason="no compiler"), pytest.mark.usefixtures("without_tiles")]
 
 EXACT = [name for name, kind in FORMATS.items() if kind.is_exact]
 ROWS = [*range(1, 9), 13, 33]

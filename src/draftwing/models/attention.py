@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.errors import ConfigError
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
 from draftwing.torch_utils import on_device
 from draftwing.tree import DraftTree
@@ -120,39 +119,50 @@ class TreeSlots:
         return self.lengths_B[:, None] + nodes
 
 
-class TreeAttention(Attention):
-    """Attention of a batch of trees over their rows' slots: an ``Attend`` for one forward.
-
-    Each node attends to its row's committed slots and its ancestors, within the layer's window. The queries that share
-    a KV head are folded into one block, so that keys are read once for all of them.
+class SlotAttention(Attention):
+    """Attention over KV slots: an ``Attend`` for one forward. Its result has ``num_rows_out`` rows.
 
     Args:
         cis: see ``Attention``.
         where: the trees and their slots.
         windows: each layer's sliding window, or None.
         num_heads: query heads.
-        num_rows_out: rows of the result; more than B * N if the caller padded.
+        num_rows_out: more than B * N if the caller padded.
     """
 
     def __init__(
         self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
     ) -> None:
         super().__init__(cis)
-        cache, tree, first_node = where.cache, where.tree, where.first_node
-        rows, nodes, width = tree.num_rows, tree.num_nodes - first_node, min(where.width, cache.num_slots)
-        _, _, _, kv_heads, _, dim = cache.data.shape
-        self._groups = num_heads // kv_heads
+        _, _, _, kv_heads, _, dim = where.cache.data.shape
+        self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
+        nodes = where.tree.num_nodes - where.first_node
+        self._shape = (where.tree.num_rows, nodes, kv_heads, num_heads // kv_heads, dim)
+        self._prepare(where)
+
+    @abstractmethod
+    def _prepare(self, where: TreeSlots) -> None:
+        """Compute the masks and indices of all layers."""
+
+
+class TreeAttention(SlotAttention):
+    """Each node attends to its row's committed slots and its ancestors, within the layer's window.
+
+    The queries that share a KV head are folded into one block, so that keys are read once for all of them.
+    """
+
+    def _prepare(self, where: TreeSlots) -> None:
+        data, width = where.cache.data, min(where.width, where.cache.num_slots)
+        rows, nodes, kv_heads, self._groups, dim = self._shape
         self._queries = nodes * self._groups
-        self._scale, self._windows = dim**-0.5, windows
-        self._shape = (rows, nodes, kv_heads, self._groups, dim)
-        padded = round_up(self._queries, QUERY_BLOCK) if cache.data.device.type == "cpu" else self._queries
-        self._padded, self._dtype = padded, cache.data.dtype
-        self._masks = {window: self._mask(where, window, width) for window in set(windows)}
+        padded = round_up(self._queries, QUERY_BLOCK) if data.device.type == "cpu" else self._queries
+        self._padded, self._dtype = padded, data.dtype
+        self._masks = {window: self._mask(where, window, width) for window in set(self._windows)}
         self._locate(where, width)
-        self._q = cache.data.new_zeros(rows, kv_heads, padded, dim)
+        self._q = data.new_zeros(rows, kv_heads, padded, dim)
         q = self._q[:, :, : self._queries]
         self._q_view = q.view(rows, kv_heads, nodes, self._groups, dim).permute(0, 2, 1, 3, 4)
-        self._out = cache.data.new_zeros(num_rows_out, num_heads * dim)
+        self._out = data.new_zeros(self._rows_out, kv_heads * self._groups * dim)
         self._out_view = self._out[: rows * nodes].view(self._shape)
 
     def _locate(self, where: TreeSlots, width: int) -> None:
@@ -268,34 +278,25 @@ class CausalAttention(Attention):
         return self._masks[window]
 
 
-class ViewAttention(Attention):
+class ViewAttention(SlotAttention):
     """Each node attends to the slots of its row's view and its ancestors, within the layer's window.
 
     Keys and values are gathered layer by layer, so the cost grows with the view, not with the context.
-
-    Args: see ``TreeAttention``; ``where.view`` must be given.
     """
 
-    def __init__(
-        self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
-    ) -> None:
-        super().__init__(cis)
-        if where.view is None:
-            raise ConfigError("ViewAttention needs TreeSlots.view")
-        cache, tree, first, lengths = where.cache, where.tree, where.first_node, where.lengths_B
-        device, kv_heads, dim = cache.data.device, cache.data.shape[3], cache.data.shape[5]
-        rows, nodes, longest = tree.num_rows, tree.num_nodes - first, max(where.view.counts)
-        self._cache = cache
-        self._shape, self._rows_out = (rows, nodes, kv_heads, num_heads // kv_heads, dim), num_rows_out
-        self._windows, self._scale = windows, dim**-0.5
+    def _prepare(self, where: TreeSlots) -> None:
+        assert where.view is not None
+        tree, first, lengths, device = where.tree, where.first_node, where.lengths_B, where.lengths_B.device
+        longest = max(where.view.counts)
+        self._cache = where.cache
         self._slots = where.view.slots[..., :longest]
         counts = on_device(where.view.counts, device)
         self._is_seen = torch.arange(longest, device=device) < counts[:, None]
         self._in_tree, self._positions = tree.ancestors[:, first:], lengths[:, None] + tree.depths
         self._first = first
         self._places = lengths[:, None] + torch.arange(tree.num_nodes, device=device)
-        self._row = torch.arange(where.first_row, where.first_row + rows, device=device)[:, None]
-        self._head = torch.arange(kv_heads, device=device)
+        self._row = torch.arange(where.first_row, where.first_row + tree.num_rows, device=device)[:, None]
+        self._head = torch.arange(self._shape[2], device=device)
         self._mask: Tensor | None = None  # the same in all layers without a window
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -333,33 +334,24 @@ class ViewAttention(Attention):
         return mask
 
 
-class WatchAttention(Attention):
-    """Attention of a row's last tokens, whose keys and values are in their slots already: writes no slots.
+class WatchAttention(SlotAttention):
+    """Attention of the last tokens of one row, whose keys and values are in their slots already: writes no slots.
 
-    Adds the attention weights of each earlier slot to ``where.watched``.
-
-    Args: see ``TreeAttention``; ``where.watched`` must be given, and the tree must be one chain.
+    Adds the attention weights of each earlier slot to ``where.watched`` (L, K, S).
     """
 
-    def __init__(
-        self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
-    ) -> None:
-        super().__init__(cis)
-        if where.watched is None or where.tree.num_rows != 1:
-            raise ConfigError("WatchAttention needs one row and TreeSlots.watched (L, K, S)")
-        cache, nodes, self._watched = where.cache, where.tree.num_nodes, where.watched
-        kv_heads, dim, self._start = cache.data.shape[3], cache.data.shape[5], where.watched.shape[2]
-        slots = torch.arange(self._start + nodes, device=cache.data.device)
-        self._kv, self._at = cache.data, cache.place(torch.full_like(slots, where.first_row), slots)
-        self._shape, self._rows_out = (nodes, kv_heads, num_heads // kv_heads, dim), num_rows_out
-        self._windows, self._scale = windows, dim**-0.5
-        self._back = (slots[self._start :, None] - slots).repeat_interleave(num_heads // kv_heads, dim=0)
+    def _prepare(self, where: TreeSlots) -> None:
+        assert where.watched is not None
+        self._watched, self._start, nodes = where.watched, where.watched.shape[2], where.tree.num_nodes
+        slots = torch.arange(self._start + nodes, device=where.cache.data.device)
+        self._kv, self._at = where.cache.data, where.cache.place(torch.full_like(slots, where.first_row), slots)
+        self._back = (slots[self._start :, None] - slots).repeat_interleave(self._shape[3], dim=0)
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D); k and v equal the slots' content."""
-        nodes, kv_heads, groups, dim = self._shape
+        _, nodes, kv_heads, groups, dim = self._shape
         keys, values = (x[self._at[0], :, self._at[1]].transpose(0, 1) for x in self._kv[layer])
-        folded = q.view(self._shape).transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
+        folded = q.view(self._shape[1:]).transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
         scores = (folded @ keys.transpose(1, 2)).mul_(self._scale)
         window = self._windows[layer]
         hidden = self._back < 0 if window is None else (self._back < 0) | (self._back >= window)
@@ -369,7 +361,7 @@ class WatchAttention(Attention):
         return F.pad(mixed.reshape(nodes, -1), (0, 0, 0, self._rows_out - nodes))
 
 
-def attention_over(where: TreeSlots) -> type[TreeAttention | ViewAttention | WatchAttention]:
+def attention_over(where: TreeSlots) -> type[SlotAttention]:
     """The class of attention for these slots."""
     if where.watched is not None:
         return WatchAttention

@@ -103,7 +103,8 @@ class Reader:
         """Pack matrices in the formats of the file. Raises CheckpointError if a number is not finite."""
         self.used.update(shapes)
         held = [self.files.stored(name, shape) for name, shape in shapes.items()]
-        parts = [self._as_laid_out(part) for part in held]
+        convert = Stored.rounded if self.layout.rounds else Stored.expanded if self.layout.expand else Stored.narrowed
+        parts = [convert(part) for part in held]
         try:
             if self.layout.quantize is not None:  # quantised levels are always finite
                 self._check(shapes, parts)
@@ -114,11 +115,6 @@ class Reader:
         finally:
             for part in held:
                 self.files.drop(part)
-
-    def _as_laid_out(self, part: Stored) -> Stored:
-        if self.layout.rounds:
-            return part.rounded()
-        return part.expanded() if self.layout.expand else part.narrowed()
 
     def _check(self, names: Iterable[str], parts: Sequence[Stored]) -> None:
         for name, part in zip(names, parts, strict=True):
@@ -197,14 +193,9 @@ class TappedNet:
     def shape(self) -> NetShape:
         config = self.config
         return NetShape(
-            config.num_layers,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.sliding_windows,
-            config.vocab_size,
-            out_width=config.hidden_size * len(self.taps),
-        )
+            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
+            config.vocab_size, out_width=config.hidden_size * len(self.taps),
+        )  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype:
@@ -262,8 +253,6 @@ class LeanTarget(Target):
         self.num_layers, self.max_length = config.num_layers, config.context_length
         self.dtype, self.device = dtype or net.dtype, net.device
         self.eos_ids = config.eos_ids
-        active = sum(layer.num_attention_bytes + layer.mlp.num_bytes for layer in net.layers)
-        self._num_weight_bytes = net.head.num_bytes + active
 
     @classmethod
     def from_folder(
@@ -328,10 +317,6 @@ class LeanTarget(Target):
         return runs_as([*(part for part in parts if isinstance(part, Linear)), self.net.head])
 
     @property
-    def layers(self) -> Sequence[DecoderLayer]:
-        return self.net.layers
-
-    @property
     def runtime(self) -> str:
         return self.runs.name
 
@@ -341,7 +326,8 @@ class LeanTarget(Target):
 
     @property
     def num_weight_bytes(self) -> int:
-        return self._num_weight_bytes
+        layers = sum(layer.num_attention_bytes + layer.mlp.num_bytes for layer in self.net.layers)
+        return self.net.head.num_bytes + layers
 
     @property
     def embedding(self) -> Embedding:
@@ -364,9 +350,7 @@ class LeanTarget(Target):
         self.runs = record_with(self.runs, record, is_dense=self.config.moe is None)
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
-        if taps not in self._nets:
-            self._nets[taps] = replace(self.net, taps=taps)
-        return self._nets[taps]
+        return self._nets.setdefault(taps, replace(self.net, taps=taps))
 
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> LeanContext:
         """See ``Target.new_context``. Slots are allocated as rows join, or reused with their recorded graphs."""
