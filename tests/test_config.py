@@ -59,22 +59,16 @@ def test_reads_what_transformers_writes(family, version):
     )
     config = json.loads(json.dumps(theirs.to_dict()))
     ours = ModelConfig.from_hf(as_version_4(config) if version == 4 else config)
-    assert ours.model_type == family
-    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size) == (64, 128, 96)
-    assert (ours.num_layers, ours.num_heads, ours.num_kv_heads) == (4, 32, theirs.num_key_value_heads)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
-    assert ours.rms_norm_eps == 1e-4
-    assert ours.activation == theirs.hidden_act == "silu"
-    assert ours.max_position_embeddings == 512
-    assert ours.tie_word_embeddings is theirs.tie_word_embeddings is False
-    assert ours.rope.type == "default"
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    expected = {
+        "model_type": family, "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_layers": 4,
+        "num_heads": 32, "num_kv_heads": theirs.num_key_value_heads, "head_dim": getattr(theirs, "head_dim", None) or 4,
+        "rms_norm_eps": 1e-4, "activation": "silu", "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "sliding_windows": (4096 if family == "mistral" else None,) * 4, "bos_id": None, "pad_id": theirs.pad_token_id,
+        "eos_ids": () if theirs.eos_token_id is None else (theirs.eos_token_id,), "dtype": "float32",
+    }  # fmt: skip
+    assert {name: getattr(ours, name) for name in expected} == expected
+    assert (ours.rope.type, ours.rope.theta) == ("default", theirs.rope_parameters["rope_theta"])
     assert ours.rope.rotary_dim == ours.rope.head_dim == ours.head_dim
-    assert ours.sliding_windows == (4096 if family == "mistral" else None,) * 4
-    assert ours.bos_id is None
-    assert ours.eos_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert ours.pad_id == theirs.pad_token_id
-    assert ours.dtype == "float32"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
