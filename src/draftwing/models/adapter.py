@@ -290,13 +290,13 @@ class AdapterTarget(Target):
                 return f"its attention window `{name}` is not supported"
         config, window = self._config, self._window
         try:
-            supported = self._is_tree_exact()
+            supported = self.is_tree_exact()
             if supported and window is not None:
                 # Under a narrow window, a small tree shows whether the model's window is ours.
                 configured, config.sliding_window = config.sliding_window, _NARROW_WINDOW
                 self._window = _NARROW_WINDOW
                 try:
-                    supported = self._is_tree_exact()
+                    supported = self.is_tree_exact()
                 finally:
                     config.sliding_window, self._window = configured, window
         except Exception as error:  # an unknown model may raise anything
@@ -304,7 +304,7 @@ class AdapterTarget(Target):
         return None if supported else "it ignores a tree mask or explicit positions"
 
     @torch.inference_mode()
-    def _is_tree_exact(self) -> bool:
+    def is_tree_exact(self) -> bool:
         """True if the nodes of a tree have the logits of their paths in the model's own forward.
 
         The root has many children, and the last one a child: if masks or positions count slots instead of ancestors
