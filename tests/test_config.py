@@ -1,49 +1,32 @@
-"""Reading config.json: the eight families against transformers' own config classes, and every refusal's text."""
+"""Reading config.json: the eight families against transformers' config classes, and the text of every error."""
 
 import json
 
 import pytest
-from transformers import (
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import torch
+import transformers
 
+from conftest import refused
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, read_config
 
 
-class MiMoConfig(Qwen2Config):
-    """Its own code's class, which transformers does not have, adds nothing but the number of MTP modules."""
+class MiMoConfig(transformers.Qwen2Config):
+    """MiMo's class, which transformers lacks, only adds the number of MTP modules."""
 
     model_type = "mimo"
 
 
-FAMILIES = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "qwen2": Qwen2Config,
-    "mimo": MiMoConfig,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-    "phi3": Phi3Config,
-}
+NAMES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3")
+CLASSES = [MiMoConfig, *(getattr(transformers, f"{name}Config") for name in NAMES)]
+FAMILIES = {kind.model_type: kind for kind in CLASSES}
 # 32 heads, because the default key-value heads of some families (32, 8, 4) must divide them.
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-}
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 32,
+}  # fmt: skip
 
 
-def made(family, **settings):
+def written(family, **settings):
     """A config.json as transformers 5 writes it."""
     return json.loads(json.dumps(FAMILIES[family](**{**SIZES, **settings}).to_dict()))
 
@@ -76,29 +59,23 @@ def test_reads_what_transformers_writes(family, version):
     )
     config = json.loads(json.dumps(theirs.to_dict()))
     ours = ModelConfig.from_hf(as_version_4(config) if version == 4 else config)
-    assert ours.model_type == family
-    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size) == (64, 128, 96)
-    assert (ours.num_layers, ours.num_heads, ours.num_kv_heads) == (4, 32, theirs.num_key_value_heads)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
-    assert ours.rms_norm_eps == 1e-4
-    assert ours.activation == theirs.hidden_act == "silu"
-    assert ours.max_position_embeddings == 512
-    assert ours.tie_word_embeddings is theirs.tie_word_embeddings is False
-    assert ours.rope.type == "default"
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    expected = {
+        "model_type": family, "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_layers": 4,
+        "num_heads": 32, "num_kv_heads": theirs.num_key_value_heads, "head_dim": getattr(theirs, "head_dim", None) or 4,
+        "rms_norm_eps": 1e-4, "activation": "silu", "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "sliding_windows": (4096 if family == "mistral" else None,) * 4, "bos_id": None, "pad_id": theirs.pad_token_id,
+        "eos_ids": () if theirs.eos_token_id is None else (theirs.eos_token_id,), "dtype": "float32",
+    }  # fmt: skip
+    assert {name: getattr(ours, name) for name in expected} == expected
+    assert (ours.rope.type, ours.rope.theta) == ("default", theirs.rope_parameters["rope_theta"])
     assert ours.rope.rotary_dim == ours.rope.head_dim == ours.head_dim
-    assert ours.sliding_windows == (4096 if family == "mistral" else None,) * 4
-    assert ours.bos_id is None
-    assert ours.eos_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert ours.pad_id == theirs.pad_token_id
-    assert ours.dtype == "float32"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family):
     # Only the sizes given: everything else must come out as transformers' class fills it in.
     ours = ModelConfig.from_hf({"model_type": family, **SIZES})
-    assert ours == ModelConfig.from_hf(made(family))
+    assert ours == ModelConfig.from_hf(written(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,7 +85,7 @@ def test_null_key_value_heads_are_the_query_heads(family):
 
 def test_biases_and_query_norms():
     def flags(family, **changes):
-        config = ModelConfig.from_hf({**made(family), **changes})
+        config = ModelConfig.from_hf({**written(family), **changes})
         return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
 
     assert flags("llama") == (False, False, False, False)
@@ -122,36 +99,35 @@ def test_biases_and_query_norms():
 
 
 def test_flags_match_the_models_of_transformers():
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    for family, kind in {**FAMILIES, "mimo": Qwen2Config}.items():  # whose layers MiMo has
+    for family, kind in {**FAMILIES, "mimo": transformers.Qwen2Config}.items():  # whose layers MiMo has
         with torch.device("meta"):
             theirs = kind(**{**SIZES, "num_hidden_layers": 1, "pad_token_id": 0})
-            names = {name for name, _ in AutoModelForCausalLM.from_config(theirs).named_parameters()}
-        ours = ModelConfig.from_hf(made(family, num_hidden_layers=1))
+            names = {name for name, _ in transformers.AutoModelForCausalLM.from_config(theirs).named_parameters()}
+        ours = ModelConfig.from_hf(written(family, num_hidden_layers=1))
         assert ours.qkv_bias == any(name.endswith(("q_proj.bias", "qkv_proj.bias")) for name in names)
         assert ours.o_bias == any(name.endswith("o_proj.bias") for name in names)
         assert ours.qk_norm == any(name.endswith("q_norm.weight") for name in names)
         assert (ours.moe is not None) == any(".experts." in name for name in names)
 
 
-def test_token_ids():
-    assert ModelConfig.from_hf(llama(eos_token_id=[5, 7])).eos_ids == (5, 7)
-    assert ModelConfig.from_hf(llama(eos_token_id=None)).eos_ids == ()
-    assert ModelConfig.from_hf(llama()).eos_ids == (2,)
-    # As in several Llama configs on the Hub.
-    assert ModelConfig.from_hf(llama(pad_token_id=-1)).pad_id is None
-    assert ModelConfig.from_hf(llama(bos_token_id=0)).bos_id == 0
-
-
-def test_activations():
-    for name, read in (("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh",) * 2):
-        assert ModelConfig.from_hf(llama(hidden_act=name)).activation == read
+@pytest.mark.parametrize(
+    ("changes", "field", "expected"),
+    [
+        ({"eos_token_id": [5, 7]}, "eos_ids", (5, 7)),
+        ({"eos_token_id": None}, "eos_ids", ()),
+        ({}, "eos_ids", (2,)),
+        ({"pad_token_id": -1}, "pad_id", None),  # as in several Llama configs on the Hub
+        ({"bos_token_id": 0}, "bos_id", 0),
+        *(({"hidden_act": name}, "activation", name) for name in ("silu", "gelu", "gelu_pytorch_tanh")),
+        ({"hidden_act": "swish"}, "activation", "silu"),
+    ],
+)
+def test_token_ids_and_activations(changes, field, expected):
+    assert getattr(ModelConfig.from_hf(llama(**changes)), field) == expected
 
 
 def windows(family, **settings):
-    return ModelConfig.from_hf({**made(family), **settings}).sliding_windows
+    return ModelConfig.from_hf({**written(family), **settings}).sliding_windows
 
 
 def test_sliding_windows():
@@ -168,26 +144,26 @@ def test_sliding_windows():
 def test_sliding_windows_by_layer(family):
     switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
     assert ModelConfig.from_hf({"model_type": family, **SIZES, **switched}).sliding_windows == (None, None, None, 8)
-    assert windows(family, **made(family, **switched)) == (None, None, None, 8)
+    assert windows(family, **written(family, **switched)) == (None, None, None, 8)
     named = ["sliding_attention", "attention", "full_attention", "sliding_attention"]
     assert windows(family, **{**switched, "layer_types": named}) == (8, None, None, 8)
     assert windows(family, sliding_window=8, max_window_layers=0, layer_types=None) == (None,) * 4
 
 
 def test_experts():
-    moe = ModelConfig.from_hf(made("mixtral")).moe
+    moe = ModelConfig.from_hf(written("mixtral")).moe
     assert (moe.num_experts, moe.num_experts_per_token, moe.intermediate_size) == (8, 2, 96)
     assert moe.norm_topk_prob
     assert moe.sparse_layers == (True,) * 4
 
     def qwen(**changes):
-        return ModelConfig.from_hf({**made("qwen3_moe", num_experts=6, num_experts_per_tok=2), **changes}).moe
+        return ModelConfig.from_hf({**written("qwen3_moe", num_experts=6, num_experts_per_tok=2), **changes}).moe
 
     moe = qwen(moe_intermediate_size=48, mlp_only_layers=[1])
     assert (moe.num_experts, moe.num_experts_per_token, moe.intermediate_size) == (6, 2, 48)
     assert not moe.norm_topk_prob
     assert moe.sparse_layers == (True, False, True, True)
-    assert [qwen(decoder_sparse_step=2, norm_topk_prob=True).is_sparse(layer) for layer in range(4)] == [0, 1, 0, 1]
+    assert qwen(decoder_sparse_step=2, norm_topk_prob=True).sparse_layers == (False, True, False, True)
     assert qwen(num_local_experts=0) is None
     assert qwen(mlp_only_layers=[0, 1, 2, 3]) is None
     # Version 4 wrote num_experts where version 5 writes num_local_experts.
@@ -211,10 +187,10 @@ def test_rope_in_all_spellings():
     assert all(rope == read[0] for rope in read)
 
 
-def test_phi3_rotates_a_part():
-    for config in (made("phi3", partial_rotary_factor=0.5), as_version_4(made("phi3", partial_rotary_factor=0.5))):
-        rope = ModelConfig.from_hf(config).rope
-        assert (rope.head_dim, rope.rotary_dim) == (4, 2)
+@pytest.mark.parametrize("spelling", [dict, as_version_4])
+def test_phi3_rotates_a_part(spelling):
+    rope = ModelConfig.from_hf(spelling(written("phi3", partial_rotary_factor=0.5))).rope
+    assert (rope.head_dim, rope.rotary_dim) == (4, 2)
 
 
 WRONG = [
@@ -242,30 +218,22 @@ WRONG = [
     (llama(bos_token_id=[1]), "`bos_token_id` must be a token id or null, found list [1]"),
     (llama(architectures="LlamaForCausalLM"), "`architectures` must be a list of str"),
     (llama(architectures=..., model_type=...), "expected `architectures` or `model_type`, found neither"),
-    (llama(model_type="qwen2"), '`architectures` says LlamaForCausalLM, of model type "llama", but `model_type` is'),
+    (llama(model_type="qwen2"), '`architectures` is LlamaForCausalLM, of model type "llama", but `model_type` is'),
     (llama(layer_types=["full_attention"]), "`layer_types` must have one entry per layer (`num_hidden_layers` 4)"),
     (llama(rope_scaling=3), "`rope_scaling` must be an object, found 3"),
-    (llama(rope_scaling={"type": "linear"}), "rope_scaling: `factor` must be a finite number, found None"),
+    (llama(rope_scaling={"type": "linear"}), "rope_scaling: required key `factor` is missing"),
     (llama(rope_scaling={"type": "linear", "factor": -1}), "factor must be above 0, found -1.0"),
-    (llama(rope_theta="big"), "`rope_theta` must be a finite number, found 'big'"),
+    (llama(rope_theta="big"), "`rope_theta` must be a finite number, found str 'big'"),
     (llama(rope_theta=1), "rope_theta must be above 1, found 1.0"),
-    ({**made("phi3"), "rope_scaling": {"type": "linear", "factor": 2.0}}, '"linear" does not exist for phi3'),
-    ({**made("phi3"), "partial_rotary_factor": 0.8, "rope_parameters": None}, "rotary_dim (head_dim times"),
-    ({**made("mixtral"), "num_local_experts": 1}, "`num_experts_per_tok` 2 is more than the 1 experts"),
-    ({**made("mixtral"), "num_experts": 9}, "`num_experts` and `num_local_experts` differ"),
-    ({**made("qwen2"), "layer_types": ["sliding_attention"] * 4}, "`layer_types` has sliding_attention, but no window"),
+    ({**written("phi3"), "rope_scaling": {"type": "linear", "factor": 2.0}}, '"linear" does not exist for phi3'),
+    ({**written("phi3"), "partial_rotary_factor": 0.8, "rope_parameters": None}, "rotary_dim (head_dim times"),
+    ({**written("mixtral"), "num_local_experts": 1}, "`num_experts_per_tok` 2 is more than the 1 experts"),
+    ({**written("mixtral"), "num_experts": 9}, "`num_experts` and `num_local_experts` differ"),
+    (
+        {**written("qwen2"), "layer_types": ["sliding_attention"] * 4},
+        "`layer_types` has sliding_attention, but no window",
+    ),
 ]
-
-
-@pytest.mark.parametrize(("config", "text"), WRONG, ids=[text[:50] for _, text in WRONG])
-def test_refuses_what_cannot_be_meant(config, text):
-    with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_hf(config, "there/config.json")
-    message = str(caught.value)
-    assert message.startswith("there/config.json: ")
-    assert text in message
-    assert any(mend in message for mend in ("Correct", "Add", "Remove", "Download", "download"))
-    assert not isinstance(caught.value, UnsupportedError)
 
 
 LACKING = [
@@ -276,49 +244,56 @@ LACKING = [
     (llama(quantization_config={"bits": 4}), "`quantization_config` is set: the weights are quantised"),
     (llama(rope_scaling={"type": "su"}), 'rope_scaling: RoPE type "su" is not supported'),
     (llama(rope_scaling={"rope_type": "longrope"}), 'rope_scaling: RoPE type "longrope" is not supported'),
-    ({**made("phi3"), "rope_scaling": {"type": "yarn"}}, 'RoPE type "longrope" is not supported'),
+    ({**written("phi3"), "rope_scaling": {"type": "yarn"}}, 'RoPE type "longrope" is not supported'),
     (llama(rope_parameters={"full_attention": {"rope_type": "default"}}), "found several (full_attention)"),
     (llama(partial_rotary_factor=0.5), "`partial_rotary_factor` 0.5 has no meaning for llama"),
     (llama(layer_types=["chunked_attention"] * 4), '`layer_types` has "chunked_attention", which the lean decoder'),
     (
-        {**made("mistral"), "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {**written("mistral"), "layer_types": ["sliding_attention", "full_attention"] * 2},
         "`layer_types` disagrees with MistralForCausalLM",
     ),
+    ({"architectures": ["FalconForCausalLM"]}, "expected one of LlamaForCausalLM, MistralForCausalLM"),
 ]
 
 
-@pytest.mark.parametrize(("config", "text"), LACKING, ids=[text[:50] for _, text in LACKING])
-def test_names_what_it_lacks_and_the_other_engine(config, text):
-    with pytest.raises(UnsupportedError) as caught:
+@pytest.mark.parametrize(
+    ("config", "text", "kind"),
+    [*((*case, ConfigError) for case in WRONG), *((*case, UnsupportedError) for case in LACKING)],
+    ids=[text[:50] for _, text in WRONG + LACKING],
+)
+def test_refusals(config, text, kind):
+    with pytest.raises(ConfigError) as caught:
         ModelConfig.from_hf(config, "there/config.json")
     message = str(caught.value)
+    assert type(caught.value) is kind
     assert message.startswith("there/config.json: ")
     assert text in message
-    assert 'engine="transformers"' in message
+    fixes = ("Correct", "Add", "Remove", "ownload") if kind is ConfigError else ('engine="transformers"',)
+    assert any(fix in message for fix in fixes)
 
 
-def test_an_unknown_architecture_lists_the_known_ones():
-    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM, MistralForCausalLM, .*Phi3ForCausalLM"):
-        ModelConfig.from_hf({"architectures": ["FalconForCausalLM"]})
+@pytest.mark.parametrize(
+    ("content", "kind", "text"),
+    [
+        (None, CheckpointError, "expected config.json in the model folder, found none"),
+        ("{", ConfigError, "config.json: expected JSON, "),
+        (b"\xff\xfe", ConfigError, "config.json: expected JSON, "),
+        ("[1]", ConfigError, "expected a JSON object, found list [1]. "),
+    ],
+)
+def test_damaged_files(content, kind, text, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with refused(kind, text, "ownload"):
+        read_config(tmp_path)
 
 
 def test_read_config(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_config(tmp_path) == {"model_type": "llama"}
-    with pytest.raises(CheckpointError, match=r"absent: expected a model folder, found none\. Check the path"):
+    with refused(CheckpointError, "absent: expected a model folder, found none. Check the path"):
         read_config(tmp_path / "absent")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: expected JSON, .*Download it again"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"config\.json: expected JSON, .*Download it again"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"expected a JSON object, found list \[1\]"):
-        read_config(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"expected config\.json in the model folder, found none"):
-        read_config(tmp_path)
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with refused(CheckpointError, "cannot be read"):
         read_config(tmp_path)

@@ -1,8 +1,8 @@
-"""Recorded forwards and drafts: what they compute is the eager path's, and a recording holds while memory changes.
+"""Recorded forwards and drafts: they compute what the eager path does, and a recording survives changes of memory.
 
-Two recorders stand for the GPU. ``Recorder`` runs the function again; ``Tape`` is as strict as a CUDA graph: it keeps
-the operations of one run and repeats these very ones on this very memory, whatever the host thinks by then, and fails
-where one of them would wait for the device.
+Two recorders stand for the GPU. ``Recorder`` runs the function again. ``Tape`` is as strict as a CUDA graph: it keeps
+the operations of one run and repeats exactly these on the same memory, and fails if one of them would wait for the
+device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.context import FeatureSpec
 from draftwing.models.lean import LeanTarget
 from draftwing.runtime import graphs
-from draftwing.runtime.graphs import CudaRecorder, Pool, RecordedRunner, Recorder, round_up_nodes
+from draftwing.runtime.graphs import NODE_BUCKETS, CudaRecorder, Pool, RecordedRunner, Recorder, round_up_to
 from draftwing.sampling import Sampling
 from draftwing.tree import PAD, DraftTree
 from test_exact import BATCHES, DRAFTERS, MAX_TOKENS, PROMPTS, Lab, run
@@ -43,7 +43,7 @@ WAITS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal,
 
 
 class Reads(TorchFunctionMode):
-    """Counts where the host reads what a tensor holds."""
+    """Counts reads of tensors by the host."""
 
     names = frozenset(("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__"))
 
@@ -58,7 +58,7 @@ class Reads(TorchFunctionMode):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails at operations whose result has a size that the host must ask the device for."""
+    """Fails at operations whose result has a size that the host must read from the device."""
 
     forbidden = WAITS
 
@@ -70,7 +70,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Tape(NoWaiting):
-    """The operations of one run, and where their results lie."""
+    """The operations of one run and their results."""
 
     forbidden = (*WAITS, aten.lift_fresh)  # torch.tensor of the host's numbers
 
@@ -80,9 +80,9 @@ class Tape(NoWaiting):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = super().__torch_dispatch__(func, types, args, kwargs)
-        memory = {each.untyped_storage().data_ptr() for each in tensors((args, kwargs))}
-        shares = all(each.untyped_storage().data_ptr() in memory for each in tensors(results))
-        if func._schema.is_mutable or not shares:  # what only shares memory needs no repeating
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors((args, kwargs))}
+        is_view = all(tensor.untyped_storage().data_ptr() in memory for tensor in tensors(results))
+        if func._schema.is_mutable or not is_view:  # views need not be repeated
             self.done.append((func, args, kwargs or {}, [] if func._schema.is_mutable else tensors(results)))
         return results
 
@@ -107,10 +107,9 @@ class TapeRecorder:
         def replay():
             self.num_replays += 1
             for func, args, kwargs, results in tape.done:
-                for kept, fresh in zip(results, tensors(func(*args, **kwargs)) if results else (), strict=False):
-                    kept.copy_(fresh)
-                if not results:
-                    func(*args, **kwargs)
+                fresh = tensors(func(*args, **kwargs))
+                for place, result in enumerate(results):
+                    result.copy_(fresh[place])
             return outputs
 
         return replay
@@ -149,7 +148,7 @@ def lab(folder_of, tmp_path_factory):
 
 @pytest.mark.parametrize(("family", "record"), [("llama", "eager"), *((family, "tape") for family in FAMILIES)])
 def test_logits_of_every_family(family, record, folder_of):
-    """Against transformers: ragged rows, a tree of a size between buckets, a commit, a row that leaves, a chain."""
+    """Those of transformers: ragged rows, a tree between buckets, a commit, a removal, a chain."""
     target = LeanTarget.from_folder(folder_of(family), torch.float64)
     target.use_graphs(RECORDERS[record]())
     model = float64_norms(build(family))
@@ -173,7 +172,7 @@ def test_the_same_numbers_as_eagerly(nodes, dtype, folder_of):
     target = LeanTarget.from_folder(folder_of("qwen3"), dtype, prepack=False)
     taps, tokens = FeatureSpec((1, 3)), torch.arange(2 * nodes).view(2, nodes) % 50 + 3
     parents = (torch.arange(nodes) // 2 - (torch.arange(nodes) == 0).long()).expand(2, -1).clone()
-    found = []
+    outputs = []
     for record in (None, TapeRecorder()):
         target.use_graphs(record)
         ctx = target.new_context(taps)
@@ -183,15 +182,16 @@ def test_the_same_numbers_as_eagerly(nodes, dtype, folder_of):
             tree = DraftTree((tokens + first) % 60, parents)
             output = target.forward(ctx, tree)
         slots = [ctx.cache.data[:, :, row, :, : state.length + nodes] for row, state in enumerate(ctx.rows)]
-        found.append([output.logits.clone(), output.features.clone(), *slots, tree.ancestors, tree.depths])
-    for eager, ours in zip(*found, strict=True):
+        outputs.append([output.logits.clone(), output.features.clone(), *slots, tree.ancestors, tree.depths])
+    for eager, ours in zip(*outputs, strict=True):
         assert eager.shape == ours.shape
         tolerance = 1e-4 if dtype == torch.float32 else 0.15
         assert torch.allclose(eager.double(), ours.double(), rtol=tolerance, atol=tolerance)
 
 
 def test_nodes_go_into_buckets():
-    assert [round_up_nodes(count) for count in (1, 2, 3, 5, 9, 61, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 64, 128, 192]
+    sizes = [round_up_to(NODE_BUCKETS, count) for count in (1, 2, 3, 5, 9, 61, 64, 65, 129)]
+    assert sizes == [1, 2, 4, 8, 16, 64, 64, 128, 192]
 
 
 def test_experts_and_dynamic_rotation_run_eagerly(folder_of):
@@ -212,9 +212,9 @@ TEXTS = ("eagle1-unshifted", "eagle3-chain", "eagle3-few-tokens", "lm-tree", "vi
     "kind", ["t1", *(pytest.param(name, marks=pytest.mark.full) for name in ("greedy", "penalties"))]
 )
 def test_text_is_plain_decodings(kind, drafter, lab):
-    """Greedy, keyed, filtered and penalised; in ragged batches whose rows join and leave."""
+    """In ragged batches whose rows join and leave."""
     here, case, record = lab("llama"), DRAFTERS[drafter], Recorder()
-    wanted = [here.plain(kind, row) for row in range(3)]
+    expected = [here.plain(kind, row) for row in range(3)]
     for batch in BATCHES.values():
         leaves, make = batch.get("leaves", {}), case.make(here, kind) if drafter == "scattered" else None
         with recorded(here, record):
@@ -223,7 +223,7 @@ def test_text_is_plain_decodings(kind, drafter, lab):
             drafting = make or case.make(here, kind)
             texts, _ = run(here.target, requests, drafting, case.budget, joins=joins, leaves=leaves)
         for request, row in enumerate(batch["rows"]):
-            assert texts[request] == wanted[row][: len(texts[request])]
+            assert texts[request] == expected[row][: len(texts[request])]
             assert len(texts[request]) == MAX_TOKENS or request in leaves
     assert record.num_replays > record.num_recorded > 0
 
@@ -231,11 +231,10 @@ def test_text_is_plain_decodings(kind, drafter, lab):
 @pytest.mark.parametrize("kind", ["greedy", "t1"])
 @pytest.mark.parametrize("drafter", ["eagle3-chain", "eagle1-static", "lm-dynamic"])
 def test_text_from_a_tape(kind, drafter, lab):
-    """What a graph would repeat blindly gives the same text."""
+    """Operations that a graph would repeat give the same text."""
     here, case, batch = lab("llama"), DRAFTERS[drafter], BATCHES["churn"]
     with recorded(here, TapeRecorder()):
-        requests = [here.request(kind, row) for row in batch["rows"]]
-        drafting = case.make(here, kind)
+        requests, drafting = [here.request(kind, row) for row in batch["rows"]], case.make(here, kind)
         texts, _ = run(here.target, requests, drafting, case.budget, joins=batch["joins"], leaves=batch["leaves"])
     for request, row in enumerate(batch["rows"]):
         assert texts[request] == here.plain(kind, row)[: len(texts[request])]
@@ -262,8 +261,8 @@ ROWS = {
     "rows", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.full) for name in ROWS]
 )
 @pytest.mark.parametrize(("budget", "rule"), [*((each, "match") for each in BUDGETS), ("dynamic", "match-top")])
-def test_trees_are_growths(budget, rows, rule, lab):
-    """The tree of every step, of rows of which one has nothing to draft from at first: token by token."""
+def test_recorded_trees_are_eager_trees(budget, rows, rule, lab):
+    """The tree of every step; one row has no features at first."""
     here, trees = lab("llama"), []
     requests = [
         (prompt, Sampling(max_tokens=16, ignore_eos=True, seed=row, **ROWS[rows][row]))
@@ -279,10 +278,9 @@ def test_trees_are_growths(budget, rows, rule, lab):
                 steps.append(decoder.step().tree)
             trees.append(steps)
     assert len(trees[0]) == len(trees[1])
-    for eager, ours in zip(*trees, strict=True):  # compared in the end: a step's tree stays what it was
-        assert torch.equal(eager.tokens, ours.tokens)
-        assert torch.equal(eager.parents, ours.parents)
-        assert torch.equal(eager.ancestors, ours.ancestors)
+    for eager, ours in zip(*trees, strict=True):  # compared in the end: later steps do not change a tree
+        for name in ("tokens", "parents", "ancestors"):
+            assert torch.equal(getattr(eager, name), getattr(ours, name))
         assert torch.equal(eager.depths.expand_as(eager.parents), ours.depths.expand_as(ours.parents))
         assert (eager.confidence is None) == (ours.confidence is None)
         if eager.confidence is not None:
@@ -343,26 +341,26 @@ def test_buckets_are_recorded_once(lab):
 
 
 def test_recordings_follow_the_slots(lab, monkeypatch):
-    """Slots that move, for more tokens or more rows, take their recordings with them; and the text goes on."""
+    """Slots that move, for more tokens or more rows, drop their recordings and change no text."""
     monkeypatch.setattr(graphs, "MIN_SLOTS", 16)
     here, request = lab("llama"), Sampling(max_tokens=150, ignore_eos=True, temperature=1.0, seed=3)
     requests, joins = [(prompt, request) for prompt in PROMPTS], (0, 9, 21)
-    wanted = [run(here.target, [each])[0][0] for each in requests]
+    expected = [run(here.target, [request])[0][0] for request in requests]
     record = TapeRecorder()
     with recorded(here, record):
         drafter = EagleDrafter(here.head(3, ()), here.target)
         texts, _ = run(here.target, requests, drafter, Budget(3), joins=joins, leaves={2: 23})
     # After the third has left, the other two are what they were before it came, in slots that moved when it did.
-    assert [texts[row] for row in range(2)] == wanted[:2]
-    assert 0 < len(texts[2]) < len(wanted[2])
-    assert texts[2] == wanted[2][: len(texts[2])]
+    assert [texts[row] for row in range(2)] == expected[:2]
+    assert 0 < len(texts[2]) < len(expected[2])
+    assert texts[2] == expected[2][: len(texts[2])]
     assert record.num_recorded > 8
 
 
 def test_decoders_side_by_side(lab):
-    """Each has slots of its own, and the second to end gives its own up."""
+    """Each has its own slots; of two that end, the slots of one are kept."""
     here = lab("llama")
-    wanted = [here.plain("t1", row) for row in (1, 2)]
+    expected = [here.plain("t1", row) for row in (1, 2)]
     with recorded(here, TapeRecorder()):
         decoders = [Decoder(here.target, EagleDrafter(here.head(3, ()), here.target), budget=Budget(3)) for _ in "ab"]
         for row, decoder in enumerate(decoders, 1):
@@ -372,14 +370,15 @@ def test_decoders_side_by_side(lab):
             for place, decoder in enumerate(decoders):
                 if decoder.num_running:
                     texts[place] += decoder.step().rows[0].token_ids
-        assert texts == wanted
-        caches = {id(decoder.ctx.cache) for decoder in decoders}
+        assert texts == expected
+        runners = [decoder.ctx.runner for decoder in decoders]  # keeps their ids from being used again
+        caches = {id(runner.cache) for runner in runners}
         assert len(caches) == 2
         features = decoder.drafter.features
         del decoder, decoders
         gc.collect()
-        assert id(here.target.new_context(features).cache) in caches
-        assert len(here.target.runs._pools[here.target._tapped(features.taps)]._free) == 1
+        contexts = [here.target.new_context(features) for _ in "ab"]
+        assert [id(ctx.cache) in caches for ctx in contexts] == [True, False]
 
 
 def test_a_pool_lends_to_one_at_a_time():
@@ -388,11 +387,10 @@ def test_a_pool_lends_to_one_at_a_time():
 
     pool, made = Pool(), iter(range(9))
     first, second = Holder(), Holder()
-    assert [pool.lend(each, lambda: next(made)) for each in (first, second)] == [0, 1]
-    del first
-    assert pool.lend(Holder(), lambda: next(made)) == 0
-    del second  # one lies idle already
-    assert pool._free == [0]
+    assert [pool.lend(holder, lambda: next(made)) for holder in (first, second)] == [0, 1]
+    del first, second  # one idle runner is kept
+    holders = [Holder() for _ in range(2)]
+    assert [pool.lend(holder, lambda: next(made)) for holder in holders] == [0, 2]
 
 
 # --- nothing waits ---------------------------------------------------------------------------------------------------
@@ -401,9 +399,8 @@ def test_a_pool_lends_to_one_at_a_time():
 @pytest.mark.parametrize("drafter", ["none", "eagle3-chain", "eagle3-dynamic", "eagle1-static"])
 @pytest.mark.parametrize("kind", ["greedy", "t1"])
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_a_step_asks_the_device_for_nothing(drafter, kind, is_recorded, lab, monkeypatch):
-    """But for the one list in which the tokens are handed over."""
-    for module in ("accept", "decode", "sampling"):  # as on a device: on the host, reading waits for nothing
+def test_a_step_reads_only_its_tokens_from_the_device(drafter, kind, is_recorded, lab, monkeypatch):
+    for module in ("accept", "decode", "sampling"):  # as on a GPU: reading from the host's memory never waits
         monkeypatch.setattr(f"draftwing.{module}.on_host", lambda _: False)
     here = lab("llama")
     with recorded(here, Recorder() if is_recorded else None):
@@ -420,7 +417,7 @@ def test_a_step_asks_the_device_for_nothing(drafter, kind, is_recorded, lab, mon
             assert reads.found == ["tolist"]
 
 
-def test_the_benchmark_says_that_it_needs_a_gpu(monkeypatch, tmp_path):
+def test_the_benchmark_needs_a_gpu(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     script, app = importlib.import_module("gpu"), typer.Typer()

@@ -521,7 +521,7 @@ def test_padding_elsewhere_and_training_are_refused(model):
 
 
 def test_a_model_without_trees_is_decoded_plainly_or_not_at_all(monkeypatch, model):
-    monkeypatch.setattr(AdapterTarget, "_keeps_to_a_tree", lambda self: False)
+    monkeypatch.setattr(AdapterTarget, "is_tree_exact", lambda self: False)
     with pytest.warns(DraftwingWarning), pytest.raises(UnsupportedError, match="attn_implementation='sdpa'"):
         model.generate(**ALONE, custom_generate=draftwing.custom_generate("lookup"))
     with pytest.warns(DraftwingWarning):

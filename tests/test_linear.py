@@ -1,4 +1,4 @@
-"""Prepacked and quantised linears: right, and a row's bits are its own."""
+"""Prepacked and quantised matrices: correct, and a row's bits do not depend on other rows."""
 
 import os
 import subprocess
@@ -10,21 +10,25 @@ import torch.nn.functional as F
 
 from conftest import refused
 from draftwing.errors import ConfigError, UnsupportedError
-from draftwing.models import linear as blocks
-from draftwing.models import linear as int8_module
+from draftwing.models import linear as linear_module
 from draftwing.models.linear import BlockProduct, Linear, can_prepack, check_quantize
 
 SHAPES = [(1792, 384), (384, 896), (96, 64), (61, 32)]
 
 
-def packed(num_out, num_in, dtype=torch.float32, bias=False):
+def matrix(num_out, num_in, dtype=torch.float32, bias=False):
+    """A plain matrix, its weight and its bias."""
     torch.manual_seed(num_out)
     weight, offset = torch.randn(num_out, num_in, dtype=dtype), torch.randn(num_out, dtype=dtype) if bias else None
-    linear = Linear(weight.clone(), offset)
+    return Linear(weight.clone(), offset), weight, offset
+
+
+def packed(*args, **options):
+    linear, weight, offset = matrix(*args, **options)
     if not can_prepack(weight):
         pytest.skip("oneDNN does not take this here")
     linear.prepack()
-    assert linear.weight.numel() == 0  # the plain copy is gone
+    assert linear.weight.numel() == 0  # the plain copy is dropped
     return linear, weight, offset
 
 
@@ -34,15 +38,15 @@ def packed(num_out, num_in, dtype=torch.float32, bias=False):
 def test_it_is_the_product(shape, bias):
     linear, weight, offset = packed(*shape, bias=bias)
     x, residual = torch.randn(5, shape[1]), torch.randn(5, shape[0])
-    wanted = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
-    assert torch.allclose(linear(x).double(), wanted, atol=1e-3)
-    assert torch.allclose(linear(x, residual).double(), wanted + residual, atol=1e-3)
+    expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    assert torch.allclose(linear(x).double(), expected, atol=1e-3)
+    assert torch.allclose(linear(x, residual).double(), expected + residual, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, dtype):
+def test_a_rows_bits_do_not_depend_on_other_rows(shape, dtype):
     linear, *_ = packed(*shape, dtype=dtype)
     x, residual = torch.randn(64, shape[1], dtype=dtype), torch.randn(64, shape[0], dtype=dtype)
     alone, added = linear(x), linear(x, residual)
@@ -54,22 +58,12 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(shape, dtype):
 # --- 16 bits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def untried():
-    """Nothing has been found out about any product, nor is it afterwards."""
-    before = dict(blocks._verdicts)
-    blocks._verdicts.clear()
-    yield
-    blocks._verdicts.clear()
-    blocks._verdicts.update(before)
-
-
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 33, 63, 65)
-MOST = 270  # more than the largest block
+MORE_THAN_A_BLOCK = 270
 
 
 def check_rows(linear, weight):
-    """Each row has the bits that it has alone, at the end of any number of others."""
+    """Each row has the bits that it has alone, at the end of any number of other rows."""
     x, dtype = BlockProduct(linear, weight, "another").sample(), weight.dtype
     x = torch.cat([x, torch.randn(33, weight.shape[1]).to(dtype)])
     residual = torch.randn(len(x), len(weight)).to(dtype)
@@ -78,7 +72,7 @@ def check_rows(linear, weight):
     for rows in COUNTS:
         assert torch.equal(linear(x[-rows:]), alone[-rows:])
         assert torch.equal(linear(x[-rows:], residual[-rows:]), added[-rows:])
-    many = torch.arange(MOST) % len(x)
+    many = torch.arange(MORE_THAN_A_BLOCK) % len(x)
     assert torch.equal(linear(x[many]), alone[many])
     assert torch.equal(linear(x.T.contiguous().T), alone)
     assert linear(x[:0]).shape == (0, len(weight))
@@ -89,10 +83,8 @@ def check_rows(linear, weight):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_16_bits_give_each_row_its_own_bits(shape, dtype, bias):
-    torch.manual_seed(0)
-    weight, offset = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if bias else None
-    linear = Linear(weight.clone(), offset)
+def test_16_bit_rows_do_not_depend_on_each_other(shape, dtype, bias):
+    linear, weight, offset = matrix(*shape, dtype, bias)
     linear.prepack()
     x, found = (part[32:] for part in check_rows(linear, weight))
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
@@ -101,7 +93,7 @@ def test_16_bits_give_each_row_its_own_bits(shape, dtype, bias):
 
 
 class Unruly:
-    """A product that sums its inputs in another order where ``is_odd`` says so, in float32 as oneDNN does."""
+    """A product that sums its inputs in the reverse order if ``is_odd(place, rows)``, in float32 as oneDNN does."""
 
     def __init__(self, num_out, num_in, is_odd):
         torch.manual_seed(1)
@@ -118,7 +110,6 @@ class Unruly:
         return torch.where(odd[:, None], backwards, forwards).bfloat16()
 
 
-@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(
     ("is_odd", "smallest"),
     [
@@ -134,9 +125,9 @@ class Unruly:
     ids=range(8),
 )
 @torch.inference_mode()
-def test_what_does_not_keep_rows_apart_is_found_and_not_used(is_odd, smallest):
+def test_sizes_whose_rows_depend_on_each_other_are_not_used(is_odd, smallest):
     unruly = Unruly(384, 896, is_odd)
-    product = BlockProduct(unruly, unruly.weight, "unruly")
+    product = BlockProduct(unruly, unruly.weight, f"unruly {id(is_odd)}")
     assert product.smallest == smallest
     x = torch.cat([product.sample()] * 3)
     alone = torch.cat([product(row[None]) for row in x])
@@ -147,15 +138,14 @@ def test_what_does_not_keep_rows_apart_is_found_and_not_used(is_odd, smallest):
     assert all(torch.equal(torch.cat([unruly(part) for part in x.split(size)]), alone) for size in sizes) == is_tame
 
 
-@pytest.mark.usefixtures("untried")
 @torch.inference_mode()
-def test_sizes_are_tried_once_for_a_shape_and_again_with_other_threads(monkeypatch):
+def test_sizes_are_tried_once_per_shape_and_number_of_threads(monkeypatch):
     threads = torch.get_num_threads()
     unruly = Unruly(64, 64, lambda place, rows: torch.get_num_threads() != threads and rows == 4)
-    product, x = BlockProduct(unruly, unruly.weight, "unruly"), torch.randn(4, 64).bfloat16()
+    product, x = BlockProduct(unruly, unruly.weight, "threads"), torch.randn(4, 64).bfloat16()
     before = unruly.calls
     product(x)
-    assert BlockProduct(unruly, unruly.weight, "unruly").smallest == 4
+    assert BlockProduct(unruly, unruly.weight, "threads").smallest == 4
     assert unruly.calls == before + 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     assert product.smallest == 16
@@ -163,12 +153,11 @@ def test_sizes_are_tried_once_for_a_shape_and_again_with_other_threads(monkeypat
     assert product.smallest == 4
 
 
-@pytest.mark.usefixtures("untried")
 @torch.inference_mode()
-def test_a_linear_on_a_machine_that_keeps_no_rows_apart(monkeypatch):
-    """It is slow there, right, and says so."""
-    unruly = Unruly(384, 896, lambda place, rows: place >= rows // 2)
-    monkeypatch.setattr(Linear, "_product", lambda self, x: unruly(x))
+def test_a_matrix_on_a_machine_whose_rows_depend_on_each_other(monkeypatch):
+    """Slow, correct, and reported."""
+    unruly = Unruly(380, 896, lambda place, rows: place >= rows // 2)  # a shape of no other test
+    monkeypatch.setattr(Linear, "product", lambda self, x: unruly(x))
     linear = Linear(unruly.weight.clone())
     linear.prepack()
     assert linear.runs_as.endswith("bfloat16, one row at a time")
@@ -176,8 +165,8 @@ def test_a_linear_on_a_machine_that_keeps_no_rows_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
-def test_on_other_processors_a_row_has_its_own_bits_too(isa):
-    """As far as oneDNN can be told that this is one."""
+def test_16_bit_rows_on_other_processors(isa):
+    """As far as oneDNN can simulate them."""
     code = (
         "import torch; torch.set_num_threads(2); from draftwing.models.linear import Linear; import test_linear as t\n"
         "with torch.inference_mode():\n"
@@ -192,7 +181,7 @@ def test_on_other_processors_a_row_has_its_own_bits_too(isa):
     assert len(done.stdout.splitlines()) == 4
 
 
-def test_what_computes_a_matrix_is_said():
+def test_runs_as():
     plain = Linear(torch.ones(4, 4))
     assert plain.runs_as == "PyTorch, float32, plain"
     if can_prepack(plain.weight):
@@ -202,32 +191,24 @@ def test_what_computes_a_matrix_is_said():
 
 # --- int8 ------------------------------------------------------------------------------------------------------------
 
-ODD = [
-    (1, 1),
-    (7, 5),
-    (61, 33),
-    (129, 1000),
-    (515, 2049),
-]  # threads share the work on the last
-int8 = pytest.mark.skipif(not int8_module.has_exact_int8(), reason="this CPU multiplies no 8-bit integers exactly")
+ODD = [(1, 1), (7, 5), (61, 33), (129, 1000), (515, 2049)]  # threads share the work on the last
+int8 = pytest.mark.skipif(not linear_module.has_exact_int8(), reason="this CPU multiplies no 8-bit integers exactly")
 
 
 def quantised(num_out, num_in, dtype=torch.float32, bias=False):
-    torch.manual_seed(num_out)
-    weight, offset = torch.randn(num_out, num_in, dtype=dtype), torch.randn(num_out, dtype=dtype) if bias else None
-    linear = Linear(weight.clone(), offset)
+    linear, weight, offset = matrix(num_out, num_in, dtype, bias)
     linear.quantize("int8")
-    assert linear.weight.numel() == 0  # the float weight is gone
+    assert linear.weight.numel() == 0  # the float weight is dropped
     assert (linear.quantized, linear.dtype, linear.num_bytes) == ("int8", dtype, num_out * (num_in + 4))
     return linear, weight, offset
 
 
 def integer_product(x, weight):
-    """What int8 means, in float64: the nearest of 255 levels between minus and plus the largest, and exact sums."""
-    own = (weight.abs().amax(1) / 127).clamp_min(1e-30)
+    """In float64: the nearest of 255 levels between minus and plus the largest number, and exact sums."""
+    scale = (weight.abs().amax(1) / 127).clamp_min(1e-30)
     largest = x.abs().amax(1, keepdim=True)
     levels = torch.floor(x / largest * 127 + 0.5)  # float32, as the kernel rounds
-    return (levels.double() @ torch.round(weight / own[:, None]).double().T) * own.double() * largest.double() / 127
+    return (levels.double() @ torch.round(weight / scale[:, None]).double().T) * scale.double() * largest.double() / 127
 
 
 @int8
@@ -237,11 +218,11 @@ def integer_product(x, weight):
 def test_int8_is_the_product_of_integers(shape, bias):
     linear, weight, offset = quantised(*shape, bias=bias)
     x, residual = torch.randn(5, shape[1]), torch.randn(5, shape[0])
-    wanted = integer_product(x, weight) + (0 if offset is None else offset)
+    expected = integer_product(x, weight) + (0 if offset is None else offset)
     # A number between two levels may go to either; one level of one number is far below what is allowed here.
-    room = 1e-5 * (1 + wanted.abs().max()) + weight.abs().max() * x.abs().max() / 127 * (0 if shape[1] < 1000 else 1)
-    assert (linear(x) - wanted).abs().max() <= room
-    assert (linear(x, residual) - wanted - residual).abs().max() <= room
+    room = 1e-5 * (1 + expected.abs().max()) + weight.abs().max() * x.abs().max() / 127 * (0 if shape[1] < 1000 else 1)
+    assert (linear(x) - expected).abs().max() <= room
+    assert (linear(x, residual) - expected - residual).abs().max() <= room
 
 
 @int8
@@ -251,8 +232,8 @@ def test_int8_is_the_product_of_integers(shape, bias):
 def test_int8_is_near_the_float_product(shape, dtype):
     linear, weight, offset = quantised(*shape, dtype, bias=True)
     x, residual = torch.randn(16, shape[1], dtype=dtype), torch.randn(16, shape[0], dtype=dtype)
-    wanted = x.double() @ weight.double().T + offset.double()
-    for found, exact in ((linear(x), wanted), (linear(x, residual), wanted + residual.double())):
+    expected = x.double() @ weight.double().T + offset.double()
+    for found, exact in ((linear(x), expected), (linear(x, residual), expected + residual.double())):
         assert found.dtype == dtype
         assert (found.double() - exact).norm() < 0.02 * exact.norm()
 
@@ -262,7 +243,7 @@ def test_int8_is_near_the_float_product(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES + ODD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_an_int8_row_has_the_same_bits_whatever_is_beside_it(shape, dtype, threads):
+def test_an_int8_rows_bits_do_not_depend_on_other_rows(shape, dtype, threads):
     linear, *_ = quantised(*shape, dtype=dtype, bias=True)
     x, residual = torch.randn(64, shape[1], dtype=dtype), torch.randn(64, shape[0], dtype=dtype)
     before = torch.get_num_threads()
@@ -273,17 +254,17 @@ def test_an_int8_row_has_the_same_bits_whatever_is_beside_it(shape, dtype, threa
         for rows in range(1, 65):
             assert torch.equal(linear(x[:rows].clone()), alone[:rows])
             assert torch.equal(linear(x[:rows].clone(), residual[:rows].clone()), added[:rows])
-        beside = x.clone()
-        beside[1:] *= 1e6
-        beside[5:9] = 0
-        assert torch.equal(linear(beside)[0], alone[0])
+        others = x.clone()
+        others[1:] *= 1e6
+        others[5:9] = 0
+        assert torch.equal(linear(others)[0], alone[0])
     finally:
         torch.set_num_threads(before)
 
 
 @int8
 @torch.inference_mode()
-def test_an_int8_row_of_zeros_is_zero():
+def test_int8_rows_of_zeros_and_rows_that_are_not_finite():
     linear, _, offset = quantised(61, 33, bias=True)
     x = torch.randn(6, 33)
     x[2:5] = 0
@@ -292,26 +273,26 @@ def test_an_int8_row_of_zeros_is_zero():
     bare.quantize()
     assert torch.equal(bare(x), torch.zeros(6, 7))
     assert torch.equal(bare(x, torch.ones(6, 7)), torch.ones(6, 7))
-
-
-@int8
-@torch.inference_mode()
-def test_int8_hides_no_number_that_is_none():
-    linear, *_ = quantised(7, 5)
     for odd in (float("nan"), float("inf")):
-        assert not linear(torch.tensor([[1.0, odd, 0.0, 2.0, 3.0]])).isfinite().any()
+        assert not linear(x.index_fill(1, torch.tensor([1]), odd)).isfinite().any()
 
 
-def test_what_cannot_be_quantised_is_refused(monkeypatch):
-    cpu = torch.device("cpu")
-    check_quantize(None, torch.float16, torch.device("cuda"))
-    with refused(ConfigError, "quantize must be one of int8", "found 'int3'"):
-        check_quantize("int3", torch.float32, cpu)
-    with refused(UnsupportedError, "quantize='int8'", "cuda", "device='cpu'"):
-        check_quantize("int8", torch.float32, torch.device("cuda"))
-    with refused(UnsupportedError, "quantize='int8'", "found float64", "leave quantize out"):
-        Linear(torch.ones(2, 2, dtype=torch.float64)).quantize("int8")
-    monkeypatch.setattr(int8_module, "has_exact_int8", lambda: True)
+@pytest.mark.parametrize(
+    ("quantize", "dtype", "device", "kind", "parts"),
+    [
+        ("int3", torch.float32, "cpu", ConfigError, ["quantize must be one of int8", "found 'int3'"]),
+        ("int8", torch.float32, "cuda", UnsupportedError, ["quantize='int8'", "cuda", "device='cpu'"]),
+        ("int8", torch.float64, "cpu", UnsupportedError, ["quantize='int8'", "found float64", "leave quantize out"]),
+    ],
+)
+def test_check_quantize_refuses(quantize, dtype, device, kind, parts):
+    with refused(kind, *parts):
+        check_quantize(quantize, dtype, torch.device(device))
+    check_quantize(None, dtype, torch.device(device))
+
+
+def test_matrices_that_cannot_be_quantised(monkeypatch):
+    monkeypatch.setattr(linear_module, "has_exact_int8", lambda: True)
     with refused(UnsupportedError, "at most", "found 70000"):
         Linear(torch.ones(1, 70000)).quantize("int8")
     linear = Linear(torch.ones(2, 2))
@@ -319,6 +300,6 @@ def test_what_cannot_be_quantised_is_refused(monkeypatch):
     if linear.weight.numel() == 0:
         with refused(ConfigError, "prepacked", "instead of prepacking"):
             linear.quantize("int8")
-    monkeypatch.setattr(int8_module, "has_exact_int8", lambda: False)
+    monkeypatch.setattr(linear_module, "has_exact_int8", lambda: False)
     with refused(UnsupportedError, "quantize='int8'", "VNNI", "leave quantize out"):
         Linear(torch.ones(2, 2)).quantize("int8")

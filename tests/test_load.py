@@ -13,6 +13,7 @@ from conftest import add_tokenizer, build, float64_norms
 from draftwing.errors import DraftwingWarning
 from draftwing.models.adapter import AdapterTarget
 from draftwing.models.lean import LeanTarget
+from test_adapter import make
 
 PROMPTS = ["def add(a, b):", "class Table:\n    def", "for row in rows: print(row)\nfor row in", "é", "x"]
 TEMPLATE = (
@@ -47,26 +48,13 @@ def lm(folders):
     return get
 
 
-@pytest.fixture
-def copy_of(folders, tmp_path):
-    """A copy of the target's folder with other files in it."""
-
-    def make(**files):
-        folder = shutil.copytree(folders["llama"], tmp_path / "copy")
-        for name, value in files.items():
-            (folder / f"{name}.json").write_text(json.dumps(value))
-        return folder
-
-    return make
-
-
 def readable(model):
-    """The tokens that are not ASCII, to be banned: so that every token is some characters of its own."""
+    """Tokens to ban so that every token is printable ASCII."""
     texts = {token: model.tokenizer.decode([token]) for token in range(300)}
     return [token for token, text in texts.items() if token > 2 and not (text.isascii() and text.isprintable())]
 
 
-# --- many at once ----------------------------------------------------------------------------------------------------
+# --- batches ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -77,9 +65,8 @@ def test_a_batch_is_its_prompts_one_by_one(draft, temperature, lm):
     for max_batch in (2, 8):
         together = lm(draft).generate(PROMPTS, max_batch=max_batch, **options)
         for one, other in zip(alone, together, strict=True):
-            assert other.token_ids == one.token_ids
-            assert (other.text, other.finish_reason) == (one.text, one.finish_reason)
-            assert other.prompt_ids == one.prompt_ids
+            for name in ("token_ids", "text", "finish_reason", "prompt_ids"):
+                assert getattr(other, name) == getattr(one, name)
             assert other.stats.num_tokens == len(one.token_ids)
 
 
@@ -98,7 +85,7 @@ def test_tau_is_tokens_per_forward(lm):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_auto_takes_the_lean_decoder_where_it_can(family, folders):
+def test_auto_prefers_the_lean_decoder(family, folders):
     kind = {"llama": LeanTarget, "gpt2": AdapterTarget}[family]
     loaded = dw.load(folders[family], dtype="float64", device="cpu")
     assert isinstance(loaded.target, kind)
@@ -106,31 +93,28 @@ def test_auto_takes_the_lean_decoder_where_it_can(family, folders):
     assert loaded.target.name == str(folders[family])
     adapter = dw.load(folders[family], "none", dtype="float64", device="cpu", engine="transformers")
     assert isinstance(adapter.target, AdapterTarget)
-    texts = [each.generate(PROMPTS, max_tokens=12, temperature=1.0, seed=0) for each in (loaded, adapter)]
+    texts = [model.generate(PROMPTS, max_tokens=12, temperature=1.0, seed=0) for model in (loaded, adapter)]
     assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
 
 
-def test_a_recurrent_model_is_decoded_plainly(tmp_path):
-    from test_adapter import make
-
+def test_a_recurrent_model_is_decoded_without_speculation(tmp_path):
     make("mamba").save_pretrained(tmp_path)
     add_tokenizer(tmp_path, 61, [""])
-    with pytest.warns(DraftwingWarning, match=r"linear_attention .*it is decoded plainly"):
+    with pytest.warns(DraftwingWarning, match=r"linear_attention .*decoded without speculation"):
         loaded = dw.load(tmp_path, dtype="float64", device="cpu")
     assert loaded.drafter_name == "none"
     assert loaded.generate([[3, 4]], max_tokens=3, ignore_eos=True)[0].tau == 1.0
 
 
-# --- what a prompt may be --------------------------------------------------------------------------------------------
+# --- kinds of prompts -------------------------------------------------------------------------------------------------
 
 
 def test_prompts_as_text_ids_and_arrays(lm):
     ids = lm().tokenizer.encode(PROMPTS[0])
     assert ids[0] == 1
-    wanted = lm().generate(PROMPTS[0], max_tokens=8)[0].token_ids
+    expected = lm().generate(PROMPTS[0], max_tokens=8)[0].token_ids
     for prompts in (ids, [ids], [PROMPTS[0]], np.array(ids), [np.array(ids)], tuple(ids)):
-        results = lm().generate(prompts, max_tokens=8)
-        assert [result.token_ids for result in results] == [wanted]
+        assert [result.token_ids for result in lm().generate(prompts, max_tokens=8)] == [expected]
     assert lm().generate([], max_tokens=8) == []
     assert [len(result.token_ids) for result in lm().generate([ids, ids[:1]], max_tokens=8, ignore_eos=True)] == [8, 8]
 
@@ -146,10 +130,9 @@ def test_messages_go_through_the_chat_template(place, folders, tmp_path):
     messages = [{"role": "system", "content": "row"}, {"role": "user", "content": "print"}]
     written = loaded.tokenizer.fast.encode("<system>row<user>print<bot>", add_special_tokens=False).ids
     assert loaded.encode(messages) == written
-    wanted = loaded.generate([written], max_tokens=6)[0].token_ids
-    assert loaded.generate(messages, max_tokens=6)[0].token_ids == wanted
-    both = loaded.generate([messages, messages], max_tokens=6)
-    assert [result.token_ids for result in both] == [wanted, wanted]
+    expected = loaded.generate([written], max_tokens=6)[0].token_ids
+    for prompts, count in ((messages, 1), ([messages, messages], 2)):
+        assert [result.token_ids for result in loaded.generate(prompts, max_tokens=6)] == [expected] * count
 
 
 # --- streams and how they end ----------------------------------------------------------------------------------------
@@ -170,7 +153,7 @@ def test_a_stream_adds_up_to_the_text(prompt, draft, lm):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_stop_strings(draft, lm):
-    """They end the text before their first character, wherever a step's tokens begin and end."""
+    """They end the text before their first character, whatever the steps' tokens are."""
     model, plain = lm(draft), lm()
     options = {"max_tokens": 30, "ignore_eos": True, "banned_tokens": readable(plain), "temperature": 1.0, "seed": 0}
     text = plain.generate(PROMPTS[0], **options)[0].text
@@ -188,13 +171,13 @@ def test_stop_strings(draft, lm):
             shown += step.text
             assert kept.startswith(shown)
         assert shown == kept
-    # A stop string that never comes whole is handed out in the end.
+    # The start of a stop string that is never completed is emitted in the end.
     almost = text[-2:] + "\0"
     (result,) = model.generate(PROMPTS[0], stop=almost, **options)
     assert (result.text, result.finish_reason) == (text, "length")
 
 
-def test_a_row_that_stops_makes_room(lm):
+def test_a_stopped_row_makes_room(lm):
     model = lm("other")
     options = {"max_tokens": 16, "ignore_eos": True, "banned_tokens": readable(lm())}
     plain = lm().generate(PROMPTS, **options)
@@ -227,26 +210,28 @@ def test_the_end_of_the_context(draft, lm):
 
 
 @pytest.mark.parametrize("draft", ["none", "itself"])
-def test_end_tokens_of_the_generation_config(draft, lm, copy_of):
+def test_end_tokens_of_the_generation_config(draft, lm, folders, tmp_path):
     text = lm().generate(PROMPTS[1], max_tokens=12, ignore_eos=True)[0].token_ids
     last = text[5]
     first = text.index(last)
-    folder = copy_of(generation_config={"eos_token_id": [2, last]})
+    folder = shutil.copytree(folders["llama"], tmp_path / "copy")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, last]}))
     loaded = dw.load(folder, folder if draft == "itself" else draft, dtype="float64", device="cpu")
     assert loaded.target.eos_ids == (2, last)
-    (result,) = loaded.generate(PROMPTS[1], max_tokens=12)
-    assert (result.token_ids, result.finish_reason) == (text[: first + 1], "stop")
-    (result,) = loaded.generate(PROMPTS[1], max_tokens=12, ignore_eos=True)
-    assert (result.token_ids, result.finish_reason) == (text, "length")
-    (result,) = loaded.generate(PROMPTS[1], max_tokens=12, ignore_eos=True, stop_tokens=[last])
-    assert (result.token_ids, result.finish_reason) == (text[: first + 1], "stop")
-    # One more than there is room for, and exactly as many.
-    for count, reason in ((first, "length"), (first + 1, "stop")):
-        (result,) = loaded.generate(PROMPTS[1], max_tokens=max(count, 1))
-        assert result.finish_reason == reason or count == 0
+    stopped = text[: first + 1], "stop"
+    for options, expected in (
+        ({}, stopped),
+        ({"ignore_eos": True}, (text, "length")),
+        ({"ignore_eos": True, "stop_tokens": [last]}, stopped),
+    ):
+        (result,) = loaded.generate(PROMPTS[1], max_tokens=12, **options)
+        assert (result.token_ids, result.finish_reason) == expected
+    # The end token is the last one that may be generated, or one more.
+    assert loaded.generate(PROMPTS[1], max_tokens=first + 1)[0].finish_reason == "stop"
+    assert first == 0 or loaded.generate(PROMPTS[1], max_tokens=first)[0].finish_reason == "length"
 
 
-def test_special_tokens_do_not_show(lm):
+def test_special_tokens_are_not_shown(lm):
     (result,) = lm().generate(PROMPTS[0], max_tokens=12, logit_bias={2: 1e4})
     assert (result.text, result.token_ids, result.finish_reason) == ("", [2], "stop")
 
@@ -256,7 +241,7 @@ def test_special_tokens_do_not_show(lm):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_logprobs_are_the_models_own(draft, lm):
-    """Of the text as it was sampled, but before any processing."""
+    """For the sampled tokens, before any processing of logits."""
     reference = float64_norms(build("llama", vocab_size=300))
     options = {"max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "ignore_eos": True}
     results = lm(draft).generate(PROMPTS, logprobs=3, **options)
@@ -264,9 +249,8 @@ def test_logprobs_are_the_models_own(draft, lm):
         ids = torch.tensor([[*result.prompt_ids, *result.token_ids]])
         with torch.no_grad():
             logits = reference(ids, use_cache=False).logits[0, len(result.prompt_ids) - 1 : -1]
-        wanted = logits.log_softmax(-1)
         assert [found.token for found in result.logprobs] == result.token_ids
-        for row, found in zip(wanted, result.logprobs, strict=True):
+        for row, found in zip(logits.log_softmax(-1), result.logprobs, strict=True):
             assert found.logprob == pytest.approx(float(row[found.token]), abs=1e-5)
             best = row.topk(3)
             assert [token for token, _ in found.top] == best.indices.tolist()
@@ -278,7 +262,7 @@ def test_logprobs_are_the_models_own(draft, lm):
 def test_logprobs_end_with_the_text(lm):
     options = {"max_tokens": 20, "ignore_eos": True, "banned_tokens": readable(lm()), "logprobs": 1}
     text = lm().generate(PROMPTS[0], **options)[0].text
-    for place in range(2, 12):  # ends within what one step wrote, too
+    for place in range(2, 12):  # also in the middle of a step's tokens
         stop = text[place : place + 2]
         plain, result = (lm(draft).generate(PROMPTS[0], stop=stop, **options)[0] for draft in ("none", "itself"))
         assert (result.finish_reason, result.token_ids) == ("stop", plain.token_ids)

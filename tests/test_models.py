@@ -1,8 +1,9 @@
-"""Models in wheels: fetched once, checked, kept, removed; and what is said where that cannot be."""
+"""Models in wheels: downloaded once, checked, kept and removed; and the errors if that is impossible."""
 
 import errno
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from dataclasses import replace
@@ -21,21 +23,26 @@ from typer.testing import CliRunner
 from conftest import refused
 from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
-from draftwing.models import fetch as pip
-from draftwing.models import fetch as wheel
-from draftwing.models.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel
-from draftwing.models.resolve import resolve
+from draftwing.models import resolve
+from draftwing.models.catalogue import CATALOGUE, Entry, Hub, Wheel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 700
-SOURCES = Path(wheel.__file__).parents[2]
+SOURCES = Path(resolve.__file__).parents[2]
 
 
 def refusal(*parts):
     return refused(CheckpointError, *parts)
 
 
+def fails(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 def make_wheel(folder, content=CONTENT, member="tiny_model/tiny.gguf"):
-    """A wheel as an index has it, with a file in it; and what the catalogue would say of it."""
+    """A wheel with a file in it, and its source in the catalogue."""
     folder.mkdir(exist_ok=True)
     file, about = folder / "tiny_model-1.2-py3-none-any.whl", "tiny_model-1.2.dist-info"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -50,13 +57,13 @@ def make_wheel(folder, content=CONTENT, member="tiny_model/tiny.gguf"):
 
 def source_of(file, content=CONTENT, **changes):
     data = file.read_bytes()
-    sha256, member_sha256 = (hashlib.sha256(each).hexdigest() for each in (data, content))
-    said = Wheel("tiny-model", "1.2", sha256, len(data), "tiny_model/tiny.gguf", member_sha256, len(content))
-    return replace(said, **changes)
+    sha256, member_sha256 = (hashlib.sha256(part).hexdigest() for part in (data, content))
+    source = Wheel("tiny-model", "1.2", sha256, len(data), "tiny_model/tiny.gguf", member_sha256, len(content))
+    return replace(source, **changes)
 
 
 class Index:
-    """A package index that is a folder, and a cache of the test's own."""
+    """A package index in a folder, and a cache of the test."""
 
     def __init__(self, root, monkeypatch):
         self.root, self.cache, self.patch = root, root / "cache", monkeypatch
@@ -64,28 +71,34 @@ class Index:
         monkeypatch.setenv("DRAFTWING_CACHE", str(self.cache))
 
     def pip_does(self, *lines):
-        """Let a script be pip: it knows the folder ``into`` in which pip puts wheels, and ``wheel``, the right one."""
+        """Replace pip by a script: ``into`` is the folder in which pip puts wheels, and ``wheel`` the right one."""
         script = self.root / "pip.py"
         begin = ["import os, pathlib, shutil, signal, sys, tempfile, time", f"wheel = {str(self.wheel)!r}"]
         begin += ["def wait_for(path, until=time.time() + 60):"]
         begin += ["    while not os.path.exists(path) and time.time() < until: time.sleep(0.01)"]
         begin += ["into = sys.argv[sys.argv.index('--dest') + 1]", "os.mkdir(into)"]
         script.write_text("\n".join([*begin, *lines]))
-        self.patch.setattr(pip, "_pip", lambda: [sys.executable, str(script)])
+        self.patch.setattr(resolve, "pip_command", lambda: [sys.executable, str(script)])
 
-    def pip_copies(self, wheel=None):
-        self.pip_does(f"shutil.copy({str(wheel)!r} if {wheel is not None} else wheel, into)")
+    def pip_copies(self):
+        self.pip_does("shutil.copy(wheel, into)")
 
     def pip_must_not_run(self):
-        self.patch.setattr(pip, "_pip", lambda: pytest.fail("pip was called"))
+        self.patch.setattr(resolve, "pip_command", lambda: pytest.fail("pip was called"))
 
-    def fetch(self, **changes):
-        return wheel.fetch("tiny", replace(self.source, **changes))
+    def entry(self, **changes):
+        return Entry("tiny", replace(self.source, **changes), "MIT", 1_500_000)
+
+    def fetch(self, *, check=False, **changes):
+        return resolve.fetch(self.entry(**changes), check=check)
+
+    def find(self, *, check=False):
+        return resolve.find_local(self.entry(), check=check)
 
     def left(self):
-        """What lies in the cache: names of files, but the lock's."""
-        files = (each for each in self.cache.rglob("*") if each.is_file() and each.suffix != ".lock")
-        return sorted(str(each.relative_to(self.cache)) for each in files)
+        """The files in the cache but the lock."""
+        files = (file for file in self.cache.rglob("*") if file.is_file() and file.suffix != ".lock")
+        return sorted(str(file.relative_to(self.cache)) for file in files)
 
 
 WHOLE = ["models/tiny/checked.json", "models/tiny/tiny.gguf"]
@@ -98,7 +111,7 @@ def index(tmp_path, monkeypatch):
 
 @pytest.fixture
 def by_pip(index, monkeypatch):
-    """The same index for the real pip, which asks no other."""
+    """The same index for the real pip, as its only one."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -109,13 +122,13 @@ def by_pip(index, monkeypatch):
 
 @pytest.fixture
 def named(index, monkeypatch):
-    """The same as the only entry of the catalogue beside the shipped model."""
+    """The same as the only entry of the catalogue next to the shipped model."""
     shipped = CATALOGUE["toy"]
     monkeypatch.setattr("draftwing.cli.models.CATALOGUE", CATALOGUE)
     for name in list(CATALOGUE):
         monkeypatch.delitem(CATALOGUE, name)
     monkeypatch.setitem(CATALOGUE, "toy", shipped)
-    monkeypatch.setitem(CATALOGUE, "tiny", Entry("tiny", index.source, "MIT", 1_500_000))
+    monkeypatch.setitem(CATALOGUE, "tiny", index.entry())
     return index
 
 
@@ -141,14 +154,14 @@ def test_pip_fetches_a_model_once(by_pip, capfd, monkeypatch, tmp_path):
     assert err == f"fetching tiny: 0.0 MB, once, to {by_pip.cache}/models\n"
     by_pip.pip_must_not_run()
     by_pip.wheel.unlink()
-    assert by_pip.fetch() == wheel.kept("tiny", by_pip.source) == path
+    assert by_pip.fetch() == by_pip.find() == path
     assert capfd.readouterr() == ("", "")
 
 
-def test_pip_of_python_itself_does_as_well(by_pip, monkeypatch):
+def test_the_pip_bundled_with_python(by_pip, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
-    command = pip._pip()
+    command = resolve.pip_command()
     assert command[0] == sys.executable
     assert re.search(r"/pip-[\d.]+-py3-none-any.whl/pip$", command[1])
     assert by_pip.fetch().read_bytes() == CONTENT
@@ -156,28 +169,29 @@ def test_pip_of_python_itself_does_as_well(by_pip, monkeypatch):
 
 def test_without_pip(index, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(pip, "_bundled_pip", lambda: None)
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    assert pip._pip() == ["/bin/uv", "tool", "run", "pip"]
+    assert resolve.pip_command() == ["/bin/uv", "tool", "run", "pip"]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with refusal("tiny: there is no pip for ", "Install one (`python -m ensurepip`, or `uv pip install pip`"):
         index.fetch()
     assert index.left() == []
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "ensurepip", None)
-    assert pip._bundled_pip() is None
 
 
-def test_pip_refuses_another_file(by_pip):
-    with refusal("tiny: tiny-model 1.2 cannot be downloaded: the index served another file", "PIP_INDEX_URL"):
-        by_pip.fetch(sha256="0" * 64)
-    assert by_pip.left() == []
-
-
-@pytest.mark.parametrize("version", ["1.3", "2"])
-def test_pip_does_not_find_it(by_pip, version):
-    with refusal("the package index has no such package", f"No matching distribution found for tiny-model=={version}"):
-        by_pip.fetch(version=version)
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (
+            {"sha256": "0" * 64},
+            ["tiny: tiny-model 1.2 cannot be downloaded: the index served another file", "PIP_INDEX_URL"],
+        ),
+        ({"version": "1.3"}, ["has no such package", "No matching distribution found for tiny-model==1.3"]),
+    ],
+    ids=["another file", "another version"],
+)
+def test_pip_does_not_find_it(by_pip, changes, parts):
+    with refusal(*parts):
+        by_pip.fetch(**changes)
     assert by_pip.left() == []
 
 
@@ -200,7 +214,7 @@ def test_pip_without_a_network(by_pip, monkeypatch, url, said):
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
-SAID = [
+OUTPUTS = [
     ("ERROR: [Errno 28] No space left on device", "the disk is full (pip says: No space left on device)."),
     ("OSError: [Errno 122] Disk quota exceeded: '/x'", "the disk is full (pip says: Disk quota exceeded)."),
     ("User for index: ERROR: Exception:\nEOFError: EOF when reading a line", "asks for credentials. Give them to pip"),
@@ -213,21 +227,15 @@ SAID = [
     ("one\nERROR: strange\nWARNING: more", "pip failed with exit code 3, and says: ERROR: strange. See whether `pip"),
     ("Usage:\nno such option", "pip failed with exit code 3, and says: no such option."),
     ("", "pip failed with exit code 3, and says: nothing."),
+    (None, "pip failed with exit code 0, and says: nothing."),
     ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1") * 999, "says: "),
 ]
 
 
-@pytest.mark.parametrize(("said", "told"), SAID, ids=range(len(SAID)))
-def test_what_pip_says(index, said, told):
-    index.pip_does(f"print({said!r})", "sys.exit(3)")
-    with refusal("tiny: tiny-model 1.2 cannot be downloaded: ", told):
-        index.fetch()
-    assert index.left() == []
-
-
-def test_pip_that_leaves_nothing(index):
-    index.pip_does("pass")
-    with refusal("pip failed with exit code 0, and says: nothing"):
+@pytest.mark.parametrize(("output", "message"), OUTPUTS, ids=range(len(OUTPUTS)))
+def test_pip_fails(index, output, message):
+    index.pip_does(*([] if output is None else [f"print({output!r})", "sys.exit(3)"]))
+    with refusal("tiny: tiny-model 1.2 cannot be downloaded: ", message):
         index.fetch()
     assert index.left() == []
 
@@ -235,14 +243,12 @@ def test_pip_that_leaves_nothing(index):
 @pytest.mark.parametrize("what", ["other bytes", "cut short", "empty"])
 def test_another_wheel_than_expected(index, what):
     data = index.wheel.read_bytes()
-    index.wheel.write_bytes({"other bytes": data[:-1] + b"x", "cut short": data[:-1], "empty": b""}[what])
+    changed = {"other bytes": data[:-1] + b"x", "cut short": data[:-1], "empty": b""}[what]
+    index.wheel.write_bytes(changed)
     index.pip_copies()
-    found = hashlib.sha256(index.wheel.read_bytes()).hexdigest()
-    size = index.wheel.stat().st_size
-    with refusal(
-        f"tiny: the wheel must have {len(data):,} bytes and the sha256 {index.source.sha256}, found {size:,} bytes and "
-        f"{found}. Nothing of it is kept. Try again"
-    ):
+    expected = f"tiny: the wheel must have {len(data):,} bytes and the sha256 {index.source.sha256}, "
+    digest = hashlib.sha256(changed).hexdigest()
+    with refusal(f"{expected}found {len(changed):,} bytes and {digest}. Nothing of it is kept. Try again"):
         index.fetch()
     assert index.left() == []
 
@@ -267,9 +273,7 @@ def test_no_room(index, monkeypatch):
     usage = shutil.disk_usage(index.root)
     needed = index.source.num_bytes + max(index.source.num_bytes, len(CONTENT))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
-    with refusal(
-        "tiny: fetching it needs 0 MB of disk, and ", "MB left. Make room, or name another", "DRAFTWING_CACHE"
-    ):
+    with refusal("tiny: fetching it needs 0 MB of disk, and ", "MB left. Make room, or name", "DRAFTWING_CACHE"):
         index.fetch()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
     index.pip_copies()
@@ -279,12 +283,9 @@ def test_no_room(index, monkeypatch):
 
 @pytest.mark.parametrize("at", ["fsync", "mkdtemp", "rename"])
 def test_a_disk_that_becomes_full(index, monkeypatch, at):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     index.pip_copies()
     with monkeypatch.context() as patch:
-        patch.setattr({"mkdtemp": wheel.tempfile}.get(at, os), at, full)
+        patch.setattr({"mkdtemp": tempfile}.get(at, os), at, fails(errno.ENOSPC))
         with refusal("tiny: it cannot be kept in the cache ([Errno 28] No space left on device). Make room"):
             index.fetch()
     assert index.left() == []
@@ -309,13 +310,11 @@ def test_a_cache_that_others_may_write_to(index):
 
 
 def test_without_a_home(index, monkeypatch):
-    monkeypatch.setattr(wheel, "cache_folder", lambda: None)
+    monkeypatch.setattr(resolve, "cache_folder", lambda: None)
     monkeypatch.setattr("draftwing.storage.cache_folder", lambda: None)
-    assert wheel.kept("tiny", index.source) is None
-    assert wheel.remove("tiny") == 0
-    with refusal(
-        "tiny: it cannot be kept in the cache (this user has no home folder: name a folder in DRAFTWING_CACHE)"
-    ):
+    assert index.find() is None
+    assert resolve.remove("tiny") == 0
+    with refusal("tiny: it cannot be kept in the cache (this user has no home folder: name a folder in DRAFTWING_CAC"):
         index.fetch()
 
 
@@ -341,7 +340,7 @@ def test_a_damaged_file_is_fetched_again(index, damage):
         change(path, {"cut short": CONTENT[:-1], "other bytes": b"x" + CONTENT[1:]}[damage], keep_time=True)
     if damage == "other bytes":
         os.utime(path)
-    assert wheel.kept("tiny", index.source) is None
+    assert index.find() is None
     assert index.fetch().read_bytes() == CONTENT
     assert index.left() == WHOLE
 
@@ -357,20 +356,16 @@ def test_a_file_with_another_time_is_hashed_once(index, stamp, monkeypatch):
     else:
         (path.parent / "checked.json").write_bytes(stamp)
     assert index.fetch() == path
-    monkeypatch.setattr(wheel, "_digest", lambda file: pytest.fail("hashed"))
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("hashed"))
     assert index.fetch() == path
 
 
-def test_a_cache_that_can_only_be_read(index, monkeypatch):
+def test_a_read_only_cache(index, monkeypatch):
     index.pip_copies()
     path = index.fetch()
     index.pip_must_not_run()
     os.utime(path, ns=(1, 1))
-
-    def write(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "write_text", write)
+    monkeypatch.setattr(Path, "write_text", fails(errno.EROFS))
     assert index.fetch() == path
 
 
@@ -379,10 +374,10 @@ def test_checking_reads_the_whole_file(index):
     path = index.fetch()
     change(path, b"x" + CONTENT[1:], keep_time=True)
     assert index.fetch().read_bytes() != CONTENT  # its time and size are those of the stamp
-    assert wheel.kept("tiny", index.source, again=True) is None
-    assert wheel.fetch("tiny", index.source, again=True).read_bytes() == CONTENT
+    assert index.find(check=True) is None
+    assert index.fetch(check=True).read_bytes() == CONTENT
     index.pip_must_not_run()
-    assert wheel.fetch("tiny", index.source, again=True) == path
+    assert index.fetch(check=True) == path
 
 
 def test_another_version_replaces_what_is_there(index):
@@ -396,18 +391,17 @@ def test_another_version_replaces_what_is_there(index):
 
 
 def test_remove(index):
-    assert wheel.remove("tiny") == 0
+    assert resolve.remove("tiny") == 0
     assert not index.cache.exists()
     index.pip_copies()
     index.fetch()
-    (index.cache / "models" / ".new-tiny@abc").mkdir()
-    (index.cache / "models" / ".new-tiny@abc" / "part").write_bytes(b"123")
-    (index.cache / "models" / ".new-tiny-2@abc").mkdir()
-    (index.cache / "models" / ".new-tiny-2@abc" / "part").write_bytes(b"1")
+    for name, content in (("tiny", b"123"), ("tiny-2", b"1")):  # remains of killed downloads
+        (index.cache / "models" / f".new-{name}@abc").mkdir()
+        (index.cache / "models" / f".new-{name}@abc" / "part").write_bytes(content)
     stamp = (index.cache / "models" / "tiny" / "checked.json").stat().st_size
-    assert wheel.remove("tiny") == len(CONTENT) + stamp + 3
+    assert resolve.remove("tiny") == len(CONTENT) + stamp + 3
     assert index.left() == ["models/.new-tiny-2@abc/part"]
-    assert wheel.remove("tiny") == 0
+    assert resolve.remove("tiny") == 0
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -418,9 +412,9 @@ def start(index, **more):
     program = f"""
 import sys
 from draftwing.cli import main
-from draftwing.models import fetch as pip
+from draftwing.models import resolve
 from draftwing.models.catalogue import CATALOGUE, Entry, Wheel
-pip._pip, pip._PATIENCE = lambda: {pip._pip()!r}, 0.3
+resolve.pip_command, resolve.PATIENCE_S = lambda: {resolve.pip_command()!r}, 0.3
 CATALOGUE["tiny"] = Entry("tiny", {index.source!r}, "MIT", 1)
 sys.argv = ["draftwing", "models", "fetch", "tiny"]
 main.main()
@@ -439,19 +433,15 @@ def wait_for(path, seconds=30):
 
 def test_two_processes_fetch_once(index):
     log, go = index.root / "runs", index.root / "go"
-    index.pip_does(
-        f"open({str(log)!r}, 'a').write('run ')",
-        f"wait_for({str(go)!r})",
-        "shutil.copy(wheel, into)",
-    )
+    index.pip_does(f"open({str(log)!r}, 'a').write('run ')", f"wait_for({str(go)!r})", "shutil.copy(wheel, into)")
     first = start(index)
     wait_for(log)
     second = start(index)
-    said = [second.stderr.readline(), second.stderr.readline()]
-    assert said[1] == "another process is fetching tiny: waiting for it\n"
+    second.stderr.readline()
+    assert second.stderr.readline() == "another process is fetching tiny: waiting for it\n"
     go.touch()
     path = str(index.cache / "models" / "tiny" / "tiny.gguf") + "\n"
-    assert [each.communicate(timeout=30)[0] for each in (first, second)] == [path, path]
+    assert [process.communicate(timeout=30)[0] for process in (first, second)] == [path, path]
     assert log.read_text() == "run "
     assert index.left() == WHOLE
 
@@ -463,15 +453,7 @@ def pid_of(file):
     return int(file.read_text())
 
 
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("stubborn", [False, True], ids=["pip ends", "pip does not care"])
+@pytest.mark.parametrize("stubborn", [False, True], ids=["pip ends", "pip ignores signals"])
 def test_an_interrupt_leaves_nothing(index, stubborn):
     pid = index.root / "pid"
     index.pip_does(
@@ -491,7 +473,8 @@ def test_an_interrupt_leaves_nothing(index, stubborn):
     assert out == ""
     assert err == f"fetching tiny: 0.0 MB, once, to {index.cache}/models\n"
     assert index.left() == []
-    assert not is_running(number)
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
 
 
 def test_what_a_kill_leaves_is_not_believed(index):
@@ -503,7 +486,7 @@ def test_what_a_kill_leaves_is_not_believed(index):
     process.communicate(timeout=30)
     os.kill(number, signal.SIGKILL)
     assert any(name.endswith(".whl") for name in index.left())
-    assert wheel.kept("tiny", index.source) is None
+    assert index.find() is None
     index.pip_copies()
     assert index.fetch().read_bytes() == CONTENT
     assert index.left() == WHOLE
@@ -512,40 +495,37 @@ def test_what_a_kill_leaves_is_not_believed(index):
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def test_a_long_fetch_says_how_far_it_is(index, capfd, monkeypatch):
-    monkeypatch.setattr(wheel, "REPORT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(pip, "POLL_INTERVAL_S", 0.01)
-    content = os.urandom(2_600_000)
-    index.wheel, index.source = make_wheel(index.root / "large", content)
+def test_the_progress_of_a_long_download(index, monkeypatch):
+    monkeypatch.setattr(resolve, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(resolve, "POLL_INTERVAL_S", 0.01)
+    index.wheel, index.source = make_wheel(index.root / "large", os.urandom(2_600_000))
     half = index.root / "half"
     index.pip_does(
-        "data = open(wheel, 'rb').read()",
         "part = open(os.path.join(tempfile.gettempdir(), 'part'), 'wb')",
-        "part.write(data[:1_300_000])",
+        "part.write(open(wheel, 'rb').read()[:1_300_000])",
         "part.flush()",
         f"wait_for({str(half)!r})",
         "shutil.copy(wheel, into)",
     )
-    looks = []
 
-    def largest(folder, real=pip._largest):
-        looks.append(real(folder))
-        if looks[-1] == 1_300_000:
-            half.touch()
-        return looks[-1]
+    class Screen(io.StringIO):
+        def write(self, text):
+            if "1.3 of" in text:
+                half.touch()
+            return super().write(text)
 
-    monkeypatch.setattr(pip, "_largest", largest)
+    monkeypatch.setattr(sys, "stderr", Screen())
     index.fetch()
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == f"fetching tiny: 2.6 MB, once, to {index.cache}/models"
-    assert "fetching tiny: 1.3 of 2.6 MB" in lines[1:]
-    assert all(re.fullmatch(r"fetching tiny: [\d.]+ of 2\.6 MB", line) for line in lines[1:])
+    first, *lines = sys.stderr.getvalue().splitlines()
+    assert first == f"fetching tiny: 2.6 MB, once, to {index.cache}/models"
+    assert "fetching tiny: 1.3 of 2.6 MB" in lines
+    assert all(re.fullmatch(r"fetching tiny: [\d.]+ of 2\.6 MB", line) for line in lines)
 
 
 def test_a_bar_on_a_terminal(index, capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(pip, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(resolve, "POLL_INTERVAL_S", 0.01)
     index.pip_does("time.sleep(0.5)", "shutil.copy(wheel, into)")
     index.fetch()
     shown = re.sub(r"\x1b\[[\d;?]*\w", "", capfd.readouterr().err)
@@ -555,11 +535,9 @@ def test_a_bar_on_a_terminal(index, capfd, monkeypatch):
 
 
 def test_a_stderr_that_is_closed(index, monkeypatch):
-    class Closed:
+    class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
-
-        flush = write
 
     index.pip_copies()
     monkeypatch.setattr(sys, "stderr", Closed())
@@ -571,34 +549,23 @@ def test_a_stderr_that_is_closed(index, monkeypatch):
 
 
 def test_the_table(named):
-    shown = run("models").stdout
-    assert re.search(r"toy +│ +2M │ Apache-2.0 │ comes with Draftwing +│ 3 MB │ yes +│ eagle3, eagle1, ", shown)
-    assert re.search(r"tiny +│ +2M │ MIT +│ wheel tiny-model 1.2 +│ +0 MB │ no +│ - ", shown)
-    named.pip_copies()
-    path = named.fetch()
-    shown = run("models").stdout
-    assert re.search(r"tiny .* 0 MB │ yes +│ - ", shown)
-    assert f"tiny: {path}\n" in shown
-
-
-def test_the_table_as_json(named):
+    expected = {"name": "tiny", "num_parameters": 1_500_000, "licence": "MIT", "source": "wheel tiny-model 1.2"}
+    expected |= {"num_bytes": len(CONTENT), "path": None, "heads": []}
+    table = run("models").stdout
+    assert re.search(r"toy +│ +2M │ Apache-2.0 │ comes with Draftwing +│ 3 MB │ yes +│ eagle3, eagle1, ", table)
+    assert re.search(r"tiny +│ +2M │ MIT +│ wheel tiny-model 1.2 +│ +0 MB │ no +│ - ", table)
     shipped, tiny = json.loads(run("models", "--json").stdout)["models"]
     assert shipped["heads"] == ["eagle3", "eagle1", "causal-lm"]
     assert shipped["path"].endswith("shipped/toy/target")
-    expected = {
-        "name": "tiny",
-        "num_parameters": 1_500_000,
-        "licence": "MIT",
-        "source": "wheel tiny-model 1.2",
-        "num_bytes": len(CONTENT),
-        "path": None,
-        "heads": [],
-    }
     assert tiny == expected
     named.pip_copies()
-    path = str(named.fetch())
-    assert json.loads(run("models", "--json").stdout)["models"][1] == {**expected, "path": path}
-    assert json.loads(run("models", "fetch", "tiny", "--json").stdout) == {**expected, "path": path}
+    path = named.fetch()
+    table = run("models").stdout
+    assert re.search(r"tiny .* 0 MB │ yes +│ - ", table)
+    assert f"tiny: {path}\n" in table
+    expected["path"] = str(path)
+    assert json.loads(run("models", "--json").stdout)["models"][1] == expected
+    assert json.loads(run("models", "fetch", "tiny", "--json").stdout) == expected
 
 
 def test_fetch_and_remove(named):
@@ -606,6 +573,11 @@ def test_fetch_and_remove(named):
     path = named.cache / "models" / "tiny" / "tiny.gguf"
     fetched = run("models", "fetch", "tiny")
     assert (fetched.exit_code, fetched.stdout) == (0, f"{path}\n")
+    change(path, b"x" + CONTENT[1:], keep_time=True)
+    assert run("models", "fetch", "tiny").exit_code == 0
+    assert path.read_bytes() != CONTENT
+    assert run("models", "fetch", "tiny", "--check").stdout == f"{path}\n"
+    assert path.read_bytes() == CONTENT
     named.pip_must_not_run()
     again = run("models", "fetch", "tiny", "--check")
     assert (again.exit_code, again.stdout, again.stderr) == (0, f"{path}\n", "")
@@ -615,16 +587,6 @@ def test_fetch_and_remove(named):
     assert named.left() == []
     assert run("models", "remove", "tiny").stderr == "tiny is not downloaded: nothing to do\n"
     assert json.loads(run("models", "remove", "tiny", "--json").stdout) == {"name": "tiny", "freed_bytes": 0}
-
-
-def test_checking_fetches_what_is_damaged(named):
-    named.pip_copies()
-    path = named.fetch()
-    change(path, b"x" + CONTENT[1:], keep_time=True)
-    assert run("models", "fetch", "tiny").exit_code == 0
-    assert path.read_bytes() != CONTENT
-    assert run("models", "fetch", "tiny", "--check").stdout == f"{path}\n"
-    assert path.read_bytes() == CONTENT
 
 
 def test_what_the_command_line_refuses(named, monkeypatch):
@@ -664,11 +626,10 @@ print(sorted({"torch", "transformers", "huggingface_hub", "safetensors"} & set(s
     assert done.stdout == "[]\n"
 
 
-def test_a_target_by_name_is_fetched_where_it_is_named(named, monkeypatch):
-    monkeypatch.setattr("draftwing.models.resolve._open_gguf", lambda path: path)
+def test_a_named_target_is_downloaded_by_resolve(named, monkeypatch):
+    monkeypatch.setattr("draftwing.formats.gguf_folder.open_gguf", lambda path: path)
     named.pip_copies()
-    path = resolve("tiny")
+    path = resolve.resolve("tiny")
     assert path == named.cache / "models" / "tiny" / "tiny.gguf"
     named.pip_must_not_run()
-    assert resolve("tiny") == path
-    assert isinstance(CATALOGUE["toy"].source, Shipped)
+    assert resolve.resolve("tiny") == path

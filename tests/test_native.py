@@ -1,4 +1,4 @@
-"""The kernel's C++ by itself: threads at the same time, the filters of drafts, and draws that are easy to get wrong."""
+"""The kernel's C++ on its own: concurrent threads, the filters of drafts, and draws that are easy to get wrong."""
 
 import ctypes
 import math
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftwing.cpu import build
-from draftwing.cpu.library import get_kernel
+from draftwing.cpu.library import required_kernel
 from draftwing.cpu.noise import NativeNoise
 from draftwing.noise import KeyedNoise
 from draftwing.sampling import Sampling, SamplingBatch
@@ -26,14 +26,14 @@ VOCAB, BEST = 400, 256  # tokens, and how many of them a draft looks at
 def compiled(name: str, made: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     compiler = build.find_compiler()
     assert compiler is not None
-    # Not optimised: what the compiler may do to the kernel is not what is tested, and it takes far longer.
+    # Barely optimised: that compiles far faster, and optimisations are not under test.
     command = [*compiler, "-O1", "-std=c++17", "-march=native", "-pthread", f"-I{build.SOURCES}", *flags]
     return subprocess.run([*command, "-o", str(made), str(HERE / name)], capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="session")
 def sanitizer(tmp_path_factory) -> list[str]:
-    """The flags that watch threads, where this compiler and this system can do so."""
+    """The flags of the thread sanitizer, if this compiler and this system support it."""
     folder, flags = tmp_path_factory.mktemp("sanitizer"), ["-g", "-fsanitize=thread"]
     empty = folder / "empty.cpp"
     empty.write_text("#include <thread>\nint main() { std::thread([] {}).join(); }\n")
@@ -42,8 +42,8 @@ def sanitizer(tmp_path_factory) -> list[str]:
     return flags if works else []
 
 
-def test_threads_at_the_same_time_find_what_each_finds_alone(sanitizer, tmp_path):
-    """They run, draft, walk and ask for noise, and children are forked meanwhile."""
+def test_concurrent_threads_compute_what_one_computes(sanitizer, tmp_path):
+    """They run, draft, accept and make noise, while children are forked."""
     done = compiled("stress.cpp", tmp_path / "stress", *sanitizer)
     assert done.returncode == 0, done.stderr
     ran = subprocess.run([tmp_path / "stress"], capture_output=True, text=True, timeout=200)
@@ -56,7 +56,7 @@ def test_threads_at_the_same_time_find_what_each_finds_alone(sanitizer, tmp_path
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory):
-    """Below which score a row's filters mask everything."""
+    """The score below which a row's filters mask everything."""
     path = tmp_path_factory.mktemp("cut") / "cut.so"
     done = compiled("cut.cpp", path, "-fPIC", "-shared")
     assert done.returncode == 0, done.stderr
@@ -66,13 +66,13 @@ def cut(tmp_path_factory):
     return lambda scores, k, p, least, exact=False: function(scores.data_ptr(), len(scores), k, p, least, exact)
 
 
-def kept_of(scores: torch.Tensor, **filters) -> torch.Tensor:
-    """Which tokens the sampling itself keeps."""
+def kept_by_sampling(scores: torch.Tensor, **filters) -> torch.Tensor:
+    """(V,) True for the tokens that ``SamplingBatch`` keeps."""
     batch = SamplingBatch([Sampling(temperature=1.0, **filters)], KeyedNoise(len(scores)))
-    return batch._filter(scores[None, None])[0, 0] > -math.inf
+    return batch.filtered(scores[None, None])[0, 0] > -math.inf
 
 
-def law(seed: int, kind: str) -> torch.Tensor:
+def make_scores(seed: int, kind: str) -> torch.Tensor:
     scores = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
     if kind == "peaked":
         return scores * 5
@@ -83,18 +83,21 @@ def law(seed: int, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("k", [None, 1, 5, 100, BEST - 1, BEST, BEST + 1, 300, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1])
 @pytest.mark.parametrize(("p", "least"), [(1.0, 0.0), (0.4, 0.0), (0.97, 0.0), (1.0, 0.05), (0.8, 0.1)], ids=str)
 def test_a_draft_masks_what_the_sampling_masks_and_nothing_more(kind, k, p, least, cut):
-    """What the target might draw must not be masked; up to 256 tokens, nothing else is left either."""
+    """Tokens that the target might draw must not be masked; up to 256 tokens, all others are."""
     for seed in range(10):
-        scores = law(seed, kind)
-        kept, wanted = scores >= cut(scores, k or 0, p, least), kept_of(scores, top_k=k, top_p=p, min_p=least)
-        assert not bool((wanted & ~kept).any())
-        few = int(wanted.sum()) <= BEST and (k is None or k <= BEST or k >= VOCAB)
+        scores = make_scores(seed, kind)
+        kept, expected = (
+            scores >= cut(scores, k or 0, p, least),
+            kept_by_sampling(scores, top_k=k, top_p=p, min_p=least),
+        )
+        assert not bool((expected & ~kept).any())
+        few = int(expected.sum()) <= BEST and (k is None or k <= BEST or k >= VOCAB)
         if (few and kind != "ties") or (k is not None and k <= BEST and p == 1.0):
-            assert torch.equal(kept, wanted)
-        assert torch.equal(scores >= cut(scores, k or 0, p, least, exact=True), wanted)  # the walk must not guess
+            assert torch.equal(kept, expected)
+        assert torch.equal(scores >= cut(scores, k or 0, p, least, exact=True), expected)  # acceptance must be exact
 
 
-def test_a_draft_masks_nothing_where_all_is_banned(cut):
+def test_filters_of_banned_tokens(cut):
     assert cut(torch.full((VOCAB,), -math.inf), 5, 0.5, 0.1) == -math.inf
     assert cut(torch.full((VOCAB,), -math.inf), 300, 0.5, 0.1, exact=True) == -math.inf
     banned = torch.full((VOCAB,), -math.inf)
@@ -106,22 +109,19 @@ def test_a_draft_masks_nothing_where_all_is_banned(cut):
 
 
 def drawn(scores: torch.Tensor, seed: int = -1) -> tuple[int, bool]:
-    """The token that the kernel draws from (V,) scores, and whether they were a law."""
-    kernel = get_kernel()
-    assert kernel is not None
-    found = NativeNoise(kernel, len(scores)).match(
-        DraftTree.root(torch.tensor([1])), scores[None, None].contiguous(), [seed], [0]
-    )
-    assert found is not None
-    assert found.on_host is not None
-    return int(found.bonus), found.on_host[0].finite
+    """The token that the kernel draws from (V,) scores, and True if they were finite."""
+    tree = DraftTree.root(torch.tensor([1]))
+    accepted = NativeNoise(required_kernel(), len(scores)).match(tree, scores[None, None].contiguous(), [seed], [0])
+    assert accepted is not None
+    assert accepted.on_host is not None
+    return int(accepted.bonus), accepted.on_host[0].finite
 
 
 @pytest.mark.parametrize(
     "equals", [(5, 16), (16, 5), (0, 16), (15, 16), (5, 21, 40), (30, 33), (47, 48), (17, 2), (52, 60)], ids=str
 )
 def test_the_lowest_of_equal_scores_is_drawn(equals):
-    """Wherever they lie in the vectors that are compared side by side: 16 lanes, and what is left behind them."""
+    """At any place in the vectors of 16 lanes, and after the last whole vector."""
     scores = torch.zeros(61)
     scores[list(equals)] = 1.0
     assert drawn(scores) == (min(equals), True)
@@ -130,22 +130,21 @@ def test_the_lowest_of_equal_scores_is_drawn(equals):
 
 @pytest.mark.parametrize("place", [0, 5, 16, 47, 48, 60])
 @pytest.mark.parametrize("seed", [-1, 3])
-def test_infinity_is_no_score_to_draw(place, seed):
+def test_scores_that_are_not_finite_are_reported(place, seed):
     """NaN is found by comparing a number with itself; infinity is not."""
-    for bad, found in ((math.inf, (place, False)), (math.nan, (place, False)), (1e30, (place, True))):
+    for bad, expected in ((math.inf, (place, False)), (math.nan, (place, False)), (1e30, (place, True))):
         scores = torch.zeros(61)
         scores[place] = bad
-        assert drawn(scores, seed) == found
+        assert drawn(scores, seed) == expected
     assert drawn(torch.full((61,), -math.inf), seed)[1] is False
 
 
 @pytest.mark.parametrize("bit", [0, 15, 16, 17, 31, 32, 33, 47, 48, 62])
 def test_every_bit_of_a_seed_counts(bit):
-    kernel = get_kernel()
-    assert kernel is not None
-    for noise in (KeyedNoise(40), NativeNoise(kernel, 40)):
+    noises = KeyedNoise(40), NativeNoise(required_kernel(), 40)
+    for noise in noises:
         one, other = noise.at(5, 9), noise.at(5 ^ 1 << bit, 9)
         assert not bool((one == other).any())
         both = noise.block([5, 5 ^ 1 << bit], [9, 9], 1)
         assert torch.equal(both[:, 0], torch.stack([one, other]))
-    assert torch.equal(KeyedNoise(40).at(5 ^ 1 << bit, 9), NativeNoise(kernel, 40).at(5 ^ 1 << bit, 9))
+    assert torch.equal(*(noise.at(5 ^ 1 << bit, 9) for noise in noises))

@@ -1,4 +1,4 @@
-"""A quantised target: another model, of which every text is as exact as of any other."""
+"""A quantised target: its texts do not depend on drafts, like those of any other model."""
 
 from itertools import product
 
@@ -12,13 +12,13 @@ from draftwing.decode import Decoder
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.formats.write import write_head
 from draftwing.loading import load_drafter, load_target
-from draftwing.methods import net as base_module
+from draftwing.methods import net as net_module
 from draftwing.methods.base import EAGLE_TREE, Budget
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.methods.lookup import LookupDrafter
 from draftwing.methods.net_drafter import EagleDrafter
-from draftwing.models import linear as int8_module
+from draftwing.models import linear as linear_module
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
@@ -28,7 +28,9 @@ from pairwise import cover, groups_of
 from processors import can_int8
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this CPU multiplies no 8-bit integers exactly")
-in_pytorch = pytest.mark.skipif(not int8_module.has_exact_int8(), reason="PyTorch multiplies no 8-bit integers exactly")
+in_pytorch = pytest.mark.skipif(
+    not linear_module.has_exact_int8(), reason="PyTorch multiplies no 8-bit integers exactly"
+)
 VOCAB = SMALL["vocab_size"]
 PROMPTS = ((9,), (4, *range(3, 23)), (3, 8, 12, 5, 8, 12))
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "t1": {"temperature": 1.0}}
@@ -75,7 +77,7 @@ CHOSEN = cover(FACTORS, groups_of(FACTORS, 2))
     ids=str,
 )
 def test_text_is_plain_decodings(family, kind, dtype, folder_of):
-    """Alone and in a ragged batch, by every kind of drafter."""
+    """Alone and in a ragged batch, for every kind of drafter."""
     folder = folder_of(family)
     target = LeanTarget.from_folder(folder, dtype, quantize="int8")
     plain = [decode(target, kind, [row])[0][0] for row in range(3)]
@@ -95,7 +97,7 @@ def test_what_is_quantised(folder_of):
     target, floats = LeanTarget.from_folder(folder, quantize="int8"), LeanTarget.from_folder(folder)
     assert (target.quantized, floats.quantized) == ("int8", None)
     assert torch.equal(target.embedding.plain(), floats.embedding.plain())
-    for layer in target.layers:
+    for layer in target.net.layers:
         quantised = {name: m.quantized for name, m in layer.named_modules() if isinstance(m, Linear)}
         assert {name for name, how in quantised.items() if how is None} == {"mlp.router"}
     assert target.head.quantized == "int8"
@@ -110,13 +112,13 @@ def test_what_is_quantised(folder_of):
 @in_pytorch
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_the_bytes_read_are_those_of_the_small_weights(family, folder_of):
-    hidden, wide, layers = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["num_hidden_layers"]
-    experts, router = (2, 4 * 4 * hidden) if family == "mixtral" else (1, 0)  # two are active of four
-    head_dim = hidden // SMALL["num_attention_heads"]
-    qkv = hidden + 2 * SMALL["num_key_value_heads"] * head_dim
+    hidden, wide, kv = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["num_key_value_heads"]
+    experts, router = (2, 4 * 4 * hidden) if family == "mixtral" else (1, 0)  # two of four are active
+    qkv = hidden + 2 * kv * hidden // SMALL["num_attention_heads"]
     mlp = router + experts * (2 * wide * (hidden + 4) + hidden * (wide + 4))
-    wanted = layers * (qkv * (hidden + 4) + hidden * (hidden + 4) + mlp) + VOCAB * (hidden + 4)
-    assert LeanTarget.from_folder(folder_of(family), quantize="int8").num_weight_bytes == wanted
+    layer = (qkv + hidden) * (hidden + 4) + mlp
+    expected = SMALL["num_hidden_layers"] * layer + VOCAB * (hidden + 4)
+    assert LeanTarget.from_folder(folder_of(family), quantize="int8").num_weight_bytes == expected
 
 
 @in_pytorch
@@ -126,11 +128,11 @@ def test_a_head_is_quantised_like_its_target(version, folder_of, tmp_path):
     target = load_target(folder, quantize="int8")
     config = EagleConfig.for_target(version, ModelConfig.from_hf(read_config(folder)))
     write_head(tmp_path / "head", EagleNet(config, target.embedding, target.head))
-    for model, wanted in ((target, "int8"), (load_target(folder), None)):
+    for model, expected in ((target, "int8"), (load_target(folder), None)):
         drafter = load_drafter(tmp_path / "head", model, None)()
         assert isinstance(drafter, EagleDrafter)
         net = drafter.net
-        assert {m.quantized for m in net.modules() if isinstance(m, Linear)} == {wanted}
+        assert {m.quantized for m in net.modules() if isinstance(m, Linear)} == {expected}
         assert net.dtype == torch.float32
 
 
@@ -144,30 +146,32 @@ def test_the_shipped_model():
         assert all(text == found[0] for text in found)
 
 
-def test_refusals(folder_of, tmp_path):
-    llama = folder_of("llama")
-    with refused(ConfigError, "quantize must be one of int8", "found 'int3'"):
-        load_target(llama, quantize="int3")
-    with refused(UnsupportedError, "quantize='int8'", "found float64", "leave quantize out"):
-        load_target(llama, quantize="int8", dtype="float64")
-    with refused(UnsupportedError, "quantize='int8'", "transformers", "engine='lean'"):
-        load_target(llama, quantize="int8", engine="transformers")
-    with refused(UnsupportedError, "quantize='int8'", "transformers", "leave quantize out"):
-        load_target(folder_of("gpt2"), quantize="int8")
+@pytest.mark.parametrize(
+    ("family", "options", "kind", "parts"),
+    [
+        ("llama", {"quantize": "int3"}, ConfigError, ["quantize must be one of int8", "found 'int3'"]),
+        ("llama", {"dtype": "float64"}, UnsupportedError, ["found float64", "leave quantize out"]),
+        ("llama", {"engine": "transformers"}, UnsupportedError, ["transformers", "engine='lean'"]),
+        ("gpt2", {}, UnsupportedError, ["transformers", "leave quantize out"]),
+    ],
+)
+def test_refusals(family, options, kind, parts, folder_of):
+    with refused(kind, *parts):
+        load_target(folder_of(family), **{"quantize": "int8", **options})
 
 
 def test_the_kernel_is_exact_where_pytorch_is_not(folder_of, monkeypatch):
-    """On processors whose own 8-bit products saturate (AVX2 alone) models are quantised where a kernel runs them."""
+    """If PyTorch's 8-bit products saturate (only AVX2), models are quantised only if the kernel runs them."""
     folder = folder_of("llama", head_dim=32)
     before = LeanTarget.from_folder(folder, quantize="int8")
-    for module in (int8_module, base_module):
+    for module in (linear_module, net_module):
         monkeypatch.setattr(module, "has_exact_int8", lambda: False)
     if get_kernel() is not None:
         after = LeanTarget.from_folder(folder, quantize="int8")
         assert (after.runtime, after.quantized) == ("kernel", "int8")
         texts = [decode(target, "t1", range(2))[0] for target in (before, after)]
         assert texts[0] == texts[1]
-        monkeypatch.setattr(EagleNet, "is_traceable", False)  # a net that runs in PyTorch drafts in float32 there
+        monkeypatch.setattr(EagleNet, "is_traceable", False)  # a net that runs in PyTorch then drafts in float32
         net = eagle(folder, after, 3)
         assert net.runs.name == "torch"
         assert decode(after, "t1", range(2), EagleDrafter(net, after), Budget(4, 8, 24))[0] == texts[0]

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder: local paths, GGUF files, names, the Hub."""
+"""From the name of a model to a folder: local paths, GGUF files, the catalogue, the Hub."""
 
 import importlib
 import math
@@ -17,7 +17,7 @@ from draftwing.cli import main as cli
 from draftwing.errors import CheckpointError
 from draftwing.models import catalogue
 from draftwing.models.catalogue import CATALOGUE, Entry, Hub, Shipped, Wheel, entry_of
-from draftwing.models.resolve import fetch, kept, resolve
+from draftwing.models.resolve import fetch, find_local, resolve
 from draftwing.models.weights import WeightFiles
 from draftwing.shipped import TOY
 
@@ -28,7 +28,7 @@ def refusal(*parts):
 
 @pytest.fixture
 def gguf(monkeypatch):
-    """Stands in for what reads GGUF files: the files that it was asked to open."""
+    """Replaces the reader of GGUF files; the list of the files that it opened."""
     opened = []
 
     def open_gguf(path):
@@ -68,38 +68,27 @@ def test_resolve_local(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "path", ["./absent", "../absent", "/absent/model", "~/absent", "a/b/c", "a\\b", "", "org/", "-x"]
 )
-def test_resolve_does_not_ask_the_hub_for_paths(path, monkeypatch):
+def test_paths_are_not_requested_from_the_hub(path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with refusal("expected a model folder or a Hugging Face Hub id such as org/name, found no such folder. Check the"):
         resolve(path)
 
 
 def test_resolve_hub(tmp_path, monkeypatch):
-    asked = {}
+    requested = {}
 
     def download(repo, **options):
-        asked.update(options, repo=repo)
+        requested.update(options, repo=repo)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("org/some-model.v1", "abc") == tmp_path
-    assert (asked["repo"], asked["revision"]) == ("org/some-model.v1", "abc")
-    files = [
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-        "merges.txt",
-        "chat_template.jinja",
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-        "original/params.json",
-        "onnx/model.safetensors",
-    ]
-    kept = huggingface_hub.utils.filter_repo_objects(
-        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-    )
-    assert list(kept) == files[:6]
+    assert (requested["repo"], requested["revision"]) == ("org/some-model.v1", "abc")
+    files = ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.model", "merges.txt"]
+    files += ["chat_template.jinja", "pytorch_model.bin", "consolidated.safetensors", "original/params.json"]
+    files += ["onnx/model.safetensors"]
+    patterns = {key: requested[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **patterns)) == files[:6]
 
 
 def response(status):
@@ -115,8 +104,8 @@ FAILURES = [
     (hub.GatedRepoError("403", response=response(403)), "gated. Accept its terms on its page"),
     (hub.RevisionNotFoundError("404", response=response(404)), "the Hub model has no revision 'v9'. Check the branch"),
     (hub.HFValidationError("bad id"), "it is not a valid Hub id (bad id)"),
-    (hub.LocalEntryNotFoundError("no\nnet"), "the Hub cannot be reached, with no whole copy in the local cache (no)"),
-    (ConnectError("refused"), "the Hub cannot be reached, with no whole copy in the local cache (refused)"),
+    (hub.LocalEntryNotFoundError("no\nnet"), "Hub cannot be reached, with no complete copy in the local cache (no)"),
+    (ConnectError("refused"), "the Hub cannot be reached, with no complete copy in the local cache (refused)"),
     (ConnectionError("reset"), "the Hub cannot be reached"),
     (hub.OfflineModeIsEnabled("off"), "the Hub is switched off (HF_HUB_OFFLINE)"),
     (OSError(28, "No space left on device"), "the download failed (OSError: [Errno 28] No space left on device)"),
@@ -134,17 +123,14 @@ def test_resolve_explains_failed_downloads(error, text, monkeypatch):
         resolve("org/name", "v9")
 
 
-def test_resolve_lets_bugs_through(monkeypatch):
-    def fail(*_, **__):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+def test_resolve_does_not_hide_bugs(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         resolve("org/name")
 
 
 def test_resolve_offline(tmp_path, monkeypatch):
-    # The real client, told to stay offline, with an empty cache.
+    """With the real client and an empty cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with refusal("org/name: there is no such local folder, and the Hub", "local cache", "give a local model folder"):
@@ -207,40 +193,41 @@ def test_names_and_folders(tmp_path, monkeypatch, add):
 
 def test_a_name_whose_model_is_a_gguf_file(tmp_path, monkeypatch, gguf, add):
     add("tiny", CATALOGUE["smollm2-135m-instruct"].source)
-    monkeypatch.setattr("draftwing.models.fetch.fetch", lambda name, source, again: tmp_path / f"{name}.gguf")
+    monkeypatch.setattr("draftwing.models.resolve.fetch", lambda entry: tmp_path / f"{entry.name}.gguf")
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     assert resolve("tiny") == tmp_path / "folder of tiny.gguf"
     assert gguf == [tmp_path / "tiny.gguf"]
 
 
 def test_a_name_whose_model_is_on_the_hub(tmp_path, monkeypatch, add):
-    asked = []
+    requested = []
 
     def download(repo, *, revision, local_files_only, **_):
-        asked.append((repo, revision, local_files_only))
-        if local_files_only and len(asked) == 1:
+        requested.append((repo, revision, local_files_only))
+        if local_files_only and len(requested) == 1:
             raise hub.LocalEntryNotFoundError("not there")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     entry = add("tiny", Hub("org/tiny", "abc", 1))
-    assert kept(entry) is None
-    assert resolve("tiny", "main") == fetch(entry) == kept(entry) == tmp_path
-    assert asked == [("org/tiny", "abc", local) for local in (True, False, False, True)]
+    assert find_local(entry) is None
+    assert resolve("tiny", "main") == fetch(entry) == find_local(entry) == tmp_path
+    assert requested == [("org/tiny", "abc", local) for local in (True, False, False, True)]
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    "text",
     [
-        ("smollm2-135m-instuct", "smollm2-135m-instruct"),
-        ("SmolLM2_135M_Instruct", "smollm2-135m-instruct"),
-        ("smollm2 135m", "smollm2-135m-instruct"),
-        ("./smollm2-135m-instruct", "smollm2-135m-instruct"),
-        ("org/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
-        ("Toy", "toy"),
+        "smollm2-135m-instuct",
+        "SmolLM2_135M_Instruct",
+        "smollm2 135m",
+        "./smollm2-135m-instruct",
+        "org/SmolLM2-135M-Instruct",
+        "Toy",
     ],
 )
-def test_a_misspelt_name(text, meant, monkeypatch):
+def test_a_misspelt_name(text, monkeypatch):
+    meant = "toy" if text == "Toy" else "smollm2-135m-instruct"
     errors = [FAILURES[index][0] for index in (0, 3, 4, 7)]
 
     def fail(*_, **__):
@@ -264,7 +251,7 @@ def folders(folder_of, tmp_path_factory):
     return {name: add_tokenizer(shutil.copytree(folder, root / name)) for name, folder in made.items()}
 
 
-def test_a_head_is_found_with_the_target_that_it_comes_with(folders, add):
+def test_a_named_target_loads_its_head(folders, add):
     add("plain", folders["target"])
     add("tiny", folders["target"], heads={"causal-lm": str(folders["draft"])})
     text = dw.load(folders["target"], "none").generate("def add(", max_tokens=8)[0].text
@@ -286,7 +273,7 @@ def test_a_head_is_found_with_the_target_that_it_comes_with(folders, add):
         dw.load("tiny", "eagle1")
 
 
-def test_an_engine_is_given_the_path_of_a_named_target(folders, add, monkeypatch):
+def test_export_prints_the_path_of_a_named_target(folders, add, monkeypatch):
     add("tiny", folders["target"])
     monkeypatch.setattr("draftwing.methods.registry.convert", lambda *_, **__: None)
     places = {"tiny": folders["target"], str(folders["draft"]): folders["draft"], None: TOY / "target"}
@@ -297,6 +284,6 @@ def test_an_engine_is_given_the_path_of_a_named_target(folders, add, monkeypatch
         assert f"vllm serve {place} " in shown.stdout
 
 
-def test_a_target_without_a_name_gets_the_shipped_heads(folders):
+def test_shipped_heads_fit_only_their_target(folders):
     with refusal("toy/eagle3", "this head is made for toy, not for", "target"):
         dw.load(folders["target"], "eagle3")

@@ -1,5 +1,7 @@
 """RoPE, bit for bit against transformers."""
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig, Phi3Config
@@ -7,85 +9,55 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from conftest import refused
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.config import RopeConfig
 from draftwing.models.rope import Rotary, attention_factor, inverse_frequencies
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
-# Name: (head_dim, context, other keys of the config).
+LONG = {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+ORIGINAL = {"original_max_position_embeddings": 256}
+
+# Name: (head_dim, context, rope_scaling, other keys of the config).
 SETTINGS = {
-    "default": (64, 512, {"rope_theta": 10000.0}),
-    "default-narrow": (6, 512, {"rope_theta": 1000000}),
-    "linear": (64, 512, {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}}),
-    "linear-int": (80, 512, {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 4}}),
-    "dynamic": (64, 128, {"rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-    "dynamic-int": (20, 100, {"rope_theta": 500000.0, "rope_scaling": {"type": "dynamic", "factor": 3}}),
-    "dynamic-odd": (128, 96, {"rope_theta": 12345.678, "rope_scaling": {"type": "dynamic", "factor": 1.1}}),
-    "llama3": (64, 1024, {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 256}}),
-    "llama3-32": (
-        128,
-        131072,
-        {
-            "rope_theta": 500000.0,
-            "rope_scaling": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
-        },
-    ),
-    "llama3-no-original": (64, 1024, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    "default": (64, 512, None, {}),
+    "default-narrow": (6, 512, None, {"rope_theta": 1000000}),
+    "linear": (64, 512, {"type": "linear", "factor": 2.5}, {}),
+    "linear-int": (80, 512, {"rope_type": "linear", "factor": 4}, {"rope_theta": 500000.0}),
+    "dynamic": (64, 128, {"type": "dynamic", "factor": 2.0}, {}),
+    "dynamic-int": (20, 100, {"type": "dynamic", "factor": 3}, {"rope_theta": 500000.0}),
+    "dynamic-odd": (128, 96, {"type": "dynamic", "factor": 1.1}, {"rope_theta": 12345.678}),
+    "llama3": (64, 1024, {**LLAMA3, **ORIGINAL}, {"rope_theta": 5e5}),
+    "llama3-32": (128, 131072, LONG, {"rope_theta": 500000.0}),
+    "llama3-no-original": (64, 1024, LLAMA3, {"rope_theta": 5e5}),
     "llama3-outer-original": (
-        64,
-        1024,
-        {
-            "rope_theta": 5e5,
-            "original_max_position_embeddings": 128,
-            "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 256},
-        },
+        64, 1024, {**LLAMA3, **ORIGINAL}, {"rope_theta": 5e5, "original_max_position_embeddings": 128}
     ),
-    "yarn": (128, 32768, {"rope_theta": 1e6, "rope_scaling": {**YARN, "original_max_position_embeddings": 8192}}),
-    "yarn-no-original": (64, 512, {"rope_theta": 10000.0, "rope_scaling": YARN}),
-    "yarn-null-factor": (
-        64,
-        512,
-        {"rope_scaling": {**YARN, "factor": None, "original_max_position_embeddings": 64}},
-    ),
-    "yarn-mscale": (
-        64,
-        4096,
-        {
-            "rope_theta": 10000.0,
-            "rope_scaling": {
-                **YARN,
-                "factor": 40,
-                "mscale": 0.7,
-                "mscale_all_dim": 1.3,
-                "beta_fast": 16,
-                "beta_slow": 2,
-                "truncate": False,
-                "original_max_position_embeddings": 128,
-            },
-        },
-    ),
-    "yarn-one-mscale": (
-        64,
-        512,
-        {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0, "beta_fast": 0, "beta_slow": None}},
-    ),
-    "yarn-attention": (96, 512, {"rope_scaling": {**YARN, "attention_factor": 1.25, "truncate": None}}),
-    "yarn-shrinking": (64, 512, {"rope_scaling": {**YARN, "factor": 0.5}}),
-}
+    "yarn": (128, 32768, {**YARN, "original_max_position_embeddings": 8192}, {"rope_theta": 1e6}),
+    "yarn-no-original": (64, 512, YARN, {}),
+    "yarn-null-factor": (64, 512, {**YARN, "factor": None, "original_max_position_embeddings": 64}, {}),
+    "yarn-mscale": (64, 4096, {**YARN, **MSCALE, "factor": 40, "original_max_position_embeddings": 128}, {}),
+    "yarn-one-mscale": (64, 512, {**YARN, "mscale": 0.7, "mscale_all_dim": 0, "beta_fast": 0, "beta_slow": None}, {}),
+    "yarn-attention": (96, 512, {**YARN, "attention_factor": 1.25, "truncate": None}, {}),
+    "yarn-shrinking": (64, 512, {**YARN, "factor": 0.5}, {}),
+}  # fmt: skip
+
+
+def read(config, **options):
+    return RopeConfig.from_hf(config, **{"model_type": "llama", "theta": 10000.0, **options})
 
 
 def pair(name):
     """(our RopeConfig, transformers' LlamaConfig) of a setting."""
-    head_dim, context, other = SETTINGS[name]
-    kwargs = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "max_position_embeddings": context, **other}
-    ours = RopeConfig.from_hf(
-        kwargs, model_type="llama", head_dim=head_dim, max_position_embeddings=context, theta=10000.0
-    )
-    copy = {key: dict(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
-    return ours, LlamaConfig(**copy)
+    head_dim, context, scaling, other = SETTINGS[name]
+    config = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "max_position_embeddings": context, **other}
+    if scaling is not None:
+        config["rope_scaling"] = dict(scaling)
+    ours = read(config, head_dim=head_dim, max_position_embeddings=context)
+    return ours, LlamaConfig(**copy.deepcopy(config))
 
 
 def theirs_at(config, positions):
@@ -107,14 +79,8 @@ def test_frequencies_are_those_of_transformers(name):
         assert inverse_frequencies(ours).equal(expected)
         assert attention_factor(ours) == scaling
         # The same settings as transformers 5 would save them.
-        again = RopeConfig.from_hf(
-            theirs.to_dict(),
-            model_type="llama",
-            head_dim=ours.head_dim,
-            max_position_embeddings=ours.max_position_embeddings,
-            theta=10000.0,
-        )
-        assert again == ours
+        sizes = {"head_dim": ours.head_dim, "max_position_embeddings": ours.max_position_embeddings}
+        assert read(theirs.to_dict(), **sizes) == ours
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name.startswith("dynamic")])
@@ -213,7 +179,7 @@ def test_factors_made_in_inference_mode_serve_training(name):
 
 def test_phi3_rotates_only_a_part():
     kwargs = {"hidden_size": 256, "num_attention_heads": 2, "partial_rotary_factor": 0.75, "rope_theta": 10000.0}
-    ours = RopeConfig.from_hf(kwargs, model_type="phi3", head_dim=128, max_position_embeddings=4096, theta=10000.0)
+    ours = read(kwargs, model_type="phi3", head_dim=128, max_position_embeddings=4096)
     reference = Phi3RotaryEmbedding(Phi3Config(**kwargs, vocab_size=32064))
     positions = torch.arange(64)[None]
     cosine, sine = reference(torch.zeros(1), positions)
@@ -221,43 +187,43 @@ def test_phi3_rotates_only_a_part():
     assert Rotary(ours).cis(positions).equal(torch.complex(cosine[..., :48], sine[..., :48]))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["default", "dynamic", "yarn"])
-def test_devices_agree_with_transformers_there(name, device):
+def test_a_gpu_agrees_with_transformers_there(name):
     ours, theirs = pair(name)
-    positions = torch.arange(100, device=device)[None]
-    cosine, sine = LlamaRotaryEmbedding(theirs).to(device)(torch.zeros(1, device=device), positions)
+    positions = torch.arange(100, device="cuda")[None]
+    cosine, sine = LlamaRotaryEmbedding(theirs).to("cuda")(torch.zeros(1, device="cuda"), positions)
     half = cosine.shape[-1] // 2
-    found = Rotary(ours, device=device).cis(positions, torch.tensor(100, device=device))
+    found = Rotary(ours, device="cuda").cis(positions, torch.tensor(100, device="cuda"))
     assert found.equal(torch.complex(cosine[..., :half], sine[..., :half]))
 
 
-def rope(**changes):
-    return RopeConfig(**{"type": "default", "theta": 1e4, "head_dim": 8, "rotary_dim": 8, **changes})
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ('RoPE type "longrope" is not supported by the lean decoder', {"type": "longrope"}),
+        ("expected one of default, linear, dynamic, llama3, yarn. Use engine=", {"type": "su"}),
+        ("must be even, from 2 to 8, found 3. Correct it", {"rotary_dim": 3}),
+        ("must be even, from 2 to 8, found 10", {"rotary_dim": 10}),
+        ("must be even, from 4 to 8, found 2", {"type": "dynamic", "rotary_dim": 2}),
+        ("rope_theta must be above 1, found 0", {"theta": 0}),
+        ("factor must be above 0, found 0", {"type": "linear", "factor": 0}),
+        (
+            "embeddings must be an integer above 0, found None",
+            {"type": "yarn", "original_max_position_embeddings": None},
+        ),
+        ("must be an integer above 0, found 1.5", {"type": "llama3", "original_max_position_embeddings": 1.5}),
+        ("beta_slow must be above 0", {"type": "yarn", "beta_slow": -1}),
+        ("low_freq_factor < high_freq_factor must hold, found (4.0, 4.0)", {"type": "llama3", "low_freq_factor": 4.0}),
+        ("truncate must be true or false, found no", {"type": "yarn", "truncate": "no"}),
+    ],
+)
+def test_refusals(text, changes):
+    usual = {"type": "default", "theta": 1e4, "head_dim": 8, "rotary_dim": 8, "original_max_position_embeddings": 8}
+    with refused(UnsupportedError if "RoPE type" in text or "engine" in text else ConfigError, text):
+        RopeConfig(**{**usual, "max_position_embeddings": 64, **changes})
 
 
-def test_refusals():
-    def check(text, error=ConfigError, **changes):
-        with pytest.raises(error) as caught:
-            rope(max_position_embeddings=64, **changes)
-        assert text in str(caught.value)
-
-    check('RoPE type "longrope" is not supported by the lean decoder', UnsupportedError, type="longrope")
-    check("expected one of default, linear, dynamic, llama3, yarn. Use engine=", UnsupportedError, type="su")
-    check("must be even, from 2 to 8, found 3. Correct it", rotary_dim=3)
-    check("must be even, from 2 to 8, found 10", rotary_dim=10)
-    check("must be even, from 4 to 8, found 2", type="dynamic", rotary_dim=2)
-    check("rope_theta must be above 1, found 0", theta=0)
-    check("factor must be above 0, found 0", type="linear", factor=0)
-    check("original_max_position_embeddings must be an integer above 0, found None", type="yarn")
-    check("must be an integer above 0, found 1.5", type="llama3", original_max_position_embeddings=1.5)
-    check("beta_slow must be above 0", type="yarn", original_max_position_embeddings=8, beta_slow=-1)
-    check(
-        "0 < low_freq_factor < high_freq_factor must hold, found (4.0, 4.0)",
-        type="llama3",
-        original_max_position_embeddings=8,
-        low_freq_factor=4.0,
-    )
-    check("truncate must be true or false, found no", type="yarn", original_max_position_embeddings=8, truncate="no")
-    with pytest.raises(ConfigError, match=r"Rotary: dtype must be one of torch\.float32, .* found torch\.int8"):
-        Rotary(rope(max_position_embeddings=64), torch.int8)
+def test_a_dtype_without_complex_numbers_is_refused():
+    with refused(ConfigError, "Rotary: dtype must be one of torch.float32, ", " found torch.int8"):
+        Rotary(pair("default")[0], torch.int8)

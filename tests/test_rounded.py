@@ -1,22 +1,28 @@
-"""Products in bfloat16: rows and weights rounded to it, float32 sums; the same bits with matrix tiles and without."""
+"""Products in bfloat16: rounded rows and weights, float32 sums, and the same bits with and without matrix tiles."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from draftwing.methods.feature import EagleDrafter
+from safetensors.torch import load_file, save_file
 
 from draftwing.cpu.library import get_kernel
 from draftwing.errors import CheckpointError
+from draftwing.formats.write import write_head
+from draftwing.loading import load_drafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import FeatureSpec
+from draftwing.models.layers import RMSNorm
 from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Linear
-from draftwing.models.weights import Stored
 from draftwing.tree import DraftTree
 from processors import can_int8
+from test_weight_formats import stored
 
 kernel = get_kernel()
 pytestmark = pytest.mark.skipif(kernel is None, reason="no kernel here")
@@ -27,7 +33,7 @@ SHAPES = [(1, 3), (31, 10), (32, 64), (37, 65), (64, 70), (130, 200), (577, 130)
 
 @pytest.fixture(params=[True, False], ids=["tiles", "vectors"])
 def tiles(request):
-    """With tiles, where there are any, and without."""
+    """With tiles, if the processor has them, and without."""
     before = kernel.has_tiles
     if kernel.use_tiles(request.param) != request.param:
         pytest.skip("this processor has no tiles that work")
@@ -50,8 +56,8 @@ def product(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = N
         torch.set_num_threads(before)
 
 
-def by_the_law(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(R, out) float32: of each 32 inputs the even and the odd ones apart, then together, then to what was there."""
+def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(R, out) float32: of each 32 inputs, sum the even and the odd ones, then both, then add them to the total."""
     x, weight = x.bfloat16().float(), weight.bfloat16().float()
     total = torch.zeros(len(x), len(weight))
     for start in range(0, x.shape[1], 32):
@@ -66,23 +72,22 @@ def by_the_law(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_are_taken_in_the_order_of_the_law(shape, tiles):
-    """To the bit, for every number of rows. And right: n sums, each rounded to the nearest, are together off by
-    n / 2^24 of all sizes together at most."""
+def test_the_order_of_sums(shape, tiles):
+    """To the bit, for every number of rows. And n rounded sums are wrong by at most n / 2^24 of the absolute sum."""
     num_in, num_out = shape
     torch.manual_seed(num_in)
     x, weight, bias = torch.randn(ROWS[-1], num_in), torch.randn(num_out, num_in), torch.randn(num_out)
-    wanted = by_the_law(x, weight) + bias
+    expected = reference(x, weight) + bias
     near, exact = x.bfloat16().double(), weight.bfloat16().double()
-    longest = 17 + 1 + -(-num_in // 32) + 1  # sums on the way of a number, the bias's too
+    longest = 17 + 1 + -(-num_in // 32) + 1  # sums that a number takes part in, with the bias's
     bound = longest * 2.0**-24 * (near.abs() @ exact.abs().T + bias.abs())
-    assert ((wanted - (near @ exact.T + bias)).abs() <= bound).all()
+    assert ((expected - (near @ exact.T + bias)).abs() <= bound).all()
     for rows in ROWS:
-        assert torch.equal(product(weight, x[:rows], bias), wanted[:rows]), rows
+        assert torch.equal(product(weight, x[:rows], bias), expected[:rows]), rows
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_has_its_own_bits_whatever_stands_beside_it(tiles, threads):
+def test_a_rows_bits_do_not_depend_on_other_rows(tiles, threads):
     torch.manual_seed(threads)
     x, weight = torch.randn(70, 203), torch.randn(150, 203)
     alone = torch.cat([product(weight, row[None], threads=threads) for row in x])
@@ -91,37 +96,37 @@ def test_a_row_has_its_own_bits_whatever_stands_beside_it(tiles, threads):
         assert torch.equal(product(weight, x[-rows:], threads=threads), alone[-rows:])
 
 
-def test_with_and_without_tiles_the_bits_are_the_same(tiles):
-    """Of numbers of all sizes too, of which some, and some sums, are too small to be normal."""
-    if not tiles:
-        pytest.skip("compared with the other")
+def test_with_and_without_tiles_the_bits_are_the_same():
+    """Also of numbers and sums that are too small to be normal."""
+    before = kernel.has_tiles
+    if not kernel.use_tiles(True):
+        pytest.skip("this processor has no tiles that work")
     torch.manual_seed(0)
-    scales = [
-        torch.exp2(torch.randint(low, high, (1, 707)).float()) for low, high in ((-20, 20), (-80, -40), (-140, 1))
-    ]
-    for scale in scales:
+    for bounds in ((-20, 20), (-80, -40), (-140, 1)):
+        scale = torch.exp2(torch.randint(*bounds, (1, 707)).float())
         x, weight = torch.randn(67, 707) * scale, torch.randn(130, 707) * scale.flip(1)
         assert kernel.use_tiles(True)
         with_tiles = product(weight, x)
         kernel.use_tiles(False)
         assert torch.equal(product(weight, x), with_tiles)
         assert with_tiles.abs().amax() > 0
+    kernel.use_tiles(before)
 
 
-def test_rows_are_rounded_to_the_nearest_and_of_two_to_the_even_one(tiles):
-    """Seen through a matrix that gives each input out; a row of one is left over from sixteen."""
+def test_rows_are_rounded_to_the_nearest_and_ties_to_even(tiles):
+    """An identity matrix shows each input; the last column remains of sixteen."""
     exact = 1 + torch.arange(64) / 128  # in bfloat16
     between = torch.cat([exact, -exact]) + 2.0**-8  # in the middle of two
     x = torch.stack([between, between * (1 + 2.0**-20), between * (1 - 2.0**-20), between * 1e38])
     x = torch.cat([x, torch.full((4, 1), 1e-39)], 1)
     found = product(torch.eye(129), x)
-    wanted = x.bfloat16().float()
-    wanted[:, -1] = 0  # too small to be normal
-    assert torch.equal(found, wanted)
+    expected = x.bfloat16().float()
+    expected[:, -1] = 0  # too small to be normal
+    assert torch.equal(found, expected)
     assert not torch.equal(found[0], found[1])
 
 
-def test_what_is_not_finite_stays_visible(tiles):
+def test_numbers_that_are_not_finite_stay_so(tiles):
     x = torch.randn(5, 40)
     x[0, 3], x[2, 39], x[3, 0], x[4, 8] = torch.nan, -torch.inf, torch.finfo(torch.float32).max, torch.nan
     x.view(torch.int32)[4, 8] = 0x7FFFFFFF  # a NaN whose rounding up would overflow
@@ -140,13 +145,13 @@ def test_other_instructions_give_the_same_bits():
         "linear = Linear(weight); linear.pack(rounds=True)\n"
         "print([(linear(x[:rows]).double() * torch.arange(130)).sum().item() for rows in (1, 2, 3, 33)])"
     )
-    found = []
+    outputs = []
     for arch in ("native", "x86-64-v3"):
         environment = {**os.environ, "DRAFTWING_KERNEL_ARCH": arch}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        found.append(done.stdout)
-    assert found[0] == found[1]
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -155,41 +160,27 @@ def test_other_instructions_give_the_same_bits():
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "Q8_0", "Q6_K"])
 def test_weights_of_every_format_become_bfloat16(name):
     torch.manual_seed(1)
-    if name.startswith("Q"):
-        import gguf
-        import numpy as np
-
-        rows = np.random.default_rng(0).standard_normal((70, 512), np.float32)
-        kind = gguf.GGMLQuantizationType[name]
-        if name == "Q6_K":  # which gguf cannot write: its bytes are random, but for the scale of each block
-            blocks = np.random.default_rng(1).integers(0, 256, (70, 2, 210), np.uint8)
-            blocks[:, :, 208:] = np.full((70, 2, 1), 0.01, np.float16).view(np.uint8)
-            data = torch.from_numpy(blocks.reshape(70, -1).copy())
-        else:
-            data = torch.from_numpy(gguf.quants.quantize(rows, kind))
-        stored = Stored(name, 512, data)
-    else:
-        stored = Stored(name, 512, torch.randn(70, 512).to(getattr(torch, name)))
-    found = stored.rounded()
-    assert (found.format, found.data.dtype) == ("bfloat16", torch.bfloat16)
-    assert torch.equal(found.data, stored.expand().bfloat16())
-    linear = Linear.of_stored([found], None, rounds=True)
+    part = stored(name, 70, 512)
+    rounded = part.rounded()
+    assert (rounded.format, rounded.data.dtype) == ("bfloat16", torch.bfloat16)
+    assert torch.equal(rounded.data, part.expand().bfloat16())
+    linear = Linear.of_stored([rounded], None, rounds=True)
     x = torch.randn(3, 512)
-    assert torch.equal(linear(x), by_the_law(x, stored.expand()))
+    assert torch.equal(linear(x), reference(x, part.expand()))
     assert linear.num_bytes == 128 * 512 * 2
 
 
-def test_other_numbers_in_its_place_are_rounded_as_well():
+def test_refilled_numbers_are_rounded_too():
     linear, fresh, x = packed(torch.randn(70, 50)), torch.randn(70, 50), torch.randn(3, 50)
     linear.refill(fresh)
-    assert torch.equal(linear(x), by_the_law(x, fresh))
+    assert torch.equal(linear(x), reference(x, fresh))
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
 def logits_of(target: LeanTarget, nodes: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and features of a tree behind a prompt; of some of its nodes alone."""
+    """Logits and features of a tree after a prompt, or of a path in it."""
     ctx = target.new_context(FeatureSpec((1, 2)))
     target.prefill(ctx, [3, 8, 12, 5, 9, 30, 41])
     tokens, parents = [5, 9, 11, 9, 7, 6, 2], [-1, 0, 0, 1, 1, 2, 5]
@@ -215,42 +206,30 @@ def test_a_model_computes_in_bfloat16(family, folder_of, tiles):
             assert torch.equal(alone[0], whole[0, path])
 
 
-def test_its_matrices_are_in_bfloat16_and_nothing_else(folder_of):
+def test_only_the_matrices_are_in_bfloat16(folder_of):
     folder = folder_of("llama-bias-tied", head_dim=32)
     target, wide = LeanTarget.from_folder(folder, torch.bfloat16), LeanTarget.from_folder(folder)
-    for mine, theirs in zip((*target.layers, target), (*wide.layers, wide), strict=True):
-        for own, other in zip(matrices(mine), matrices(theirs), strict=True):
-            assert own.formats == ("bfloat16",)
-            assert own.num_bytes == other.num_bytes / 2
-        for own, other in zip(norms(mine), norms(theirs), strict=True):
-            assert torch.equal(own, other)
+    for name, part in target.net.layers[1].named_modules():
+        other = wide.net.layers[1].get_submodule(name)
+        if isinstance(part, Linear):
+            assert part.formats == ("bfloat16",)
+            assert part.num_bytes == other.num_bytes / 2
+            assert torch.equal(part.bias, other.bias)
+        elif isinstance(part, RMSNorm):
+            assert torch.equal(part.weight, other.weight)
+    assert (target.head.formats, target.head.num_bytes) == (("bfloat16",), wide.head.num_bytes / 2)
     assert torch.equal(target.embedding.plain(), wide.embedding.plain().bfloat16().float())
 
 
-def matrices(part):
-    return [part.head] if isinstance(part, LeanTarget) else [part.qkv, part.out, part.mlp.down]
-
-
-def norms(part):
-    return [part.net.norm.weight] if isinstance(part, LeanTarget) else [part.input_norm.weight, part.qkv.bias]
-
-
-def test_int8_goes_before_bfloat16(folder_of):
+def test_int8_takes_precedence_over_bfloat16(folder_of):
     if not kernel.has_int8 or not can_int8():
         pytest.skip("this CPU multiplies no 8-bit integers exactly")
     folder = folder_of("llama", head_dim=32)
-    texts = [
-        logits_of(LeanTarget.from_folder(folder, dtype, quantize="int8"))[0]
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    assert torch.equal(*texts)
+    targets = [LeanTarget.from_folder(folder, dtype, quantize="int8") for dtype in (torch.float32, torch.bfloat16)]
+    assert torch.equal(*(logits_of(target)[0] for target in targets))
 
 
-def test_a_head_beside_it_computes_as_beside_float32(folder_of, tmp_path):
-    from draftwing.formats.write import write_head
-    from draftwing.loading import load_drafter
-    from draftwing.methods.net_drafter import EagleDrafter
-
+def test_a_head_computes_as_for_a_float32_target(folder_of, tmp_path):
     folder = folder_of("llama", head_dim=32)
     target = LeanTarget.from_folder(folder, torch.bfloat16)
     config = EagleConfig.for_target(3, ModelConfig.from_hf(read_config(folder)))
@@ -267,13 +246,9 @@ def test_without_the_kernel_pytorch_computes_in_bfloat16(folder_of, monkeypatch)
 
 
 def test_a_weight_beyond_bfloat16_is_named(folder_of, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     folder = folder_of("llama", head_dim=32)
-    for file in folder.iterdir():
-        if file.is_file() and file.name != "model.safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = {name: each.float() for name, each in load_file(folder / "model.safetensors").items()}
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     tensors["model.layers.1.mlp.down_proj.weight"][2, 3] = torch.finfo(torch.float32).max
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="down_proj"):

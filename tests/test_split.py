@@ -192,7 +192,7 @@ def folder(tmp_path_factory):
 
 def test_a_tree_and_a_path_of_it_have_the_same_bits(folder, split):
     target = LeanTarget.from_folder(folder, torch.float32)
-    assert {part.row_form for part in target.layers[0].qkv.packed} == {RowForm.SPLIT}
+    assert {part.row_form for part in target.net.layers[0].qkv.packed} == {RowForm.SPLIT}
     ctx = target.new_context(FeatureSpec((1, 2)))
     target.prefill(ctx, [3, 8, 12, 5, 9, 30, 41])
     tokens, parents = [5, 9, 11, 9, 7, 6, 2], [-1, 0, 0, 1, 1, 2, 5]

@@ -101,7 +101,7 @@ def test_nothing_is_copied(folder):
     target = load_target(folder)
     ctx = target.new_context()
     net = SubNet(target.net, SOME)
-    assert net.net.layers is target.layers
+    assert net.net.layers is target.net.layers
     assert runner_over(net, target, ctx).cache is ctx.cache
     whole = SubNet(target.net, Parts.without(3, (), ()))
     assert whole.num_bytes == target.num_weight_bytes

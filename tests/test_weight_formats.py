@@ -1,6 +1,7 @@
-"""Weights in the file's own bits: every format gives the numbers of its float32 expansion, to the bit."""
+"""Weights in the format of the file: every format gives the numbers of its float32 expansion, to the bit."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -12,11 +13,13 @@ from conftest import build, refused
 from draftwing.cpu.layout import BLOCKS, FORMATS
 from draftwing.cpu.library import get_kernel
 from draftwing.cpu.packed import Packed
+from draftwing.cpu.program import Program, Workspace
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.methods.base import Budget
 from draftwing.methods.causal_lm import CausalLMDrafter
 from draftwing.models.context import FeatureSpec
+from draftwing.models.layers import GatedMLP
 from draftwing.models.lean import LeanTarget
 from draftwing.models.linear import Embedding, Linear
 from draftwing.models.weights import Stored, stack
@@ -24,17 +27,14 @@ from draftwing.sampling import Sampling
 from draftwing.tree import DraftTree
 from processors import can_int8
 
-pytestmark = [
-    pytest.mark.skipif(get_kernel() is None, reason="no compiler"),
-    pytest.mark.usefixtures("without_tiles"),
-]
+pytestmark = [pytest.mark.skipif(get_kernel() is None, reason="no compiler"), pytest.mark.usefixtures("without_tiles")]
 
 EXACT = [name for name, kind in FORMATS.items() if kind.is_exact]
 ROWS = [*range(1, 9), 13, 33]
 
 
 def stored(name, num_out, num_in, seed=0):
-    """A random matrix: of blocks every bit is random, but that scales are small numbers."""
+    """A random matrix. In blocks every bit is random, except that scales are small numbers."""
     kind, rng = FORMATS[name], np.random.default_rng(seed)
     if kind.dtype is not None:
         numbers = torch.from_numpy(rng.standard_normal((num_out, num_in), np.float32))
@@ -46,29 +46,28 @@ def stored(name, num_out, num_in, seed=0):
     return Stored(name, num_in, torch.from_numpy(blocks.reshape(num_out, -1)))
 
 
-def float32_of(part):
-    """The same in float32, through the kernel's path for that."""
-    return Stored("float32", part.num_in, part.expand())
+def check_products(part, bias=None):
+    """Products are those of the float32 expansion, for every number of rows."""
+    ours, wide = Linear.of_stored([part], bias), Linear.of_stored([part.expanded()], bias)
+    for rows in ROWS:
+        x = torch.randn(rows, part.num_in)
+        assert torch.equal(ours.forward(x), wide.forward(x))
+    assert ours.formats == (part.format,)
+    assert torch.equal(ours.plain(), part.expand())
+    right = torch.nn.functional.linear(x.double(), part.expand().double(), None if bias is None else bias.double())
+    assert torch.allclose(ours.forward(x), right.float(), rtol=1e-4, atol=1e-4 * right.abs().max())
 
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_out", [64, 200, 1])
 @pytest.mark.parametrize("num_in", [256, 768])
 def test_products_are_those_of_the_expansion(name, num_in, num_out):
-    part, bias = stored(name, num_out, num_in), torch.randn(num_out)
-    ours, wide = Linear.of_stored([part], bias), Linear.of_stored([float32_of(part)], bias)
-    for rows in ROWS:
-        x = torch.randn(rows, num_in)
-        assert torch.equal(ours.forward(x), wide.forward(x))
-    assert ours.formats == (name,)
-    assert torch.equal(ours.plain(), part.expand())
-    right = torch.nn.functional.linear(x.double(), part.expand().double(), bias.double()).float()
-    assert torch.allclose(ours.forward(x), right, rtol=1e-4, atol=1e-4 * right.abs().max())
+    check_products(stored(name, num_out, num_in), torch.randn(num_out))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_what_ggml_says(name):
-    """Quantised by the format's own library, and read back."""
+    """As dequantised by ggml's library."""
     kind = gguf.GGMLQuantizationType[name]
     part = stored(name, 96, 512)
     expected = torch.from_numpy(gguf.quants.dequantize(part.data.numpy(), kind))
@@ -78,18 +77,13 @@ def test_blocks_are_what_ggml_says(name):
 
 @pytest.mark.parametrize("num_in", [1, 37, 255])
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_widths_of_no_particular_number(name, num_in):
-    part = stored(name, 70, num_in)
-    ours, wide = Linear.of_stored([part], None), Linear.of_stored([float32_of(part)], None)
-    for rows in ROWS:
-        x = torch.randn(rows, num_in)
-        assert torch.equal(ours.forward(x), wide.forward(x))
-    assert torch.equal(ours.plain(), part.expand())
+def test_odd_widths(name, num_in):
+    check_products(stored(name, 70, num_in))
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 64), (128, 30, 30), (5, 7, 64)], ids=str)
 def test_matrices_of_one_input_lie_on_top_of_each_other(sizes):
-    """Of one format they are one matrix; of several they stand side by side."""
+    """Matrices of one format become one; those of several stay parts."""
     for names in (("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q6_K", "Q4_K"), ("bfloat16",) * 3):
         parts = [stored(name, size, 256, seed) for seed, (name, size) in enumerate(zip(names, sizes, strict=True))]
         bias, x = torch.randn(sum(sizes)), torch.randn(9, 256)
@@ -106,14 +100,11 @@ def test_matrices_of_one_input_lie_on_top_of_each_other(sizes):
 
 @pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q4_1", "Q8_0"), ("float16", "float16")], ids=str)
 @pytest.mark.parametrize("width", [64, 100])
-def test_gates_and_what_they_let_through(names, width):
-    from draftwing.cpu.program import Program, Workspace
-    from draftwing.models.layers import GatedMLP
-
+def test_gated_products(names, width):
     gate, up = (stored(name, width, 96, seed) for seed, name in enumerate(names))
     down = stored("bfloat16", 96, width, 5)
-    x, found = torch.randn(7, 96), []
-    for parts in ([gate, up], [float32_of(gate), float32_of(up)]):
+    x, outputs = torch.randn(7, 96), []
+    for parts in ([gate, up], [gate.expanded(), up.expanded()]):
         mlp = GatedMLP(Linear.of_stored(parts, None, gated=True), Linear.of_stored([down], None), "silu")
         program = Program(get_kernel())
         given = program.given(96)
@@ -121,40 +112,35 @@ def test_gates_and_what_they_let_through(names, width):
         program.finish()
         out = torch.empty(7, 96)
         Workspace(program).run(7, 1, {program.place(given.buffer): x, program.place(result): out})
-        found.append(out)
-    assert torch.equal(*found)
+        outputs.append(out)
+    assert torch.equal(*outputs)
     gates, through = (torch.nn.functional.linear(x, part.expand()) for part in (gate, up))
     right = torch.nn.functional.linear(torch.nn.functional.silu(gates) * through, down.expand())
-    assert torch.allclose(found[0], right, rtol=1e-3, atol=1e-3 * right.abs().max())
+    assert torch.allclose(outputs[0], right, rtol=1e-3, atol=1e-3 * right.abs().max())
 
 
 def test_float32_numbers_that_16_bits_hold_take_16():
     numbers = torch.randn(70, 48)
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         linear = Linear(numbers.to(dtype).float())
         linear.pack()
         assert linear.formats == (str(dtype).removeprefix("torch."),)
         assert torch.equal(linear.plain(), numbers.to(dtype).float())
-    exact = Linear(numbers)
-    exact.pack()
-    assert exact.formats == ("float32",)
     late = numbers.to(torch.bfloat16).float()
     late[69, 47] += 1e-6
-    for odd in (late, torch.full((2, 2), 1e-45)):  # smaller than either of 16 bits
+    for odd in (late, torch.full((2, 2), 1e-45)):  # too small for 16 bits
         assert Stored("float32", odd.shape[1], odd).narrowed().format == "float32"
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_embeddings(name):
     part = stored(name, 100, 256)
-    embedding = Embedding.of_stored(part)
+    head = Linear.of_stored([part], None)
+    embedding = Embedding(head.packed[0])
     ids = torch.tensor([[0, 99], [63, 64]])
     assert embedding.shape == (100, 256)
     assert torch.equal(embedding(ids), part.expand()[ids])
     assert torch.equal(embedding.plain(), part.expand())
-    head = Linear.of_stored([part], None)
-    shared = Embedding.shared_with(head)
-    assert shared.packed.weight.data_ptr() == head.packed[0].weight.data_ptr()
     with pytest.raises(ConfigError, match="from 0 to 99"):
         embedding(torch.tensor([100]))
 
@@ -168,7 +154,7 @@ def test_a_quantised_matrix_has_no_rows():
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_scales_that_are_no_numbers(name, number):
+def test_scales_that_are_not_finite(name, number):
     part = stored(name, 65, 512)
     kind = FORMATS[name]
     data = part.data.clone()
@@ -194,17 +180,14 @@ DENSE = ["llama", "llama-bias-tied", "mistral-window", "qwen2", "qwen3", "phi3"]
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
-    """A maker of folders whose weights are in 16 bits."""
-    made = {}
+    """``halves("llama", torch.float16)``: a folder whose weights are in 16 bits."""
 
+    @cache
     def make(family, dtype):
-        if (family, dtype) not in made:
-            folder = tmp_path_factory.mktemp("half")
-            model = build(family, **DIM).to(dtype)
-            model.config.dtype = dtype
-            model.save_pretrained(folder)
-            made[family, dtype] = folder
-        return made[family, dtype]
+        folder, model = tmp_path_factory.mktemp("half"), build(family, **DIM).to(dtype)
+        model.config.dtype = dtype
+        model.save_pretrained(folder)
+        return folder
 
     return make
 
@@ -221,31 +204,31 @@ def logits_of(target, prompts):
 @pytest.mark.parametrize("family", DENSE)
 def test_a_checkpoint_in_16_bits_is_read_in_16_bits(family, dtype, halves):
     folder, prompts = halves(family, dtype), [[4, 9, 30, 7], [8, 8], [11] * 40]
-    own = LeanTarget.from_folder(folder, torch.float32)
+    target = LeanTarget.from_folder(folder, torch.float32)
     wide = LeanTarget.from_folder(folder, torch.float32, expand=True)
-    assert (own.runtime, own.dtype, own.net.head.formats) == ("kernel", torch.float32, (str(dtype)[6:],))
+    assert (target.runtime, target.dtype, target.net.head.formats) == ("kernel", torch.float32, (str(dtype)[6:],))
     assert wide.net.head.formats == ("float32",)
-    assert str(dtype)[6:] in own.runs_as
-    assert 1.9 < wide.num_weight_bytes / own.num_weight_bytes <= 2
-    for ours, theirs in zip(logits_of(own, prompts), logits_of(wide, prompts), strict=True):
+    assert str(dtype)[6:] in target.runs_as
+    assert 1.9 < wide.num_weight_bytes / target.num_weight_bytes <= 2
+    for ours, theirs in zip(logits_of(target, prompts), logits_of(wide, prompts), strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.equal(own.embedding.plain(), wide.embedding.plain())
-    assert torch.equal(own.head.plain(), wide.head.plain())
-    tied = own.config.tie_word_embeddings
-    assert tied == (own.embedding.packed.weight.data_ptr() == own.head.packed[0].weight.data_ptr())
+    assert torch.equal(target.embedding.plain(), wide.embedding.plain())
+    assert torch.equal(target.head.plain(), wide.head.plain())
+    tied = target.config.tie_word_embeddings
+    assert tied == (target.embedding.packed.weight.data_ptr() == target.head.packed[0].weight.data_ptr())
 
 
 @pytest.mark.parametrize("family", DENSE)
 def test_float64_and_int8_of_a_checkpoint_in_16_bits(family, halves):
-    """What does not run in float32 reads the same numbers."""
+    """They read the same numbers."""
     folder = halves(family, torch.bfloat16)
-    exact, own = LeanTarget.from_folder(folder, torch.float64), LeanTarget.from_folder(folder, torch.float32)
-    assert torch.equal(exact.embedding.plain().float(), own.embedding.plain())
-    assert torch.allclose(logits_of(exact, [[4, 9]])[0].float(), logits_of(own, [[4, 9]])[0], atol=1e-3)
+    exact, target = LeanTarget.from_folder(folder, torch.float64), LeanTarget.from_folder(folder, torch.float32)
+    assert torch.equal(exact.embedding.plain().float(), target.embedding.plain())
+    assert torch.allclose(logits_of(exact, [[4, 9]])[0].float(), logits_of(target, [[4, 9]])[0], atol=1e-3)
     if can_int8():
         small = LeanTarget.from_folder(folder, torch.float32, quantize="int8")
         assert small.quantized == "int8"
-        assert torch.equal(small.embedding.plain(), own.embedding.plain())
+        assert torch.equal(small.embedding.plain(), target.embedding.plain())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -261,7 +244,7 @@ def test_weights_that_are_not_finite_are_named(dtype, tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_float32(temperature, halves):
-    """Drafted or not, by a model that is read in 16 bits too."""
+    """With and without a draft model, which is also read in 16 bits."""
     folder, texts = halves("llama", torch.bfloat16), []
     for expand in (False, True):
         target = LeanTarget.from_folder(folder, torch.float32, expand=expand)
@@ -286,9 +269,9 @@ def test_the_documented_table_is_the_table():
     ]
 
 
-def test_room_for_weights_is_room():
-    """Of any size, large pages or not: all of it can be written and read."""
+def test_memory_for_weights():
+    """Every byte can be written and read, with huge pages or without."""
     for size in (1, 63, 4096, 5 << 20):
-        found = get_kernel().room(size, dtype=torch.uint8)
-        assert found.shape == (size,)
-        assert int(found.fill_(7).sum(dtype=torch.int64)) == 7 * size
+        memory = get_kernel().room(size, dtype=torch.uint8)
+        assert memory.shape == (size,)
+        assert int(memory.fill_(7).sum(dtype=torch.int64)) == 7 * size

@@ -1,4 +1,4 @@
-"""Opening checkpoints: what is read, and what every damaged one is told."""
+"""Opening checkpoints, and the errors of damaged ones."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from conftest import refused
 from draftwing.errors import CheckpointError
 from draftwing.models.weights import WeightFiles, check_finite
 
@@ -38,19 +39,7 @@ def write_index(folder, weight_map):
 
 
 def refusal(*parts):
-    """A context that expects a CheckpointError whose message has all the parts."""
-
-    class Expect:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, kind, error, trace):
-            assert kind is CheckpointError, f"expected CheckpointError, got {error!r}"
-            for part in parts:
-                assert part in str(error), f"{part!r} is not in {str(error)!r}"
-            return True
-
-    return Expect()
+    return refused(CheckpointError, *parts)
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
@@ -74,20 +63,33 @@ def test_reads_every_tensor(layout, request):
         files.get("d2t")
 
 
-def test_get_refuses(single):
-    files = WeightFiles(single)
-    with refusal("weight model.norms.weight is missing among 4; the closest is model.norm.weight", "Download both"):
-        files.get("model.norms.weight", torch.float32, (3,))
-    with refusal("weight zzz is missing among 4. Does config.json belong"):
-        files.get("zzz", torch.float32, None)
-    with refusal("missing"):
-        files.shape("zzz")
-    with refusal("model.safetensors: model.embed_tokens.weight must have shape (3, 4), found (4, 3)", "config.json"):
-        files.get("model.embed_tokens.weight", torch.float32, (3, 4))
-    with refusal("packed must hold floating-point numbers", "found U8", "quantised", 'engine="transformers"'):
-        files.get("packed", torch.float32)
-    with refusal("model.norm.weight must hold integers or booleans, found BF16"):
-        files.get("model.norm.weight", torch.int64)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "parts"),
+    [
+        (
+            "model.norms.weight", torch.float32, (3,),
+            ["weight model.norms.weight is missing among 4; the closest is model.norm.weight. Does", "Download both"],
+        ),
+        ("zzz", torch.float32, None, ["weight zzz is missing among 4. Does config.json belong"]),
+        (
+            "model.embed_tokens.weight", torch.float32, (3, 4),
+            ["model.safetensors: model.embed_tokens.weight must have shape (3, 4), found (4, 3)", "config.json"],
+        ),
+        (
+            "packed", torch.float32, None,
+            ["packed must hold floating-point numbers", "found U8", "quantised", 'engine="transformers"'],
+        ),
+        ("model.norm.weight", torch.int64, None, ["model.norm.weight must hold integers or booleans, found BF16"]),
+    ],
+)  # fmt: skip
+def test_get_refuses(name, dtype, shape, parts, single):
+    with refusal(*parts):
+        WeightFiles(single).get(name, dtype, shape)
+
+
+def test_shape_refuses(single):
+    with refusal("weight zzz is missing"):
+        WeightFiles(single).shape("zzz")
 
 
 def test_no_weights(tmp_path):
@@ -95,15 +97,14 @@ def test_no_weights(tmp_path):
         WeightFiles(tmp_path / "absent")
     with refusal("expected model.safetensors or model.safetensors.index.json, found no weights at all"):
         WeightFiles(tmp_path)
-    (tmp_path / "weights.gguf").touch()
-    with refusal("found weights.gguf. Give that file itself"):
-        WeightFiles(tmp_path)
-    (tmp_path / "adapter_model.safetensors").touch()
-    with refusal("found adapter_model.safetensors, a LoRA adapter. Merge it"):
-        WeightFiles(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with refusal("found only pytorch_model.bin, which is pickled. Convert it: python -c", "save_pretrained"):
-        WeightFiles(tmp_path)
+    for name, parts in (
+        ("weights.gguf", ["found weights.gguf. Give that file itself"]),
+        ("adapter_model.safetensors", ["found adapter_model.safetensors, a LoRA adapter. Merge it"]),
+        ("pytorch_model.bin", ["only pytorch_model.bin, which is pickled. Convert it: python -c", "save_pretrained"]),
+    ):
+        (tmp_path / name).touch()
+        with refusal(*parts):
+            WeightFiles(tmp_path)
 
 
 def test_damaged_files(single):
@@ -111,11 +112,7 @@ def test_damaged_files(single):
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:20], whole[:4], b"", b"\xff" * 64, whole + b"tail"):
         path.write_bytes(damaged)
-        with refusal(
-            "model.safetensors: expected a whole safetensors file, found a truncated or corrupt one of "
-            f"{len(damaged)} bytes",
-            "Download it again",
-        ):
+        with refusal("model.safetensors: ", f"a truncated or corrupt one of {len(damaged)} bytes", "Download it again"):
             WeightFiles(single)
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     with refusal("found a Git LFS pointer", "git lfs pull"):
@@ -140,13 +137,11 @@ def test_damaged_indices(sharded):
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     write_index(sharded, {**weight_map, "lost": "model-00002-of-00002.safetensors"})
-    with refusal(
-        "model-00002-of-00002.safetensors: expected lost in it", "found it missing. Download shards and index"
-    ):
+    with refusal("model-00002-of-00002.safetensors: expected lost in it", "missing. Download shards and index"):
         WeightFiles(sharded)
     for outside in ("../model.safetensors", "/etc/passwd", "..", "a\\b", ""):
         write_index(sharded, {**weight_map, "lost": outside})
-        with refusal(f"expected the names of files beside it, found {outside!r}"):
+        with refusal(f"expected names of files in its folder, found {outside!r}"):
             WeightFiles(sharded)
     for broken in ("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
         index.write_text(broken)
@@ -162,14 +157,11 @@ def test_damaged_indices(sharded):
 def test_check_finite(dtype):
     check_finite("w", torch.ones(3, 4, dtype=dtype))
     check_finite("w", torch.empty(0, dtype=dtype))
-    # Its sum overflows; it is finite all the same.
+    # The sum of finite numbers may overflow.
     check_finite("w", torch.full((64,), torch.finfo(dtype).max, dtype=dtype))
     for bad in ([float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]):
         tensor = torch.ones(10, dtype=dtype)
         tensor[2 : 2 + len(bad)] = torch.tensor(bad, dtype=dtype)
         with refusal(f"weight layer.w: expected finite numbers, found {len(bad)} of 10 that are NaN or infinite"):
             check_finite("layer.w", tensor)
-
-
-def test_check_finite_takes_integers():
     check_finite("d2t", torch.tensor([1, 2]))

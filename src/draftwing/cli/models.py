@@ -77,7 +77,7 @@ def fetch(
     from draftwing.models.resolve import fetch as run
 
     entry = entry_named(name)
-    path = run(entry, again=check)
+    path = run(entry, check=check)
     if as_json:
         screen.print_json(describe_entry(entry))
     else:
@@ -93,7 +93,7 @@ def remove(name: str = _NAME, as_json: bool = JSON) -> None:
 
     - `draftwing models remove smollm2-135m-instruct`
     """
-    from draftwing.models.fetch import remove as run
+    from draftwing.models.resolve import remove as run
 
     entry = entry_named(name)
     if isinstance(entry.source, Shipped):
@@ -111,10 +111,10 @@ def remove(name: str = _NAME, as_json: bool = JSON) -> None:
 
 def describe_entry(entry: Entry) -> dict[str, Any]:
     """Return an entry of the catalogue as ``models --json`` prints it."""
-    from draftwing.models.resolve import kept
+    from draftwing.models.resolve import find_local
     from draftwing.shipped import SHIPPED
 
-    source, path = entry.source, kept(entry)
+    source, path = entry.source, find_local(entry)
     if isinstance(source, Wheel):
         origin, num_bytes = f"wheel {source.package} {source.version}", source.member_num_bytes
     elif isinstance(source, Hub):

@@ -47,9 +47,8 @@ from draftwing.methods.objectives import AlignedLoss
 from draftwing.models.attention import Attend
 from draftwing.models.config import LEAN_MODEL_TYPES, ModelConfig, RopeConfig, read_config
 from draftwing.models.context import Context, Row, TargetOutput
-from draftwing.models.families import Reader, read_layer
 from draftwing.models.layers import DecoderLayer, GatedMLP, RMSNorm
-from draftwing.models.lean import LeanTarget, TappedNet
+from draftwing.models.lean import LeanTarget, Reader, TappedNet, read_layer
 from draftwing.models.linear import Embedding, Layout, Linear
 from draftwing.models.rope import Rotary
 from draftwing.models.target import Target

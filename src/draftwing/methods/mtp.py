@@ -11,7 +11,7 @@ ones come out of a module's norm. Checkpoints were trained so, and engines run t
 
 Entry i of module k pairs the state at position i with the token at i + k. The first module alone is an EAGLE net whose
 own states take the place of the target's; that is the default drafter. ``ChainDrafter`` runs them all. Modules come
-from a trained head, or from the target's own checkpoint in the layouts of ``models.mtp``.
+from a trained head, or from the target's own checkpoint in the layouts of ``models.config``.
 
 Shape suffixes: R rows (any entries of any sequences), B rows of a batch, T tokens, E = T - 2 entries, W entries read at
 once, H hidden, D modules.
@@ -38,11 +38,10 @@ from draftwing.methods.net import LAYER_FIELDS, DraftNet, PlainConfig, Scored, T
 from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.methods.objectives import DraftLoss, StepGuesses, StepSums, TruthLike
 from draftwing.models.attention import Attend, CausalAttention
-from draftwing.models.config import Activation, ModelConfig, read_config
+from draftwing.models.config import Activation, ModelConfig, MtpNames, architecture_of, module_names, read_config
 from draftwing.models.context import Context, TargetOutput
 from draftwing.models.layers import DecoderLayer, RMSNorm, concat
 from draftwing.models.linear import Embedding, Linear
-from draftwing.models.mtp import MtpNames, architecture_of, module_names
 from draftwing.models.target import Target
 from draftwing.models.weights import Weights, check_finite
 from draftwing.runtime.forward import Entries, NetShape

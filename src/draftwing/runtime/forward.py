@@ -40,8 +40,8 @@ class NetShape:
         vocab_size: V of its logits.
         feature_width, state_width: F of features and H of states that entries read; 0 if they read tokens alone.
         out_width: width of the second result of ``forward``.
-        is_shifted: whether an entry reads its own token, not that of its parent.
-        is_sparse: whether its logits leave tokens out, which hold -inf.
+        is_shifted: True if an entry reads its token, False if it reads that of its parent.
+        is_sparse: True if its logits leave tokens out, which hold -inf.
     """
 
     num_layers: int
@@ -93,7 +93,7 @@ class Entries:
         tree: the trees, of which the nodes from ``first_node`` on are run; earlier ones are in their slots already.
         lengths: (B,) slots of each row before its tree.
         first_row: the row of the first tree.
-        ids: (B, W) the token that each entry reads, PAD if unused; None for its own.
+        ids: (B, W) the token that each entry reads, PAD if unused; None for its node's token.
         states: (B, W, H), or None if the network reads tokens alone.
         prompt_lengths: (B,) for rotations that depend on them.
         view: the slots before the trees that attention reads; None for all.
@@ -277,7 +277,7 @@ Outputs = tuple[Tensor | None, Tensor | None]
 
 
 def pick(outputs: Outputs, last: Tensor) -> Outputs:
-    """The one entry of each row that ``last`` (B, 1, 1) names, of logits and second output (B, W, ...)."""
+    """The results (B, W, ...) at one entry of each row, ``last`` (B, 1, 1)."""
     logits, out = (x if x is None else x.gather(1, last.expand(-1, 1, x.shape[2])) for x in outputs)
     return logits, out
 
@@ -334,8 +334,9 @@ class EagerRunner(Runner):
             )
         )
         if last is not None:
-            read = read.gather(1, last.expand(-1, 1, read.shape[2]))
-            out = None if out is None else out.gather(1, last.expand(-1, 1, out.shape[2]))
+            picked, out = pick((read, out), last)
+            assert picked is not None
+            read = picked
         return (self.logits(read) if want_logits else None), out
 
     def hidden(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:

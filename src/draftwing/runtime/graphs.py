@@ -147,43 +147,31 @@ class Recordings(Generic[T]):
 
 
 class Pool(Generic[T]):
-    """Runners, lent to one holder at a time, so that the next holder gets the graphs recorded by the last one.
+    """Lends runners to one holder at a time, so that the next holder gets the graphs recorded by the last one.
 
-    Args:
-        keep: number of idle runners to keep.
+    One idle runner is kept.
     """
 
-    def __init__(self, keep: int = 1) -> None:
-        self._free: list[T] = []
-        self._keep = keep
+    def __init__(self) -> None:
+        self._idle: T | None = None
 
     def lend(self, holder: object, make: Callable[[], T]) -> T:
         """A runner for the lifetime of ``holder``, which it must not refer to."""
-        lent = self._free.pop() if self._free else make()
+        lent, self._idle = make() if self._idle is None else self._idle, None
         weakref.finalize(holder, self._take_back, lent).atexit = False
         return lent
 
     def _take_back(self, lent: T) -> None:
-        if len(self._free) < self._keep:
-            self._free.append(lent)
+        self._idle = lent if self._idle is None else self._idle
 
 
 NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-ROW_BUCKETS = (1, 2, 4, 8, 16)
+ROW_BUCKETS = (1, 2, 4, 8, 16)  # so that few joining or leaving requests change the bucket
 MIN_SLOTS = 256  # smallest bucket of KV slots
 
 
-def round_up_nodes(count: int) -> int:
-    """Size of the bucket for ``count`` nodes."""
-    return _bucket_of(count, NODE_BUCKETS)
-
-
-def round_up_rows(count: int) -> int:
-    """Size of the bucket for ``count`` rows, so that few joining or leaving requests change it."""
-    return _bucket_of(count, ROW_BUCKETS)
-
-
-def _bucket_of(count: int, sizes: tuple[int, ...]) -> int:
+def round_up_to(sizes: tuple[int, ...], count: int) -> int:
+    """Size of the bucket for ``count`` nodes or rows: one of ``sizes``, or a multiple of the last."""
     return next((size for size in sizes if size >= count), -(-count // sizes[-1]) * sizes[-1])
 
 
@@ -254,12 +242,11 @@ class RecordedRunner(EagerRunner):
         """Logits and second output of the new nodes, and ``DraftTree.paths`` of all nodes."""
         tree = entries.tree
         rows, nodes, first_node = tree.num_rows, tree.num_nodes, entries.first_node
-        padded = first_node + round_up_nodes(nodes - first_node)
-        most = max(entries.lengths) + padded
-        wide = round_up_rows(rows)
-        self.reserve(wide, most)
+        padded = first_node + round_up_to(NODE_BUCKETS, nodes - first_node)
+        num_slots, wide = max(entries.lengths) + padded, round_up_to(ROW_BUCKETS, rows)
+        self.reserve(wide, num_slots)
         self.cache.hold(0, entries.lengths, padded)
-        width = round_up_slots(most, self.cache)
+        width = round_up_slots(num_slots, self.cache)
         key = (wide, first_node, padded, width)
         bucket = self._buckets.get(key, lambda: self._bucket(wide, padded, width, first_node))
         bucket.lengths[:rows].copy_(on_device(entries.lengths, bucket.lengths.device))
@@ -278,8 +265,8 @@ class RecordedRunner(EagerRunner):
             tree = DraftTree(bucket.tokens, bucket.parents)
             ids = tree.tokens[:, first_node:]
             read, out = self.hidden(Inputs(tree, ids, None, bucket.lengths, None, width, width, first_node))
-            found = (self.logits(read), tree.ancestors, tree.depths)
-            return found if out is None else (*found, out)
+            outputs = (self.logits(read), tree.ancestors, tree.depths)
+            return outputs if out is None else (*outputs, out)
 
         bucket.recording = Recording(self._record, run)
         return bucket
@@ -290,14 +277,14 @@ class RecordedRunner(EagerRunner):
         if kind is None:
             return super().draft(request)
         count, rows, depth, lengths = request.num_entries, len(request.tokens), request.budget.depth, request.root_slots
-        wide, nodes = round_up_rows(rows), 1 + request.max_nodes
+        wide, nodes = round_up_to(ROW_BUCKETS, rows), 1 + request.max_nodes
         # After a tree of this depth no row has more unread entries: one bucket for all of them.
         entries = depth + 1 if count <= depth + 1 else 1 << (count - 1).bit_length()
-        most = max(max(request.lengths) + entries, max(lengths) + nodes)
-        self.reserve(wide, most)
+        num_slots = max(max(request.lengths) + entries, max(lengths) + nodes)
+        self.reserve(wide, num_slots)
         self.cache.hold(0, request.lengths, entries)
         self.cache.hold(0, lengths, nodes)
-        width = round_up_slots(most, self.cache)
+        width = round_up_slots(num_slots, self.cache)
         draft = self._drafts.get((wide, entries, width, kind), lambda: self._new_draft(wide, entries, width, request))
         draft.fill(request)
         assert draft.recording is not None
@@ -321,19 +308,19 @@ class RecordedRunner(EagerRunner):
         def run() -> Outputs:
             chain = DraftTree.chain(draft.tokens)
             states = None if draft.features is None else self.fuse(draft.features)
-            read, out = self.hidden(Inputs(chain, chain.tokens, states, draft.fed, None, width, width))
-            ends = [None if x is None else x.gather(1, draft.last.expand(-1, 1, x.shape[2])) for x in (read, out)]
-            assert ends[0] is not None
+            outputs = self.hidden(Inputs(chain, chain.tokens, states, draft.fed, None, width, width))
+            read, out = pick(outputs, draft.last)
+            assert read is not None
             builder = TreeBuilder(
                 draft.pending, draft.active, (), draft.sampling, budget, calibration, wants_places=wants_places
             )
-            grown = builder.grow(self.logits(ends[0]), ends[1], run_level, shifted=self.net.shape.is_shifted)
+            grown = builder.grow(self.logits(read), out, run_level, shifted=self.net.shape.is_shifted)
             tree = grown.tree
             if tree.is_line:
                 return (tree.tokens,)
             assert tree.confidence is not None
-            outputs = (tree.tokens, tree.parents, tree.confidence)
-            return outputs if grown.places is None else (*outputs, grown.places)
+            parts = (tree.tokens, tree.parents, tree.confidence)
+            return parts if grown.places is None else (*parts, grown.places)
 
         draft.recording = Recording(self._record, run)
         return draft
@@ -412,7 +399,7 @@ class _Draft:
     """The inputs, views of one tensor that the host fills in one copy.
 
     Attributes:
-        tokens: (B, W) of the unread entries, PAD past a row's own; features: (B, W, F) or None.
+        tokens: (B, W) of the unread entries, PAD past the end of a row; features: (B, W, F) or None.
         fed, lengths, pending: (B,); last: (B, 1, 1) the last entry of each row; active: (B, 1).
     """
 
