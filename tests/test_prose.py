@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "draftwing"
 # Modules still to be rewritten. Never add one; remove those that have become plain.
-LEFT = {"cli", "constraint", "decode", "engine", "formats", "hf", "lab", "models", "serve", "text", "train", "worker"}
+LEFT = {"cli", "constraint", "decode", "engine", "formats", "hf", "models", "serve", "text", "train", "worker"}
 PYTHON = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).with_suffix("").parts[0] not in LEFT]
 PYTHON += sorted((ROOT / "tools").rglob("*.py"))
 NATIVE = sorted((ROOT / "src").rglob("*.h")) + sorted((ROOT / "src").rglob("*.cpp"))

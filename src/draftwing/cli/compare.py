@@ -76,7 +76,7 @@ def verify(
 
     - `draftwing verify -t path/or/hub-id -d path/or/smaller --prompts prompts.jsonl -T 0.8 --allow-ties`
     """
-    from draftwing.lab.verify import verify as check
+    from draftwing.lab.compare import verify as check
 
     checked = sampling.to_sampling()
     drafting.check()

@@ -207,7 +207,7 @@ def _show(found: Sequence[Forecast], held_out: HeldOut, lm: LM | None, *, as_jso
 
 
 def _formulas(model: Model, question: Question, examples: Sample, draft: str | None, *, as_json: bool) -> None:
-    from draftwing.lab.predict import predict as find
+    from draftwing.lab.forecast import predict as find
     from draftwing.sampling import Sampling
 
     temperatures = question.temperature or [0.0]

@@ -27,11 +27,9 @@ from draftwing.errors import DraftwingWarning
 if TYPE_CHECKING:
     from draftwing.dialogue import Said
     from draftwing.formats.doctor import Finding
-    from draftwing.lab.compare import Comparison, MethodResult
+    from draftwing.lab.compare import Comparison, MethodResult, Verification
     from draftwing.lab.fit import Fit
-    from draftwing.lab.forecast import Forecast
-    from draftwing.lab.predict import Predictions
-    from draftwing.lab.verify import Verification
+    from draftwing.lab.forecast import Forecast, Predictions
     from draftwing.stats import Logprob
 
 
