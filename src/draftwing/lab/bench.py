@@ -362,7 +362,7 @@ def read_journal(folder: Path) -> Journal:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The measurements to make.
 
     Attributes:
         plain: the baseline, which has no drafter.

@@ -55,7 +55,7 @@ class Text:
 class Recorded:
     """Texts with the target's keys and values: one batch, on which any set of layers is tried.
 
-    A draft from position i reads the target's keys and values before i, and those of its own chain after it. All
+    A draft from position i reads the target's keys and values before i, and those of the chain after it. All
     positions are drafted at once, with the text's tokens as the chain. A chain equals the text up to its first mistake,
     and what follows does not count, so that the result is exactly what greedy decoding would accept.
 
@@ -434,7 +434,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to tune, and how.
+    """The settings of a run.
 
     Attributes:
         out: the folder to write, which ``--draft`` takes.
