@@ -194,7 +194,6 @@ class Row:
         return self.promise != "text" or self.num_identical == self.num_answers
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         values = {name: value for name, value in vars(self).items() if name not in ("figures", "method")}
         method = {name: self.method[name] for name in ("draft", "budget", "rule", "key")}
         figures = {name: figure.to_dict() for name, figure in self.figures.items()}

@@ -71,7 +71,6 @@ class Comparison:
         return all(method.num_identical == method.num_prompts for method in self.methods if method.promise == "text")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {**asdict(self), "all_identical": self.all_identical}
 
 
@@ -204,7 +203,6 @@ class Verification:
     settings: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return asdict(self)
 
 

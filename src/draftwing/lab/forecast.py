@@ -552,7 +552,6 @@ class Forecast:
         return None if self.measured_tau is None else self.tau / self.measured_tau - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {**asdict(self), "error": self.error}
 
 
@@ -699,7 +698,6 @@ class Predictions:
     machine: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return asdict(self)
 
 

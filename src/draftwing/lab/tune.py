@@ -315,7 +315,6 @@ class Trial:
     depth: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return {
             "skip_attention": list(self.parts.skipped_attention),
             "skip_mlp": list(self.parts.skipped_mlp),
