@@ -55,7 +55,7 @@ def test_the_crossing_is_the_inflection_of_the_costs():
 def test_rows_of_one_text():
     assert script.prompts_of(range(20), 1, 5) == [[*range(6)]]
     assert script.prompts_of(range(20), 3, 5) == [[*range(6)], [*range(7, 13)], [*range(14, 20)]]
-    with pytest.raises(typer.BadParameter, match="20 tokens, and 3 rows of 18"):
+    with pytest.raises(typer.BadParameter, match="20 tokens, too few for 3 rows of 18"):
         script.prompts_of(range(20), 3, 18)
 
 
