@@ -1,11 +1,11 @@
-"""The EAGLE papers' ablations on one target: draft inputs, methods, trees, amount of data.
+"""Repeat the EAGLE papers' ablations on one target: draft inputs, methods, trees, amount of data.
 
     python benchmarks/ablation_eagle.py --data build/heads/answers.jsonl --minutes 2 --runs build/ablation \
         --json benchmarks/results/NAME.json --png benchmarks/results/NAME.png
 
-Every head is trained from nothing for the same wall time on the same data (the data ablation: time in proportion to
-the data) and measured at T=0 on held-out prompts. Trained heads are kept in --runs: run again, and only what is missing
-is trained.
+Every head is trained from scratch for the same wall time on the same data (the data ablation: time in proportion to
+the data) and measured at T=0 on held-out prompts. Trained heads are kept in --runs, and the next run trains only
+missing ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HEADS: dict[str, tuple[dict[str, Any], float]] = {
     "EAGLE-3, 0.5x data": ({"method": "eagle3", "data_share": 0.25, **THIRD}, 0.5),
     "EAGLE-3, 2x data": ({"method": "eagle3", "data_share": 0.999, **THIRD}, 2),
 }
-BASE_SHARE = 0.5  # of the data: what 1x is, so that there is a 2x
+BASE_SHARE = 0.5  # share of the data that is 1x, so that there is a 2x
 TREES = {
     "chain": dw.Budget(5),
     "static": dw.Budget(paths=EAGLE_TREE),
@@ -97,7 +97,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
 
 
 def main(
-    data: Annotated[list[str], typer.Option("--data", help="As for `draftwing train`; repeatable.")],
+    data: Annotated[list[str], typer.Option("--data", help="See `draftwing train --help`; repeatable.")],
     minutes: Annotated[float, typer.Option(help="Training time of each head.")] = 10,
     target: Annotated[str | None, typer.Option(help="Folder or hub id.")] = None,
     exclude: Annotated[Path | None, typer.Option(help="As for `draftwing train`.")] = None,
@@ -106,7 +106,7 @@ def main(
     tokens: int = 96,
     runs: Annotated[Path, typer.Option(help="Where heads are trained.")] = Path("build/ablation"),
     part: Annotated[
-        int | None, typer.Option(help="Only train, and every second head: 0 or 1. For two processes at once.")
+        int | None, typer.Option(help="Only train, and only every second head (0 or 1), for two processes at once.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--json")] = None,
     png: Annotated[Path | None, typer.Option("--png")] = None,

@@ -1,11 +1,11 @@
 """Prompts whose answers repeat much of what was given: edits of a file, and summaries.
 
     python benchmarks/copy_heavy.py --out copy-heavy.jsonl --summaries spec_bench.jsonl        # a chat model's
-    python benchmarks/copy_heavy.py --out copy-code.jsonl --plain                              # of a model that goes on
+    python benchmarks/copy_heavy.py --out copy-code.jsonl --plain                              # a base model's
 
-Files are those that the shipped target has never seen (``recipes/held_out.txt``). An edit renames a function; a model
-that only goes on with a text is given the file, a comment that it comes again with the function renamed, and its
-beginning. Summaries are the rows of ``--summaries`` whose category is summarization.
+The files are those that the shipped target has never seen (``recipes/held_out.txt``). An edit renames a function; a
+base model gets the file, a comment that announces the renamed function, and its beginning. Summaries are the rows of
+``--summaries`` whose category is summarization.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORTEST, LONGEST = 400, 1400  # characters of a piece
 
 
 def pieces(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """A function of a held-out file with its name, one of each file, in an order of chance."""
+    """Return (name, code) of one function of each held-out file, in random order."""
     found = []
     for _, text in documents(held_out=True):
         functions = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
@@ -42,7 +42,7 @@ def pieces(rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def edit(name: str, text: str, *, plain: bool) -> str:
-    """The wish for an edit, or the beginning of the edited text."""
+    """Return the request for an edit, or the beginning of the edited text."""
     other = f"{name}_checked"
     if plain:
         return f"{text}\n\n# The same function, renamed to {other}.\ndef {other}("
@@ -53,12 +53,12 @@ def edit(name: str, text: str, *, plain: bool) -> str:
 
 def main(
     out: Annotated[Path, typer.Option(help="JSONL of prompts.")],
-    plain: Annotated[bool, typer.Option("--plain", help="For a model that goes on with a text.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="For a base model.")] = False,
     summaries: Annotated[Path | None, typer.Option(help="Spec-Bench's questions, or others with a category.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Of each sort.")] = 12,
     seed: int = 0,
 ) -> None:
-    """Write the prompts, and say how many."""
+    """Write the prompts, and print how many."""
     rows = [
         {"category": "edit", **({"prompt": wish} if plain else {"turns": [wish]})}
         for wish in (edit(*each, plain=plain) for each in pieces(random.Random(seed)))

@@ -1,10 +1,10 @@
-"""What 8-bit drafts buy, and what they cost in tokens for each forward.
+"""Measure what 8-bit drafts gain in speed, and what they cost in tokens per forward.
 
     python benchmarks/draft_precision.py --out benchmarks/results/NAME.json
 
-The shipped heads and draft model, once in 8 bits (as they are loaded where the processor multiplies bytes) and once in
-the bits of their files (bfloat16), in turn over the shipped prompts with a fixed chain and with the automatic budget.
-The text is the target's either way.
+The shipped heads and draft model take turns in 8 bits (the default on processors that multiply bytes) and in the
+precision of their files (bfloat16), over the shipped prompts, with a fixed chain and with the automatic budget. The
+text is the target's in both cases.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=8)] = 128,
     out: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
 ) -> None:
-    """Compare 8-bit drafts with ones in the bits of their files."""
+    """Compare 8-bit drafts with drafts in the precision of their files."""
     target, tokenizer = load_target(TOY / "target"), Tokenizer(TOY / "target")
     prompts = shipped_prompts(num_prompts)
     models = {

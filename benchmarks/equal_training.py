@@ -1,13 +1,13 @@
-"""Which kind of head is best after the same minutes of training on the same data, or after the same tokens of it?
+"""Compare kinds of heads after equal minutes or equal tokens of training on the same data.
 
     python benchmarks/equal_training.py --target smollm2-135m-instruct --quantize int8 --prompts held-out.jsonl \
         --cache build/chat-heads/features --minutes 6 --json benchmarks/results/NAME.json
     python benchmarks/equal_training.py --cache build/chat-heads/features --tokens 5e5 --method eagle1 --method eagle3
 
-Every method is trained from nothing on the same cache of features, one after the other, on a machine with nothing else
-to do: minutes are what a user has, and a cheap method sees more text in them; tokens say what it makes of a text. Heads
-are kept in --runs: run again, and only what is missing is trained; a run that was stopped goes on. Then each drafts
-under trees of one shape, the same for all: tau is what it is worth, its milliseconds and bytes are what it asks.
+Every method is trained from scratch on the same cache of features, one after the other, on an idle machine. A cheap
+method sees more text in equal minutes; equal tokens show what it learns from a text. Heads are kept in --runs: the next
+run trains only missing ones and resumes an interrupted one. Then each head drafts with the same trees, which gives tau,
+milliseconds of drafting, and bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from draftwing.train.options import TrainOptions
 from plain_decoding import commit
 from training_curve import COMMON, TREES, run_to_end, tokens_of
 
-UNROLLED: dict[str, Any] = {"later_share": 0.15}  # of the entries go on after the first step: see docs/dev/log.md
+UNROLLED: dict[str, Any] = {"later_share": 0.15}  # share that continues after the first step: see docs/dev/log.md
 METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"draft_vocab_size": 8192},
     "hydra": {"draft_vocab_size": 8192},
@@ -47,12 +47,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"loss_vocab_size": 8192, "num_layers": 2},
     "dspark": {"loss_vocab_size": 8192, "num_layers": 2},
 }
-READS_SEVERAL = ("dflash", "dspark")  # which read whatever states the cache has
+READS_SEVERAL = ("dflash", "dspark")  # they read any states that the cache has
 TEMPERATURES, SEED = (0.0, 1.0), 7
 
 
 def train(name: str, length: tuple[float, float | None], target: str | None, cache: Path, runs: Path) -> Path:
-    """A finished run's folder. ``length``: minutes, or tokens where they are said."""
+    """Return the folder of a finished run. ``length``: minutes, or tokens if they are given."""
     said = {"method": name, **COMMON, **METHODS[name]}
     if said["method"] in READS_SEVERAL:
         *taps, _ = FeatureCache(cache).info.states  # the last one is the law's
@@ -65,7 +65,7 @@ def train(name: str, length: tuple[float, float | None], target: str | None, cac
 
 
 def measure(plain: LM, texts: dict[float, list[str]], head: Path, prompts: list[Prompt], tokens: int) -> dict[str, Any]:
-    """Of each tree and temperature: tau, texts that are plain decoding's, and milliseconds of drafting in a step."""
+    """Measure tau, texts identical to the baseline's, and milliseconds of drafting a step, by tree and temperature."""
     maker, found = load_drafter(head, plain.target, plain.tokenizer), {}
     for tree, budget in TREES.items():
         lm = LM(plain.target, plain.tokenizer, maker, budget=budget)
@@ -82,7 +82,7 @@ def measure(plain: LM, texts: dict[float, list[str]], head: Path, prompts: list[
 
 
 def describe(head: Path) -> dict[str, Any]:
-    """What a head read in training, and its size as it is shipped."""
+    """Return what a head read in training, and its size on disk."""
     with safe_open(head / "model.safetensors", "pt") as file:
         numbers = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return {"tokens": tokens_of(head), "megabytes_bf16": round(2 * numbers / 1e6, 1)}
@@ -91,7 +91,7 @@ def describe(head: Path) -> dict[str, Any]:
 def main(
     cache: Annotated[Path, typer.Option(help="Features, see `draftwing data regenerate --features`.")],
     target: Annotated[str | None, typer.Option(help="Folder, name or hub id; default the shipped one.")] = None,
-    quantize: Annotated[str, typer.Option(help="Of the target, while heads are measured.")] = "none",
+    quantize: Annotated[str, typer.Option(help="Of the target while heads are measured.")] = "none",
     method: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(METHODS)}]")] = None,
     minutes: Annotated[float, typer.Option(help="Of each run.")] = 6,
     tokens: Annotated[float | None, typer.Option(help="Of each run, instead of minutes.")] = None,
@@ -101,7 +101,7 @@ def main(
     runs: Annotated[Path, typer.Option(help="Where heads are trained.")] = Path("build/equal-training"),
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Train what is missing, and print a table."""
+    """Train missing heads, and print a table."""
     console, plain = Console(), dw.load(target, "none", quantize=None if quantize == "none" else quantize)
     todo = list(read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts))
     heads = {name: train(name, (minutes, tokens), target, cache, runs) for name in method or METHODS}

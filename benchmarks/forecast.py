@@ -1,11 +1,10 @@
-"""Is the tau that `draftwing predict` forecasts the one that decoding then has?
+"""Compare the tau that `draftwing predict` forecasts with the tau of decoding.
 
     python benchmarks/forecast.py --num-prompts 32 --out build/forecast.json     # the shipped pair, both heads
     python benchmarks/forecast.py --target smollm2-135m-instruct --draft path/or/head --prompts held-out.jsonl
 
 Forecasts come from the held-out statistics in each head's folder, which were collected on other prompts than these.
-Every cell that is measured is written at once, and the same command goes on from there. The machine may be busy:
-nothing here is timed.
+Every measured cell is written at once, and the same command resumes. The machine may be busy, since nothing is timed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def main(
     target: Annotated[str | None, typer.Option(help="Folder, name or hub id; default the shipped one.")] = None,
     draft: Annotated[list[str] | None, typer.Option(help="Heads. [default: eagle3 and eagle1]")] = None,
     tree: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(TREES)}]")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Default: those that come with Draftwing.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Default: the shipped ones.")] = None,
     num_prompts: Annotated[int, typer.Option(min=2)] = 32,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     out: Path = Path("build/forecast.json"),
@@ -76,7 +75,7 @@ def main(
 
 
 def measure(lm: LM, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> dict[str, float]:
-    """Tau of the real decoder, with its 95% interval by bootstrap over the prompts. Each prompt has its own seed."""
+    """Measure tau, with its 95% bootstrap interval over the prompts. Each prompt has its own seed."""
     sampling = [dw.Sampling(temperature=temperature, max_tokens=max_tokens, seed=1000 + i) for i in range(len(prompts))]
     found = lm.generate(list(prompts), sampling, max_batch=16)
     counts = np.array([[each.stats.num_tokens, each.stats.num_forwards] for each in found])

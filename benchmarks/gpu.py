@@ -1,12 +1,11 @@
-"""On a GPU: speculative decoding against plain decoding and against transformers, batch 1 to 64.
+"""Compare speculative decoding with the baseline and with transformers on a GPU, at batch 1 to 64.
 
     python benchmarks/inflate.py /tmp/inflated-8b --like 8b --dtype bfloat16 --no-check
     python benchmarks/gpu.py /tmp/inflated-8b/target --head /tmp/inflated-8b/eagle3 --json NAME.json --png NAME.png
 
-Every round runs all ways in turn; the table shows medians. A batch is timed from its second step until its first row
-ends, so that it is full all the time, and the first round, which records the graphs, is not counted. What plain
-decoding could reach is the bandwidth of copying memory, measured here, over the weights' bytes. ``--device cpu`` tries
-the script out.
+Every round runs all methods in turn; the table shows medians. A batch is timed from its second step until its first row
+ends, so that it is full all the time, and the first round, which records the graphs, is not counted. The limit of the
+baseline is the measured bandwidth of copying memory over the weights' bytes. ``--device cpu`` tests the script.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Measure = Callable[[Prompts], tuple[float, float]]  # tokens per second of all r
 
 @dataclass(frozen=True)
 class Result:
-    """One way at one batch size: medians over the rounds.
+    """One method at one batch size: medians over the rounds.
 
     Attributes:
         speedup: over our plain decoding of the same round, and ``efficiency`` that over tau.
@@ -67,7 +66,7 @@ def wait(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 9) -> float:
-    """GB/s, reads and writes both counted, of copying so many bytes; the median."""
+    """Return the median GB/s of copying that many bytes, counting reads and writes."""
     source = torch.ones(num_bytes // 4, device=device)
     target, seconds = torch.empty_like(source), []
     for _ in range(repeats + 1):
@@ -85,7 +84,7 @@ def ours(lm: dw.LM, tokens: int, temperature: float) -> Measure:
         for seed, prompt in enumerate(prompts):
             request = dw.Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed)
             engine.submit(prompt, request)
-        engine.step()  # and with it all that is left of the prefill
+        engine.step()  # and the rest of the prefill
         began = time.perf_counter()
         while engine.num_running == len(prompts):
             stats.add(engine.step())
@@ -95,7 +94,7 @@ def ours(lm: dw.LM, tokens: int, temperature: float) -> Measure:
 
 
 def theirs(model: Any, tokens: int, temperature: float, assistant: Any = None) -> Measure:
-    """transformers' ``generate``, from which a run of one token is taken off: the prefill."""
+    """Time transformers' ``generate``, less a run of one token: the prefill."""
 
     @torch.inference_mode()
     def measure(prompts: Prompts) -> tuple[float, float]:
@@ -118,7 +117,7 @@ def theirs(model: Any, tokens: int, temperature: float, assistant: Any = None) -
 
 
 def run(ways: dict[str, Measure], prompts: Prompts, rounds: int, only_one: Sequence[str]) -> dict[str, Any]:
-    """Rates, speedups and taus of every way that takes such a batch, round by round."""
+    """Return rates, speedups and taus of every method that supports the batch size, round by round."""
     todo = {name: way for name, way in ways.items() if len(prompts) == 1 or name not in only_one}
     found: dict[str, Any] = {name: {"rate": [], "speedup": [], "tau": []} for name in todo}
     for turn in range(rounds + 1):
@@ -134,7 +133,7 @@ def fold(found: dict[str, Any], batch: int, weight_bytes: int, bandwidth: float)
     results = []
     for name, rounds in found.items():
         rate, speedup, tau = (statistics.median(rounds[key]) for key in ("rate", "speedup", "tau"))
-        forwards = rate / batch / (1.0 if tau != tau else tau)  # transformers says nothing of tau
+        forwards = rate / batch / (1.0 if tau != tau else tau)  # transformers does not report tau
         share = weight_bytes * forwards / bandwidth / 1e9
         results.append(Result(name, batch, rate, speedup, tau, speedup / tau, share))
     return results
@@ -164,11 +163,11 @@ def show(results: list[Result], title: str) -> None:
 
 
 def check_device(name: str) -> torch.device:
-    """Raise ConfigError where there is no such device."""
+    """Raise ConfigError if there is no such device."""
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"PyTorch {torch.__version__} sees no CUDA device here, and this benchmark measures one: run it on a "
-            f"machine with a GPU and a CUDA build of PyTorch, or try it out with --device cpu"
+            f"machine with a GPU and a CUDA build of PyTorch, or test it with --device cpu"
         )
     return torch.device(name)
 
@@ -179,7 +178,7 @@ def numbers(text: str, what: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise ConfigError(f"{what} must be numbers from 1 with commas between them, found {text!r}: such as 1,2,4")
+        raise ConfigError(f"{what} must be comma-separated numbers from 1, found {text!r}: such as 1,2,4")
     return found
 
 
@@ -233,7 +232,7 @@ def _digits(value: float) -> float | None:
 
 def main(
     target: Annotated[Path, typer.Argument(help="Folder of the target, such as inflate.py writes.")],
-    head: Annotated[Path | None, typer.Option(help="Folder of its EAGLE head. [default: eagle3 beside it]")] = None,
+    head: Annotated[Path | None, typer.Option(help="Folder of its EAGLE head. [default: eagle3 next to it]")] = None,
     device: str = "cuda",
     dtype: Annotated[str | None, typer.Option(help="[default: bfloat16, on a CPU float32]")] = None,
     batches: str = "1,2,4,8,16,32,64",
@@ -251,7 +250,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="Draw them here.")] = None,
 ) -> None:
-    """Measure a target and its head on a GPU, batch by batch, beside transformers."""
+    """Measure a target and its head on a GPU, batch by batch, and transformers."""
     try:
         where = check_device(device)
         kind = dtype or ("bfloat16" if where.type == "cuda" else "float32")

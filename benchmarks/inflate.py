@@ -1,10 +1,10 @@
-"""A large model that says what a small one says: text and drafts of the small, cost of the large.
+"""Make a large model with the text and drafts of a small one, and the cost of its size.
 
     python benchmarks/inflate.py /tmp/inflated-1b --like 1b
 
-What speculative decoding gains depends on what a forward costs and on how often drafts are right, and the large
-models for which heads exist are not always at hand. This widens and deepens a small target, and heads for it, so that
-what they compute stays the same number by number while a forward reads the weights of a large model.
+The gain of speculative decoding depends on the cost of a forward and on acceptance, and large models with heads are not
+always available. This widens and deepens a small target and its heads, so that they compute the same numbers while a
+forward reads the weights of a large model.
 
 Everything new is fed zeros or writes zeros. The residual stream's new channels are zero, so that matrices may read
 them through any weights; new heads, MLP channels and layers compute with random weights, and what would add their
@@ -46,9 +46,9 @@ from draftwing.models.weights import WeightFiles
 from draftwing.shipped import TOY
 from draftwing.text.tokenizer import Tokenizer
 
-STD = 0.02  # of weights that change nothing: as small as real ones, and far from denormal numbers
+STD = 0.02  # scale of weights that have no effect: as small as real ones, and far from denormal numbers
 SHARD_BYTES = 10**9
-TOLERANCE = 1e-3  # what rounding alone stays far below in float32
+TOLERANCE = 1e-3  # far above what rounding alone causes in float32
 CHAIN = Budget(4)
 PROMPT, NUM_TOKENS = "import os\n\n\ndef main(argv):\n", 24
 COPIED = (
@@ -59,7 +59,7 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What a Llama's cost depends on, but for its vocabulary and the width of its heads."""
+    """The sizes that a Llama's cost depends on, except its vocabulary and the width of its heads."""
 
     hidden_size: int
     num_layers: int
@@ -83,7 +83,7 @@ class Like(StrEnum):
 
 
 class Dtype(StrEnum):
-    """What weights may be written in."""
+    """Types in which weights may be written."""
 
     float32, bfloat16 = "float32", "bfloat16"
 
@@ -103,7 +103,7 @@ def shape_like(name: str, head_dim: int) -> Shape:
     return Shape(hidden, layers, queries // head_dim, keys // head_dim, inner)
 
 
-# --- where the small model's numbers go ------------------------------------------------------------------------------
+# --- placing the small model's numbers -------------------------------------------------------------------------------
 
 # An axis of a large tensor is a list of the small tensor's indices, with NEW in the place of what the small one lacks.
 NEW = -1
@@ -162,12 +162,12 @@ MATRICES = {
 
 @dataclass
 class Inflation:
-    """Makes the large tensors of one model.
+    """Make the large tensors of one model.
 
     Args:
         axes: by the names that ``MATRICES`` has for them.
         dtype: of matrices. Norms are never narrower than float32: their weights are scaled by no power of two.
-        rng: for what changes nothing.
+        rng: for weights that have no effect.
     """
 
     axes: Mapping[str, Tensor]
@@ -216,7 +216,7 @@ class Inflation:
 
 
 class Shards:
-    """Writes tensors as they come: a file whenever there is enough for one, and the index in the end."""
+    """Write tensors as they come: a file whenever one is full, and the index at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -246,7 +246,7 @@ class Shards:
     def _flush(self) -> None:
         file = self.folder / f"shard-{len(self._files)}"
         save_file(self._held, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # the writer's own mode lets nobody else read it
+        file.chmod(0o644)  # the writer makes it readable only for its owner
         self._files.append((file, list(self._held)))
         self._held = {}
 
@@ -401,34 +401,34 @@ def inflate_head(source: Path, out: Path, target: Path, large: Path, dtype: torc
     (out / "README.md").write_text(f"# An inflated head\n\n{notice}\n", encoding="utf-8")
 
 
-# --- is it the same? -------------------------------------------------------------------------------------------------
+# --- comparison ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Said:
-    """What a model said: logits (T, V) of the prompt, and for each head the text and how many drafts were right."""
+class Output:
+    """A model's output: logits (T, V) of the prompt, and for each head the text and the number of accepted drafts."""
 
     logits: Tensor
     texts: list[list[int]]
     accepted: list[int]
 
 
-def say(folder: Path, heads: Sequence[Path], dtype: str = "float32") -> Said:
-    """Everything that ``compare`` compares, of a target and its heads as Draftwing runs them."""
+def run_model(folder: Path, heads: Sequence[Path], dtype: str = "float32") -> Output:
+    """Run a target and its heads, and return everything that ``compare`` compares."""
     target, tokenizer = load_target(folder, dtype=dtype), Tokenizer(folder)
     ids = torch.tensor([tokenizer.encode(PROMPT)], device=target.device)
-    said = Said(target.score(ids).logits[0].cpu(), [], [])
+    output = Output(target.score(ids).logits[0].cpu(), [], [])
     for head in heads:
         lm = LM(target, tokenizer, load_drafter(head, target, tokenizer))
         # A fixed budget: the automatic one drafts as much as pays, which is not the same for a small and a large model.
         (found,) = lm.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True, speculation=CHAIN)
-        said.texts.append(found.token_ids)
-        said.accepted.append(found.stats.num_accepted)
-    return said
+        output.texts.append(found.token_ids)
+        output.accepted.append(found.stats.num_accepted)
+    return output
 
 
-def compare(small: Said, large: Said, heads: Sequence[Path], *, rounded: bool) -> bool:
-    """Print how far apart they are; whether that is no more than rounding."""
+def compare(small: Output, large: Output, heads: Sequence[Path], *, rounded: bool) -> bool:
+    """Print how far apart they are; return True if that is no more than rounding."""
     apart = float((small.logits - large.logits).abs().max())
     same = apart <= TOLERANCE
     print(f"logits: largest difference {apart:.2g}, largest logit {float(small.logits.abs().max()):.3g} (float32)")
@@ -445,7 +445,7 @@ def compare(small: Said, large: Said, heads: Sequence[Path], *, rounded: bool) -
 
 
 def room_for_check(folder: Path) -> str | None:
-    """Why the model cannot be checked here: too little memory for it in float32; None where there is enough."""
+    """Return why there is too little memory to check the model in float32; None if there is enough."""
     with WeightFiles(folder) as files:
         stored = files.keys()
         needed = 1.2 * 4 * sum(math.prod(files.shape(name)) for name in stored)
@@ -482,7 +482,7 @@ def inflate(
 def write_and_check(
     target: Path, heads: Sequence[Path], out: Path, shape: Shape, dtype: torch.dtype, seed: int, *, check: bool
 ) -> bool:
-    """Inflate, and say what was written; whether it says what the small one says, as far as that was looked at."""
+    """Inflate, and print what was written; return False if a check found another text than the small model's."""
     began = time.perf_counter()
     inflation, wide_heads = inflate(target, heads, out, shape, dtype, seed)
     print(f"written in {time.perf_counter() - began:.0f} s:")
@@ -491,7 +491,8 @@ def write_and_check(
     reason = room_for_check(out / "target") if check else "--no-check"
     same = True
     if reason is None:
-        same = compare(say(target, heads), say(out / "target", wide_heads), heads, rounded=inflation.rounded)
+        small, large = run_model(target, heads), run_model(out / "target", wide_heads)
+        same = compare(small, large, heads, rounded=inflation.rounded)
     else:
         print(f"not checked: {reason}")
     print(read_config(out / "target")["draftwing_inflated"]["notice"])
@@ -514,7 +515,7 @@ def main(
     num_kv_heads: Annotated[int | None, typer.Option(min=1)] = None,
     intermediate_size: Annotated[int | None, typer.Option(min=1)] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the matrices; norms stay float32.")] = Dtype.float32,
-    seed: Annotated[int, typer.Option(help="Of the weights that change nothing.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the weights that have no effect.")] = 0,
     check: Annotated[bool, typer.Option(help="Compare both, target and heads, in float32.")] = True,
 ) -> None:
     """Inflate a small Llama and its heads: the same text and drafts, the cost of a large model.
@@ -552,7 +553,7 @@ def main(
         console.error(f"{out}: cannot be written ({error}): {write_fix(error)}")
         raise typer.Exit(2) from None
     if not same:
-        console.error("the inflated model does not say what the small one says: this is a bug, do not measure with it")
+        console.error("the inflated model writes another text than the small one, which is a bug: do not measure it")
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What a row more costs: prepacked and int8 linears against ``F.linear`` by number of rows.
+"""Measure the cost of another row: prepacked and int8 linears and ``F.linear`` by number of rows.
 
     python benchmarks/linear_rows.py --json benchmarks/results/NAME.json
 

@@ -1,4 +1,4 @@
-"""How does a server do under load, and is speculation that decides for itself ever in the way?
+"""Measure a server under load, and whether automatic speculation ever slows it down.
 
     python benchmarks/load.py --target smollm2-135m-instruct --quantize int8 --prompts mt_bench.jsonl --json OUT.json
     python benchmarks/load.py --target MODEL --draft HEAD --clients 1,4,16 --mode auto --mode chain:3 --mode none
@@ -6,11 +6,11 @@
     python benchmarks/load.py --url http://localhost:8000 --model NAME --mode plain    # vLLM, llama.cpp, any server
     python benchmarks/load.py --target MODEL --peer llama.cpp=http://localhost:8080 --peer vllm=http://localhost:8000
 
-One server of ours serves all modes: each request says how it is to be drafted. A level is a number of clients, each of
-which sends its next request when it has the last one's answer, or a rate at which requests come by themselves. In every
-round each mode, and each ``--peer`` that runs already, gets the same requests, in an order that moves on by one;
-figures are medians over rounds, ratios of medians of the ratios within rounds. Texts must be the same in all modes; of
-a peer it is told how many are. A peer, and ``--mode plain``, is sent nothing of ours.
+One Draftwing server serves all modes, since each request names its mode. A level is a number of clients, each of which
+sends its next request when it has the last answer, or a rate at which requests arrive. In every round each mode, and
+each ``--peer`` that is already running, gets the same requests, and the order rotates by one; figures are medians over
+rounds, ratios are medians of the ratios within rounds. Texts must be the same in all modes; for a peer, their number is
+reported. Requests to a peer, and with ``--mode plain``, use no extension of Draftwing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from plain_decoding import commit
 from sweep import numbers
 
 STARTS = 180.0  # seconds that a server may take to be ready
-ALLOWED = 0.97  # of the better of the other modes
+ALLOWED = 0.97  # automatic speculation over the better of the other modes
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Job:
-    """What a client asks."""
+    """The request of a client."""
 
     messages: list[dict[str, str]]
     max_tokens: int
@@ -108,7 +108,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], since: 
 async def closed_loop(
     client: httpx.AsyncClient, url: str, bodies: Sequence[dict[str, Any]], num_clients: int
 ) -> list[Answer]:
-    """So many clients, each with one request at a time."""
+    """Run a number of clients, each with one request at a time."""
     waiting, found = iter(enumerate(bodies)), {}
 
     async def work() -> None:
@@ -122,17 +122,17 @@ async def closed_loop(
 async def poisson(
     client: httpx.AsyncClient, url: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int
 ) -> list[Answer]:
-    """Requests that come by themselves, so many a second."""
+    """Send requests at random times (Poisson), at a mean rate per second."""
     rng, at, began, tasks = random.Random(seed), 0.0, time.perf_counter(), []
     for body in bodies:
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        tasks.append(asyncio.create_task(ask(client, url, body, began + at)))  # late is late, whoever is to blame
+        tasks.append(asyncio.create_task(ask(client, url, body, began + at)))  # even if this client is late
         at += rng.expovariate(rate)
     return list(await asyncio.gather(*tasks))
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
-    """Of one round of one mode."""
+    """Return the figures of one round of one mode."""
     gaps = sorted(gap for each in answers for gap in each.gaps) or [0.0]
     firsts = sorted(each.first for each in answers)
     return {
@@ -148,7 +148,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is compared: how a server is asked, by whom it is answered. ``model``: its name there."""
+    """A mode on a server. ``model``: its name there."""
 
     name: str
     mode: str
@@ -254,18 +254,18 @@ def main(
     target: Annotated[str | None, typer.Option(help="Served by us; the shipped one unless given.")] = None,
     draft: Annotated[str | None, typer.Option(help="As in draftwing serve.")] = None,
     quantize: Annotated[str | None, typer.Option()] = None,
-    url: Annotated[str | None, typer.Option(help="A server that runs already, instead.")] = None,
+    url: Annotated[str | None, typer.Option(help="A running server to measure instead.")] = None,
     model: Annotated[str, typer.Option(help="The model's name there.")] = "model",
     prompts: Annotated[Path | None, typer.Option(help="Questions. [default: the shipped prompts]")] = None,
-    clients: Annotated[str, typer.Option(help="Closed loops of so many clients.")] = "1,2,4,8,16,32",
-    rates: Annotated[str, typer.Option(help="Requests a second that come by themselves.")] = "",
+    clients: Annotated[str, typer.Option(help="Closed loops: numbers of clients.")] = "1,2,4,8,16,32",
+    rates: Annotated[str, typer.Option(help="Open loops: requests per second.")] = "",
     mode: Annotated[
         list[str] | None, typer.Option(help="auto, none, a tree, or plain. [default: auto, chain:3, none]")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of a round; at least two for each client.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Per round; at least two for each client.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=2)] = 64,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
-    peer: Annotated[list[str] | None, typer.Option(help="NAME=URL of another server, beside ours. Repeatable.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="NAME=URL of another server. Repeatable.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", "-T", min=0.0)] = 0.0,
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:

@@ -1,9 +1,9 @@
-"""How long a model takes to load, and how much memory that takes at most, beside transformers.
+"""Compare the time and peak memory of loading a model with those of transformers.
 
     python benchmarks/load_time.py --target path-or-gguf --json benchmarks/results/NAME.json
 
-Each load is a process of its own, in turn, with the file in the page cache. Seconds are those of the call that loads;
-memory is the process's peak, less what it had after its imports. transformers loads in float32, in which Draftwing
+Each load runs in a new process, in turn, with the file in the page cache. Seconds are those of the call that loads;
+memory is the process's peak, less its memory after imports. transformers loads in float32, in which Draftwing
 computes, and in the checkpoint's own type; there it maps the file and reads it at the first forward, which is measured
 too: ``to first token`` is load and a forward of one token.
 """
@@ -30,12 +30,12 @@ WAYS = ("draftwing", "transformers float32", "transformers own")
 
 
 def peak_mb() -> float:
-    """Of this process so far."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(way: str, folder: Path) -> dict[str, float]:
-    """What one process finds."""
+    """Measure in one process."""
     import torch
 
     if way == "draftwing":

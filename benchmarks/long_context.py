@@ -1,15 +1,14 @@
-"""From how long a text on does a target gain by drafting for itself, and is that what the cost model says?
+"""Find the context from which self-drafting gains, and compare it with the cost model.
 
     python benchmarks/long_context.py --json OUT.json
     python benchmarks/long_context.py --target smollm2-135m --views 256,512 --contexts 1024,2048,4096,7680 --rows 1,4
 
-Plain decoding and chains drafted through a view take turns, block by block, in one batch of rows whose texts go on, so
-that a machine that slows down slows both. What a step gains, tau plain steps less its own time, grows in a line with
-the context; where it crosses zero is the measured inflection. Some texts are easier to guess than others, which hides
-that line: `alike` is where it crosses with the acceptance of all texts together. The predicted ones need no long run:
-`costs` is by the measured draft, `plain costs` by plain steps alone (a draft step is then a plain step of a text as
-long as the view), both with the acceptance of all that was drafted. A target whose context is too short is stretched
-by YaRN.
+The baseline and chains drafted through a view take turns, block by block, in one batch of rows that keep growing, so
+that a machine that slows down slows both. The gain of a step, tau baseline steps less the step's time, is linear in the
+context; the measured inflection is its zero. Acceptance differs between texts, which hides that line: `alike` is the
+zero with the acceptance of all texts together. The predictions need no long run: `costs` uses the measured draft,
+`plain costs` only baseline steps (a draft step is then a baseline step of a text as long as the view), both with the
+acceptance of all drafts. A target whose context is too short is stretched by YaRN.
 """
 
 from __future__ import annotations
@@ -84,13 +83,13 @@ class Found:
         return self.tau * statistics.median(self.plain) - statistics.median(self.drafted)
 
     def figures(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return JSON values."""
         seconds = {"plain_s": self.plain, "drafted_s": self.drafted, "draft_s": self.draft}
         return {"speedup": self.speedup, "tau": self.tau, "alpha": self.alpha, **seconds}
 
 
 class Bench:
-    """So many rows of such a context."""
+    """A batch of rows of one context."""
 
     def __init__(
         self, target: Target, drafter: dw.Drafter, prompts: Sequence[Sequence[int]], temperature: float
@@ -101,7 +100,7 @@ class Bench:
             self._decoder.admit(prompt, sampling)
 
     def block(self, gamma: int, steps: int, *, counts: bool) -> None:
-        """So many steps; ``gamma`` 0 is plain decoding."""
+        """Run a number of steps; ``gamma`` 0 is the baseline."""
         self._decoder.budget = dw.Budget(gamma)
         done = [self._decoder.step() for _ in range(steps)]
         if not counts:
@@ -119,7 +118,7 @@ class Bench:
 
 
 def crossing(contexts: Sequence[int], gains: Sequence[float]) -> float | None:
-    """Where gains (seconds by context) turn positive for good; 0 where they all are, None where they never do."""
+    """Return the context from which gains (seconds) stay positive; 0 if all are positive, None if the last is not."""
     if gains[-1] <= 0:
         return None
     for (low, less), (high, more) in reversed(list(pairwise(zip(contexts, gains, strict=True)))):
@@ -149,17 +148,17 @@ def stretched(folder: Path, out: Path, max_length: int) -> Path:
 
 
 def prompts_of(text: Sequence[int], rows: int, context: int) -> list[list[int]]:
-    """As many texts as rows, each from another place; the last token of each is pending."""
+    """Cut one text per row, each from another position; the last token of each is pending."""
     if len(text) < context + rows:
         raise typer.BadParameter(
-            f"the text has {len(text):,} tokens, and {rows} rows of {context:,} are wanted: --text"
+            f"the text has {len(text):,} tokens, too few for {rows} rows of {context:,}: give more with --text"
         )
     step = (len(text) - context - 1) // max(rows - 1, 1)
     return [list(text[row * step : row * step + context + 1]) for row in range(rows)]
 
 
 def text_of(files: Sequence[Path] | None, tokenizer: Tokenizer, wanted: int) -> list[int]:
-    """Token ids of files, one after the other: of Python's own library where none are given."""
+    """Return the token ids of files in order; by default of Python's standard library."""
     found: list[int] = []
     for file in files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(found) >= wanted:
@@ -230,18 +229,18 @@ def show(found: dict[Point, Found], lines: Sequence[dict[str, Any]], title: str)
 def main(
     target: Annotated[str | None, typer.Option(help="A folder or a name; the shipped one unless given.")] = None,
     draft: Annotated[str, typer.Option(help="self-window or self-snapkv.")] = "self-window",
-    views: Annotated[str, typer.Option(help="Slots that a draft looks at.")] = "512",
+    views: Annotated[str, typer.Option(help="Slots that a draft reads.")] = "512",
     contexts: Annotated[str, typer.Option(help="Tokens of each row's text, rising.")] = "1024,2048,4096,8192",
     rows: Annotated[str, typer.Option(help="Of the batch.")] = "1",
     gamma: Annotated[int, typer.Option(min=1, help="Tokens of a chain.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Of a block.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="One more warms up.")] = 5,
     temperature: Annotated[float, typer.Option("--temperature", "-T", min=0.0)] = 0.0,
-    text: Annotated[list[Path] | None, typer.Option(help="Files to go on with; repeatable.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Files to continue; repeatable.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8, or unchanged.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
-    """Measure from how long a text on self-drafting gains, beside what the cost model says."""
+    """Measure the context from which self-drafting gains, next to the cost model's."""
     sizes, lengths, batches = numbers(views, int), sorted(numbers(contexts, int)), numbers(rows, int)
     if not sizes or not lengths or not batches or min(*sizes, *lengths, *batches) < 1:
         raise typer.BadParameter("--views, --contexts and --rows are whole numbers from 1 on, such as 256,512")

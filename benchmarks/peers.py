@@ -1,4 +1,4 @@
-"""Peers side by side: how fast does each decode the very same checkpoint here, with and without drafts?
+"""Compare how fast peers decode the same checkpoint on this machine, with and without drafts.
 
     python benchmarks/peers.py --json benchmarks/results/NAME.json --png benchmarks/results/NAME.png
     python benchmarks/peers.py --precision int8 --peers draftwing,openvino,llama.cpp
@@ -8,7 +8,7 @@
     python benchmarks/peers.py --num-prompts 1 --rounds 1 --max-tokens 16    # does everything run?
 
 Same checkpoint, prompts (as token ids), precision and number of threads; greedy, batch 1, end tokens ignored. Each
-mode has a process of its own, which loads its model before the clock starts. In every round each mode decodes all
+mode has a separate process, which loads its model before the clock starts. In every round each mode decodes all
 prompts once; figures are medians over the rounds. What a peer needs is installed into ``build/peers`` at first use
 (gigabytes, minutes), and converted checkpoints are kept there. A peer that cannot be installed, or fails, is in the
 table and in the JSON with the reason.
@@ -48,7 +48,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     )
     known = "; ".join(f"{peer}: {', '.join(names)}" for peer, names in PEERS.items())
     parser.add_argument(
-        "--target", type=Path, help="a Hugging Face folder, or a GGUF file, read as it is [default: the shipped target]"
+        "--target", type=Path, help="a Hugging Face folder or an unchanged GGUF file [default: the shipped target]"
     )
     parser.add_argument("--eagle3", type=Path, help="a folder with an EAGLE-3 head [default: the shipped one]")
     parser.add_argument("--eagle1", type=Path, help="a folder with an EAGLE-1 head [default: the shipped one]")
@@ -91,7 +91,7 @@ def settings_of(args: argparse.Namespace, shipped: Path) -> Settings:
     target = resolve(args.target).resolve() if args.target else (shipped / "target").resolve()
     own, is_gguf = target == (shipped / "target").resolve(), (target / "model.gguf").exists()
     if is_gguf and args.precision:
-        raise SystemExit(f"{args.target} is a GGUF file, which every peer reads as it is: leave --precision away")
+        raise SystemExit(f"{args.target} is a GGUF file, which every peer reads unchanged: leave out --precision")
     given = {"eagle3": args.eagle3, "eagle1": args.eagle1, "draft-lm": args.draft_lm}
     defaults = {"eagle3": shipped / "eagle3", "eagle1": shipped / "eagle1", "draft-lm": shipped / "draft"}
     drafts = {name: folder or (defaults[name] if own else None) for name, folder in given.items()}
@@ -108,7 +108,7 @@ def settings_of(args: argparse.Namespace, shipped: Path) -> Settings:
 
 
 def starter(args: argparse.Namespace, say: Callable[[str], None]) -> Callable[[str], Worker]:
-    """What starts a worker; a peer that cannot be installed is tried once."""
+    """Return a function that starts a worker; a peer that cannot be installed is tried once."""
     from peers.environments import python_of
 
     pythons: dict[str, Path | PeerError] = {}
@@ -129,7 +129,7 @@ def starter(args: argparse.Namespace, say: Callable[[str], None]) -> Callable[[s
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Everything: prepare, measure, report."""
+    """Prepare, measure and report."""
     from rich.console import Console
 
     from draftwing.models.config import read_config
@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def prompts_of(args: argparse.Namespace, target: Path) -> list[list[int]]:
-    """Token ids of the prompts, by the target's tokenizer."""
+    """Encode the prompts with the target's tokenizer."""
     from draftwing.text.prompts import read_prompts, shipped_prompts
     from draftwing.text.tokenizer import Tokenizer
 
@@ -184,7 +184,7 @@ def prompts_of(args: argparse.Namespace, target: Path) -> list[list[int]]:
 
 
 def about_of(args: argparse.Namespace, settings: Settings, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What a result says of the run itself; folders by name, since paths say nothing elsewhere."""
+    """Describe the run; folders by name, since paths mean nothing on other machines."""
     from draftwing.lab.machine import describe_machine
     from plain_decoding import commit
 

@@ -1,4 +1,4 @@
-"""Plain decoding: the lean decoder against transformers' generate and against the memory bandwidth.
+"""Compare the baseline with transformers' generate and with the memory bandwidth.
 
     python benchmarks/plain_decoding.py --target src/draftwing/shipped/toy/target --json benchmarks/results/NAME.json
 
@@ -36,7 +36,7 @@ def commit() -> str:
 
 @torch.inference_mode()
 def time_transformers(model: torch.nn.Module, prompt: list[int], tokens: int) -> float:
-    """Tokens per second of ``generate`` after the first token, whose time is the prefill's."""
+    """Return tokens per second of ``generate`` after the first token, which includes the prefill."""
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     began = time.perf_counter()
@@ -56,7 +56,7 @@ def time_lean(target: dw.Target, prompt: list[int], tokens: int) -> float:
 
 
 def random_model(folder: Path) -> Path:
-    """A Llama of 0.6B parameters with random weights: big enough that overhead no longer counts."""
+    """Make a Llama of 0.6B parameters with random weights, whose forward takes far longer than overhead."""
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=1536,

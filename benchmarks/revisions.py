@@ -1,14 +1,14 @@
-"""Two revisions of Draftwing against each other on this machine: is anything slower than it was?
+"""Compare two revisions of Draftwing on this machine, to find what became slower.
 
     git worktree add ../before v0.1.0
     python benchmarks/revisions.py ../before . --json benchmarks/results/today.json
     python benchmarks/revisions.py ../before . --target model.gguf --drafts none,eagle3 --prompts mt_bench.jsonl
     python benchmarks/revisions.py ../before . --quantize int8
 
-Each revision and drafter runs in processes of its own, in turn, since a machine's speed changes by the minute, and two
-copies of a model share a cache that holds one: the shipped pair by every drafter with the automatic budget, greedy and
-at T=1, or another target. Figures are tokens/s, medians over a process's turns, and of those the ratio of each pair of
-neighbours; texts must be the same.
+Each revision and drafter runs in separate processes, in turn, since a machine's speed changes by the minute, and two
+copies of a model would share a cache that fits one: the shipped pair with every drafter and the automatic budget,
+greedy and at T=1, or another target. Figures are median tokens/s of each process, and the ratio of each pair of
+consecutive processes; texts must be the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What each process measures."""
+    """The settings of every process."""
 
     target: str  # empty: the shipped one
     load: dict[str, str]  # how it is loaded: dtype, quantize
@@ -47,7 +47,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> dict[str, tuple[float, str]]:
-    """What one process finds: tokens/s and a hash of the texts, by drafter and temperature."""
+    """Return tokens/s and a hash of the texts, by drafter and temperature."""
     import draftwing as dw
 
     lm = dw.load(plan.target or None, draft=plan.draft, **plan.load)
@@ -67,7 +67,7 @@ def measure(plan: Plan) -> dict[str, tuple[float, str]]:
 
 
 def run(tree: Path, cache: Path, plan: Plan) -> dict[str, tuple[float, str]]:
-    """``measure`` in a process that imports Draftwing from ``tree``, with costs of its own."""
+    """Run ``measure`` in a process that imports Draftwing from ``tree``, with a separate cache of costs."""
     environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src"), "DRAFTWING_CACHE": str(cache)}
     command, sent = [sys.executable, __file__, "--worker"], json.dumps(asdict(plan))
     done = subprocess.run(command, input=sent, capture_output=True, text=True, env=environment, check=False)
@@ -84,7 +84,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Turns of each process.")] = 5,
     num_prompts: Annotated[int, typer.Option(min=1)] = 6,
     max_tokens: Annotated[int, typer.Option(min=8)] = 128,
-    target: Annotated[str, typer.Option(help="Another than the shipped one: a folder, a GGUF file, a name.")] = "",
+    target: Annotated[str, typer.Option(help="A folder, a GGUF file or a name. [default: the shipped one]")] = "",
     quantize: Annotated[str, typer.Option(help="Quantise the target: int8.")] = "",
     dtype: Annotated[str, typer.Option(help="Of the target.")] = "",
     drafts: Annotated[str, typer.Option(help="Drafters, by commas.")] = DRAFTS,

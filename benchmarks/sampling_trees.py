@@ -1,10 +1,10 @@
-"""Sampling against greedy decoding: tau of a head's trees at T=0 and T=1, by acceptance rule; and calibration.
+"""Compare sampling with greedy decoding: tau of a head's trees at T=0 and T=1 by acceptance rule, and calibration.
 
     python benchmarks/sampling_trees.py --draft eagle3 --json benchmarks/results/NAME.json --png NAME.png
 
 At T=1 the same head grows trees in three ways: under the target's own noise (``match``), by the draft's most probable
 tokens (``match-top``, the way of EAGLE-2 and EAGLE-3), and by drawing them without replacement for multi-round
-rejection on a static tree. The calibration curve compares what a node's confidence promised with what came.
+rejection on a static tree. The calibration curve compares the confidence of nodes with their acceptance.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STATIC = (
 
 
 def pairs(step: dw.Step) -> list[tuple[float, bool]]:
-    """For every child of an accepted node: its confidence given that node, and whether it was accepted too."""
+    """Return, for every child of an accepted node, its confidence given that node, and True if it was accepted."""
     tree, found = step.tree, []
     if tree.confidence is None:
         return []
@@ -63,7 +63,7 @@ def pairs(step: dw.Step) -> list[tuple[float, bool]]:
 def run(
     lm: LM, prompts: list[Any], tokens: int, temperature: float
 ) -> tuple[dw.Stats, list[tuple[float, bool]], float]:
-    """Statistics, calibration pairs, and the mean surprise of the text to the target itself, in nats a token."""
+    """Return statistics, calibration pairs, and the mean surprisal of the text under the target, in nats per token."""
     stats, seen, nats = dw.Stats(), [], 0.0
     for prompt in prompts:
         options = {"temperature": temperature, "max_tokens": tokens, "ignore_eos": True, "seed": 1, "logprobs": 0}
@@ -75,7 +75,7 @@ def run(
 
 
 def curve(seen: list[tuple[float, bool]], bins: int = 10) -> list[dict[str, float]]:
-    """Promised and found acceptance, in bins of equally many nodes near the ends of the scale too."""
+    """Return predicted and measured acceptance, in bins with equal numbers of nodes."""
     chances = torch.tensor([c for c, _ in seen])
     taken = torch.tensor([float(t) for _, t in seen])
     edges = torch.tensor([0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0001])

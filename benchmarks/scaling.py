@@ -1,19 +1,19 @@
-"""How does a step's time grow with context, rows and nodes, and a row's memory with its context?
+"""Measure how a step's time grows with context, rows and nodes, and a row's memory with its context.
 
     python benchmarks/scaling.py --json OUT.json --png OUT.png
     python benchmarks/scaling.py --target FOLDER --quantize int8 --contexts 128,256,512 --rows 1,2,4 --json OUT.json
 
-One of the three doubles while the other two stay. A step is one forward of the target over a chain, or over a bushy
-tree (four children each), of so many nodes in every row, without what follows it; a draft level is what a level more
-of so many nodes in every row takes in an EAGLE-3 head, as the difference between drafting one level and several. All
-points of a panel are measured in turn, round after round, and medians are shown.
+One of the three doubles while the other two stay. A step is one forward of the target over a chain or a bushy tree
+(four children each) with N nodes in every row, without what follows it; a draft level is the time of one more level of
+N nodes in every row of an EAGLE-3 head: the difference between drafting one level and several. All points of a panel
+are measured in turn, round after round, and medians are shown.
 
-The head is a random one of the target's shape, and where the target's context is too short, so is the target: the same
-shape with random weights and a longer context, made in a temporary folder. Here the cost is all that counts. Contexts
-are prompts of random ids; drafting moves each on by some tokens while it is measured.
+The head has random weights and the target's shape. If the target's context is too short, it is replaced by a model of
+the same shape with random weights and a longer context, in a temporary folder, since only the cost matters. Contexts
+are prompts of random ids; drafting adds some tokens to each while it is measured.
 
 Time that grows in a line with a constant (t = a + b x) adds twice as much with each doubling: its increments have the
-exponent 1. A term is called worse than linear where the last increments grow faster than that by more than the noise.
+exponent 1. A term is worse than linear if the last increments grow faster than that by more than the noise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from matplotlib import pyplot as plt
 NOISE = 0.15  # of a ratio of increments
 SEEN = 0.1  # an increment below this share of the time before it says nothing
 BRANCHES = 4  # children of each node of a bushy tree
-LEVELS = 3  # more levels, by which a level's time is told
+LEVELS = 3  # more levels, to measure the time of one
 MARGIN = 1024  # tokens of room beyond the longest context: trees, and what drafting writes
 TERMS = ("chain", "bushy tree", "draft level")
 
@@ -68,7 +68,7 @@ Weights = dict[str, Any]  # dtype and quantize, as of `load_target`
 
 
 def exponents(x: Sequence[float], y: Sequence[float]) -> list[float | None]:
-    """The growth exponent between each point and the next: 1 where y grows as x does; None where y is not positive."""
+    """Return the growth exponent between consecutive points: 1 if y grows like x; None if y is not positive."""
     found: list[float | None] = []
     for low, high, less, more in zip(x, x[1:], y, y[1:], strict=False):
         found.append(math.log(more / less) / math.log(high / low) if less > 0 and more > 0 else None)
@@ -76,7 +76,7 @@ def exponents(x: Sequence[float], y: Sequence[float]) -> list[float | None]:
 
 
 def increments_exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """How fast the increments of y grow in the end: 1 for a line with any constant, 2 for a square, None where unseen.
+    """Return how fast the increments of y grow at the end: 1 for a line, 2 for a square, None if they are too small.
 
     The last pair of increments, or the last two pairs together, whichever grows less: one slow point proves nothing.
     """
@@ -92,7 +92,7 @@ def increments_exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> Result:
-    """What is said of one term; ``x`` doubles."""
+    """Describe the growth of one term; ``x`` doubles."""
     growth, tail = exponents(x, y), increments_exponent(x, y)
     last = tail if tail is not None else growth[-1] if growth else None
     return {
@@ -110,7 +110,7 @@ def verdict(fitted: Result) -> str:
     return f"linear or less{shown}"
 
 
-# --- what is measured ------------------------------------------------------------------------------------------------
+# --- measurement -----------------------------------------------------------------------------------------------------
 
 
 def lengthened(folder: Path, out: Path, max_length: int) -> Path:
@@ -134,7 +134,7 @@ def random_head(target: LeanTarget, out: Path) -> Path:
 
 
 def tree_of(pending: torch.Tensor, nodes: int, *, bushy: bool) -> DraftTree:
-    """(B,) -> a tree of so many nodes in every row."""
+    """(B,) -> a tree of ``count`` nodes in every row."""
     tokens = pending[:, None].repeat(1, nodes)
     if not bushy:
         return DraftTree.chain(tokens)
@@ -143,7 +143,7 @@ def tree_of(pending: torch.Tensor, nodes: int, *, bushy: bool) -> DraftTree:
 
 
 class Bench:
-    """So many rows of such a context, whose steps are timed.
+    """Rows of one context, whose steps are timed.
 
     Args:
         target: with room for the context and ``MARGIN`` more.
@@ -159,7 +159,7 @@ class Bench:
         self.ctx = self._decoder.ctx
 
     def seconds(self, term: str, nodes: int) -> float:
-        """Of one step, or of one level more in a draft."""
+        """Return the seconds of one step, or of one more level of a draft."""
         if term == "draft level":
             return (self._draft(1 + LEVELS, nodes) - self._draft(1, nodes)) / LEVELS
         tree = tree_of(self.ctx.pending(), nodes, bushy=term == "bushy tree")
@@ -170,7 +170,7 @@ class Bench:
         return time.perf_counter() - began
 
     def _draft(self, depth: int, width: int) -> float:
-        """Of all nodes met, one is verified: it is drafting that is timed."""
+        """Verify one of the scored nodes, since only drafting is timed."""
         self._decoder.budget = dw.Budget(depth, width, None if width == 1 else 1)
         return self._decoder.step().timings.draft
 
@@ -190,7 +190,7 @@ def measure(
 
 
 def memory(target: LeanTarget, bench: Bench, context: int) -> Result:
-    """What a row's keys and values take after some decoding, beside the formula for its slots and for its tokens."""
+    """Measure the memory of a row's keys and values after some decoding, next to the formulas for slots and tokens."""
     config, data = target.config, bench.ctx.cache.data
     per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim * data.element_size()
     held = data.untyped_storage().nbytes() // data.shape[2]
@@ -316,12 +316,12 @@ def run(
 
 def main(
     target: Annotated[Path, typer.Option(help="A folder of a lean family.")] = TOY / "target",
-    quantize: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8, or unchanged.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     contexts: Annotated[str, typer.Option(help="Tokens, doubling.")] = "128,256,512,1024,2048,4096,8192",
     rows: Annotated[str, typer.Option(help="Of the batch, doubling.")] = "1,2,4,8,16",
     nodes: Annotated[str, typer.Option(help="Of each row's tree, doubling.")] = "1,2,4,8,16,32,64",
-    at: Annotated[str, typer.Option(help="CONTEXT,ROWS,NODES: what stays while another doubles.")] = "512,1,8",
+    at: Annotated[str, typer.Option(help="CONTEXT,ROWS,NODES: values while another doubles.")] = "512,1,8",
     rounds: Annotated[int, typer.Option(min=1, help="One more warms up.")] = 9,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="Draw them.")] = None,

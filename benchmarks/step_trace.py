@@ -1,10 +1,10 @@
-"""What one default decode step runs through: files, functions, calls across files, lines of the functions entered.
+"""Count what one default decode step enters: files, functions, calls across files, and lines of those functions.
 
     python benchmarks/step_trace.py [--json] [--show]
 
-The shipped pair, greedy, the automatic budget, the CPU kernel where there is one, token ids alone (text is made of
-them outside the loop). Every ``Engine.step`` of a text is traced; the figures are those of the median drafting step, by
-functions. A comprehension counts to the function that it stands in.
+The shipped pair decodes greedily with the automatic budget and the CPU kernel if there is one, without detokenization.
+Every ``Engine.step`` of a text is traced; the figures are those of the drafting step with the median number of
+functions. A comprehension counts as part of its function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 
 @dataclass
 class Trace:
-    """Functions of ours that one call enters, and who calls whom."""
+    """Functions of Draftwing that one call enters, and their calls."""
 
     entered: set[CodeType] = field(default_factory=set)
     crossings: set[tuple[CodeType, CodeType]] = field(default_factory=set)
@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def files(self) -> dict[str, list[str]]:
-        """Functions entered, by file."""
+        """Group the functions by file."""
         found: dict[str, list[str]] = {}
         for code in self.entered:
             name = str(Path(code.co_filename).relative_to(SOURCE))
@@ -55,7 +55,7 @@ class Trace:
 
     @property
     def num_lines(self) -> int:
-        """Lines of the functions entered."""
+        """Count the lines of the functions."""
         spans = []
         for code in self.entered:
             lines = [line for _, _, line in code.co_lines() if line]
@@ -63,7 +63,7 @@ class Trace:
         return sum(spans)
 
     def figures(self) -> dict[str, int]:
-        """The four numbers."""
+        """Return the four numbers."""
         return {
             "files": len(self.files),
             "functions": len(self.entered),
@@ -73,7 +73,7 @@ class Trace:
 
 
 def trace(num_steps: int = 240) -> list[Trace]:
-    """One trace for every step that drafts."""
+    """Return a trace of every step that drafts."""
     lm, found = dw.load(), []
     engine, prompts = dw.Engine(lm.decoder()), iter(shipped_prompts())
     for number in range(num_steps):

@@ -1,20 +1,19 @@
-"""Is the automatic budget never slower than plain decoding, and as good as the best fixed tree?
+"""Check that the automatic budget is never slower than the baseline, and as good as the best fixed tree.
 
     python benchmarks/sweep.py --prompts chat=mt_bench.jsonl --json OUT.json --png OUT.png
     python benchmarks/sweep.py --draft lookup --chains 1,2,4,8,16 --json OUT.json --resume
     python benchmarks/sweep.py --target FOLDER --draft HEAD --quantize int8 --num-prompts 4 --tokens 64 --json OUT.json
 
-Plain decoding, the automatic budget and every fixed tree decode each prompt in turn, on one target in memory, in an
-order that is drawn anew for each prompt of a round: who comes after a large tree finds the caches empty. Plain decoding
-runs twice: what the second is to the first is what this machine's noise makes of two that are equal. Only decoding
-counts, not the prompt's prefill. A rate is all tokens of a round over all its seconds; figures are medians over rounds,
-ratios medians of the ratios within rounds.
+The baseline, the automatic budget and every fixed tree decode each prompt in turn, on one target in memory, in a new
+random order for each prompt of a round, since a large tree leaves cold caches behind. The baseline runs twice: the
+ratio of both shows this machine's noise. Only decoding counts, not the prefill. A rate is all tokens of a round over
+all its seconds; figures are medians over rounds, ratios are medians of the ratios within rounds.
 
-The automatic budget keeps what it learns for a whole set at one temperature, all rounds of it, as it would in use, and
-begins the next with nothing. A prompt that is not among the counted ones warms every candidate up. The best fixed tree
-is known only afterwards, and being the best of many measured ones it is a little flattered.
+The automatic budget learns over all rounds of a set at one temperature, and starts the next set without that. An
+uncounted prompt warms up every candidate. The best fixed tree is chosen in hindsight: as the best of many measurements,
+it is slightly overestimated.
 
-What is finished is in the JSON file after every set, so that a run may be killed: --resume does the rest.
+The JSON file is written after every set, so that a run may be killed: --resume does the remaining sets.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 PLAIN, AGAIN, AUTO = "plain", "plain again", "auto"
-NEVER_SLOWER, NEAR_BEST = 0.97, 0.95  # of plain decoding's rate, and of the best fixed tree's
+NEVER_SLOWER, NEAR_BEST = 0.97, 0.95  # least shares of the baseline's rate, and of the best fixed tree's
 RANDOM_LENGTH = 64  # tokens of a random prompt
-KNOWN = {"prompt", "text", "messages", "turns"}  # what read_prompts looks for in a line
+KNOWN = {"prompt", "text", "messages", "turns"}  # the keys that read_prompts knows
 
-Entry = dict[str, Any]  # one set at one temperature, as it stands in the JSON file
+Entry = dict[str, Any]  # one set at one temperature, as in the JSON file
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all sets of one file have in common."""
+    """The settings of all sets of a file."""
 
     target: str
     draft: str
@@ -69,7 +68,7 @@ class Settings:
     candidates: tuple[str, ...]
 
 
-# --- what is decoded -------------------------------------------------------------------------------------------------
+# --- candidates and prompts ------------------------------------------------------------------------------------------
 
 
 def numbers(text: str, kind: type) -> list[Any]:
@@ -77,12 +76,12 @@ def numbers(text: str, kind: type) -> list[Any]:
     try:
         found = list(dict.fromkeys(kind(each) for each in text.split(",") if each.strip()))
     except ValueError as error:
-        raise typer.BadParameter(f"expected numbers with commas between them such as 1,2,4, found {text!r}") from error
+        raise typer.BadParameter(f"expected comma-separated numbers such as 1,2,4, found {text!r}") from error
     return found
 
 
 def fixed_budgets(chains: str, trees: str) -> dict[str, dw.Budget]:
-    """``"1,2"`` and ``"8,4,2 60,8,10"`` as budgets by name, in this order."""
+    """``"1,2"`` and ``"8,4,2 60,8,10"`` -> budgets by name, in this order."""
     names = [f"chain:{length}" for length in numbers(chains, int)]
     names += [f"dynamic:{each}" for each in trees.split()]
     budgets = {name: Drafting(tree=name).budget() for name in names}
@@ -106,7 +105,7 @@ def split_names(given: Sequence[str]) -> dict[str, Path]:
 
 
 def read_set(file: Path, limit: int) -> list[Prompt]:
-    """Prompts of a file as ``read_prompts`` knows them, or of lines with a ``question`` (as GSM8K is published)."""
+    """Read prompts in the forms of ``read_prompts``, or lines with a ``question`` (like GSM8K)."""
     if file.suffix == ".jsonl" and file.exists():
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
         entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
@@ -117,7 +116,7 @@ def read_set(file: Path, limit: int) -> list[Prompt]:
 
 
 def prompts_of(name: str, files: dict[str, Path], lm: LM, settings: Settings) -> list[list[int]]:
-    """Ids of a set's prompts, the one for warming up first; cut to what the target has room for."""
+    """Return the ids of a set's prompts, one for the warm-up first; cut to the target's context."""
     count, room = settings.num_prompts + 1, lm.target.max_length - settings.tokens - 1
     if name == "random":
         draw = torch.Generator().manual_seed(settings.seed)
@@ -135,10 +134,10 @@ def prompts_of(name: str, files: dict[str, Path], lm: LM, settings: Settings) ->
 def measure(
     lms: dict[str, LM], prompts: list[list[int]], sampling: dw.Sampling, rounds: int, tick: Callable[[], None]
 ) -> dict[str, Entry]:
-    """Every candidate's figures over ``prompts[1:]``; the first one warms up.
+    """Measure every candidate on ``prompts[1:]``; the first prompt warms up.
 
     Args:
-        lms: by name, plain decoding among them; all on one target.
+        lms: by name, including the baseline; all on one target.
         tick: called after each generation.
     """
     names = list(lms)
@@ -156,7 +155,7 @@ def measure(
 
 
 def fold(rounds: list[list[Generation]], plain: list[list[Generation]]) -> Entry:
-    """One candidate's figures."""
+    """Summarise one candidate."""
     stats = [dw.Stats.sum(run.stats for run in runs) for runs in rounds]
     total = dw.Stats.sum(stats)
     same = [
@@ -175,7 +174,7 @@ def fold(rounds: list[list[Generation]], plain: list[list[Generation]]) -> Entry
 
 
 def summary(candidates: dict[str, Entry]) -> Entry:
-    """The question's answer for one set: automatic against plain, and against the best fixed tree."""
+    """Compare the automatic budget with the baseline and with the best fixed tree on one set."""
 
     def ratio(one: str, other: str) -> float:
         pairs = zip(candidates[one]["tokens_per_s"], candidates[other]["tokens_per_s"], strict=True)
@@ -240,7 +239,7 @@ def table(entries: Sequence[Entry], settings: Settings) -> Table:
 
 
 def draw(entries: Sequence[Entry], settings: Settings, png: Path) -> None:
-    """A group of bars for each set: fixed trees faint, the automatic budget strong, plain decoding a line."""
+    """Draw a group of bars for each set: fixed trees faint, the automatic budget strong, the baseline as a line."""
     names = [name for name in settings.candidates if name not in (PLAIN, AGAIN)]
     figure, axes = plt.subplots(figsize=(max(6.0, 2.2 * len(entries)), 4), layout="constrained")
     width = 0.85 / len(names)
@@ -264,7 +263,7 @@ def draw(entries: Sequence[Entry], settings: Settings, png: Path) -> None:
 
 
 def save(output: Path, settings: Settings, entries: Sequence[Entry]) -> None:
-    """Written whole or not at all: a run may be killed at any moment."""
+    """Write the file atomically, since a run may be killed at any time."""
     sets = [{**entry, "summary": summary(entry["candidates"])} for entry in entries]
     bars = {"auto_over_plain": NEVER_SLOWER, "auto_over_best": NEAR_BEST}
     where = {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}
@@ -275,7 +274,7 @@ def save(output: Path, settings: Settings, entries: Sequence[Entry]) -> None:
 
 
 def resume(output: Path, settings: Settings) -> list[Entry]:
-    """The sets that a file holds already; none where there is no file.
+    """Return the sets that a file has; none if there is no file.
 
     Raises:
         typer.BadParameter: they were measured with other settings.
@@ -294,7 +293,7 @@ def resume(output: Path, settings: Settings) -> list[Entry]:
 
 
 def short(name: str | None) -> str:
-    """The last two parts of a path: enough to know a model by."""
+    """Return the last two parts of a path, which identify a model."""
     return "shipped" if name is None else "/".join(Path(name).parts[-2:])
 
 
@@ -306,7 +305,7 @@ def run(
     settings: Settings,
     done: Callable[[Entry], None],
 ) -> None:
-    """Measure one set after the other; ``done`` gets each as it is finished."""
+    """Measure one set after the other; ``done`` gets each finished one."""
     total = sum(len(settings.candidates) * (1 + settings.rounds * (len(ids) - 1)) for ids in sets.values())
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
@@ -334,7 +333,7 @@ def run(
 def main(
     target: Annotated[str | None, typer.Option(help="Folder or hub id. [default: the shipped one]")] = None,
     draft: Annotated[str, typer.Option(help="A head, a draft model, or lookup.")] = "eagle3",
-    quantize: Annotated[str | None, typer.Option(help="int8, or as they are.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8, or unchanged.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(help="NAME=FILE.jsonl: one more set; repeatable.")] = None,
     code: Annotated[bool, typer.Option(help="The set of shipped held-out Python prompts.")] = True,
     random_ids: Annotated[bool, typer.Option("--random/--no-random", help="The set of random token ids.")] = True,
@@ -345,10 +344,10 @@ def main(
     ] = "8,4,2 16,5,4 32,6,8 60,8,10",
     num_prompts: Annotated[int, typer.Option(min=1, help="Of each set, and one more to warm up.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to write at most.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Decode every prompt so often with every candidate.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every prompt with every candidate.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of random prompts, and of sampling.")] = 0,
     go_on: Annotated[bool, typer.Option("--resume", help="Skip the sets that the JSON file holds.")] = False,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every set.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the figures here after every set.")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="Draw them.")] = None,
 ) -> None:
     """Compare the automatic budget with plain decoding and with fixed trees, set by set.
@@ -366,7 +365,7 @@ def main(
     candidates = (PLAIN, AGAIN, *budgets, AUTO)
     settings = Settings(short(target), short(draft), quantize, num_prompts, tokens, rounds, seed, candidates)
     if output is not None and output.exists() and not go_on:
-        raise typer.BadParameter(f"{output} is there already: add --resume to go on with it, or delete it")
+        raise typer.BadParameter(f"{output} exists: add --resume to continue it, or delete it")
     entries = resume(output, settings) if output is not None else []
     held = {(entry["set"], entry["temperature"]) for entry in entries}
     todo = [(name, heat) for name in names for heat in numbers(temperatures, float) if (name, heat) not in held]

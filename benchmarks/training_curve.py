@@ -1,12 +1,12 @@
-"""Does tau still rise with more training, and what would ten times as much give?
+"""Measure tau over the length of training, and extrapolate to ten times as much.
 
     python benchmarks/training_curve.py --target smollm2-135m-instruct --cache build/chat-heads/features \
         --prompts held-out.jsonl --json benchmarks/results/NAME.json --png benchmarks/results/NAME.png
 
-Every point is a run of its own, from nothing to the end of its schedule: points within one run would be judged before
-their rates have fallen. A run reads as many tokens of the cache as the point says, once where there are as many, again
-where there are fewer. Runs are kept in --runs: run again, and only what is missing is trained. A finished head counts
-as a point too: --head eagle3=FOLDER, at the tokens that its training read.
+Every point is a separate run from scratch to the end of its schedule: within one run, learning rates would not have
+decayed yet. A run reads as many tokens of the cache as its point, more than once if there are fewer. Runs are kept in
+--runs, and the next command trains only missing ones. A finished head is a point too: --head eagle3=FOLDER, at the
+tokens that its training read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 COMMON: dict[str, Any] = {"tokens_per_batch": 2048, "eval_prompts": 0, "eval_every": 10**6}
-METHODS: dict[str, dict[str, Any]] = {  # as recipes/chat_heads.py trains: its heads are points of the same curves
+METHODS: dict[str, dict[str, Any]] = {  # like recipes/chat_heads.py, whose heads are points of the same curves
     "eagle3": {"lr": 2e-3, "draft_vocab_size": 8192, "unroll_steps": 5, "later_share": 0.15},
     "eagle1": {"lr": 1e-3, "loss_vocab_size": 8192, "unroll_steps": 3, "later_share": 0.15},
     "hass": {"lr": 1e-3, "loss_vocab_size": 8192, "unroll_steps": 3, "later_share": 0.15},
@@ -44,14 +44,14 @@ TREES = {"chain of 5": dw.Budget(5), "60 nodes": dw.Budget(8, 10, 60)}
 
 
 def train(method: str, tokens: float, target: str | None, cache: Path, runs: Path) -> Path:
-    """A finished run's folder."""
+    """Return the folder of a finished run."""
     updates = max(1, round(tokens / COMMON["tokens_per_batch"]))
     options = TrainOptions(method=method, iterations=updates, **COMMON, **METHODS[method])
     return run_to_end(runs / f"{method}-{tokens:g}", options, target, cache)
 
 
 def run_to_end(out: Path, options: TrainOptions, target: str | None, cache: Path) -> Path:
-    """The head of a run that is trained on a cache, unless it is finished already."""
+    """Train a head on a cache unless it is finished; return its folder."""
     if not (out / "done").exists():
         done = prepare(RunFiles(target, [], cache=cache), options, out).run()
         (out / "done").write_text(str(done.iteration))
@@ -59,13 +59,13 @@ def run_to_end(out: Path, options: TrainOptions, target: str | None, cache: Path
 
 
 def tokens_of(head: Path) -> int:
-    """That its training read."""
+    """Return the tokens that its training read."""
     training = json.loads((head / "config.json").read_text())["draftwing"]["training"]
     return int(training["iterations"] * training["tokens_per_batch"] * training["accumulation"])
 
 
 def measure(plain: LM, head: Path, prompts: list[Prompt], max_tokens: int) -> dict[str, float]:
-    """Tau at T=0 of each tree."""
+    """Measure tau at T=0 with each tree."""
     maker, found = load_drafter(head, plain.target, plain.tokenizer), {}
     for tree, budget in TREES.items():
         lm = LM(plain.target, plain.tokenizer, maker, budget=budget)
@@ -75,7 +75,7 @@ def measure(plain: LM, head: Path, prompts: list[Prompt], max_tokens: int) -> di
 
 
 def forecast(points: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Tau of each tree by the slope of the last three points, a line over the logarithm of the tokens; of one none."""
+    """Extrapolate tau of each tree: the last three points as a line over log tokens; nothing from one point."""
     last, found = points[-3:], {}
     for tree in TREES if len(last) > 1 else ():
         taus = [each["tau"][tree] for each in last]
@@ -85,7 +85,7 @@ def forecast(points: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def draw(curves: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """Tau over tokens."""
+    """Plot tau over tokens."""
     figure, axes = plt.subplots(1, len(TREES), figsize=(10, 4), layout="constrained")
     for axis, tree in zip(axes, TREES, strict=True):
         for method, points in curves.items():
@@ -111,7 +111,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--json")] = None,
     png: Annotated[Path | None, typer.Option("--png")] = None,
 ) -> None:
-    """Train what is missing, and print a table."""
+    """Train missing heads, and print a table."""
     console, plain = Console(), dw.load(target, "none")
     todo = list(read_prompts(prompts, num_prompts) if prompts else shipped_prompts(num_prompts))
     finished: dict[str, list[Path]] = {}

@@ -1,11 +1,11 @@
-"""Handing heads over to vLLM: the same text, and drafts that are accepted as often, as in Draftwing.
+"""Check that exported heads write the same text in vLLM as in Draftwing, with equal acceptance.
 
     python benchmarks/vllm_handover.py --setup                       # once: vLLM's CPU build, 3.4 GB in build/vllm-env
     python benchmarks/vllm_handover.py --eagle3 FOLDER --eagle1 FOLDER --num-prompts 20 --max-tokens 64 --depth 3 \\
         --out benchmarks/results/NAME.json
 
-vLLM has an environment of its own, because it wants other versions of PyTorch's companions than Draftwing. This file
-runs in both: there as a worker, which imports vLLM and nothing of ours, so everything else is imported in functions.
+vLLM has a separate environment, because it needs other versions of PyTorch's companions than Draftwing. This file runs
+in both: there as a worker, which imports vLLM but not Draftwing, so everything else is imported in functions.
 ``--draft-model`` hands over a small causal LM in place of a head. Float32, greedy, one prompt at a time.
 
 Both sides draft in float32 from the weights of the file, so that they are alike (``--our-drafts fast`` is what
@@ -62,7 +62,7 @@ def env_python(env: Path) -> Path:
 
 
 def told_by(*command: str) -> str:
-    """What a command prints. pip grumbles about the packages that we leave out: that shows only where it fails."""
+    """Return the output of a command. pip's warnings about packages left out appear only if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{done.stderr.strip()}\nfailed: {' '.join(command)[:300]}")
@@ -130,8 +130,8 @@ def work() -> None:
 def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
     """One job in a fresh process: vLLM's counters start at zero, and nothing of it stays behind."""
     settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or it starts two more processes, each importing PyTorch anew
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it pins itself to the first core, whoever else is there
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or it starts two more processes, each of which imports PyTorch again
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it pins itself to the first core, even if that is busy
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "VLLM_NO_USAGE_STATS": "1",
@@ -139,7 +139,7 @@ def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
     }
     command = [str(env_python(env)), str(Path(__file__).resolve()), "--worker"]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        # A session of its own, so that whatever it started ends with it, however it ends.
+        # A new session, so that everything it started can be ended with it.
         worker = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -156,7 +156,7 @@ def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
                 os.killpg(worker.pid, signal.SIGKILL)
         if worker.returncode or not answer:
             log.seek(0)
-            told = [line[:500] for line in log.read().splitlines()[-8:]]  # its errors list every name that it knows
+            told = [line[:500] for line in log.read().splitlines()[-8:]]  # its errors list every name it knows
             sys.exit("\n".join([*told, f"vLLM cannot serve {job['draft']} as {job['method']}"]))
     return dict(json.loads(answer))
 
@@ -165,7 +165,7 @@ def ask_vllm(env: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_ours(target: Path | None, draft: str, depth: int, drafts: str = "float32") -> dw.LM:
-    """Our LM with the same head: the one place that knows how a folder becomes a drafter.
+    """Load Draftwing with the same head.
 
     ``drafts`` is ``float32``, as vLLM computes, or ``fast``, as Draftwing does by itself.
     """
@@ -211,7 +211,7 @@ def count_ours(lm: dw.LM, prompt: Sequence[int], first: int, max_tokens: int, de
 
 @dataclass
 class Handover:
-    """What one head did on both sides.
+    """The results of one head on both sides.
 
     Attributes:
         drafts: forwards with a draft, vLLM's and ours.
@@ -234,7 +234,7 @@ class Handover:
 
     @property
     def tolerances(self) -> list[float]:
-        """By position: how far two samples of one share, of as many drafts as these, lie apart by chance."""
+        """Return, by position, how far two samples of one share with these numbers of drafts differ by chance."""
         theirs, ours = self.drafts
         shares = [(a * theirs + b * ours) / (theirs + ours) for a, b in zip(self.vllm, self.ours, strict=True)]
         return [CONFIDENCE * math.sqrt(p * (1 - p) * (1 / theirs + 1 / ours)) for p in shares]
@@ -246,7 +246,7 @@ class Handover:
 
 
 def compare(method: str, draft: Path, prompts: list[str], args: argparse.Namespace) -> tuple[Handover, dict[str, str]]:
-    """One head on both sides, and vLLM's versions."""
+    """Measure one head on both sides; return the report and vLLM's versions."""
     import draftwing as dw
     from draftwing.shipped import TOY
 

@@ -1,14 +1,14 @@
-"""Weights in a file's own bits against float32 copies of the same: the same texts, and how much faster?
+"""Compare weights in a file's precision with float32 copies: equal texts, and the speedup.
 
     python benchmarks/weight_formats.py --json benchmarks/results/NAME.json
     python benchmarks/weight_formats.py --target model.gguf --draft lookup --rounds 5
     python benchmarks/weight_formats.py --texts --num-prompts 100 --tokens 256 --temperatures 0,1 --batch 32
 
-Both copies lie in memory and decode every prompt in turn, plainly and with drafts, round by round, timed from the
-second step on: reading a prompt is arithmetic, which takes both as long. Figures are medians over the rounds, ratios
-medians over the pairs. The limit is the bandwidth of a plain sum over as many freshly written bytes as one token reads
-weights, measured in the same rounds. With ``--texts`` weights in their own bits decode with drafts and the float32 copy
-plainly, once, and the texts are compared.
+Both copies are in memory and decode every prompt in turn, with and without drafts, round by round, timed from the
+second step on, since prefill is arithmetic, which takes both equally long. Figures are medians over the rounds, ratios
+are medians over the pairs. The limit is the bandwidth of a sum over as many freshly written bytes as one token reads
+weights, measured in the same rounds. With ``--texts`` the file's precision decodes with drafts and the float32 copy
+without, once, and the texts are compared.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def load(folder: Path, draft: str, *, expand: bool) -> dict[str, dw.LM]:
 
 
 def prompts_of(path: Path | None, count: int) -> list[Prompt]:
-    """So many, from the first again where there are fewer."""
+    """Return ``count`` items, repeating them if there are fewer."""
     texts: Sequence[Prompt] = shipped_prompts() if path is None else read_prompts(path)
     return [texts[index % len(texts)] for index in range(count)]
 
 
 def decode(lm: dw.LM, prompt: Prompt, sampling: dw.Sampling) -> tuple[list[int], tuple[int, int, float]]:
-    """The text's ids, and tokens, steps and seconds after the first step, whose time is the prompt's."""
+    """Return the text's ids, and tokens, steps and seconds after the first step, which includes the prefill."""
     engine = lm.engine()
     request = engine.submit(lm.encode(prompt), sampling)
     engine.step()
@@ -69,15 +69,15 @@ def decode(lm: dw.LM, prompt: Prompt, sampling: dw.Sampling) -> tuple[list[int],
 
 @dataclass
 class Figures:
-    """What was measured: by decoding and copy, a figure for each round, and the texts of each prompt."""
+    """Measurements by method and copy: a figure for each round, and the texts of each prompt."""
 
-    rates: dict[str, list[float]] = field(default_factory=dict)  # tokens/s; of "limit", what the memory allows
+    rates: dict[str, list[float]] = field(default_factory=dict)  # tokens/s; "limit": what the memory allows
     forwards: dict[str, list[float]] = field(default_factory=dict)  # tokens a forward
     texts: dict[tuple[float, int], set[tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def identical(self) -> int:
-        """Prompts and temperatures that have one text."""
+        """Count the prompts and temperatures with equal texts."""
         return sum(len(each) == 1 for each in self.texts.values())
 
 
@@ -94,7 +94,7 @@ def main(
     limit: Annotated[bool, typer.Option(help="Measure how fast memory is read.")] = True,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
-    """Compare weights in a file's own bits with float32."""
+    """Compare weights in a file's precision with float32."""
     folder = resolve(target)
     models = {name: load(folder, draft, expand=name == "float32") for name in ("own", "float32")}
     asked = prompts_of(prompts, num_prompts)
@@ -127,7 +127,7 @@ def run_round(
     *,
     is_counted: bool,
 ) -> None:
-    """Every prompt by every copy, plainly and drafted; in a warm-up only the texts count."""
+    """Decode every prompt with every copy, with and without drafts; in a warm-up only the texts count."""
     for temperature in temperatures:
         for way in models["own"]:
             for name, lms in models.items():
@@ -177,7 +177,7 @@ def kernel_arch() -> str:
 
 
 def write(output: Path, result: dict[str, Any]) -> None:
-    """The result as JSON, with where and when it was found."""
+    """Return the result as JSON values, with machine and date."""
     result |= {"machine": describe_machine(), "date": datetime.now(UTC).date().isoformat(), "commit": commit()}
     output.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -191,7 +191,7 @@ def compare_texts(
     batch: int,
     output: Path | None,
 ) -> None:
-    """Drafted with own bits against plainly in float32."""
+    """Compare drafting in the file's precision with the baseline in float32."""
     same = {}
     for temperature in temperatures:
         options = {"max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True, "max_batch": batch}

@@ -1,7 +1,8 @@
-"""The field's protocol: sets, prompts of later turns, records that a kill cannot spoil, and honest figures."""
+"""The benchmark protocol: question sets, prompts of later turns, records that survive a kill, and correct figures."""
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,7 @@ import draftwing as dw
 from conftest import add_tokenizer, refused
 from draftwing.cli.main import app
 from draftwing.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
-from draftwing.lab import bench as protocol
-from draftwing.lab import bench as settings
-from draftwing.lab import bench_results as statistics
+from draftwing.lab import bench, bench_results
 from draftwing.lab.bench import FILE, Journal, open_journal, read_journal
 from draftwing.lab.bench_page import render
 from draftwing.lab.bench_results import Estimate, Sample, alpha_of, estimate, gather, mean_estimate, resamples, to_dict
@@ -33,13 +32,13 @@ QUESTIONS = [
 
 def write(file, entries):
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(each) + "\n" for each in entries))
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return file
 
 
 @pytest.fixture(scope="module")
 def chat(folder_of, tmp_path_factory):
-    """A tiny model with a chat template, and sampling settings of its own."""
+    """A tiny model with a chat template and sampling settings."""
     folder = shutil.copytree(folder_of("llama", vocab_size=300), tmp_path_factory.mktemp("bench") / "chat")
     add_tokenizer(folder, chat_template=TEMPLATE)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 0}')
@@ -58,29 +57,29 @@ def questions(tmp_path_factory):
 
 def method(plain, budget=3, kind=LM):
     maker = load_drafter("lookup", plain.target, plain.tokenizer)
-    return settings.Method("lookup", kind(plain.target, plain.tokenizer, maker, budget=dw.Budget(budget)))
+    return bench.Method("lookup", kind(plain.target, plain.tokenizer, maker, budget=dw.Budget(budget)))
 
 
-def plan(plain, questions, *methods, tokens=8, heats=(0.0,), limit=None):
-    samplings = [dw.Sampling(temperature=heat, max_tokens=tokens, seed=3) for heat in heats]
-    return protocol.Plan(plain, methods or [method(plain)], [read_set("tiny", questions)], samplings, limit)
+def plan(plain, questions, *methods, tokens=8, temperatures=(0.0,), limit=None):
+    samplings = [dw.Sampling(temperature=value, max_tokens=tokens, seed=3) for value in temperatures]
+    return bench.Plan(plain, methods or [method(plain)], [read_set("tiny", questions)], samplings, limit)
 
 
-def measure(folder, planned):
+def measure(folder, plan):
     with open_journal(folder) as journal:
-        journal.begin(settings.describe_settings(planned.plain, planned.samplings[0]))
-        protocol.run(planned, journal)
+        journal.begin(bench.describe_settings(plan.plain, plan.samplings[0]))
+        bench.run(plan, journal)
     return read_journal(folder)
 
 
-def timeless(value):
-    """A record without what a clock says."""
-    if isinstance(value, dict):
-        return {name: timeless(each) for name, each in value.items() if name not in ("seconds", "wall")}
-    return value
-
-
 def records(folder):
+    """The records without measured times."""
+
+    def timeless(value):
+        if isinstance(value, dict):
+            return {name: timeless(item) for name, item in value.items() if name not in ("seconds", "wall")}
+        return value
+
     return [timeless(json.loads(line)) for line in (folder / FILE).read_text().splitlines()]
 
 
@@ -88,42 +87,32 @@ def records(folder):
 
 
 def test_every_form_of_a_question(tmp_path):
-    file = write(
-        tmp_path / "mixed.jsonl",
-        [
-            {"question_id": 5, "category": "qa", "turns": ["one", "two"], "reference": ["x"]},
-            {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "    pass", "test": "assert"},
-            {"question": "How many?", "answer": "4"},
-            {"instruction": "Sort", "input": "3 1 2", "output": "1 2 3"},
-            {"article": "News.", "highlights": "N.", "id": "ab"},
-            {
-                "messages": [
-                    {"role": "system", "content": "Be brief."},
-                    {"role": "user", "content": "Hi"},
-                    {"role": "assistant", "content": "an answer that the model must not see"},
-                    {"role": "user", "content": "And?"},
-                ]
-            },
-        ],
-    )
-    found = read_set("mixed", file).questions
-    assert [each.turns for each in found] == [
-        ("one", "two"),
-        ("def f():",),
-        ("How many?",),
-        ("Sort\n\n3 1 2",),
-        ("Summarize: News.",),
-        ("Hi", "And?"),
-    ]
-    assert [each.id for each in found] == ["5", "HumanEval/0", "3", "4", "ab", "6"]
-    assert found[0].categories == ("qa",)
-    assert [each.is_bare for each in found] == [False, True, False, False, False, False]
-    assert found[5].messages(["Hello."]) == [
+    dialogue = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello."},
+        {"role": "assistant", "content": "an answer that the model must not see"},
         {"role": "user", "content": "And?"},
     ]
+    entries = [
+        {"question_id": 5, "category": "qa", "turns": ["one", "two"], "reference": ["x"]},
+        {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "    pass", "test": "assert"},
+        {"question": "How many?", "answer": "4"},
+        {"instruction": "Sort", "input": "3 1 2", "output": "1 2 3"},
+        {"article": "News.", "highlights": "N.", "id": "ab"},
+        {"messages": dialogue},
+    ]
+    found = read_set("mixed", write(tmp_path / "mixed.jsonl", entries)).questions
+    assert [(question.id, question.turns) for question in found] == [
+        ("5", ("one", "two")),
+        ("HumanEval/0", ("def f():",)),
+        ("3", ("How many?",)),
+        ("4", ("Sort\n\n3 1 2",)),
+        ("ab", ("Summarize: News.",)),
+        ("6", ("Hi", "And?")),
+    ]
+    assert found[0].categories == ("qa",)
+    dialogue[2]["content"] = "Hello."
+    assert found[5].messages(["Hello."]) == dialogue
 
 
 def test_a_few_questions_are_spread_over_categories(tmp_path):
@@ -133,9 +122,9 @@ def test_a_few_questions_are_spread_over_categories(tmp_path):
     spec = read_set("spec", file)
     assert spec.questions[10].categories == ("roleplay", "mt_bench")
     assert spec.questions[80].categories == ("summarization",)
-    assert [each.number for each in spec.chosen(7)] == [0, 80, 160, 10, 81, 161, 20]
+    assert [question.number for question in spec.chosen(7)] == [0, 80, 160, 10, 81, 161, 20]
     assert spec.chosen(7) == spec.chosen(40)[:7]
-    assert sorted(each.number for each in spec.chosen(None)) == list(range(240))
+    assert sorted(question.number for question in spec.chosen(None)) == list(range(240))
     alone = read_set("mt", write(tmp_path / "mt.jsonl", [{"category": name, "turns": ["?"]} for name in mt_bench]))
     assert alone.questions[0].categories == ("writing",)
 
@@ -145,23 +134,23 @@ def test_files_and_their_names(tmp_path):
         write(tmp_path / "data" / name / "question.jsonl", QUESTIONS)
         write(tmp_path / "data" / name / "model_answer" / "other.jsonl", QUESTIONS)
     one = write(tmp_path / "one.jsonl", QUESTIONS)
+    (tmp_path / "empty").mkdir()
     assert list(find_files([str(tmp_path / "data"), str(one), f"two={one}"])) == ["gsm8k", "mt_bench", "one", "two"]
     assert list(find_files([str(tmp_path / "data" / "gsm8k")])) == ["gsm8k"]
-    with refused(ConfigError, "would be called 'one'", "such as other="):
-        find_files([str(one), str(one)])
-    with refused(ConfigError, "2 question files in this folder"):
-        find_files([f"all={tmp_path / 'data'}"])
-    with refused(CheckpointError, "no such file"):
-        find_files([str(tmp_path / "none.jsonl")])
-    (tmp_path / "empty").mkdir()
-    with refused(CheckpointError, "no .jsonl file in this folder"):
-        find_files([str(tmp_path / "empty")])
-    with refused(ConfigError, "bench needs questions"):
-        find_files([])
+    for arguments, kind, *parts in (
+        ([str(one), str(one)], ConfigError, "would be called 'one'", "such as other="),
+        ([f"all={tmp_path / 'data'}"], ConfigError, "2 question files in this folder"),
+        ([f"={one}"], ConfigError, "must be NAME=FILE"),
+        ([str(tmp_path / "none.jsonl")], CheckpointError, "no such file"),
+        ([str(tmp_path / "empty")], CheckpointError, "no .jsonl file in this folder"),
+        ([], ConfigError, "bench needs questions"),
+    ):
+        with refused(kind, *parts):
+            find_files(arguments)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("content", "message"),
     [
         ("", "there is no prompt in it"),
         ('{"turns": []}', "line 1: there is no question in it"),
@@ -170,30 +159,24 @@ def test_files_and_their_names(tmp_path):
         ('{"turns": ["a"]}\nnonsense', "line 2: not JSON"),
     ],
 )
-def test_files_that_ask_nothing(tmp_path, line, said):
-    (tmp_path / "bad.jsonl").write_text(line)
-    with refused(PromptError, said):
+def test_files_without_questions(tmp_path, content, message):
+    (tmp_path / "bad.jsonl").write_text(content)
+    with refused(PromptError, message):
         read_set("bad", tmp_path / "bad.jsonl")
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
-def measured(tokens, forwards, seconds, wall, reached=(), taken=()):
-    return {
-        "tokens": tokens,
-        "forwards": forwards,
-        "seconds": seconds,
-        "wall": wall,
-        "reached": list(reached),
-        "taken": list(taken),
-    }
+def counts(tokens, forwards, seconds, wall, reached=(), taken=()):
+    values = {"tokens": tokens, "forwards": forwards, "seconds": seconds, "wall": wall}
+    return {**values, "reached": list(reached), "taken": list(taken)}
 
 
-ANSWERS = [  # question, with a draft, plainly; the first question has two turns
-    ("a", measured(10, 5, 1.0, 2.0, (5, 4), (4, 1)), measured(10, 10, 2.0, 3.0)),
-    ("a", measured(20, 5, 3.0, 4.0, (5, 5, 5), (5, 5, 5)), measured(20, 20, 4.0, 5.0)),
-    ("b", measured(12, 6, 1.0, 1.5, (6,), (3,)), measured(12, 12, 1.0, 1.5)),
+ANSWERS = [  # question, with drafts, baseline; the first question has two turns
+    ("a", counts(10, 5, 1.0, 2.0, (5, 4), (4, 1)), counts(10, 10, 2.0, 3.0)),
+    ("a", counts(20, 5, 3.0, 4.0, (5, 5, 5), (5, 5, 5)), counts(20, 20, 4.0, 5.0)),
+    ("b", counts(12, 6, 1.0, 1.5, (6,), (3,)), counts(12, 12, 1.0, 1.5)),
 ]
 
 
@@ -204,45 +187,35 @@ def test_figures_by_hand():
     assert found["speedup"].value == pytest.approx((6 / 4 + 1) / 2)
     assert found["speedup_ratio_of_means"].value == pytest.approx((30 / 4 + 12) / (30 / 6 + 12))
     assert found["speedup_with_prompt"].value == pytest.approx((30 / 6 + 12 / 1.5) / (30 / 8 + 12 / 1.5))
-    alpha, reached = alpha_of([own for _, own, _ in ANSWERS])
+    alpha, reached = alpha_of([answer for _, answer, _ in ANSWERS])
     assert alpha == pytest.approx([12 / 16, 6 / 9, 1.0])
     assert reached == [16, 9, 5]
 
 
-def test_the_interval_is_the_resampled_figure_by_brute_force():
+def test_intervals_equal_brute_force():
     generator = np.random.default_rng(5)
+    tokens, forwards = generator.integers(20, 90, 9), generator.integers(5, 20, 9)
+    seconds, base = generator.uniform(1, 3, (2, 9))
     answers = [
-        (n, measured(int(t), int(f), s, s + 1), measured(int(t), int(t), p, p + 1))
-        for n, (t, f, s, p) in enumerate(
-            zip(
-                generator.integers(20, 90, 9),
-                generator.integers(5, 20, 9),
-                generator.uniform(1, 3, 9),
-                generator.uniform(1, 3, 9),
-                strict=True,
-            )
-        )
+        (n, counts(int(tokens[n]), int(forwards[n]), seconds[n], 1), counts(int(tokens[n]), int(tokens[n]), base[n], 1))
+        for n in range(9)
     ]
     found = estimate(Sample.of(answers), "seed")
-    places = resamples(9, "seed")
-    assert places.shape == (2000, 9)
-    taus, speedups = [], []
-    for drawn in places:
-        picked = [answers[place] for place in drawn]
-        taus.append(sum(own["tokens"] for _, own, _ in picked) / sum(own["forwards"] for _, own, _ in picked))
-        speedups.append(sum(base["seconds"] / own["seconds"] for _, own, base in picked) / 9)
-    assert (found["tau"].low, found["tau"].high) == pytest.approx(tuple(np.quantile(taus, [0.025, 0.975])))
-    assert (found["speedup"].low, found["speedup"].high) == pytest.approx(tuple(np.quantile(speedups, [0.025, 0.975])))
+    indices = resamples(9, "seed")
+    assert indices.shape == (2000, 9)
+    taus = [tokens[drawn].sum() / forwards[drawn].sum() for drawn in indices]
+    speedups = [(base / seconds)[drawn].mean() for drawn in indices]
+    for name, values in (("tau", taus), ("speedup", speedups)):
+        assert (found[name].low, found[name].high) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
     again, other = estimate(Sample.of(answers), "seed"), estimate(Sample.of(answers), "another")
-    assert again["tau"].to_dict() == found["tau"].to_dict()
-    assert other["tau"].to_dict() != found["tau"].to_dict()
+    assert again["tau"].to_dict() == found["tau"].to_dict() != other["tau"].to_dict()
 
 
-def test_the_interval_covers_what_it_says(monkeypatch):
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 500)
+def test_intervals_cover_the_true_value(monkeypatch):
+    monkeypatch.setattr(bench_results, "NUM_RESAMPLES", 500)
     generator, covered = np.random.default_rng(1), 0
     for trial in range(300):
-        seconds = np.exp(generator.normal(0, 0.3, 60))  # of a draft; plain decoding takes 2 s for the same
+        seconds = np.exp(generator.normal(0, 0.3, 60))  # with drafts; the baseline takes 2 s
         ones = np.ones(60)
         sample = Sample(ones, ones, 1 / seconds, ones, ones, ones * 2, ones)
         found = estimate(sample, str(trial))["speedup"]
@@ -260,32 +233,36 @@ def test_one_question_has_no_interval():
 # --- the protocol ----------------------------------------------------------------------------------------------------
 
 
-def test_a_later_turn_follows_plain_decodings_answer(plain, questions, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        LM,
-        "generate",
-        lambda self, prompts, *a, _real=LM.generate, **k: asked.append(prompts[0]) or _real(self, prompts, *a, **k),
-    )
+@pytest.fixture
+def decoded(monkeypatch):
+    """(drafter, prompt) of every call of ``LM.generate``."""
+    calls, real = [], LM.generate
+
+    def generate(lm, prompts, *args, **options):
+        calls.append((lm.drafter_name, prompts[0]))
+        return real(lm, prompts, *args, **options)
+
+    monkeypatch.setattr(LM, "generate", generate)
+    return calls
+
+
+def test_a_later_turn_follows_the_baselines_answer(plain, questions, tmp_path, decoded):
     journal = measure(tmp_path, plan(plain, questions, limit=1))
     first, second = (journal.answers["tiny", 0, turn, "T=0"][0] for turn in (1, 2))
     answer = first["plain"]["text"]
     assert answer
     prompt = f"<user>def add(a, b):<assistant>{answer}<user>and now sub?<bot>"
     expected = plain.tokenizer.fast.encode(prompt, add_special_tokens=False).ids
-    assert asked[-2:] == [expected, expected]  # both ways of decoding it
+    assert [prompt for _, prompt in decoded[-2:]] == [expected, expected]
     assert second["prompt_tokens"] == len(expected)
     assert [first["methods"][key]["identical"] for key in journal.methods] == [True]
-    expected = plain.generate([expected], max_tokens=8)[0].text
-    assert second["plain"]["text"] == expected
+    assert second["plain"]["text"] == plain.generate([expected], max_tokens=8)[0].text
 
 
-def test_decoders_take_turns_at_being_first(plain, questions, tmp_path, monkeypatch):
-    order = []
-    real = protocol._timed
-    monkeypatch.setattr(protocol, "_timed", lambda lm, *rest: order.append(lm.drafter_name) or real(lm, *rest))
+def test_methods_take_turns_at_going_first(plain, questions, tmp_path, decoded):
     measure(tmp_path, plan(plain, questions))
-    assert [order[place] for place in range(0, 8, 2)] == ["lookup", "none", "none", "lookup"]
+    order = [name for name, _ in decoded[2:]]  # without the warm-up
+    assert order[::2] == ["lookup", "none", "none", "lookup"]
     assert sorted(order) == ["lookup"] * 4 + ["none"] * 4
 
 
@@ -300,30 +277,25 @@ class Wrong(LM):
         return found
 
 
-def test_a_text_that_differs_is_counted_and_shown(plain, questions, tmp_path):
-    journal = measure(tmp_path, plan(plain, questions, method(plain, 2, Wrong), method(plain, 3), heats=(0.0, 1.0)))
-    (group,) = gather([journal])
-    counts = {(row.sampling, row.method["budget"]): row.num_identical for row in group.wholes}
-    assert counts == {("T=0", "chain:2"): 3, ("T=0", "chain:3"): 4, ("T=1", "chain:2"): 3, ("T=1", "chain:3"): 4}
+def test_a_different_answer_is_counted_and_shown(plain, questions, tmp_path):
+    wrong = plan(plain, questions, method(plain, 2, Wrong), method(plain, 3), temperatures=(0.0, 1.0))
+    (group,) = gather([measure(tmp_path, wrong)])
+    identical = {(row.sampling, row.method["budget"]): row.num_identical for row in group.wholes}
+    assert identical == {("T=0", "chain:2"): 3, ("T=0", "chain:3"): 4, ("T=1", "chain:2"): 3, ("T=1", "chain:3"): 4}
     assert not group.keeps_promises
     assert [(each["turn"], each["differs_at"], each["budget"]) for each in group.differences] == [(2, 5, "chain:2")] * 2
-    shown = to_dict([group])["groups"][0]
-    assert shown["all_identical"] is False
-    assert [row["identical"] for row in shown["rows"] if row["category"] is None and row["turn"] is None] == [
-        0.75,
-        1.0,
-        0.75,
-        1.0,
-    ]
+    values = to_dict([group])["groups"][0]
+    wholes = [row for row in values["rows"] if row["category"] is None and row["turn"] is None]
+    assert values["all_identical"] is False
+    assert [row["identical"] for row in wholes] == [0.75, 1.0, 0.75, 1.0]
     page = render([group])
-    assert "Texts that differ from plain decoding's (2)" in page
+    assert "Answers that differ from the baseline's (2)" in page
     assert "&lt;wrong&gt;" in page
     assert "<wrong>" not in page
 
 
-def test_what_a_kill_left_goes_on_to_the_same(plain, questions, tmp_path, monkeypatch):
-    methods = [method(plain, 2), method(plain, 3)]
-    whole = plan(plain, questions, *methods, heats=(0.0, 1.0))
+def test_an_interrupted_run_resumes_to_the_same_records(plain, questions, tmp_path, monkeypatch):
+    whole = plan(plain, questions, method(plain, 2), method(plain, 3), temperatures=(0.0, 1.0))
     measure(tmp_path / "whole", whole)
     real, left = Journal.add, [7]
 
@@ -333,50 +305,49 @@ def test_what_a_kill_left_goes_on_to_the_same(plain, questions, tmp_path, monkey
             raise KeyboardInterrupt
         real(self, record)
 
-    monkeypatch.setattr(Journal, "add", add)
-    with pytest.raises(KeyboardInterrupt):
-        measure(tmp_path / "killed", whole)
-    monkeypatch.setattr(Journal, "add", real)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "add", add)
+        with pytest.raises(KeyboardInterrupt):
+            measure(tmp_path / "killed", whole)
     with (tmp_path / "killed" / FILE).open("a") as file:
-        file.write('{"kind": "answer", "set": "ti')  # what a power cut leaves of a line
+        file.write('{"kind": "answer", "set": "ti')  # the start of a line, like after a power cut
     assert len(read_journal(tmp_path / "killed").answers) == 3
     measure(tmp_path / "killed", whole)
     assert records(tmp_path / "killed") == records(tmp_path / "whole")
     before = (tmp_path / "killed" / FILE).read_bytes()
-    measure(tmp_path / "killed", whole)  # nothing is left to do
+    measure(tmp_path / "killed", whole)  # nothing is missing
     assert (tmp_path / "killed" / FILE).read_bytes() == before
 
 
-def test_a_draft_that_comes_later_is_measured_alone(plain, questions, tmp_path):
+def test_a_later_method_is_measured_alone(plain, questions, tmp_path):
     measure(tmp_path, plan(plain, questions, method(plain, 2), limit=1))
     journal = measure(tmp_path, plan(plain, questions, method(plain, 2), method(plain, 3), limit=1))
     two, three = journal.methods
-    assert [list(each["methods"]) for each in journal.answers["tiny", 0, 2, "T=0"]] == [[two], [three]]
+    assert [list(record["methods"]) for record in journal.answers["tiny", 0, 2, "T=0"]] == [[two], [three]]
     (group,) = gather([journal])
-    assert [(row.method["budget"], row.num_identical, row.num_answers) for row in group.wholes] == [
-        ("chain:2", 2, 2),
-        ("chain:3", 2, 2),
-    ]
+    rows = [(row.method["budget"], row.num_identical, row.num_answers) for row in group.wholes]
+    assert rows == [("chain:2", 2, 2), ("chain:3", 2, 2)]
 
 
-def test_a_prompt_without_room_is_skipped_by_name(plain, tmp_path):
+def test_a_prompt_that_exceeds_the_context_is_skipped(plain, tmp_path):
     long = {"question_id": "long", "turns": ["x " * 300, "more"]}
     file = write(tmp_path / "tiny.jsonl", [QUESTIONS[1], long])
-    journal = measure(tmp_path / "out", plan(plain, file))
-    assert [each["turn"] for each in journal.skipped.values()] == [1, 2]
-    (group,) = gather([journal])
+    (group,) = gather([measure(tmp_path / "out", plan(plain, file))])
     assert [row.num_questions for row in group.wholes] == [1]
-    assert [(each["id"], each["context"]) for each in group.skipped] == [("long", 256), ("long", 256)]
+    assert [(turn["id"], turn["turn"], turn["context"]) for turn in group.skipped] == [
+        ("long", 1, 256),
+        ("long", 2, 256),
+    ]
     assert "question long, turn 1" in render([group])
     before = records(tmp_path / "out")
     measure(tmp_path / "out", plan(plain, file))
     assert records(tmp_path / "out") == before
-    journal = measure(tmp_path / "whole", plan(plain, file, tokens=250))  # room for the prompt alone
-    assert [each["id"] for each in journal.skipped.values()] == ["8", "long", "long"]
+    journal = measure(tmp_path / "whole", plan(plain, file, tokens=250))  # room for the prompt, but not the answer
+    assert [turn["id"] for turn in journal.skipped.values()] == ["8", "long", "long"]
     assert not journal.answers
 
 
-def test_settings_are_never_mixed(plain, questions, tmp_path):
+def test_different_settings_are_never_mixed(plain, questions, tmp_path):
     one = measure(tmp_path / "one", plan(plain, questions, limit=1))
     with refused(ConfigError, "holds results with tokens 8, and this run has 9", "another --out"):
         measure(tmp_path / "one", plan(plain, questions, tokens=9))
@@ -387,36 +358,36 @@ def test_settings_are_never_mixed(plain, questions, tmp_path):
     three = measure(tmp_path / "three", plan(plain, questions, tokens=9, limit=1))
     four = measure(tmp_path / "four", plan(plain, changed, limit=1))
     groups = gather([one, two, three, four])
-    assert [len(each.folders) for each in groups] == [2, 1, 1]
+    assert [len(group.folders) for group in groups] == [2, 1, 1]
     assert [row.method["budget"] for row in groups[0].wholes] == ["chain:3", "chain:2"]
-    machine = {**one.settings, "machine": {**one.settings["machine"], "cpu": "another"}}
-    other = Journal(tmp_path, machine, one.sets, one.methods, one.answers)
-    assert len(gather([one, other])) == 2
-    named = Journal(
-        tmp_path, {**one.settings, "target": "the same by another name"}, one.sets, one.methods, one.answers
-    )
-    assert len(gather([one, named])) == 1
+    machine = {**one.settings["machine"], "cpu": "another"}
+    for change, num_groups in (({"machine": machine}, 2), ({"target": "the same by another name"}, 1)):
+        assert len(gather([one, replace(one, settings={**one.settings, **change})])) == num_groups
+    for change, message in (
+        ({"machine": machine}, "with cpu 'another'"),
+        ({"target": "x", "target_identity": "0"}, "with target 'x'"),
+        ({"target_identity": "0"}, "with target identity '0'"),
+    ):
+        with refused(ConfigError, message):
+            replace(one, settings={**one.settings, **change}).begin(one.settings)
 
 
-def test_two_heads_of_one_name_are_told_apart(plain, questions, tmp_path):
+def test_two_heads_with_one_name_are_distinguished(plain, questions, tmp_path):
     journal = measure(tmp_path, plan(plain, questions, limit=1))
-    (held,) = journal.methods.values()
-    other = Journal(tmp_path, journal.settings, journal.sets, {"k": {**held, "key": "k", "identity": "f00dfeed"}})
+    (recorded,) = journal.methods.values()
+    other = replace(journal, methods={"k": {**recorded, "key": "k", "identity": "f00dfeed"}}, answers={})
     for unit, (record,) in journal.answers.items():
-        (own,) = record["methods"].values()
-        other.answers[unit] = [{**record, "methods": {"k": own}}]
+        (counts,) = record["methods"].values()
+        other.answers[unit] = [{**record, "methods": {"k": counts}}]
     (group,) = gather([journal, other])
-    assert sorted(row.method["draft"] for row in group.wholes) == sorted(
-        [f"lookup ({held['identity'][:6]})", "lookup (f00dfe)"]
-    )
+    names = {row.method["draft"] for row in group.wholes}
+    assert names == {f"lookup ({recorded['identity'][:6]})", "lookup (f00dfe)"}
 
 
-def test_the_mean_counts_each_set_alike(plain, questions, tmp_path):
-    sets = [
-        read_set("tiny", questions),
-        QuestionSet("other", "other.jsonl", read_set("other", questions).questions[1:2]),
-    ]
-    journal = measure(tmp_path, protocol.Plan(plain, [method(plain)], sets, [dw.Sampling(max_tokens=8, seed=3)]))
+def test_the_mean_weights_sets_equally(plain, questions, tmp_path):
+    other = QuestionSet("other", "other.jsonl", read_set("other", questions).questions[1:2])
+    sets = [read_set("tiny", questions), other]
+    journal = measure(tmp_path, replace(plan(plain, questions), sets=sets))
     one, two, mean = gather([journal])[0].wholes
     assert mean.set == "mean of sets"
     assert mean.figures["tau"].value == pytest.approx((one.figures["tau"].value + two.figures["tau"].value) / 2)
@@ -425,8 +396,7 @@ def test_the_mean_counts_each_set_alike(plain, questions, tmp_path):
 
 def test_parts_of_a_set(plain, questions, tmp_path):
     (group,) = gather([measure(tmp_path, plan(plain, questions))])
-    parts = {row.part: (row.num_questions, row.num_answers) for row in group.rows}
-    assert parts == {
+    assert {row.part: (row.num_questions, row.num_answers) for row in group.rows} == {
         "": (3, 4),
         "turn 1": (3, 3),
         "turn 2": (1, 1),
@@ -439,10 +409,10 @@ def test_parts_of_a_set(plain, questions, tmp_path):
     assert [row.part for row in group.parts] == ["turn 1", "turn 2", "math", "code"]
 
 
-def test_each_question_has_noise_of_its_own(plain, tmp_path):
+def test_each_question_has_its_own_noise(plain, tmp_path):
     same = write(tmp_path / "tiny.jsonl", [{"turns": ["def add(a, b):"]}, {"turns": ["def add(a, b):"]}])
-    journal = measure(tmp_path / "out", plan(plain, same, heats=(1.0,)))
-    texts = [journal.text(("tiny", number, 1, "T=1")) for number in (0, 1)]
+    journal = measure(tmp_path / "out", plan(plain, same, temperatures=(1.0,)))
+    texts = [journal.text(bench.Unit("tiny", number, 1, "T=1")) for number in (0, 1)]
     assert texts[0] != texts[1]
 
 
@@ -450,36 +420,44 @@ def test_each_question_has_noise_of_its_own(plain, tmp_path):
 
 
 def test_samplings(chat, tmp_path):
-    names = [settings.name_of_sampling(settings.parse_sampling(text, chat)) for text in ("0", "1", "0.2,top_p=0.9")]
+    names = [bench.name_of_sampling(bench.parse_sampling(text, chat)) for text in ("0", "1", "0.2,top_p=0.9")]
     assert names == ["T=0", "T=1", "T=0.2 top_p=0.9"]
-    assert settings.parse_sampling("model", chat) == dw.Sampling(temperature=0.6, top_p=0.9)
-    with refused(ConfigError, "--temperature must be a number", "found 'hot'"):
-        settings.parse_sampling("hot", chat)
-    with refused(ConfigError, "--temperature must be a number"):
-        settings.parse_sampling("1,topp=3", chat)
-    with refused(ConfigError, "no sampling settings of its own"):
-        settings.parse_sampling("model", tmp_path)
+    assert bench.parse_sampling("model", chat) == dw.Sampling(temperature=0.6, top_p=0.9)
+    for text, folder, kind, *parts in (
+        ("hot", chat, ConfigError, "--temperature must be a number", "found 'hot'"),
+        ("1,topp=3", chat, ConfigError, "--temperature must be a number"),
+        ("model", tmp_path, ConfigError, "no sampling settings"),
+    ):
+        with refused(kind, *parts):
+            bench.parse_sampling(text, folder)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true, "typical_p": 0.9}')
     with refused(UnsupportedError, "typical_p 0.9"):
-        settings.parse_sampling("model", tmp_path)
+        bench.parse_sampling("model", tmp_path)
 
 
 def test_other_weights_are_another_target(chat, tmp_path):
-    other = shutil.copytree(chat, tmp_path / "other")
-    found = [settings._identity(folder) for folder in (chat, other)]
-    assert found[0] == found[1]
-    file = other / "model.safetensors"
+    file = shutil.copytree(chat, tmp_path / "other") / "model.safetensors"
+    same = bench.weights_digest(file.parent)
+    assert same == bench.weights_digest(chat)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert settings._identity(other) != found[0]
+    assert bench.weights_digest(file.parent) != same
 
 
-def test_what_cannot_be_planned(plain, questions):
-    with refused(ConfigError, "asked for twice"):
+def test_invalid_plans(plain, questions):
+    with refused(ConfigError, "requested twice"):
         plan(plain, questions, method(plain), method(plain)).check()
     with refused(ConfigError, "at least one draft"):
-        protocol.Plan(plain, [], [read_set("tiny", questions)], [dw.Sampling()]).check()
+        replace(plan(plain, questions), methods=[]).check()
+    with refused(ConfigError, "baseline without drafts"):
+        replace(plan(plain, questions), plain=method(plain).lm).check()
+
+
+def test_malformed_records(tmp_path):
+    (tmp_path / FILE).write_text('{"kind": "settings"}\n{"kind": "other"}\n')
+    with refused(CheckpointError, "line 2: not a record of draftwing bench", "unknown kind"):
+        read_journal(tmp_path)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -491,7 +469,7 @@ def run(*args):
 
 def test_the_command_from_end_to_end(questions, tmp_path, monkeypatch):
     """On the shipped pair, whose EAGLE-3 head reads features."""
-    monkeypatch.setattr("draftwing.lab.bench_page._OFTEN", 1)
+    monkeypatch.setattr("draftwing.lab.bench_page.MIN_REACHED", 1)
     other = write(tmp_path / "code.jsonl", [{"prompt": "def quicksort(items):\n"}])
     out = tmp_path / "out"
     args = ["-d", "eagle3", "-d", "lookup", "--tree", "chain:3", "-n", 6, "--num-prompts", 1, "-o", out]
@@ -499,22 +477,22 @@ def test_the_command_from_end_to_end(questions, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     (group,) = found["groups"]
-    rows = group["rows"]
-    assert {(row["set"], row["sampling"], row["draft"]) for row in rows} == {
-        (name, heat, draft)
+    rows = {(row["set"], row["sampling"], row["draft"]): row for row in group["rows"]}
+    assert rows.keys() == {
+        (name, sampling, draft)
         for name in ("tiny", "code", "mean of sets")
-        for heat in ("T=0", "T=1")
+        for sampling in ("T=0", "T=1")
         for draft in ("eagle3", "lookup")
     }
-    assert all(row["identical"] == 1 for row in rows)
-    (row,) = (row for row in rows if (row["set"], row["sampling"], row["draft"]) == ("code", "T=0", "eagle3"))
+    assert all(row["identical"] == 1 for row in rows.values())
+    row = rows["code", "T=0", "eagle3"]
     assert row["n_alpha"] == row["alpha"] != []
     assert row["efficiency"] == pytest.approx(row["speedup"]["value"] / row["tau"]["value"])
     assert row["speedup"]["low"] is None  # one question
-    assert all(row["n_alpha"] is None for row in rows if row["draft"] == "lookup")
+    assert all(row["n_alpha"] is None for row in rows.values() if row["draft"] == "lookup")
     assert json.loads((out / "results.json").read_text())["groups"] == found["groups"]
     page = (out / "index.html").read_text()
-    assert page.count("<svg") == 5  # speedup, tau, what is left of it at T=1, alpha of both sets
+    assert page.count("<svg") == 5  # speedup, tau, share of tau at T=1, alpha of both sets
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # needs no network
     report = run("--report", out, "--out", tmp_path / "again")
     assert report.exit_code == 0, report.output
@@ -525,7 +503,7 @@ def test_the_command_from_end_to_end(questions, tmp_path, monkeypatch):
     assert "holds results with tokens 6, and this run has 7" in other_settings.stderr
 
 
-def test_ctrl_c_keeps_what_is_done_and_shows_it(chat, questions, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_and_shows_finished_answers(chat, questions, tmp_path, monkeypatch):
     real = Journal.add
 
     def add(self, record):
@@ -533,29 +511,29 @@ def test_ctrl_c_keeps_what_is_done_and_shows_it(chat, questions, tmp_path, monke
         if len(self.answers) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Journal, "add", add)
     args = ["-t", chat, "-d", "lookup", "--tree", "chain:2", "-n", 4, "--set", questions, "-o", tmp_path]
-    result = run(*args)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "add", add)
+        result = run(*args)
     assert result.exit_code == 130
     assert "the same command continues" in result.stderr
     assert "2 of 2" in result.stdout
     assert (tmp_path / "index.html").exists()
-    monkeypatch.undo()
     result = run(*args)
     assert result.exit_code == 0, result.output
     assert "4 of 4" in result.stdout
 
 
-def test_a_wrong_text_ends_with_1(chat, questions, tmp_path, monkeypatch):
+def test_a_wrong_text_exits_with_1(chat, questions, tmp_path, monkeypatch):
     monkeypatch.setattr("draftwing.lm.LM", Wrong)
     result = run("-t", chat, "-d", "lookup", "-n", 8, "-T", "0", "--tree", "chain:2", questions, "-o", tmp_path)
     assert result.exit_code == 1, result.output
     assert "3 of 4" in result.stdout
-    assert "NOT plain decoding's text" in result.stdout
+    assert "NOT " in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ([], "give --out"),
         (["--out", "OUT"], "give --set FILE"),
@@ -568,15 +546,9 @@ def test_a_wrong_text_ends_with_1(chat, questions, tmp_path, monkeypatch):
         (["--report", "OUT"], "no results of draftwing bench"),
     ],
 )
-def test_refusals(chat, questions, tmp_path, args, said):
-    names = {"OUT": tmp_path / "out", "SET": questions, "CHAT": chat}
-    result = run(*(names.get(each, each) for each in args))
+def test_refusals(chat, questions, tmp_path, args, message):
+    paths = {"OUT": tmp_path / "out", "SET": questions, "CHAT": chat}
+    result = run(*(paths.get(arg, arg) for arg in args))
     assert result.exit_code == 2, result.output
-    assert said in result.stderr
+    assert message in result.stderr
     assert not (tmp_path / "out" / FILE).exists()
-
-
-def test_records_that_are_none(tmp_path):
-    (tmp_path / FILE).write_text('{"kind": "settings"}\n{"kind": "other"}\n')
-    with refused(CheckpointError, "line 2: not a record of draftwing bench", "unknown kind"):
-        read_journal(tmp_path)

@@ -23,7 +23,6 @@ from draftwing.cli import screen as console
 from draftwing.cli.options import Compared, Model
 from draftwing.errors import DraftwingWarning
 from draftwing.lab import compare as compare_module
-from draftwing.lab import verify as lossless_module
 from draftwing.train.trainer import Progress as TrainProgress
 
 PROMPT = TEXTS[0]
@@ -348,11 +347,11 @@ def test_verify(target, prompts):
 )
 def test_verify_exit_codes(target, prompts, monkeypatch, ties, options, code):
     found = [
-        lossless_module.Difference(index, 4, 60, 61, 1e-7 if tie else float("inf"), 1e-6, tie)
+        compare_module.Difference(index, 4, 60, 61, 1e-7 if tie else float("inf"), 1e-6, tie)
         for index, tie in enumerate(ties)
     ]
-    fake = lossless_module.Verification(3, 3 - len(found), 30, found, {"target": "x"})
-    monkeypatch.setattr(lossless_module, "verify", lambda *args, **options: fake)
+    fake = compare_module.Verification(3, 3 - len(found), 30, found, {"target": "x"})
+    monkeypatch.setattr(compare_module, "verify", lambda *args, **options: fake)
     args = ["verify", "-t", target, "-d", "lookup", "--prompts", prompts, *options]
     result = run(*args)
     assert result.exit_code == code

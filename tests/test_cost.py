@@ -1,4 +1,4 @@
-"""The papers' formulas against sums over every outcome, and measured curves against their definitions."""
+"""The papers' formulas equal sums over every outcome, and measured curves their definitions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COSTS = Costs(
 
 
 def outcomes(alpha: float, gamma: int):
-    """Every sequence of decisions over a chain: its chance and how many tokens it emits, the bonus counted."""
+    """Yield the probability of every sequence of decisions over a chain, and its tokens, including the bonus."""
     for taken in product((True, False), repeat=gamma):
         chance = math.prod(alpha if each else 1 - alpha for each in taken)
         yield chance, 1 + (taken.index(False) if False in taken else gamma)
@@ -88,8 +88,8 @@ def test_the_best_chain_length(alpha):
         assert (found > 0) == (alpha > c) == (max(speedups) > 1)
 
 
-def test_best_gamma_of_equal_chances_and_costs_is_none():
-    """Where alpha is c, chains of one token break even: nothing is gained, whatever the last bit says."""
+def test_best_gamma_is_0_if_alpha_equals_c():
+    """Chains of one token break even, in spite of rounding."""
     for n in range(100):
         assert best_gamma(n / 100, n / 100) == 0
     assert best_gamma(1.0, 0.0, 9) == 9
@@ -97,7 +97,7 @@ def test_best_gamma_of_equal_chances_and_costs_is_none():
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf])
-def test_what_is_no_chance_is_refused(alpha):
+def test_invalid_alphas_are_refused(alpha):
     for call in (
         lambda: expected_tokens(alpha, 2),
         lambda: predicted_speedup(alpha, 2, 0.1),
@@ -112,7 +112,7 @@ def test_what_is_no_chance_is_refused(alpha):
 
 
 @pytest.mark.parametrize(("gamma", "c"), [(-1, 0.1), (2, -0.1), (2, math.nan)])
-def test_what_is_no_number_of_tokens_or_no_cost_is_refused(gamma, c):
+def test_invalid_gammas_and_costs_are_refused(gamma, c):
     for call in (predicted_speedup, operations_factor):
         with refused(ConfigError, "gamma and c of at least 0", str(gamma), str(c)):
             call(0.5, gamma, c)
@@ -278,37 +278,28 @@ def test_costs_come_back_from_json(costs):
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"verify": None},
-        {"verify": {"knots": []}},
-        {"chain": {"knots": [[1, "a"]]}},
-        {"tree": {"knots": [[1, 2, 3]]}},
-        {"tree": {}},
-        {"width": "wide"},
-        {"per_token": None},
-        {"per_row": [0.0]},
-        {"draft_per_row": "x"},
-        {"context": {}},
-    ],
-    ids=str,
-)
-def test_what_is_no_costs_is_refused(change):
-    values = {**json.loads(json.dumps(COSTS.to_dict())), **change}
-    with refused(ConfigError, "these are no measured costs", "measure again"):
-        Costs.from_dict(values)
+VALUES = COSTS.to_dict()
+MALFORMED = [None, [], 3, "costs"] + [
+    {**VALUES, name: value}
+    for name, value in (
+        ("verify", None),
+        ("verify", {"knots": []}),
+        ("chain", {"knots": [[1, "a"]]}),
+        ("tree", {"knots": [[1, 2, 3]]}),
+        ("tree", {}),
+        ("width", "wide"),
+        ("per_token", None),
+        ("per_row", [0.0]),
+        ("draft_per_row", "x"),
+        ("context", {}),
+    )
+]
 
 
-@pytest.mark.parametrize("name", list(COSTS.to_dict()))
-def test_what_lacks_a_part_is_refused(name):
-    values = COSTS.to_dict()
-    del values[name]
-    with refused(ConfigError, "these are no measured costs", name, "measure again"):
-        Costs.from_dict(values)
-
-
-@pytest.mark.parametrize("values", [None, [], 3, "costs"])
-def test_what_is_no_mapping_is_refused(values):
-    with refused(ConfigError, "these are no measured costs"):
-        Costs.from_dict(values)
+def test_malformed_costs_are_refused():
+    for values in MALFORMED:
+        with refused(ConfigError, "these are no measured costs", "measure again"):
+            Costs.from_dict(values)
+    for name in VALUES:
+        with refused(ConfigError, "these are no measured costs", name, "measure again"):
+            Costs.from_dict({key: value for key, value in VALUES.items() if key != name})

@@ -1,4 +1,4 @@
-"""The kernel's numbers on other processors and by other compilers: the same bits as here.
+"""The kernel computes the same bits on other processors and with other compilers.
 
 `native/figures.cpp` computes everything that the kernel can. ARM programs are cross-compiled and run in an emulator:
 `apt-get install g++-aarch64-linux-gnu qemu-user`.
@@ -22,11 +22,11 @@ pytestmark = [
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 FLAGS = [*(flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")), "-Werror=return-type"]
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-LIBRARY = ("GELU",)  # by the C library's erf: its last bit is its own
+LIBRARY = ("GELU",)  # uses the C library's erf, whose last bit differs between libraries
 
 
 def figures(made: Path, command: list[str], runner: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-    """Words by name, of a program that is compiled by a command."""
+    """Compile the program with ``command``, run it, and return the words it prints, by name."""
     done = subprocess.run(
         [*command, *FLAGS, f"-I{build.SOURCES}", "-o", str(made), str(HERE / "figures.cpp")],
         capture_output=True, text=True, timeout=600,
@@ -48,9 +48,9 @@ def here(tmp_path_factory) -> dict[str, np.ndarray]:
     return found
 
 
-def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, words in wanted.items():
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, words in expected.items():
         if name in LIBRARY:
             np.testing.assert_allclose(found[name].view(np.float32), words.view(np.float32), rtol=1e-6, atol=1e-7)
         else:
@@ -65,12 +65,12 @@ def test_older_x86_processors_have_the_same_bits(arch, here, tmp_path):
     needed = {"avxvnni": "avx_vnni", "avx512": "avx512dq", "v3": "avx2"}
     if any(word in arch and flag not in flags for word, flag in needed.items()):
         pytest.skip("this processor lacks the instructions")
-    same(figures(tmp_path / "figures", [*compiler, *f"-march={arch}".split()]), here)
+    assert_same(figures(tmp_path / "figures", [*compiler, *f"-march={arch}".split()]), here)
 
 
 @pytest.mark.skipif(not IS_X86, reason="names of x86 processors")
 def test_without_fused_multiply_add_only_rounding_differs(here, tmp_path):
-    """Sums of integers, weights, noise and what is drawn are the same; other numbers are near."""
+    """Sums of integers, weights, noise and sampled tokens are the same; other numbers are close."""
     compiler = build.find_compiler()
     assert compiler is not None
     found = figures(tmp_path / "figures", [*compiler, "-march=x86-64-v2"])
@@ -79,16 +79,16 @@ def test_without_fused_multiply_add_only_rounding_differs(here, tmp_path):
         if name.startswith(("bytes", "rows", "noise", "walk")) or name.endswith(("tokens", "parents")):
             assert np.array_equal(found[name], words), name
         else:
-            numbers, wanted = found[name].view(np.float32), words.view(np.float32)
-            scale = np.abs(wanted[np.isfinite(wanted)]).max()
-            np.testing.assert_allclose(numbers, wanted, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+            numbers, expected = found[name].view(np.float32), words.view(np.float32)
+            scale = np.abs(expected[np.isfinite(expected)]).max()
+            np.testing.assert_allclose(numbers, expected, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ here")
 @pytest.mark.parametrize("arch", ["native", *(["x86-64-v3"] if IS_X86 else [])])
 def test_clang_gives_the_same_bits(arch, here, tmp_path):
     option = "-march" if IS_X86 else "-mcpu"
-    same(figures(tmp_path / "figures", ["clang++", f"{option}={arch}"]), here)
+    assert_same(figures(tmp_path / "figures", ["clang++", f"{option}={arch}"]), here)
 
 
 @pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS} here: apt-get install g++-aarch64-linux-gnu")
@@ -96,12 +96,12 @@ def test_clang_gives_the_same_bits(arch, here, tmp_path):
 @pytest.mark.parametrize("arch", ["armv8-a", "armv8.2-a+dotprod", "armv8.2-a+dotprod+i8mm"])
 def test_arm_gives_the_same_bits(arch, here, tmp_path):
     command = [CROSS, f"-march={arch}", "-static"]
-    same(figures(tmp_path / "figures", command, (EMULATOR, "-cpu", "max")), here)
+    assert_same(figures(tmp_path / "figures", command, (EMULATOR, "-cpu", "max")), here)
 
 
 @pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS} here: apt-get install g++-aarch64-linux-gnu")
 @pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} here: apt-get install qemu-user")
-def test_an_arm_processor_that_lacks_instructions_is_told(tmp_path):
+def test_an_arm_processor_that_lacks_instructions_is_recognised(tmp_path):
     command = [CROSS, "-march=armv8.2-a+dotprod+i8mm", "-static", *FLAGS, f"-I{build.SOURCES}"]
     source = tmp_path / "here.cpp"
     source.write_text('#include "processor.h"\nint main() { return runs_here() ? 0 : 3; }\n')

@@ -1,4 +1,4 @@
-"""Is a head tried on prompts of its own kind, and told apart from one that does not fit?"""
+"""A head is tried on prompts of its kind, and one that does not fit is recognised."""
 
 import json
 import random
@@ -16,8 +16,7 @@ from draftwing.errors import ConfigError, PromptError
 from draftwing.formats.card import line_of
 from draftwing.formats.read import load_head
 from draftwing.formats.write import save_head
-from draftwing.lab import fit as fit_module
-from draftwing.lab.fit import Trial, by_chance, measure_fit, trial_of, wilson
+from draftwing.lab.fit import MISFIT, Trial, by_chance, judge, measure_fit, trial_of, wilson
 from draftwing.loading import load_drafter
 from draftwing.shipped import TOY
 from draftwing.text.prompts import as_put, read_prompts, shipped_prompts, shipped_questions
@@ -77,7 +76,7 @@ def run(target, tmp_path_factory):
     return place, data, texts
 
 
-# --- prompts of its own kind -----------------------------------------------------------------------------------------
+# --- prompts of its kind ---------------------------------------------------------------------------------------------
 
 
 def test_a_trained_head_carries_held_out_prompts(run, target, monkeypatch):
@@ -125,7 +124,7 @@ def test_a_trained_head_has_a_card(run, target):
         "Apache-2.0.",
     ):
         assert part in card, part
-    assert str(place) not in card  # where the data lay is nobody's business
+    assert str(place) not in card  # the user's folders are private
 
 
 def test_prompts_can_be_kept_back(target, run, tmp_path, monkeypatch):
@@ -137,8 +136,8 @@ def test_prompts_can_be_kept_back(target, run, tmp_path, monkeypatch):
     assert not (tmp_path / "head" / "prompts.jsonl").exists()
 
 
-def test_losses_may_look_at_the_most_frequent_tokens_alone(run, target, tmp_path, monkeypatch):
-    """A whole run of a net that uses the target's LM head; one that trains its own would leave rows as they began."""
+def test_losses_may_cover_only_the_most_frequent_tokens(run, target, tmp_path, monkeypatch):
+    """A net that uses the target's LM head; one that trains its head would leave rows untrained."""
     monkeypatch.setattr("draftwing.train.session.START_TOKENS", 512)
     options = TrainOptions(
         "eagle1", iterations=2, max_length=64, tokens_per_batch=512, precision="no", loss_vocab_size=50, eval_prompts=0
@@ -153,7 +152,7 @@ def test_losses_may_look_at_the_most_frequent_tokens_alone(run, target, tmp_path
         prepare(files, replace(options, method="eagle3"), tmp_path / "other", dtype="float32", device="cpu")
 
 
-def test_a_net_reads_the_states_that_it_is_told_to(run, target, tmp_path, monkeypatch):
+def test_a_net_reads_the_requested_hidden_states(run, target, tmp_path, monkeypatch):
     monkeypatch.setattr("draftwing.train.session.START_TOKENS", 512)
     options = TrainOptions(
         "eagle3", iterations=2, max_length=64, tokens_per_batch=512, precision="no", taps=(0, 2), eval_prompts=0
@@ -163,7 +162,7 @@ def test_a_net_reads_the_states_that_it_is_told_to(run, target, tmp_path, monkey
     assert tuple(session.trainer.net.config.taps) == (0, 2)
     session.run()
     assert load_head(tmp_path / "run" / "head").config.taps == (0, 2)
-    prepare(files, options, tmp_path / "run", **place).run()  # goes on, and is told so by JSON
+    prepare(files, options, tmp_path / "run", **place).run()  # resumes; JSON has made the taps a list
     last = session.target.num_layers
     for taps in ((2, 0), (1, 1), (0, last + 1), (-1, 2)):
         with refused(ConfigError, f"different numbers from 0 to {last}, in order", "are usual"):
@@ -257,41 +256,33 @@ def test_a_head_is_told_from_one_that_does_not_fit(tmp_path):
     ("right", "lookup_tau", "verdict"),
     [(80, 1.2, "fits"), (80, 4.0, "weak"), (30, 1.2, "weak"), (14, 1.2, "does not fit"), (0, 1.2, "does not fit")],
 )
-def test_verdicts(monkeypatch, target, right, lookup_tau, verdict):
-    said = [place % 97 for place in range(100)]
-    guesses = [token if place < right else 200 + place for place, token in enumerate(said)]
+def test_verdicts(right, lookup_tau, verdict):
+    emitted = [place % 97 for place in range(100)]
+    drafted = [token if place < right else 200 + place for place, token in enumerate(emitted)]
     stats = dw.Stats(num_tokens=100 + right, num_forwards=100, reached=[100], taken=[right])
-    beside = dw.Stats(num_tokens=round(100 * lookup_tau), num_forwards=100)
-
-    def decode(lm, prompts, max_tokens):
-        return (beside, [], []) if lm.new_drafter is not plain.new_drafter else (stats, guesses, said)
-
-    plain = dw.load(target, "none", device="cpu")
-    monkeypatch.setattr(fit_module, "_decode", decode)
-    assert measure_fit(plain, Trial(["a"], "")).verdict == verdict
+    assert judge(stats, drafted, emitted, lookup_tau, "").verdict == verdict
 
 
-def test_common_tokens_alone_are_no_fit(monkeypatch, target):
-    """A head that always says the most common token is right as often as chance, and does not fit."""
+def test_common_tokens_alone_are_no_fit():
+    """A head that always drafts the most common token is right as often as chance, and does not fit."""
     rng = random.Random(0)
-    said = [7 if rng.random() < 0.3 else rng.randrange(20, 300) for _ in range(400)]
-    right = said.count(7)
+    emitted = [7 if rng.random() < 0.3 else rng.randrange(20, 300) for _ in range(400)]
+    right = emitted.count(7)
     stats = dw.Stats(num_tokens=400 + right, num_forwards=400, reached=[400], taken=[right])
-    monkeypatch.setattr(fit_module, "_decode", lambda *_: (stats, [7] * 400, said))
-    found = measure_fit(dw.load(target, "none", device="cpu"), Trial(["a"], ""))
-    assert found.alpha[0] > fit_module.MISFIT
-    assert found.chance == pytest.approx(found.alpha[0])
-    assert found.verdict == "does not fit"
+    fit = judge(stats, [7] * 400, emitted, 1.0, "")
+    assert fit.alpha[0] > MISFIT
+    assert fit.chance == pytest.approx(fit.alpha[0])
+    assert fit.verdict == "does not fit"
 
 
 def test_chance_and_interval():
     rng = random.Random(2)
-    guesses, said = ([rng.randrange(4) for _ in range(60)] for _ in range(2))
+    drafted, emitted = ([rng.randrange(4) for _ in range(60)] for _ in range(2))
     pairs = [(i, j) for i in range(60) for j in range(60) if i != j]
-    assert by_chance(guesses, said) == pytest.approx(sum(guesses[i] == said[j] for i, j in pairs) / len(pairs))
+    assert by_chance(drafted, emitted) == pytest.approx(sum(drafted[i] == emitted[j] for i, j in pairs) / len(pairs))
     assert by_chance([3], [3]) == by_chance([], []) == 0
     assert wilson(0, 0) == (0, 1)
-    # A share on the interval's edge is just 1.96 of its own deviations away from what was seen.
+    # A share on the edge of the interval is 1.96 of its standard deviations away from the observed one.
     for edge in wilson(36, 100):
         assert abs(0.36 - edge) == pytest.approx(1.96 * (edge * (1 - edge) / 100) ** 0.5)
 
@@ -303,7 +294,7 @@ def doctor(*args):
     return CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, ["doctor", *map(str, args), "--device", "cpu"])
 
 
-def test_the_command_says_on_what_it_tried(run, target):
+def test_the_command_reports_its_prompts(run, target):
     shown = doctor(run[0] / "head", "--target", target)
     assert "tried on prompts held out of its training, stored with the head" in shown.stdout
     assert "shuffled drafts: " in shown.stdout

@@ -1,4 +1,4 @@
-"""A forecast walks along recorded texts as decoding would: held against a formula, explicit trees, and decoding."""
+"""A forecast walks along recorded texts like decoding does: compared with a formula, explicit trees and decoding."""
 
 import dataclasses
 import json
@@ -19,12 +19,12 @@ from draftwing.lab.forecast import (
     FILE,
     THRESHOLDS,
     HeldOut,
+    ReferenceTree,
     Texts,
-    _Columns,
-    _Grown,
     accepted,
     collect,
     forecast,
+    statistics,
     walk,
     walk_above,
 )
@@ -46,17 +46,15 @@ MADE = {"head": "0" * 16, "target": "t", "runs_as": "", "context": 64.0}
 
 
 def texts_of(found, ranks, lengths, stopped=False):
-    """Texts of paths with these ranks; nothing else is in their trees."""
-    entries = len(ranks)
+    """Texts whose reference trees are single paths with these ranks."""
+    shapes = {"chances": len(ranks), "likelier": (len(ranks), DEPTH)}
+    shapes |= dict.fromkeys(("sizes", "levels"), (len(found), len(THRESHOLDS)))
     return Texts(
         lengths=np.array(lengths, dtype=np.int32),
         stopped=np.full(len(lengths), stopped),
         found=np.array(found, dtype=np.uint8),
         ranks=np.array(ranks, dtype=np.uint8),
-        chances=np.zeros(entries, dtype=np.uint8),
-        likelier=np.zeros((entries, DEPTH), dtype=np.uint8),
-        sizes=np.zeros((len(found), len(THRESHOLDS)), dtype=np.uint8),
-        levels=np.zeros((len(found), len(THRESHOLDS)), dtype=np.uint8),
+        **{name: np.zeros(shape, dtype=np.uint8) for name, shape in shapes.items()},
     )
 
 
@@ -69,15 +67,14 @@ def test_independent_rates_give_the_papers_tau(alpha):
         assert walk(texts, Budget(gamma)).tau == pytest.approx(expected_tokens(alpha, gamma), rel=0.02)
 
 
-def test_a_walk_begins_where_the_last_step_ended():
-    # Three easy positions in front of a hard one: a mean over positions would be (3 + 2 + 1 + 0) / 4 + 1 = 2.5.
-    texts = texts_of([3, 2, 1, 0] * 10, [0] * 60, [40])
-    way = walk(texts, Budget(5))
-    assert (way.tau, way.steps.tolist(), way.tokens.tolist()) == (4.0, [10], [40])
+def test_a_step_starts_at_the_end_of_the_last_one():
+    # Three easy positions before a hard one: a mean over positions would be (3 + 2 + 1 + 0) / 4 + 1 = 2.5.
+    steps = walk(texts_of([3, 2, 1, 0] * 10, [0] * 60, [40]), Budget(5))
+    assert (steps.tau, steps.steps.tolist(), steps.tokens.tolist()) == (4.0, [10], [40])
 
 
 @pytest.mark.parametrize(("stopped", "tokens"), [(True, 5), (False, 8)])
-def test_only_an_end_of_its_own_cuts_a_step_short(stopped, tokens):
+def test_only_a_text_that_stopped_cuts_a_step_short(stopped, tokens):
     texts = texts_of([3, 0, 0, 0, 3], [0] * 6, [5], stopped)
     assert walk(texts, Budget(5)).tokens.tolist() == [tokens]
 
@@ -97,14 +94,12 @@ def random_trees(count, seed=0):
                     parents.append(node)
                     chances.append(float(np.float32(chances[node] * rates[rank])))
             level = sorted(fresh, key=lambda node: -chances[node])[:10]
-        yield _Grown(*map(np.array, (tokens, parents, chances))), generator.choice(4, size=6, p=[0.6, 0.2, 0.1, 0.1])
+        following = generator.choice(4, size=6, p=[0.6, 0.2, 0.1, 0.1])
+        yield ReferenceTree(*map(np.array, (tokens, parents, chances))), following
 
 
 def recorded(trees):
-    columns = _Columns(lengths=[len(trees)], stopped=[False])
-    for tree, following in trees:
-        columns._add_position(tree, following.tolist())
-    return columns.texts()
+    return statistics((following.tolist(), False, [tree]) for tree, following in trees)
 
 
 def kept_by(tree, keeps, following):
@@ -149,18 +144,14 @@ def shipped():
     """The shipped head's statistics on three prompts, and what they were made of."""
     lm = dw.load(draft="eagle3")
     prompts = [lm.encode(prompt) for prompt in shipped_prompts(3)]
-    return (
-        lm,
-        prompts,
-        collect(lm.target, lm.new_drafter, head_id(TOY / "eagle3"), prompts, num_tokens=TOKENS),
-    )
+    return lm, prompts, collect(lm.target, lm.new_drafter, head_id(TOY / "eagle3"), prompts, num_tokens=TOKENS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", BUDGETS)
 def test_decoding_keeps_what_the_record_says(shipped, name, temperature):
     lm, prompts, found = shipped
-    texts = found.of(temperature)
+    texts = found.at(temperature)
     kept = accepted(texts, BUDGETS[name])
     engine = LM(lm.target, lm.tokenizer, lm.new_drafter, budget=BUDGETS[name]).engine()
     for number, prompt in enumerate(prompts):
@@ -189,12 +180,12 @@ def test_the_file_keeps_everything(shipped, tmp_path):
     assert found.write(folder).stat().st_size < 20_000
     read = HeldOut.read(folder)
     assert read.describe() == found.describe()
-    other = dataclasses.replace(found, texts={0.7: found.of(1.0)})
+    other = dataclasses.replace(found, texts={0.7: found.at(1.0)})
     assert sorted(other.joined(read).texts) == [0.0, 0.7, 1.0]
     assert sorted(dataclasses.replace(other, head="1" * 16).joined(read).texts) == [0.7]
     for temperature in (0.0, 1.0):
         for field in dataclasses.fields(Texts):
-            own, other = (getattr(each.of(temperature), field.name) for each in (found, read))
+            own, other = (getattr(each.at(temperature), field.name) for each in (found, read))
             assert np.array_equal(own, other), field.name
 
 
@@ -216,16 +207,24 @@ def test_files_that_cannot_be_used_are_refused(shipped, tmp_path):
         HeldOut.read(folder)
 
 
-def test_what_is_not_covered_is_refused():
-    texts = texts_of([1, 0], [0], [2])
-    found = HeldOut(**MADE, texts={0.0: texts})
-    with refused(ConfigError, "temperature 0, not of 0.7", "--collect -T 0.7"):
-        forecast(found, {"chain:2": Budget(2)}, [0.7])
-    with refused(ConfigError, "reach 10 levels of 10 nodes", "draftwing compare"):
-        forecast(found, {"chain:11": Budget(11)}, [0.0])
-    with refused(ConfigError, "automatic budget", "costs", "name trees"):
-        forecast(found, {"auto": None}, [0.0])
-    with refused(ConfigError, "add up to", "collect them anew"):
+@pytest.mark.parametrize(
+    ("budget", "temperature", "parts"),
+    [
+        (Budget(2), 0.7, ("temperature 0, not of 0.7", "--collect -T 0.7")),
+        (Budget(11), 0.0, ("reach 10 levels of 10 nodes", "draftwing compare")),
+        (Budget(1, 11), 0.0, ("reach 10 levels of 10 nodes", "draftwing compare")),
+        (None, 0.0, ("automatic budget", "costs", "name trees")),
+    ],
+)
+def test_forecasts_beyond_the_statistics_are_refused(budget, temperature, parts):
+    with refused(ConfigError, *parts):
+        forecast(HeldOut(**MADE, texts={0.0: texts_of([1, 0], [0], [2])}), {"tree": budget}, [temperature])
+
+
+def test_inconsistent_statistics_are_refused():
+    with refused(ConfigError, "`stopped` must be bool", "collect them again"):
+        dataclasses.replace(texts_of([1, 0], [0], [2]), stopped=np.zeros(1))
+    with refused(ConfigError, "add up to", "collect them again"):
         texts_of([1, 0], [0], [3])
 
 
@@ -253,17 +252,17 @@ def test_speedup_is_tau_over_what_a_step_takes():
 
 def test_intervals_are_the_same_every_time():
     found = np.random.default_rng(0).integers(0, 5, size=400)
-    way = walk(texts_of(found, np.zeros(found.sum()), [40] * 10), Budget(5))
-    low, high = way.interval()
-    assert (low, high) == way.interval()
-    assert low < way.tau < high
+    steps = walk(texts_of(found, np.zeros(found.sum()), [40] * 10), Budget(5))
+    low, high = steps.interval()
+    assert (low, high) == steps.interval()
+    assert low < steps.tau < high
 
 
 def test_lower_thresholds_keep_more(shipped):
     _, _, found = shipped
-    ways = [walk_above(found.of(1.0), place) for place in range(len(THRESHOLDS))]
-    assert [way.nodes for way in ways] == sorted(way.nodes for way in ways)
-    assert ways[-1].tau > ways[0].tau + 0.2
+    walks = [walk_above(found.at(1.0), index) for index in range(len(THRESHOLDS))]
+    assert [steps.nodes for steps in walks] == sorted(steps.nodes for steps in walks)
+    assert walks[-1].tau > walks[0].tau + 0.2
 
 
 def invoke(*words):
@@ -277,7 +276,7 @@ def test_the_command_reads_the_head_alone(shipped, tmp_path):
     shown = invoke("--draft", str(folder), "--tau-only", "--tree", "chain:4", "-T", "0", "--json")
     assert shown.exit_code == 0, shown.output
     (only,) = json.loads(shown.stdout)["forecasts"]
-    assert (only["tree"], only["tau"], only["speedup"]) == ("chain:4", walk(found.of(0.0), Budget(4)).tau, None)
+    assert (only["tree"], only["tau"], only["speedup"]) == ("chain:4", walk(found.at(0.0), Budget(4)).tau, None)
     table = invoke("--draft", str(folder), "--tau-only")
     assert table.exit_code == 0
     assert "dynamic:59,8,10" in table.output

@@ -1,4 +1,4 @@
-"""Inflated models: the small one's numbers, text and drafts, in a large one's shape."""
+"""Inflated models compute the small model's numbers, text and drafts in a large model's shape."""
 
 import importlib.util
 import json
@@ -73,16 +73,16 @@ def head_of(folder, out, variant="eagle3"):
 
 
 def steps_of(folder, head, temperature):
-    """Every step of decoding all prompts at once with a tree that is wide enough for a random head to be right."""
+    """Decode all prompts at once with a tree wide enough for a random head to be right; return every step."""
     target = load_target(folder, dtype="float64", device="cpu")
     drafter = load_drafter(head, target, None, device="cpu")()
     decoder = dw.Decoder(target, drafter, budget=dw.Budget(3, 12, 40))
     for seed, prompt in enumerate(PROMPTS):
         decoder.admit(prompt, dw.Sampling(max_tokens=16, ignore_eos=True, temperature=temperature, seed=seed))
-    found = []
+    steps = []
     while decoder.num_running:
-        found.append(decoder.step())
-    return found
+        steps.append(decoder.step())
+    return steps
 
 
 @torch.no_grad()
@@ -98,14 +98,11 @@ def test_the_same_logits_and_text(folder_of, tmp_path, llama, shape):
     small, large = folder_of(family, **changes), tmp_path / "target"
     inflate(small, [], tmp_path, SHAPES[shape], torch.float64)
     torch.testing.assert_close(hf_logits(large), hf_logits(small), rtol=0, atol=1e-10)
-    found = {}
-    for dtype, apart in (("float64", 1e-10), ("float32", 1e-5)):
+    for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-5)):
         one, other = (load_target(folder, dtype=dtype, device="cpu") for folder in (small, large))
         logits = one.score(IDS).logits
-        apart *= float(logits.abs().max())
-        torch.testing.assert_close(other.score(IDS).logits, logits, rtol=0, atol=apart)
-        found[dtype] = one, other
-    for one, other in found.values():
+        tolerance *= float(logits.abs().max())
+        torch.testing.assert_close(other.score(IDS).logits, logits, rtol=0, atol=tolerance)
         assert texts_of(one) == texts_of(other)
 
 
@@ -135,7 +132,7 @@ def test_the_same_drafts(folder_of, tmp_path, variant, shape):
             assert [row.token_ids for row in one.rows] == [row.token_ids for row in other.rows]
 
 
-def test_taps_keep_their_numbers_but_the_last(folder_of, tmp_path):
+def test_all_taps_but_the_last_keep_their_numbers(folder_of, tmp_path):
     small = folder_of("llama")
     heads = [head_of(small, tmp_path / name, name) for name in ("eagle3", "eagle3-last", "eagle1")]
     _, wide = inflate(small, heads, tmp_path / "out", SHAPES["larger"], torch.float32)
@@ -167,21 +164,19 @@ def test_the_command_line(folder, tmp_path):
         small = dw.load(folder, "none", device="cpu")
         texts = [lm.generate("def add(", max_tokens=8)[0].token_ids for lm in (inflated, small)]
         assert texts[0] == texts[1]
-    again = run(out, "--target", folder, "--hidden-size", 64)
-    assert again.exit_code == 2
-    assert "exists already" in again.output
+    for arguments, message in (
+        ((out, "--target", folder, "--hidden-size", 64), "exists already"),
+        ((tmp_path / "new", "--target", folder), "how large?"),
+    ):
+        refusal = run(*arguments)
+        assert refusal.exit_code == 2
+        assert message in refusal.output
 
 
 def run(*arguments):
     app = typer.Typer()
     app.command()(script.main)
     return CliRunner().invoke(app, list(map(str, arguments)))
-
-
-def test_a_command_line_without_a_size(folder, tmp_path):
-    done = run(tmp_path / "out", "--target", folder)
-    assert done.exit_code == 2
-    assert "how large?" in done.output
 
 
 def test_the_shapes_of_known_models():
@@ -204,7 +199,7 @@ def test_shards(folder_of, tmp_path, monkeypatch):
     torch.testing.assert_close(hf_logits(tmp_path / "target"), hf_logits(small), rtol=1e-4, atol=1e-4)
 
 
-def test_half_precision_keeps_what_it_can(folder_of, tmp_path):
+def test_half_precision_reports_rounding(folder_of, tmp_path):
     small = tmp_path / "small"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder_of("llama"), dtype=torch.bfloat16)
     model.save_pretrained(small)
@@ -226,7 +221,7 @@ def test_new_weights_cost_what_real_ones_do(folder_of, tmp_path):
             if tensor.is_floating_point():
                 used = tensor[tensor != 0].abs()
                 assert torch.isfinite(tensor).all(), key
-                assert not len(used) or used.min() > 1e-20, key  # far from where a CPU becomes slow
+                assert not len(used) or used.min() > 1e-20, key  # denormal numbers are slow on CPUs
     new = load_file(tmp_path / "out" / "target" / "model.safetensors")
     for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         assert new[f"model.layers.4.{part}.weight"].std() > 0.01

@@ -1,4 +1,4 @@
-"""The benchmark of long texts: where gains turn positive, and one tiny run. No test looks at a time."""
+"""The benchmark of long texts: the context from which drafting gains, and one tiny run. No test depends on times."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ script = importlib.import_module("long_context")
 
 
 @pytest.mark.parametrize(
-    ("gains", "where"),
+    ("gains", "context"),
     [
         ([-3, -1, 1, 3], 3000),
         ([-3, 1, -1, 1], 6000),
@@ -27,14 +27,14 @@ script = importlib.import_module("long_context")
     ],
     ids=str,
 )
-def test_where_gains_turn_positive_for_good(gains, where):
-    assert script.crossing([1000, 2000, 4000, 8000], gains) == where
+def test_the_context_from_which_gains_stay_positive(gains, context):
+    assert script.crossing([1000, 2000, 4000, 8000], gains) == context
     assert script.crossing([7], [1.0]) == 0
     assert script.crossing([7], [-1.0]) is None
 
 
 def test_the_crossing_is_the_inflection_of_the_costs():
-    """Of steps that take what the costs say."""
+    """If steps take exactly the modelled time."""
     costs = Costs(
         Curve(((1, 1.0), (2, 1.2), (8, 2.4))), Curve(((1, 1.1), (4, 4.4))), per_token=0.001,
         per_token_of=Curve(((1, 0.001), (5, 0.0012))), context=64,
@@ -55,7 +55,7 @@ def test_the_crossing_is_the_inflection_of_the_costs():
 def test_rows_of_one_text():
     assert script.prompts_of(range(20), 1, 5) == [[*range(6)]]
     assert script.prompts_of(range(20), 3, 5) == [[*range(6)], [*range(7, 13)], [*range(14, 20)]]
-    with pytest.raises(typer.BadParameter, match="20 tokens, and 3 rows of 18"):
+    with pytest.raises(typer.BadParameter, match="20 tokens, too few for 3 rows of 18"):
         script.prompts_of(range(20), 3, 18)
 
 
@@ -87,6 +87,6 @@ def test_a_run_on_a_target_that_is_stretched(draft, tmp_path, monkeypatch):
     assert found["costs"]["80"]["per_token_of"]["knots"]
 
 
-def test_what_cannot_be_measured():
+def test_invalid_arguments():
     assert run("--contexts", "0,5").exit_code == 2
     assert run("--views", "").exit_code == 2

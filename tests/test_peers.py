@@ -1,4 +1,4 @@
-"""Peers side by side: which modes run when, what becomes of failures, and what is made of recorded rounds."""
+"""The comparison with peers: order of modes, failures, figures of recorded rounds, and conversions."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ FILE = BENCHMARKS / "peers.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def _importable():
-    """``peers`` must be importable as it is for ``python benchmarks/peers.py``."""
+    """Make ``peers`` importable, like ``python benchmarks/peers.py`` does."""
     sys.path.insert(0, str(BENCHMARKS))
     yield
     sys.path.remove(str(BENCHMARKS))
@@ -34,7 +34,7 @@ def script(_importable):
 
 @pytest.fixture(scope="module")
 def parts(_importable):
-    """The modules of the package, by name."""
+    """The modules of ``peers``, imported at first use."""
 
     class Parts:
         def __getattr__(self, name):
@@ -53,27 +53,21 @@ def settings_for(parts, folder, **changes):
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def test_all_modes_run_by_default(script, parts):
+def test_modes_and_draft_tokens(script, parts):
     args = script.read_arguments([])
     assert {mode.peer for mode in args.modes} == set(parts.modes.PEERS)
     assert str(args.modes[0]) == parts.modes.BASELINE
     assert args.threads >= 1
     assert args.draft_tokens == parts.modes.DRAFT_TOKENS
-
-
-def test_a_list_names_peers_and_modes(script):
     args = script.read_arguments(["--peers", "llama.cpp, openvino/lookup,openvino/plain"])
-    assert [str(mode) for mode in args.modes] == [
-        "draftwing/plain",  # whatever is asked for: every text is compared with it
-        "openvino/plain",
-        "openvino/lookup",
-        "llama.cpp/plain",
-        "llama.cpp/lookup",
-    ]
+    expected = ["openvino/plain", "openvino/lookup", "llama.cpp/plain", "llama.cpp/lookup"]
+    assert [str(mode) for mode in args.modes] == ["draftwing/plain", *expected]  # every text is compared with the first
+    args = script.read_arguments(["--draft-tokens", "vllm/eagle3=7"])
+    assert args.draft_tokens == {**parts.modes.DRAFT_TOKENS, "vllm/eagle3": 7}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--peers", "sglang"], "'sglang' is none of draftwing, transformers, openvino"),
         (["--peers", "vllm/medusa"], "'vllm/medusa' is none of vllm/plain, vllm/lookup"),
@@ -84,26 +78,18 @@ def test_a_list_names_peers_and_modes(script):
         (["--precision", "int4"], "invalid choice"),
     ],
 )
-def test_bad_arguments_are_named(script, capsys, arguments, told):
+def test_bad_arguments_are_named(script, capsys, arguments, message):
     with pytest.raises(SystemExit):
         script.read_arguments(arguments)
-    assert told in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_draft_tokens_replace_a_default(script, parts):
-    found = script.read_arguments(["--draft-tokens", "vllm/eagle3=7"]).draft_tokens
-    assert found == {**parts.modes.DRAFT_TOKENS, "vllm/eagle3": 7}
-
-
-def test_every_mode_that_drafts_has_a_number_of_tokens_but_ours(parts):
+def test_every_peer_is_complete(script, parts):
     drafting = {f"{peer}/{name}" for peer, names in parts.modes.PEERS.items() for name in names if name != "plain"}
     assert {name for name in drafting if not name.startswith("draftwing/")} == set(parts.modes.DRAFT_TOKENS)
-
-
-def test_every_peer_has_a_file_that_its_own_environment_can_import(script, parts):
     assert set(script.FILES) == set(parts.modes.PEERS)
     for file in script.FILES.values():
-        peer = getattr(parts, file).PEER  # here none of the peers' packages is installed
+        peer = getattr(parts, file).PEER  # the peers' packages are not installed here
         assert all(callable(getattr(peer, name)) for name in ("prepare", "load", "generate"))
 
 
@@ -122,16 +108,16 @@ def test_shipped_drafts_serve_the_shipped_target_only(script, parts, tmp_path):
     assert other.lacks(parts.modes.Mode("vllm", "plain")) is None
 
 
-def test_a_gguf_file_is_read_as_it_is(script, tmp_path):
+def test_a_gguf_file_is_read_unchanged(script, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     args = script.read_arguments(["--target", str(tmp_path)])
     assert script.settings_of(args, tmp_path / "shipped").precision == "gguf"
     args = script.read_arguments(["--target", str(tmp_path), "--precision", "int8"])
-    with pytest.raises(SystemExit, match="leave --precision away"):
+    with pytest.raises(SystemExit, match="leave out --precision"):
         script.settings_of(args, tmp_path / "shipped")
 
 
-def test_a_conversion_is_used_again_only_for_the_same_files(parts, tmp_path):
+def test_a_conversion_is_reused_only_for_the_same_files(parts, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     before = parts.modes.fingerprint(tmp_path)
     assert parts.modes.fingerprint(tmp_path) == before
@@ -142,9 +128,8 @@ def test_a_conversion_is_used_again_only_for_the_same_files(parts, tmp_path):
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_round_has_every_mode_once_and_starts_one_further(parts):
-    order = parts.modes.turns(3, 4)
-    assert order == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+def test_the_order_rotates_from_round_to_round(parts):
+    assert parts.modes.turns(3, 4) == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
 
 
 FAKE = """
@@ -169,13 +154,13 @@ HANG = "import time; time.sleep(60)"
 
 @pytest.fixture
 def measured(parts, tmp_path):
-    """Two modes of fakes measured: the second does ``what``; returns outcomes and the log of jobs."""
+    """Measure two fake modes, the second of which executes ``statement``; return outcomes and the log of jobs."""
 
-    def run(what="", rounds=2, available=1000, seconds=20.0):
+    def run(statement="pass", rounds=2, available=1000, seconds=20.0):
         log = tmp_path / "log"
 
         def start(peer):
-            source = FAKE.replace("CRASH", what if peer == "vllm" else "pass")
+            source = FAKE.replace("CRASH", statement if peer == "vllm" else "pass")
             return parts.channel.Worker([sys.executable, "-c", source, str(log), peer], seconds=seconds)
 
         modes = [parts.modes.Mode("draftwing", "plain"), parts.modes.Mode("vllm", "plain")]
@@ -188,39 +173,31 @@ def measured(parts, tmp_path):
     return run
 
 
-def test_rounds_are_recorded_and_workers_kept(measured):
-    (ours, other), log = measured("pass")
+@pytest.mark.parametrize(("available", "num_loads"), [(1000, 2), (50, 4)])
+def test_rounds_are_recorded_and_workers_kept_if_memory_permits(measured, available, num_loads):
+    (ours, other), log = measured(available=available)
     assert len(ours.rounds) == len(other.rounds) == 2
     assert [len(runs) for runs in ours.rounds] == [2, 2]
     assert ours.rounds[0][0].token_ids == [7] * 4
-    assert sum(line.startswith("load") for line in log) == 2  # once each: there was memory for both
-    assert sum(line.startswith("generate") for line in log) == 2 + 4  # a warm-up for each load, a turn for each round
+    assert sum(line.startswith("load") for line in log) == num_loads
+    # A warm-up for each load, and each mode once per round.
+    assert sum(line.startswith("generate") for line in log) == num_loads + 4
 
 
-def test_workers_are_loaded_anew_where_memory_is_short(measured):
-    _, log = measured("pass", available=50)
-    assert sum(line.startswith("load") for line in log) == 4
-
-
-def test_a_crash_is_reported_and_the_others_go_on(measured):
-    (ours, other), _ = measured(CRASH)
-    assert len(ours.rounds) == 2
-    assert ours.failure is None
-    assert other.rounds == []
-    assert "ended by signal SIGABRT" in other.failure
-    assert "no such instruction" in other.failure
-
-
-def test_a_refusal_is_reported_in_its_own_words(measured):
-    (_, other), log = measured(REFUSE)
-    assert other.failure == "too long"
-    assert sum("load" in line and "plain" in line for line in log) == 2  # it was not tried again
-
-
-def test_a_worker_that_hangs_is_ended(measured):
-    (ours, other), _ = measured(HANG, rounds=1, seconds=2.0)
-    assert ours.failure is None
-    assert other.failure == "no answer within 2 s"
+@pytest.mark.parametrize(
+    ("statement", "seconds", "parts_of_failure"),
+    [
+        (CRASH, 20.0, ["ended by signal SIGABRT", "no such instruction"]),
+        (REFUSE, 20.0, ["too long"]),
+        (HANG, 2.0, ["no answer within 2 s"]),
+    ],
+    ids=["crash", "refusal", "hang"],
+)
+def test_a_failure_is_reported_and_the_others_continue(measured, statement, seconds, parts_of_failure):
+    (ours, other), log = measured(statement, seconds=seconds)
+    assert (len(ours.rounds), ours.failure, other.rounds) == (2, None, [])
+    assert all(part in other.failure for part in parts_of_failure)
+    assert sum(line.startswith("load") for line in log) == 2  # the failed mode is not tried again
 
 
 def test_a_peer_that_cannot_be_installed_is_reported(parts, tmp_path):
@@ -253,11 +230,11 @@ def test_a_peer_that_stops_early_is_not_measured(parts):
         def generate(self, prompt, max_tokens):
             return parts.channel.Run([1], 0.1)
 
-    with pytest.raises(parts.channel.PeerError, match="wrote 1 tokens where 4 were asked for"):
-        parts.channel._answer(Short(), {"op": "generate", "prompts": [[1]], "max_tokens": 4})
+    with pytest.raises(parts.channel.PeerError, match="wrote 1 tokens instead of 4"):
+        parts.channel.run_job(Short(), {"op": "generate", "prompts": [[1]], "max_tokens": 4})
 
 
-def test_a_stopwatch_tells_the_first_tokens_apart(parts):
+def test_a_stopwatch_separates_the_first_tokens(parts):
     watch = parts.channel.Stopwatch()
     watch.take([])  # a streamer's first call may be empty
     watch.take([5, 6])
@@ -272,7 +249,7 @@ def test_a_stopwatch_tells_the_first_tokens_apart(parts):
 
 
 def outcome(parts, name, rates, texts=((1, 2, 3, 4, 5),), forwards=2, first=1.0, failure=None):
-    """Rounds in which the four tokens after the first came at these rates."""
+    """Rounds in which the four tokens after the first came at ``rates``."""
     runs = [
         [
             parts.channel.Run(list(text), (first or 0) + 4 / rate, first, None if first is None else 1, forwards)
@@ -306,13 +283,13 @@ def test_texts_are_compared_with_ours_and_with_the_peers_own(parts):
     ]
     lookup = parts.report.figures_of(outcomes)[2]
     assert (lookup.as_ours, lookup.as_own_plain) == (1, 2)
-    # A text counts only where it is the same in every round.
+    # A text counts only if it is the same in every round.
     outcomes[2].rounds.append(outcome(parts, "llama.cpp/lookup", [10], [first, second]).rounds[0])
     lookup = parts.report.figures_of(outcomes)[2]
     assert (lookup.as_ours, lookup.as_own_plain) == (1, 1)
 
 
-def test_prefill_counts_for_all_where_one_does_not_tell_it_apart(parts):
+def test_prefill_counts_for_all_if_one_peer_does_not_report_it(parts):
     outcomes = [outcome(parts, "draftwing/plain", [8]), outcome(parts, "vllm/plain", [8], first=None, forwards=None)]
     ours, other = parts.report.figures_of(outcomes)
     assert ours.tokens_per_s == pytest.approx(5 / 1.5)
@@ -321,7 +298,7 @@ def test_prefill_counts_for_all_where_one_does_not_tell_it_apart(parts):
     assert any("with the prompt's prefill" in note for note in parts.report.notes_of(outcomes, "fp32", None))
 
 
-def test_a_failed_mode_stands_in_the_table_and_in_the_json(parts):
+def test_a_failed_mode_is_in_the_table_and_in_the_json(parts):
     outcomes = [
         outcome(parts, "draftwing/plain", [10, 10]),
         outcome(parts, "vllm/plain", [5], failure="ended with exit code 1"),  # after a round that went well
@@ -346,7 +323,7 @@ def test_a_failed_mode_stands_in_the_table_and_in_the_json(parts):
     assert result["modes"][1]["tokens_per_s"] == 5
 
 
-def test_an_inflated_target_is_said_first(parts):
+def test_an_inflated_target_is_the_first_note(parts):
     notes = parts.report.notes_of(
         [outcome(parts, "draftwing/plain", [10])], "int8", "Inflated: the text is a small one's."
     )
@@ -383,8 +360,8 @@ CONFIG = {
 }
 
 
-def test_rotation_of_neighbours_is_that_of_halves(parts):
-    """llama.cpp turns channels 2i and 2i + 1 together, the checkpoint's owner i and i + half."""
+def test_rotating_adjacent_channels_equals_rotating_halves(parts):
+    """llama.cpp rotates channels 2i and 2i + 1 together, the checkpoint i and i + half."""
     torch.manual_seed(0)
     heads, width, angle = 2, 6, torch.tensor([0.3, 1.1, 2.0])
     weight, state = torch.randn(heads * width, 5), torch.randn(5)
@@ -414,30 +391,23 @@ def test_tensors_are_read_without_torch(parts, tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"model_type": "qwen2"}, "model_type 'qwen2'"),
         ({"attention_bias": True}, "biases"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "RoPE of type 'llama3'"),
     ],
 )
-def test_what_would_be_written_wrongly_is_refused(parts, change, told):
+def test_unsupported_checkpoints_are_refused(parts, change, message):
     parts.gguf_file.check(CONFIG)
-    with pytest.raises(parts.channel.PeerError, match=told):
+    with pytest.raises(parts.channel.PeerError, match=message):
         parts.gguf_file.check({**CONFIG, **change})
 
 
 def checkpoint(parts, folder):
     torch.manual_seed(0)
-    shapes = {
-        "q": (128, 64),
-        "k": (64, 64),
-        "v": (64, 64),
-        "o": (64, 128),
-        "gate": (96, 64),
-        "up": (96, 64),
-        "down": (64, 96),
-    }
+    shapes = {"q": (128, 64), "k": (64, 64), "v": (64, 64), "o": (64, 128)}
+    shapes |= {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
     tensors = {}
     for name in parts.gguf_file.names_of(CONFIG):
         kind = name.removesuffix("_proj.weight").rpartition(".")[2]
@@ -477,7 +447,7 @@ def test_gguf_read_back(parts, tmp_path, precision):
     assert not (tmp_path / "out.gguf.partial").exists()
 
 
-def test_openvino_is_told_the_taps_as_outputs_of_layers(parts, tmp_path):
+def test_openvino_gets_the_taps_as_outputs_of_layers(parts, tmp_path):
     head, target = tmp_path / "head", tmp_path / "target"
     for folder, config in ((head, {}), (target, {"num_hidden_layers": 16})):
         folder.mkdir()
@@ -486,7 +456,7 @@ def test_openvino_is_told_the_taps_as_outputs_of_layers(parts, tmp_path):
     (head / "config.json").write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}))
     assert parts.genai.taps_of(head, target) == [2, 6, 9]
     (head / "openvino_model.xml").write_text('<rt_info>\n\t\t<eagle3_mode value="True" />\n</rt_info>')
-    for _ in range(2):  # the second time it stands there already
+    for _ in range(2):  # the second time, it exists already
         parts.genai.write_taps(head, [2, 6, 9])
     text = (head / "openvino_model.xml").read_text()
     assert text.count('<hidden_layers_list value="1 5 8" />') == 1
@@ -511,7 +481,7 @@ def test_vllms_counters_become_forwards(parts, monkeypatch):
     assert (run.forwards, run.first_tokens, run.first_seconds) == (3, 1, 0.5)  # 8 tokens after the first, 5 accepted
 
 
-def test_int8_for_vllm_keeps_what_is_no_layers_matrix(parts, tmp_path):
+def test_int8_for_vllm_quantises_only_matrices_of_layers(parts, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     tensors = checkpoint(parts, source)

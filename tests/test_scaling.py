@@ -26,12 +26,12 @@ GROWTH = {
     "x log x": (lambda x: x * math.log2(x), 1.12, False),
     "a root": (lambda x: x**0.5, 0.5, False),
     "flat, then a line": (lambda x: max(1000.0, x), 1, False),
-    "too slow a square to be seen": (lambda x: 1000 + 1e-7 * x * x, None, False),
+    "a square too small to detect": (lambda x: 1000 + 1e-7 * x * x, None, False),
 }
 
 
 @pytest.mark.parametrize("kind", GROWTH)
-def test_what_is_worse_than_linear(kind):
+def test_worse_than_linear(kind):
     law, exponent, worse = GROWTH[kind]
     found = script.fit(X, [law(x) for x in X])
     assert found["worse_than_linear"] is worse
@@ -70,8 +70,7 @@ def test_trees():
 
 
 def test_one_doubles_while_two_stay():
-    plan = script.plan_of([128, 256], [1, 2], [4, 8], (512, 3, 16))
-    assert plan == {
+    assert script.plan_of([128, 256], [1, 2], [4, 8], (512, 3, 16)) == {
         "context": [(128, 3, 16), (256, 3, 16)],
         "rows": [(512, 1, 16), (512, 2, 16)],
         "nodes": [(512, 3, 4), (512, 3, 8)],
@@ -79,7 +78,7 @@ def test_one_doubles_while_two_stay():
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "", "0", "4,2", "1,x"])
-def test_what_does_not_double(text):
+def test_numbers_must_double(text):
     with pytest.raises(typer.BadParameter):
         script.doubling(text, "rows")
     assert script.doubling("2,4,8", "rows") == [2, 4, 8]
@@ -119,7 +118,7 @@ def test_a_run_on_a_target_that_is_too_short(folder_of, tmp_path):
     assert png.stat().st_size > 1000
 
 
-def test_a_target_that_is_long_enough_is_itself(folder_of, tmp_path, monkeypatch):
+def test_a_target_with_enough_context_is_used_itself(folder_of, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "MARGIN", 100)
     lengths = []
 

@@ -1,9 +1,9 @@
-"""The picture in the README: a real dialogue with the chat model, coloured as `draftwing chat` colours it.
+"""Draw the picture in the README: a dialogue with the chat model in the colours of `draftwing chat`.
 
-    python tools/chat_picture.py                       # docs/chat.svg, by the best draft that there is
+    python tools/chat_picture.py                       # docs/chat.svg, with the best draft
     python tools/chat_picture.py --draft lookup --out /tmp/chat.svg
 
-How much is drafted is fixed, so that the same model and draft give the same picture on any machine.
+The budget is fixed, so that the same model and draft give the same picture on every machine.
 """
 
 from __future__ import annotations

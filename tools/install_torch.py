@@ -1,8 +1,7 @@
-"""Install PyTorch into the environment that runs this: a CPU build where there is no GPU.
+"""Install PyTorch into the environment that runs this: a CPU build if there is no GPU.
 
-On Linux, plain ``pip install torch`` may bring gigabytes of CUDA libraries to a machine without a GPU. So pip is
-asked first what it *would* install; where that includes CUDA and there is no GPU, uv installs the CPU build, whose
-place it knows.
+On Linux, plain ``pip install torch`` may bring gigabytes of CUDA libraries to a machine without a GPU. So a dry
+run of pip comes first; if it would install CUDA and there is no GPU, uv installs the CPU build, whose index it knows.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python tools/mutants.py --only accept   those whose file, texts or test hold "accept"
     python tools/mutants.py --list
 
-The tests run on copies of the working tree in a temporary folder. First all named tests must pass on the code as it
-is. Exits with 1 where a mutant survives, or where its old text is not in its file exactly once.
+The tests run on copies of the working tree in a temporary folder. First all named tests must pass on the unchanged
+code. Exits with 1 if a mutant survives, or if its old text is not in its file exactly once.
 
 A mutant is an entry of a table under the name of its file in the package: the ``old`` text, the ``new`` one, and the
 ``test``. The C++ kernel is compiled again for its mutants.
@@ -45,14 +45,14 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """One line that tells it from others."""
+        """Return one line that identifies the mutant."""
         pairs = zip_longest(self.old.splitlines(), self.new.splitlines(), fillvalue="")
         return f"{self.file}: {next((new.strip() for old, new in pairs if old != new), 'nothing new')}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a mutant ended: ``killed``, or what is wrong with it."""
+    """The outcome of a mutant: ``killed``, or the problem."""
 
     mutant: Mutant
     status: str
@@ -61,7 +61,7 @@ class Result:
 
 
 def main() -> int:
-    """Run the mutants that the command line asks for; the exit status."""
+    """Run the mutants of the command line; return the exit status."""
     parser = argparse.ArgumentParser(description="Put known mistakes into the code; tests must find each.")
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose file, texts or test hold TEXT")
     parser.add_argument("--list", action="store_true", help="show them and run nothing")
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def read_tables() -> list[Mutant]:
-    """All mutants, file by file of tools/mutants/."""
+    """Read all mutants of tools/mutants/, file by file."""
     return [
         Mutant(file, **entry)
         for table in sorted(TABLES.glob("*.toml"))
@@ -90,7 +90,7 @@ def read_tables() -> list[Mutant]:
 
 
 def run(mutants: list[Mutant], folder: Path, jobs: int) -> int:
-    """Run ``mutants`` in copies of the tree below ``folder``, and show what became of each."""
+    """Run ``mutants`` in copies of the tree below ``folder``, and print each outcome."""
     os.environ["DRAFTWING_TEST_CACHE"] = str(folder / "cache")  # see tests/conftest.py
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant may be as long and as old as what it came from
     (folder / "cache").mkdir()
@@ -126,7 +126,7 @@ def run(mutants: list[Mutant], folder: Path, jobs: int) -> int:
 
 
 def try_out(mutant: Mutant, tree: Path) -> Result:
-    """Run its test on ``tree`` with the mutant in it, which is gone afterwards."""
+    """Put the mutant into ``tree``, run its test, and restore the file."""
     file = tree / PACKAGE / mutant.file
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     if text.count(mutant.old) != 1 or mutant.old == mutant.new:
@@ -146,7 +146,7 @@ def try_out(mutant: Mutant, tree: Path) -> Result:
 
 
 def pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """pytest in ``tree``, whose own package goes before an installed one."""
+    """Run pytest in ``tree``, whose package comes before an installed one."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     limit = TIMEOUT if "-x" in arguments else None

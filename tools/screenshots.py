@@ -1,4 +1,4 @@
-"""Draws ``docs/inspector-*.png``: the inspector's page in headless Chromium, over a chat model that is served here.
+"""Draw ``docs/inspector-*.png``: the inspector's page in headless Chromium, with a chat model served here.
 
     python tools/screenshots.py [--target smollm2-135m-instruct] [--out docs]
 
@@ -29,7 +29,7 @@ PROMPT = "Write a Python function that checks whether a number is prime."
 
 @contextmanager
 def served(target: str) -> Iterator[str]:
-    """The address of a server that runs in a thread."""
+    """Start a server in a thread; yield its address."""
     app = make_app(dw.load(target), Settings(names=(target,)))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -44,7 +44,7 @@ def served(target: str) -> Iterator[str]:
 
 
 def keep(page: Page, file: Path, height: int) -> None:
-    """The top of a page, with few colours."""
+    """Save the top of a page with few colours."""
     page.wait_for_timeout(400)
     width = page.viewport_size["width"] if page.viewport_size else 0
     clip = {"x": 0, "y": 0, "width": width, "height": height}
@@ -54,7 +54,7 @@ def keep(page: Page, file: Path, height: int) -> None:
 
 
 def write(page: Page, address: str, view: str, **settings: str) -> None:
-    """Open a view and write the prompt's text."""
+    """Open a view and enter the prompt."""
     page.set_default_timeout(120_000)
     page.goto(f"{address}/#{view}")
     page.get_by_role("combobox", name="Tree").select_option(settings.pop("tree", "auto"))

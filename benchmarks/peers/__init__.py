@@ -1,5 +1,5 @@
-"""How fast do peers decode the very same checkpoint? ``benchmarks/peers.py`` is the command.
+"""The workers and the measurement of ``benchmarks/peers.py``, which compares how fast peers decode a checkpoint.
 
-One file for each peer (``ours``, ``hugging``, ``genai``, ``llamacpp``, ``vllm_cpu``) is imported in that peer's own
-environment, where there is nothing of ours: these files, and ``channel``, import nothing else at their top.
+One file for each peer (``ours``, ``hugging``, ``genai``, ``llamacpp``, ``vllm_cpu``) is imported in that peer's
+environment, which does not have Draftwing: these files, and ``channel``, import nothing else at module level.
 """

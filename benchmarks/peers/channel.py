@@ -25,7 +25,7 @@ LOG_LINES, LOG_WIDTH = 8, 400  # of a crashed worker's standard error: its last 
 
 
 class PeerError(Exception):
-    """A peer cannot do what it was asked for; the text goes into the table."""
+    """A peer failed or cannot do something; the message goes into the table."""
 
 
 # --- the worker's side -----------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ class Run:
 
     Attributes:
         seconds: from the prompt to the last token.
-        first_seconds, first_tokens: when the first tokens came, and how many; None where the peer does not tell.
-        forwards: of the target after those first tokens; None where the peer does not tell.
+        first_seconds, first_tokens: when the first tokens came, and how many; None if the peer does not report it.
+        forwards: of the target after those first tokens; None if the peer does not report it.
     """
 
     token_ids: list[int]
@@ -49,7 +49,7 @@ class Run:
 
 
 class Stopwatch:
-    """Makes a ``Run`` of tokens as they come."""
+    """Time tokens as they arrive, and return a ``Run``."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -64,26 +64,26 @@ class Stopwatch:
             self._first = time.perf_counter() - self._began, len(self.token_ids)
 
     def stop(self, max_tokens: int, forwards: int | None = None) -> Run:
-        """``max_tokens``: what was drafted beyond is no use to anybody, and is not counted."""
+        """Return the run of the first ``max_tokens`` tokens; tokens drafted beyond them do not count."""
         seconds = time.perf_counter() - self._began
         first_seconds, first_tokens = self._first or (None, None)
         return Run(self.token_ids[:max_tokens], seconds, first_seconds, first_tokens, forwards)
 
 
 class Peer(Protocol):
-    """What a peer's file offers as ``PEER``."""
+    """The interface of ``PEER`` in a peer's file."""
 
     def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Convert the checkpoint, if need be; returns what ``load`` shall find in its job."""
+        """Convert the checkpoint if necessary; return values to add to the job of ``load``."""
 
     def load(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Load a mode; returns ``versions`` (by package) and ``notes``."""
+        """Load a mode; return ``versions`` (by package) and ``notes``."""
 
     def generate(self, prompt: list[int], max_tokens: int) -> Run:
-        """Continue one prompt greedily by exactly so many tokens."""
+        """Continue one prompt greedily by exactly ``max_tokens`` tokens."""
 
 
-def _answer(peer: Peer, job: dict[str, Any]) -> dict[str, Any]:
+def run_job(peer: Peer, job: dict[str, Any]) -> dict[str, Any]:
     if job["op"] == "prepare":
         return peer.prepare(job)
     if job["op"] == "load":
@@ -92,7 +92,7 @@ def _answer(peer: Peer, job: dict[str, Any]) -> dict[str, Any]:
     for prompt in job["prompts"]:
         run = peer.generate(prompt, job["max_tokens"])
         if len(run.token_ids) != job["max_tokens"]:
-            raise PeerError(f"wrote {len(run.token_ids)} tokens where {job['max_tokens']} were asked for")
+            raise PeerError(f"wrote {len(run.token_ids)} tokens instead of {job['max_tokens']}")
         runs.append(asdict(run))
     return {"runs": runs, "memory": peak_memory()}
 
@@ -104,7 +104,7 @@ def serve(peer: Peer) -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            answer = _answer(peer, json.loads(line))
+            answer = run_job(peer, json.loads(line))
         except Exception as error:
             traceback.print_exc()
             told = " ".join(str(error).split())
@@ -113,7 +113,7 @@ def serve(peer: Peer) -> None:
 
 
 def peak_memory() -> int:
-    """Bytes that this process has held at most."""
+    """Return the peak memory of this process in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -136,7 +136,7 @@ class Worker:
     ) -> None:
         self._seconds = seconds
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed in ``close``
-        # A session of its own, so that whatever it starts ends with it, however it ends.
+        # A new session, so that everything it starts can be ended with it.
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -147,10 +147,10 @@ class Worker:
         )
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """One job.
+        """Run one job and return the answer.
 
         Raises:
-            PeerError: it failed, crashed, or took too long; a worker that did the latter two is of no more use.
+            PeerError: it failed, crashed, or took too long; a worker that crashed or was too slow is closed.
         """
         assert self._process.stdin is not None
         try:
@@ -167,7 +167,7 @@ class Worker:
         return answer
 
     def _read_line(self) -> bytes:
-        """Up to the line's end, or to the pipe's; a worker that says nothing for too long is ended."""
+        """Read up to the end of the line or pipe; end a worker that does not answer in time."""
         assert self._process.stdout is not None
         pipe, told, until = self._process.stdout.fileno(), b"", time.monotonic() + self._seconds
         while not told.endswith(b"\n"):
@@ -196,7 +196,7 @@ class Worker:
         self._process.wait()
 
     def close(self) -> None:
-        """End it and whatever it started."""
+        """End the worker and everything it started."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -207,7 +207,7 @@ class Worker:
 
 
 def worker_command(python: Path | str, peer: str) -> list[str]:
-    """Starts a peer's worker in its environment."""
+    """Return the command that starts a peer's worker in its environment."""
     return [str(python), str(Path(__file__).resolve().parents[1] / "peers.py"), "--worker", peer]
 
 

@@ -1,4 +1,4 @@
-"""A virtual environment for each peer under ``build/peers``, made at first use and used as it is afterwards."""
+"""A virtual environment for each peer under ``build/peers``, made at first use and then kept."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ LAST_WORDS = 4  # lines of a failed command
 
 
 def told_by(*command: str) -> str:
-    """What a command prints.
+    """Return the output of a command.
 
     Raises:
-        PeerError: it failed; with its last words.
+        PeerError: it failed; with the end of its output.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -48,7 +48,7 @@ def told_by(*command: str) -> str:
 
 
 def python_of(peer: str, folder: Path, say: Callable[[str], None]) -> Path:
-    """The python of a peer's environment, which is made first if it is not complete.
+    """Return the Python of a peer's environment, which is made first if it is not complete.
 
     Raises:
         PeerError: it cannot be made.

@@ -18,7 +18,7 @@ FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
 class GenAI:
-    """``LLMPipeline`` on the CPU; in int8 with everything as it is by default."""
+    """``LLMPipeline`` on the CPU; int8 uses its defaults."""
 
     def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
         if job["precision"] == "gguf":  # it reads such files itself
@@ -75,7 +75,7 @@ class GenAI:
 
 
 def converted(folder: Path, out: Path, precision: str) -> Path:
-    """The checkpoint in ``folder`` as OpenVINO's IR, in a folder below ``out``; converted unless it is there."""
+    """Convert the checkpoint in ``folder`` to OpenVINO's IR below ``out``, unless that exists; return its folder."""
     done = out / precision
     if done.exists():
         return done
@@ -106,7 +106,7 @@ def converted(folder: Path, out: Path, precision: str) -> Path:
 
 
 def taps_of(head: Path, target: Path) -> list[int]:
-    """The hidden states that an exported head reads, numbered as the inputs of layers."""
+    """Return the hidden states that an exported head reads, numbered as the inputs of layers."""
     config = json.loads((head / "config.json").read_text(encoding="utf-8"))
     named = {**config, **(config.get("eagle_config") or {})}.get("eagle_aux_hidden_state_layer_ids")
     layers = json.loads((target / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
@@ -114,9 +114,9 @@ def taps_of(head: Path, target: Path) -> list[int]:
 
 
 def write_taps(model: Path, taps: list[int]) -> None:
-    """Tell the pipeline which hidden states the head reads.
+    """Write which hidden states the head reads into its model file.
 
-    It numbers them as outputs of layers, and so one less. Only the model's own description can say so: the property
+    OpenVINO numbers them as outputs of layers, one less. They must be in the model's description, because the property
     ``hidden_layers_list`` must be a vector of 32-bit numbers, which Python cannot pass.
     """
     file = model / "openvino_model.xml"

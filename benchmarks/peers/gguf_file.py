@@ -1,7 +1,7 @@
-"""A Llama folder as GGUF, the format of llama.cpp, whose own converter is not on PyPI.
+"""Write a Llama folder as GGUF, the format of llama.cpp, whose converter is not on PyPI.
 
-Everything in it is the checkpoint's own; only the pre-tokenizer is llama.cpp's default one, which does not matter
-here, since all peers are given token ids.
+Everything in it is from the checkpoint, except the pre-tokenizer: llama.cpp's default, which does not matter here,
+since all peers get token ids.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYER = {
 
 
 def write_gguf(folder: Path, out: Path, precision: str) -> None:
-    """Write ``folder`` into the file ``out``: float32, or Q8_0 for every matrix where ``precision`` is ``int8``.
+    """Write ``folder`` into the file ``out``: float32, or Q8_0 for every matrix if ``precision`` is ``int8``.
 
     Raises:
         PeerError: a checkpoint that this does not know how to write.
@@ -82,7 +82,7 @@ def write_gguf(folder: Path, out: Path, precision: str) -> None:
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse what would be written wrongly."""
+    """Raise PeerError for a checkpoint that would be written wrongly."""
     wrong = None
     rope = rope_of(config)
     if config.get("model_type") != "llama":
@@ -96,7 +96,7 @@ def check(config: dict[str, Any]) -> None:
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotation's settings, in either spelling."""
+    """Return the RoPE settings, in either spelling."""
     return {
         "rope_theta": config.get("rope_theta", 10000.0),
         **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
@@ -108,7 +108,7 @@ def head_dim_of(config: dict[str, Any]) -> int:
 
 
 def names_of(config: dict[str, Any]) -> dict[str, str]:
-    """Every tensor of a checkpoint, with its name in GGUF."""
+    """Return the GGUF name of every tensor of a checkpoint."""
     found = dict(OUTER)
     if config.get("tie_word_embeddings"):
         del found["lm_head.weight"]  # where it is missing llama.cpp takes the embedding
@@ -118,7 +118,7 @@ def names_of(config: dict[str, Any]) -> dict[str, str]:
 
 
 def arranged(name: str, numbers: Array, config: dict[str, Any]) -> Array:
-    """A tensor as llama.cpp wants it: it rotates neighbours, where the checkpoint rotates a head's two halves."""
+    """Convert a tensor to llama.cpp's layout, which rotates adjacent channels instead of the halves of a head."""
     if name.endswith("q_proj.weight"):
         return permuted(numbers, config["num_attention_heads"])
     if name.endswith("k_proj.weight"):
@@ -127,7 +127,7 @@ def arranged(name: str, numbers: Array, config: dict[str, Any]) -> Array:
 
 
 def permuted(matrix: Array, num_heads: int) -> Array:
-    """Row i of a head's first half and row i of its second become rows 2i and 2i + 1."""
+    """Move row i of a head's first half to row 2i, and row i of its second half to row 2i + 1."""
     halves = matrix.reshape(num_heads, 2, -1, matrix.shape[1])
     return halves.swapaxes(1, 2).reshape(matrix.shape)
 
@@ -151,7 +151,7 @@ def add_metadata(writer: Any, config: dict[str, Any], name: str, file_type: Any)
 
 
 def add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
-    """The vocabulary of ``tokenizer.json``, byte-level BPE; ids without a token get a name that no text has."""
+    """Write the byte-level BPE vocabulary of ``tokenizer.json``; unused ids get a name that no text has."""
     import gguf
 
     told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -199,7 +199,7 @@ def _dtype(name: str) -> Any:
 class Tensors:
     """Float32 tensors of a folder's safetensors files, mapped rather than read.
 
-    By hand, since numpy has no bfloat16 and this environment no PyTorch.
+    Without libraries, since numpy has no bfloat16 and this environment no PyTorch.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Heads as the peers' engines take them: what ``draftwing export`` writes, in our own environment."""
+"""Heads in the peers' formats, from ``draftwing export``; imported in Draftwing's environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READERS = ("vllm", "openvino")  # of the layout that ``draftwing export --to vll
 
 
 def exported(mode: Mode, settings: Settings) -> Path | None:
-    """The folder that drafts for a mode: the given one, or for a head and another engine its export.
+    """Return the folder that drafts for a mode: the given one, or its export if it is a head for another engine.
 
     Raises:
         PeerError: a head that cannot be exported.

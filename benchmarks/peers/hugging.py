@@ -13,9 +13,7 @@ class Transformers:
 
     def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
         if job["precision"] != "fp32":
-            raise PeerError(
-                "no int8 weights of its own on a CPU: they come with other packages (torchao, bitsandbytes)"
-            )
+            raise PeerError("no int8 weights on a CPU without other packages (torchao, bitsandbytes)")
         return {}
 
     def load(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +53,7 @@ class Transformers:
 
 
 class _Streamer:
-    """What ``generate`` calls with the prompt first, and then with every step's tokens."""
+    """A streamer: ``generate`` calls it with the prompt first, and then with every step's tokens."""
 
     def __init__(self) -> None:
         self.watch = Stopwatch()

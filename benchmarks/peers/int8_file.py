@@ -1,7 +1,7 @@
-"""A Llama folder with matrices of 8 bits in the layout of ``compressed-tensors``, which vLLM reads.
+"""Write a Llama folder with 8-bit matrices in the layout of ``compressed-tensors``, which vLLM reads.
 
-What the usual tools make without calibration: a scale for each output channel of a weight, and activations quantised
-as they come, with a scale for each token. The embedding and the LM head stay as they are.
+Like the usual tools without calibration: a scale for each output channel of a weight, and dynamically quantised
+activations with a scale for each token. The embedding and the LM head are unchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def write_int8(folder: Path, out: Path) -> None:
 
 
 def quantised(name: str, tensor: Any) -> dict[str, Any]:
-    """A tensor as it is stored: the matrices of the layers as 8 bits and a scale, everything else as it is."""
+    """Return the tensors to store: 8 bits and a scale for matrices of layers, everything else unchanged."""
     if not name.endswith("_proj.weight"):
         return {name: tensor}
     import torch

@@ -12,7 +12,7 @@ MIN_CONTEXT = 2048
 
 
 class LlamaCpp:
-    """GGUF in float32 with a float32 cache; Q8_0, or a file as it is, with llama.cpp's usual float16 one."""
+    """GGUF in float32 with a float32 cache; Q8_0 and given files with llama.cpp's default float16 cache."""
 
     def prepare(self, job: dict[str, Any]) -> dict[str, Any]:
         from peers.gguf_file import write_gguf

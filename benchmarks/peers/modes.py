@@ -1,4 +1,4 @@
-"""Which peers there are, what each of them can do, and what a run is told."""
+"""The peers, their modes, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DRAFT_TOKENS = {
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding: a peer and what drafts for it."""
+    """A peer and what drafts for it."""
 
     peer: str
     name: str
@@ -49,7 +49,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all modes share."""
+    """The settings of all modes."""
 
     target: Path
     drafts: dict[str, Path | None]  # by mode: ``eagle3``, ``eagle1``, ``draft-lm``
@@ -61,11 +61,11 @@ class Settings:
     vllm_eager: bool = False
 
     def draft_of(self, mode: Mode) -> Path | None:
-        """The folder that drafts for a mode, if one does."""
+        """Return the folder that drafts for a mode, if there is one."""
         return self.drafts.get(mode.name.removesuffix("-tree"))
 
     def job(self, mode: Mode, op: str, draft: Path | None = None) -> dict[str, Any]:
-        """What a worker is told; ``draft`` is its folder as the peer takes it."""
+        """Return the job of a worker; ``draft`` is a folder in the peer's format."""
         cache = self.cache / mode.peer
         return {
             "op": op,
@@ -81,7 +81,7 @@ class Settings:
         }
 
     def lacks(self, mode: Mode) -> str | None:
-        """Why a mode cannot be tried at all."""
+        """Return why a mode cannot be run, or None."""
         name = mode.name.removesuffix("-tree")
         if name in self.drafts and self.drafts[name] is None:
             return f"no --{name} was given for this target"
@@ -89,17 +89,17 @@ class Settings:
 
 
 def fingerprint(folder: Path) -> str:
-    """Names a folder's state, so that a conversion of it is used again only while it is the same."""
+    """Hash a folder's state, so that a conversion is reused only for the same files."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     told = [f"{folder}", *(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)]
     return f"{folder.parent.name}-{folder.name}-{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:12]}"
 
 
 def parse_modes(text: str | None) -> list[Mode]:
-    """Modes of a list such as ``draftwing,openvino/plain``, in the order of ``PEERS``, the baseline always first.
+    """Parse a list such as ``draftwing,openvino/plain``; the baseline is always first, the rest ordered like ``PEERS``.
 
     Raises:
-        ValueError: a peer or a mode that there is not; the message says which there are.
+        ValueError: an unknown peer or mode; the message lists the known ones.
     """
     everything = [Mode(peer, name) for peer, names in PEERS.items() for name in names]
     if text is None:
@@ -116,10 +116,10 @@ def parse_modes(text: str | None) -> list[Mode]:
 
 
 def parse_draft_tokens(items: Sequence[str]) -> dict[str, int]:
-    """``DRAFT_TOKENS`` with items such as ``vllm/eagle3=5`` in the place of the defaults.
+    """Override ``DRAFT_TOKENS`` with items such as ``vllm/eagle3=5``.
 
     Raises:
-        ValueError: not of this form, or a mode that has no such number.
+        ValueError: malformed, or a mode without such a number.
     """
     found = dict(DRAFT_TOKENS)
     for item in items:
@@ -133,9 +133,9 @@ def parse_draft_tokens(items: Sequence[str]) -> dict[str, int]:
 
 
 def turns(num_modes: int, rounds: int) -> list[list[int]]:
-    """Which mode comes when: in every round each once, and each round starts one further on.
+    """Return the order of modes in each round, rotated by one from round to round.
 
-    So a machine that slows down slows all alike, and nobody always runs right after the same neighbour has left
-    the processor hot.
+    A machine that slows down then slows all modes alike, and no mode always runs on a processor that the same other
+    mode has heated up.
     """
     return [[(start + place) % num_modes for place in range(num_modes)] for start in range(rounds)]

@@ -1,4 +1,4 @@
-"""From recorded rounds to figures, a table, a picture and JSON."""
+"""Turn recorded rounds into figures, a table, a chart and JSON."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Figures:
     """One mode's row.
 
     Attributes:
-        failure: why it could not be measured, or not in every round.
-        rounds: how many there are.
+        failure: why it could not be measured in every round.
+        rounds: the number of measured rounds.
         tokens_per_s: median over the rounds.
         over_own_plain, over_ours: median over the rounds of this mode's rate over that of its peer's plain decoding,
             or of Draftwing's, in the same round.
@@ -45,12 +45,12 @@ class Figures:
 
 
 def separates_prefill(outcomes: Sequence[Outcome]) -> bool:
-    """Whether every peer tells when its first tokens came; if one does not, total time counts for all alike."""
+    """Return True if every peer reports the time of its first tokens; else total time counts for all."""
     return all(run.first_seconds is not None for each in outcomes for runs in each.rounds for run in runs)
 
 
 def rate(runs: Sequence[Run], decode_only: bool) -> float:
-    """Tokens per second over all prompts of a round."""
+    """Return tokens per second over all prompts of a round."""
     if not decode_only:
         return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
     tokens = sum(len(run.token_ids) - (run.first_tokens or 0) for run in runs)
@@ -79,7 +79,7 @@ def _same(outcome: Outcome, base: Outcome | None) -> int | None:
 
 
 def figures_of(outcomes: Sequence[Outcome]) -> list[Figures]:
-    """A row for every mode, measured or not."""
+    """Compute a row for every mode, including failed ones."""
     decode_only = separates_prefill(outcomes)
     by_name = {str(each.mode): each for each in outcomes}
     found = []
@@ -104,7 +104,7 @@ def figures_of(outcomes: Sequence[Outcome]) -> list[Figures]:
 
 
 def notes_of(outcomes: Sequence[Outcome], precision: str, inflated: str | None) -> list[str]:
-    """What a reader must know to read the table."""
+    """Return notes that explain the table."""
     notes = []
     if inflated:
         notes.append(f"NOT A REAL MODEL of its size. {inflated}")
@@ -159,7 +159,7 @@ def _count(value: int | None, total: int) -> str:
 
 
 def failures_of(figures: Sequence[Figures]) -> list[str]:
-    """Modes with the same reason stand together."""
+    """List failures; modes with the same reason share a line."""
     reasons: dict[str, list[str]] = {}
     for each in figures:
         if each.failure:
@@ -169,7 +169,7 @@ def failures_of(figures: Sequence[Figures]) -> list[str]:
 
 
 def result_of(outcomes: Sequence[Outcome], about: dict[str, Any]) -> dict[str, Any]:
-    """Plain JSON values: ``about`` this run, the figures, and each round of each mode."""
+    """Return JSON values: ``about`` this run, the figures, and each round of each mode."""
     modes = []
     for outcome, figures in zip(outcomes, figures_of(outcomes), strict=True):
         rounds = [[asdict(run) for run in runs] for runs in outcome.rounds]
@@ -190,7 +190,7 @@ def _rounded(value: Any) -> Any:
 
 
 def draw(figures: Sequence[Figures], title: str, note: str, out: Path) -> None:
-    """Tokens per second, a bar for each mode in its peer's colour; modes without a figure say so."""
+    """Draw tokens per second, a bar for each mode in its peer's colour; failed modes are labelled."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The measurement: workers loaded and ended as memory permits, every mode once a round, failures written down."""
+"""Measure every mode once per round, with workers loaded and ended as memory permits, and record failures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ROOM = 1.2  # of the largest worker's memory must be free before one more is kep
 
 @dataclass
 class Outcome:
-    """All that became of a mode.
+    """The result of a mode.
 
     Attributes:
         rounds: for each round the runs of all prompts.
-        failure: why it could not be measured, or not any further; None where all went well.
-        load: what its first load told: ``versions``, ``notes``, ``memory``.
+        failure: why it could not be measured in all rounds, or None.
+        load: the answer of its first load: ``versions``, ``notes``, ``memory``.
     """
 
     mode: Mode
@@ -33,7 +33,7 @@ class Outcome:
 
 
 def available_memory() -> int:
-    """Bytes that new processes can have without swapping."""
+    """Return the bytes that new processes can have without swapping."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -41,12 +41,12 @@ def available_memory() -> int:
 
 
 class Measurement:
-    """Runs modes in turn.
+    """Run modes in turn.
 
     Args:
-        start: a new worker for a peer; raises ``PeerError`` where the peer cannot be installed.
-        say: is told what goes on.
-        available: bytes of memory that are free.
+        start: returns a new worker for a peer; raises ``PeerError`` if the peer cannot be installed.
+        say: called with progress messages.
+        available: returns the free memory in bytes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Measurement:
         self._largest = 0
 
     def prepare(self) -> None:
-        """Convert for every mode that needs it, in processes that end again: conversion takes memory."""
+        """Convert checkpoints in processes that end afterwards, since conversion takes memory."""
         for outcome in self.outcomes:
             mode = outcome.mode
             outcome.failure = self._settings.lacks(mode)
@@ -79,7 +79,7 @@ class Measurement:
                         worker.close()
 
     def run(self, prompts: Sequence[Sequence[int]], rounds: int) -> None:
-        """Every mode once a round; one that fails is left out from then on."""
+        """Run every mode once per round; a failed one is left out from then on."""
         for number, order in enumerate(turns(len(self.outcomes), rounds), 1):
             for outcome in (self.outcomes[index] for index in order):
                 if outcome.failure is None:
@@ -105,7 +105,7 @@ class Measurement:
         return [Run(**run) for run in answer["runs"]]
 
     def _make_room(self, mode: Mode, *, failed: bool) -> None:
-        """Keep the worker for the next round unless it failed, or the next mode might not find enough memory."""
+        """Keep the worker for the next round unless it failed or the next mode might need its memory."""
         if failed or self._available() < ROOM * self._largest:
             worker = self._workers.pop(mode, None)
             if worker is not None:
@@ -118,7 +118,7 @@ class Measurement:
 
 
 class _Failing:
-    """Writes a peer's failure into its outcome instead of ending the run."""
+    """Write a peer's failure into its outcome instead of ending the run."""
 
     def __init__(self, outcome: Outcome, say: Callable[[str], None]) -> None:
         self._outcome, self._say = outcome, say

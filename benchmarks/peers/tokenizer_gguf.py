@@ -1,11 +1,11 @@
-"""Are the ids of a GGUF file's tokenizer llama.cpp's own? Compared string by string.
+"""Compare the token ids of a GGUF file's tokenizer with those of llama.cpp, string by string.
 
     python benchmarks/peers/tokenizer_gguf.py model.gguf --python other-venv/bin/python --text src/draftwing/*.py
 
-Strings are cut out of the files given, and made up: chat, emoji, spaces, special tokens, numbers, any Unicode. With
-``--pre`` the file's vocabulary is read once more under the names of other pre-tokenizers, and with ``--sentencepiece``
-as if it were a SentencePiece one: so that what no file at hand uses is compared, too. llama.cpp may be installed in
-another environment, whose Python is named by ``--python``.
+Strings are cut from the given files or generated: chat, emoji, spaces, special tokens, numbers, any Unicode. With
+``--pre`` the file's vocabulary is read again under the names of other pre-tokenizers, and with ``--sentencepiece`` like
+a SentencePiece one, which also covers tokenizers without an available file. llama.cpp may be installed in another
+environment, whose Python ``--python`` names.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ BLOCKS += (
 
 
 def strings(count: int, seed: int, texts: list[str], special: list[str]) -> list[tuple[str, str]]:
-    """Pairs of kind and text."""
+    """Return (kind, text) pairs."""
     random_ = random.Random(seed)
     pick = random_.choice
 
@@ -119,7 +119,7 @@ def strings(count: int, seed: int, texts: list[str], special: list[str]) -> list
 
 
 def variant(source: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A GGUF file without tensors: a file's metadata, changed."""
+    """Write a GGUF file without tensors, with changed metadata of a file."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -143,7 +143,7 @@ def variant(source: Path, out: Path, change: Callable[[dict[str, Any]], None]) -
 
 
 def as_sentence_piece(values: dict[str, Any]) -> None:
-    """A byte-level vocabulary as a SentencePiece one: the tokens that are text, in order, and one for each byte."""
+    """Convert a byte-level vocabulary to SentencePiece: the tokens that are text, in order, and one for each byte."""
     from tokenizers.decoders import ByteLevel
 
     decode = ByteLevel().decode
@@ -167,7 +167,7 @@ def as_sentence_piece(values: dict[str, Any]) -> None:
 
 
 def compare(file: Path, python: str, count: int, seed: int, texts: list[str]) -> dict[str, Any]:
-    """What differs between the two tokenizers of one file."""
+    """Return the differences between the two tokenizers of one file."""
     from tokenizers import Tokenizer
 
     from draftwing.formats.gguf import open_file
@@ -214,7 +214,7 @@ def compare(file: Path, python: str, count: int, seed: int, texts: list[str]) ->
 
 
 def worker(file: str) -> None:
-    """Reads a list of strings, prints llama.cpp's ids of each: without and with the tokens in front."""
+    """Read a list of strings; print llama.cpp's ids of each, without and with leading special tokens."""
     import ctypes
     from importlib.metadata import version
 

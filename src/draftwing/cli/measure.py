@@ -36,11 +36,9 @@ from draftwing.methods.registry import METHODS
 from draftwing.models.catalogue import entry_of
 
 if TYPE_CHECKING:
-    from draftwing.lab.compare import Comparison, MethodResult
-    from draftwing.lab.forecast import Forecast, HeldOut
-    from draftwing.lab.predict import Predictions
+    from draftwing.lab.compare import Comparison, MethodResult, Verification
+    from draftwing.lab.forecast import Forecast, HeldOut, Predictions
     from draftwing.lab.tune import Basis, Plan, Trial, Tuned
-    from draftwing.lab.verify import Verification
     from draftwing.lm import LM
     from draftwing.methods.base import Budget
     from draftwing.models.lean import LeanTarget
@@ -145,7 +143,7 @@ def verify(
     - `draftwing verify -t path/or/hub-id -d path/or/smaller --prompts prompts.jsonl -T 0.8 --allow-ties`
     """
     from draftwing.accept import get_rule
-    from draftwing.lab.verify import verify as run
+    from draftwing.lab.compare import verify as run
 
     checked = sampling.to_sampling()
     if drafting.rule != "match" and checked.temperature > 0 and get_rule(drafting.rule, lossless=False).lossless:
@@ -341,7 +339,7 @@ def _print_forecasts(
 
 
 def _predict_by_formulas(model: Model, prediction: Prediction, draft: str | None, *, as_json: bool) -> None:
-    from draftwing.lab.predict import predict as run
+    from draftwing.lab.forecast import predict as run
     from draftwing.sampling import Sampling
 
     temperatures = prediction.temperature or [0.0]

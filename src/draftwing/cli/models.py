@@ -148,8 +148,8 @@ def info(
     - `draftwing info --bandwidth`
     - `draftwing info -t path/or/hub-id -d path/or/smaller --json`
     """
+    from draftwing.lab.forecast import describe_costs
     from draftwing.lab.machine import describe_machine, read_bandwidth
-    from draftwing.lab.predict import describe_costs
     from draftwing.lab.report import describe_lm
 
     lm = model.load(draft)

@@ -1,4 +1,9 @@
-"""What a result depends on: the target, how it runs and samples, the machine; and what is measured, a draft each."""
+"""Run the field's benchmark protocol and keep every answer on disk.
+
+At batch 1, the baseline (decoding without drafts) and each method take turns on every turn of every question. Later
+turns follow the baseline's answers, so that all methods see the same prompts. ``records.jsonl`` has the settings, then
+each question set, method and answer as one line of JSON; an answer is on disk as soon as it is finished.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import draftwing
 from draftwing.accept import get_rule
@@ -26,9 +31,15 @@ from draftwing.sampling_options import nth_seed
 from draftwing.text.prompts import parse_json
 from draftwing.train.checkpoint import locked
 
-_FILE = "generation_config.json"
-_KNOWN: dict[str, Callable[[str], float]] = {"top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
-# Settings of a generation_config.json that change what is sampled, and are not supported: what asks for nothing.
+FILE = "records.jsonl"
+_WARM_UP_TOKENS = 16
+_SAMPLING_SETTINGS: dict[str, Callable[[str], float]] = {
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+}
+# Unsupported settings of a generation_config.json that change the distribution, with the values that do not.
 _UNSUPPORTED = {
     "typical_p": (None, 1, 1.0),
     "epsilon_cutoff": (None, 0, 0.0),
@@ -38,41 +49,24 @@ _UNSUPPORTED = {
     "suppress_tokens": (None,),
     "guidance_scale": (None, 1, 1.0),
 }
-_BLOCK = 1 << 14  # bytes read at each of _SAMPLES places of a weight file
-_SAMPLES = 256
+_DIGEST_PARTS, _DIGEST_PART_BYTES = 256, 1 << 14  # how much of a weight file its digest reads
 
 
 def digest(value: object) -> str:
-    """12 hexadecimal digits that stand for a JSON value."""
+    """Hash a JSON value to 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-# --- what is measured ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Method:
-    """A draft with a budget: one row of a table.
-
-    Attributes:
-        draft: what it is called.
-        lm: decodes with it.
-    """
+    """A draft with a budget: one row of a table. ``draft`` is its name there."""
 
     draft: str
     lm: LM
 
-    def fresh(self) -> Method:
-        """The same with nothing learnt: a budget that is decided step by step begins anew with each set."""
-        lm = self.lm
-        return replace(
-            self, lm=type(lm)(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
-        )
-
     def describe(self) -> dict[str, Any]:
-        """As it stands in a record; ``key`` stands for all of it."""
-        drafter, rule = self.lm.drafter, get_rule(self.lm.rule, lossless=False)
-        budget = self.lm.budget
+        """Return the method's record; ``key`` is a digest of the other values."""
+        drafter, budget = self.lm.drafter, self.lm.budget
         values = {
             "draft": self.draft,
             "identity": digest(drafter.identity),
@@ -80,7 +74,7 @@ class Method:
             "budget": self.lm.describe_budget(),
             "paths": budget.paths if budget is not None else None,
             "rule": self.lm.rule,
-            "lossless": rule.lossless,
+            "lossless": get_rule(self.lm.rule, lossless=False).lossless,
             "is_feature_chain": drafter.reads_features and budget is not None and budget.is_chain,
         }
         return {"key": digest(values), **values}
@@ -90,81 +84,85 @@ class Method:
 
 
 def name_of_sampling(sampling: Sampling) -> str:
-    """Such as ``T=0`` or ``T=0.6 top_p=0.9``: everything that tells it from another."""
-    more = [f"{name}={value:g}" for name in _KNOWN if (value := getattr(sampling, name)) != getattr(Sampling(), name)]
-    return " ".join([f"T={sampling.temperature:g}", *more])
+    """Name a sampling by its settings that are not defaults, such as ``T=0`` or ``T=0.6 top_p=0.9``."""
+    default = Sampling()
+    values = {name: getattr(sampling, name) for name in _SAMPLING_SETTINGS}
+    changed = [f"{name}={value:g}" for name, value in values.items() if value != getattr(default, name)]
+    return " ".join([f"T={sampling.temperature:g}", *changed])
 
 
 def parse_sampling(text: str, folder: Path) -> Sampling:
-    """``0``, ``1``, ``0.2,top_p=0.9``, or ``model``: as the model's own ``generation_config.json`` says.
+    """Parse ``0``, ``1``, ``0.2,top_p=0.9`` or ``model``, which reads the target's ``generation_config.json``.
 
     Args:
         folder: the target's.
 
     Raises:
-        ConfigError: it says nothing that is known, or the model has no settings of its own.
+        CheckpointError: ``generation_config.json`` is not JSON.
+        ConfigError: unknown settings, or the model has none.
         SamplingError: a value outside its range.
+        UnsupportedError: a setting of the model that Draftwing does not support.
     """
     if text.strip() == "model":
-        return _of_model(folder / _FILE)
-    first, *more = (part.strip() for part in text.split(","))
-    pairs = [part.partition("=")[::2] for part in more]
+        return _read_model_sampling(folder / "generation_config.json")
+    first, *rest = (part.strip() for part in text.split(","))
+    pairs = [part.partition("=")[::2] for part in rest]
     try:
-        words = {name.strip(): _KNOWN[name.strip()](value) for name, value in pairs}
-        return Sampling(temperature=float(first), **words)  # type: ignore[arg-type]
-    except (KeyError, ValueError) as error:
-        if isinstance(error, draftwing.DraftwingError):
-            raise
+        settings: dict[str, Any] = {name.strip(): _SAMPLING_SETTINGS[name.strip()](value) for name, value in pairs}
+        temperature = float(first)
+    except (KeyError, ValueError):
         raise ConfigError(
-            f"--temperature must be a number, a number with settings such as 0.2,top_p=0.9 (of {', '.join(_KNOWN)}), "
-            f"or model, found {shown(text)}"
+            f"--temperature must be a number, a number with settings such as 0.2,top_p=0.9 (of "
+            f"{', '.join(_SAMPLING_SETTINGS)}), or model, found {shown(text)}"
         ) from None
+    return Sampling(temperature=temperature, **settings)
 
 
-def _of_model(file: Path) -> Sampling:
+def _read_model_sampling(file: Path) -> Sampling:
     try:
-        held = parse_json(file.read_bytes()) if file.exists() else {}
+        config = parse_json(file.read_bytes()) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error}): download it again") from error
-    held = held if isinstance(held, dict) else {}
-    odd = next((name for name, neutral in _UNSUPPORTED.items() if held.get(name) not in neutral), None)
-    if odd is not None:
-        raise UnsupportedError(
-            f"{file}: the model's own sampling has {odd} {shown(held[odd])}, which is not supported: leave out "
-            f"--temperature model"
-        )
-    words: dict[str, Any] = {name: held[name] for name in ("temperature", *_KNOWN) if held.get(name) is not None}
-    if words.get("top_k") == 0:  # as transformers says none
-        del words["top_k"]
-    if not words or held.get("do_sample") is False:
+    config = config if isinstance(config, dict) else {}
+    for name, neutral in _UNSUPPORTED.items():
+        if config.get(name) not in neutral:
+            raise UnsupportedError(
+                f"{file}: the model's sampling has {name} {shown(config[name])}, which is not supported: leave out "
+                f"--temperature model"
+            )
+    names = ("temperature", *_SAMPLING_SETTINGS)
+    settings: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
+    if settings.get("top_k") == 0:  # transformers: no limit
+        del settings["top_k"]
+    if not settings or config.get("do_sample") is False:
         raise ConfigError(
-            f"{file}: the model has no sampling settings of its own: leave out --temperature model, or give them, such "
-            f"as --temperature 0.6,top_p=0.9"
+            f"{file}: the model has no sampling settings: leave out --temperature model, or give settings, such as "
+            f"--temperature 0.6,top_p=0.9"
         )
-    return Sampling(**{"temperature": 1.0, **words})
+    return Sampling(**{"temperature": 1.0, **settings})
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
 def describe_settings(lm: LM, sampling: Sampling) -> dict[str, Any]:
-    """Everything beside set, sampling and draft that a figure depends on. What differs in it is never put in one table.
+    """Return everything that figures depend on, except set, sampling and draft. One table has one of these.
 
     Args:
-        lm: plain decoding.
-        sampling: its ``max_tokens`` and ``seed`` count.
+        lm: the baseline.
+        sampling: only its ``max_tokens``, ``ignore_eos`` and ``seed`` are used.
     """
-    target, kernel = lm.target, get_kernel()
-    is_kernel = target.runtime == "kernel" and kernel is not None
+    target = lm.target
+    kernel = get_kernel() if target.runtime == "kernel" else None
     return {
         "target": target.name,
-        "target_identity": _identity(lm.tokenizer.folder),
+        "target_identity": weights_digest(lm.tokenizer.folder),
         "tokenizer": lm.tokenizer.vocab_hash,
         "chat": lm.tokenizer.has_chat_template,
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantize": target.quantized or "none",
         "device": str(target.device),
-        "runtime": kernel.name if is_kernel and kernel is not None else f"{target.runtime}, {type(target).__name__}",
+        "runtime": f"{target.runtime}, {type(target).__name__}" if kernel is None else kernel.name,
         "matrices": target.runs_as,
         "tokens": sampling.max_tokens,
         "ignore_eos": sampling.ignore_eos,
@@ -175,40 +173,48 @@ def describe_settings(lm: LM, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _identity(folder: Path) -> str:
-    """16 digits that stand for a model's weights, of which evenly spaced parts are read: it takes milliseconds."""
-    hashed = hashlib.sha256()
+def weights_digest(folder: Path) -> str:
+    """Hash evenly spaced parts of a model's weight files to 16 hexadecimal digits; takes milliseconds.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+    sha = hashlib.sha256()
     link = folder / LINK
     files = [link] if link.exists() else sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
     try:
         for path in files:
             size = path.stat().st_size
-            hashed.update(f"{size} ".encode())
+            sha.update(f"{size} ".encode())
             with path.open("rb") as file:
-                for number in range(_SAMPLES):
-                    file.seek(max(size - _BLOCK, 0) * number // (_SAMPLES - 1))
-                    hashed.update(file.read(_BLOCK))
+                for number in range(_DIGEST_PARTS):
+                    file.seek(max(size - _DIGEST_PART_BYTES, 0) * number // (_DIGEST_PARTS - 1))
+                    sha.update(file.read(_DIGEST_PART_BYTES))
     except OSError as error:
         raise CheckpointError(f"{folder}: the weights cannot be read ({error}): download them again") from error
-    return hashed.hexdigest()[:16]
+    return sha.hexdigest()[:16]
 
 
 def settings_key(settings: Mapping[str, Any]) -> str:
-    """Stands for settings; what the target is called does not count, its weights do."""
+    """Hash settings; the target counts by its weights, not by its name."""
     return digest({name: value for name, value in settings.items() if name != "target"})
 
 
-# What is measured, on disk at once: one line of JSON for each finished answer, and before it what it depends on.
-#
-# Kinds of lines: ``settings`` (once), ``set`` and ``method`` (once each), ``answer`` (one turn of a question, decoded
-# plainly and by one or more methods), ``skipped`` (a turn that has no room).
+# --- records ---------------------------------------------------------------------------------------------------------
 
 
-FILE = "records.jsonl"
-_KINDS = ("settings", "set", "method", "answer", "skipped")
+class Unit(NamedTuple):
+    """One turn (from 1) of a question (from 0) of a set, under one sampling."""
 
-# A turn of a question under a sampling: set, question's number, turn (from 1), name of the sampling.
-Unit = tuple[str, int, int, str]
+    set: str
+    question: int
+    turn: int
+    sampling: str
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Unit:
+        """Return the unit of an answer or skipped turn."""
+        return cls(*(record[name] for name in cls._fields))
 
 
 @dataclass
@@ -216,10 +222,10 @@ class Journal:
     """The records of one folder.
 
     Attributes:
-        settings: what all of them depend on; empty in a new folder.
+        settings: what all records depend on; empty in a new folder.
         sets, methods: by name, and by key, as recorded.
-        answers: of each unit its records: later ones of methods that were added later.
-        skipped: units that had no room.
+        answers: records of each unit, several if methods were added later.
+        skipped: units whose prompt and answer exceed the context.
     """
 
     folder: Path
@@ -230,135 +236,102 @@ class Journal:
     skipped: dict[Unit, dict[str, Any]] = field(default_factory=dict)
 
     def done(self, unit: Unit) -> set[str]:
-        """Keys of the methods that have answered."""
+        """Return the keys of the methods that have answered."""
         return {key for record in self.answers.get(unit, ()) for key in record["methods"]}
 
-    def text(self, unit: Unit) -> str | None:
-        """What plain decoding answered; None where it has not."""
-        found = self.answers.get(unit)
-        return None if found is None else str(found[0]["plain"]["text"])
+    def text(self, unit: Unit) -> str:
+        """Return the baseline's answer."""
+        return str(self.answers[unit][0]["plain"]["text"])
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Add a record to what is known."""
+    def load(self, record: Mapping[str, Any]) -> None:
+        """Add a record that is on disk. Raises KeyError, TypeError or ValueError if it is malformed."""
         kind = record["kind"]
         values = {name: value for name, value in record.items() if name != "kind"}
-        if kind == "settings":
-            self.settings = values
-        elif kind == "set":
-            self.sets[record["name"]] = values
-        elif kind == "method":
-            self.methods[record["key"]] = values
-        else:
-            unit: Unit = record["set"], record["question"], record["turn"], record["sampling"]
-            if kind == "skipped":
-                self.skipped[unit] = values
-            else:
-                self.answers.setdefault(unit, []).append(values)
+        match kind:
+            case "settings":
+                self.settings = values
+            case "set":
+                self.sets[record["name"]] = values
+            case "method":
+                self.methods[record["key"]] = values
+            case "answer":
+                self.answers.setdefault(Unit.of_record(record), []).append(values)
+            case "skipped":
+                self.skipped[Unit.of_record(record)] = values
+            case _:
+                raise ValueError(f"unknown kind {shown(kind)}")
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write a record, so that nothing of it is lost from here on.
+        """Append a record to the file and sync it to disk.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: for example if the disk is full.
         """
         line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
         with (self.folder / FILE).open("ab") as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
-        self.take(record)
-
-    # --- what may be added to it -------------------------------------------------------------------------------------
+        self.load(record)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Say what all that follows depends on.
+        """Record the settings of all answers that follow.
 
         Raises:
-            ConfigError: there are results of other settings in this folder.
+            ConfigError: the folder has results of other settings.
         """
-        wanted = json.loads(json.dumps(dict(settings), default=str))
+        new = json.loads(json.dumps(dict(settings), default=str))
         if not self.settings:
-            self.add({"kind": "settings", **wanted})
-        elif settings_key(self.settings) != settings_key(wanted):
-            name, held, asked = _first_difference(self.settings, wanted)
+            self.add({"kind": "settings", **new})
+        elif settings_key(self.settings) != settings_key(new):
+            before, after = ({**each, **each["machine"]} for each in (self.settings, new))
+            changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+            name = next(name for name in changed if name not in ("target", "machine"))
+            if name == "target_identity" and "target" in changed:
+                name = "target"
             raise ConfigError(
-                f"{self.folder} holds results with {name} {shown(held)}, and this run has {shown(asked)}: choose "
-                f"another --out (draftwing bench --report shows several folders, what differs in a table each)"
+                f"{self.folder} holds results with {name.replace('_', ' ')} {shown(before.get(name))}, and this run "
+                f"has {shown(after.get(name))}: choose another --out (draftwing bench --report shows several folders, "
+                f"one table for each set of settings)"
             )
 
-    def admit(self, questions: QuestionSet) -> None:
-        """Add a set.
+    def add_set(self, questions: QuestionSet) -> None:
+        """Record a question set, once.
 
         Raises:
-            ConfigError: another one of this name is there.
+            ConfigError: the folder has another set of this name.
         """
-        held = self.sets.get(questions.name)
-        if held is None:
-            count = len(questions.questions)
-            self.add(
-                {
-                    "kind": "set",
-                    "name": questions.name,
-                    "file": Path(questions.path).name,
-                    "identity": questions.identity,
-                    "num_questions": count,
-                }
-            )
-        elif held["identity"] != questions.identity:
+        recorded = self.sets.get(questions.name)
+        if recorded is None:
+            values = {"name": questions.name, "file": Path(questions.path).name, "identity": questions.identity}
+            self.add({"kind": "set", **values, "num_questions": len(questions.questions)})
+        elif recorded["identity"] != questions.identity:
             raise ConfigError(
                 f"{self.folder} holds results for other questions called {questions.name!r} than those of "
-                f"{questions.path}: name this set otherwise (--set other={questions.path}), or choose another --out"
+                f"{questions.path}: give this set another name (--set other={questions.path}), or choose another --out"
             )
-
-    def enrol(self, method: Mapping[str, Any]) -> None:
-        """Add a method, where it is not known."""
-        if method["key"] not in self.methods:
-            self.add({"kind": "method", **method})
-
-
-def _first_difference(held: Mapping[str, Any], asked: Mapping[str, Any], of: str = "") -> tuple[str, Any, Any]:
-    for name in [*held, *(each for each in asked if each not in held)]:
-        one, other = held.get(name), asked.get(name)
-        if one == other or (name == "target" and not of):
-            continue
-        if name == "target_identity" and held.get("target") != asked.get("target"):
-            return "target", held.get("target"), asked.get("target")
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            return _first_difference(one, other, f"{name} ")
-        return f"{of}{name}".replace("_", " "), one, other
-    return "settings", "", ""
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def open_journal(folder: Path) -> Iterator[Journal]:
-    """A folder's journal, to be added to by nobody else until the block ends. The folder is made where it is missing.
+    """Lock a folder for writing, make it if it is missing, and read its records; drop an unfinished last line.
 
     Raises:
-        ConfigError: another process writes there, or nobody can.
+        ConfigError: another process writes there, or the folder is not writable.
         CheckpointError: the records cannot be read.
     """
     with locked(folder, ConfigError):
         file = folder / FILE
-        if file.exists():
-            _cut(file)
-            yield read_journal(folder)
-        else:
+        if not file.exists():
             yield Journal(folder)
-
-
-def _cut(file: Path) -> None:
-    """Drop a last line that a kill left unfinished."""
-    with file.open("rb+") as stream:
-        content = stream.read()
-        if content and not content.endswith(b"\n"):
-            stream.truncate(content.rfind(b"\n") + 1)
+            return
+        with file.open("rb+") as stream:
+            stream.truncate(stream.read().rfind(b"\n") + 1)
+        yield read_journal(folder)
 
 
 def read_journal(folder: Path) -> Journal:
-    """The records of a folder.
+    """Read the records of a folder.
 
     Raises:
         CheckpointError: there are none, or they cannot be read.
@@ -368,15 +341,12 @@ def read_journal(folder: Path) -> Journal:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: no results of draftwing bench in this folder ({error}): give one that it wrote with --out"
+            f"{folder}: no results of draftwing bench in this folder ({error}): give a folder that --out wrote"
         ) from error
     journal = Journal(folder)
-    for number, line in enumerate(lines[:-1], 1):  # behind the last newline: nothing, or an unfinished line
+    for number, line in enumerate(lines[:-1], 1):  # the last one is empty or unfinished
         try:
-            record = parse_json(line)
-            if record["kind"] not in _KINDS:
-                raise ValueError(f"unknown kind {shown(record['kind'])}")
-            journal.take(record)
+            journal.load(parse_json(line))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{file}, line {number}: not a record of draftwing bench ({error}): restore the file, or delete "
@@ -387,24 +357,16 @@ def read_journal(folder: Path) -> Journal:
     return journal
 
 
-# The protocol: batch 1, every question of every set, turn after turn, plainly and with each method in alternation.
-#
-# A later turn follows plain decoding's answers, whoever is measured, so that all answer the same prompts: where a
-# text is
-# not plain decoding's, that is recorded with both texts.
-
-
-_WARM_UP = 16  # tokens
+# --- the protocol ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured.
+    """The measurements to make.
 
     Attributes:
-        plain: plain decoding, the baseline.
-        methods: all on the same target.
-        sets: the questions.
+        plain: the baseline, which has no drafter.
+        methods: all on the baseline's target.
         samplings: each set is answered with each.
         limit: questions of each set; None takes all.
     """
@@ -416,154 +378,147 @@ class Plan:
     limit: int | None = None
 
     def check(self) -> None:
-        """Raise ConfigError where there is nothing to measure, or something twice."""
+        """Raise ConfigError if there is nothing to measure, or a method twice."""
         if self.plain.drafter.drafts:
-            raise ConfigError("bench needs plain decoding as its baseline: pass LM(target, tokenizer) as plain")
-        for what, given in (("draft", self.methods), ("question set", self.sets), ("temperature", self.samplings)):
-            if not given:
-                raise ConfigError(f"bench needs at least one {what}: give one")
-        keys = [each.describe()["key"] for each in self.methods]
-        twice = next((each for each in self.methods if keys.count(each.describe()["key"]) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{twice.draft} with tree {twice.lm.describe_budget()} is asked for twice: leave one out")
+            raise ConfigError("bench needs a baseline without drafts: pass LM(target, tokenizer) as plain")
+        for name, values in (("draft", self.methods), ("question set", self.sets), ("temperature", self.samplings)):
+            if not values:
+                raise ConfigError(f"bench needs at least one {name}: give one")
+        seen = set()
+        for method in self.methods:
+            key = method.describe()["key"]
+            if key in seen:
+                raise ConfigError(
+                    f"{method.draft} with tree {method.lm.describe_budget()} is requested twice: leave one out"
+                )
+            seen.add(key)
 
     def units(self, questions: QuestionSet, sampling: Sampling) -> list[tuple[Question, list[Unit]]]:
-        """The questions of a set, and the unit of each turn."""
+        """Return the chosen questions of a set, each with the units of its turns."""
         name = name_of_sampling(sampling)
         return [
-            (each, [(questions.name, each.number, turn, name) for turn in range(1, len(each.turns) + 1)])
-            for each in questions.chosen(self.limit)
+            (question, [Unit(questions.name, question.number, n + 1, name) for n in range(len(question.turns))])
+            for question in questions.chosen(self.limit)
         ]
 
 
 def run(plan: Plan, journal: Journal, on_progress: Callable[[int, int], None] | None = None) -> None:
-    """Measure what is not in the journal yet. Every answer is in it, on disk, as soon as it is finished.
+    """Measure every answer that the journal does not have, and add it.
 
     Args:
         on_progress: called with (done, total) answers of those that were missing.
 
     Raises:
-        ConfigError: see ``Plan.check`` and ``Journal``.
+        ConfigError: see ``Plan.check`` and ``Journal.add_set``.
     """
     plan.check()
-    keys = [each.describe()["key"] for each in plan.methods]
     for questions in plan.sets:
-        journal.admit(questions)
-    for method in plan.methods:
-        journal.enrol(method.describe())
+        journal.add_set(questions)
+    methods = {record["key"]: record for record in (method.describe() for method in plan.methods)}
+    for key, record in methods.items():
+        if key not in journal.methods:
+            journal.add({"kind": "method", **record})
+    passes = [(sampling, plan.units(questions, sampling)) for questions in plan.sets for sampling in plan.samplings]
     todo = {
         unit
-        for questions in plan.sets
-        for sampling in plan.samplings
-        for _, units in plan.units(questions, sampling)
+        for _, chosen in passes
+        for _, units in chosen
         for unit in units
-        if unit not in journal.skipped and not journal.done(unit).issuperset(keys)
+        if unit not in journal.skipped and not journal.done(unit) >= methods.keys()
     }
     total = len(todo)
-    for questions in plan.sets:
-        for sampling in plan.samplings:
-            session = _Session(plan, journal, sampling)
-            for place, (question, units) in enumerate(plan.units(questions, sampling)):
-                for unit in session.ask(question, units, place):
-                    todo.discard(unit)
-                    if on_progress is not None:
-                        on_progress(total - len(todo), total)
+    for sampling, chosen in passes:
+        session = _Session(plan, journal, sampling)
+        for index, (question, units) in enumerate(chosen):
+            for unit in session.answer(question, units, index):
+                todo.discard(unit)
+                if on_progress is not None:
+                    on_progress(total - len(todo), total)
 
 
 class _Session:
-    """One set under one sampling: methods that learn begin anew with it, and keep what they learn to its end."""
+    """One set under one sampling, with new drafters and budgets, which may learn until the set ends."""
 
     def __init__(self, plan: Plan, journal: Journal, sampling: Sampling) -> None:
         self._plain, self._journal, self._sampling = plan.plain, journal, sampling
-        fresh = [each.fresh() for each in plan.methods]
-        self._lms = {each.describe()["key"]: each.lm for each in fresh}
+        self._lms = {
+            method.describe()["key"]: type(lm)(
+                lm.target, lm.tokenizer, lm.new_drafter, lm.rule, lm.budget, lossless=lm.lossless
+            )
+            for method in plan.methods
+            for lm in [method.lm]
+        }
         self._is_warm = False
 
-    def ask(self, question: Question, units: Sequence[Unit], place: int) -> Iterator[Unit]:
-        """All turns of one question, the ``place``-th of its set; yields each that it is through with."""
+    def answer(self, question: Question, units: Sequence[Unit], index: int) -> Iterator[Unit]:
+        """Answer all turns of the question at ``index``; yield each unit that is answered or skipped."""
         answers: list[str] = []
-        for unit in units:
-            missing = [key for key in self._lms if key not in self._journal.done(unit)]
+        for turn, unit in enumerate(units):
             if unit in self._journal.skipped:
                 return
+            done = self._journal.done(unit)
+            missing = {key: lm for key, lm in self._lms.items() if key not in done}
             if missing:
-                prompt = self._encode(question, answers)
+                messages = question.messages(answers)
+                is_chat = self._plain.tokenizer.has_chat_template
+                prompt = self._plain.encode(messages if is_chat else "\n\n".join(each["content"] for each in messages))
                 room = self._plain.target.max_length - len(prompt)
                 if room < self._sampling.max_tokens:
-                    self._skip(question, units[unit[2] - 1 :], len(prompt))
-                    yield from units[unit[2] - 1 :]
+                    size = {"prompt_tokens": len(prompt), "context": self._plain.target.max_length}
+                    for rest in units[turn:]:
+                        values = {"set": rest.set, "question": rest.question, "id": question.id, "turn": rest.turn}
+                        self._journal.add({"kind": "skipped", **values, "sampling": rest.sampling, **size})
+                        yield rest
                     return
-                self._answer(question, unit, prompt, missing, place)
+                self._measure(question, unit, prompt, missing, index)
             yield unit
-            answers.append(self._journal.text(unit) or "")
+            answers.append(self._journal.text(unit))
 
-    def _encode(self, question: Question, answers: Sequence[str]) -> list[int]:
-        messages = question.messages(answers)
-        if self._plain.tokenizer.has_chat_template:
-            return self._plain.encode(messages)
-        return self._plain.encode("\n\n".join(each["content"] for each in messages))
-
-    def _skip(self, question: Question, units: Sequence[Unit], num_tokens: int) -> None:
-        for name, number, turn, sampling in units:
-            self._journal.add(
-                {
-                    "kind": "skipped",
-                    "set": name,
-                    "question": number,
-                    "id": question.id,
-                    "turn": turn,
-                    "sampling": sampling,
-                    "prompt_tokens": num_tokens,
-                    "context": self._plain.target.max_length,
-                }
-            )
-
-    def _answer(self, question: Question, unit: Unit, prompt: list[int], missing: Sequence[str], place: int) -> None:
-        """Decode one prompt with everything that has not answered it, and record it."""
-        lms = {"plain": self._plain, **{key: self._lms[key] for key in missing}}
-        # A seed of the question's own, so that no two of them are sampled with the same noise.
+    def _measure(self, question: Question, unit: Unit, prompt: list[int], lms: Mapping[str, LM], index: int) -> None:
+        lms = {"plain": self._plain, **lms}
+        # Each question has its own seed, so that no two are sampled with the same noise.
         sampling = replace(self._sampling, seed=nth_seed(self._sampling.seed or 0, question.number))
         if not self._is_warm:
             for lm in lms.values():
-                lm.generate([prompt], replace(sampling, max_tokens=min(_WARM_UP, sampling.max_tokens)))
+                lm.generate([prompt], sampling, max_tokens=min(_WARM_UP_TOKENS, sampling.max_tokens))
                 lm.forget()
             self._is_warm = True
         names = list(lms)
-        first = (place + unit[2]) % len(names)  # taking turns at being first, whatever is resumed
-        found = {name: _timed(lms[name], prompt, sampling) for name in [*names[first:], *names[:first]]}
-        plain = found.pop("plain")
+        first = (index + unit.turn) % len(names)  # independent of what an earlier run left
+        results = {name: _generate(lms[name], prompt, sampling) for name in [*names[first:], *names[:first]]}
+        plain, plain_wall = results["plain"]
         self._journal.add(
             {
                 "kind": "answer",
-                "set": unit[0],
-                "question": unit[1],
+                "set": unit.set,
+                "question": unit.question,
                 "id": question.id,
                 "categories": question.categories,
-                "turn": unit[2],
-                "sampling": unit[3],
+                "turn": unit.turn,
+                "sampling": unit.sampling,
                 "prompt_tokens": len(prompt),
-                "plain": {**_measured(*plain), "text": plain[0].text, "finish_reason": plain[0].finish_reason},
+                "plain": {**_counts(plain, plain_wall), "text": plain.text, "finish_reason": plain.finish_reason},
                 "methods": {
                     key: {
-                        **_measured(*found[key]),
-                        **_compared(found[key][0], plain[0]),
+                        **_counts(*results[key]),
+                        **_difference(results[key][0], plain),
                         "promise": promise_of(lms[key], sampling),
                     }
-                    for key in missing
+                    for key in names[1:]
                 },
             }
         )
 
 
-def _timed(lm: LM, prompt: list[int], sampling: Sampling) -> tuple[Generation, float]:
-    began = time.perf_counter()
-    (done,) = lm.generate([prompt], sampling)
-    return done, time.perf_counter() - began
+def _generate(lm: LM, prompt: list[int], sampling: Sampling) -> tuple[Generation, float]:
+    """Decode a prompt; return the generation and its seconds, prefill included."""
+    start = time.perf_counter()
+    (generation,) = lm.generate([prompt], sampling)
+    return generation, time.perf_counter() - start
 
 
-def _measured(done: Generation, wall: float) -> dict[str, Any]:
-    """Counts and times of one answer. ``wall`` is from the prompt's ids to the last token, prefill included."""
-    stats = done.stats
+def _counts(generation: Generation, wall: float) -> dict[str, Any]:
+    stats = generation.stats
     return {
         "tokens": stats.num_tokens,
         "forwards": stats.num_forwards,
@@ -576,14 +531,10 @@ def _measured(done: Generation, wall: float) -> dict[str, Any]:
     }
 
 
-def _compared(done: Generation, plain: Generation) -> Mapping[str, Any]:
-    """Whether the text is plain decoding's; where it is not, from which token on, and what it is."""
-    if done.token_ids == plain.token_ids:
+def _difference(generation: Generation, plain: Generation) -> dict[str, Any]:
+    ids, plain_ids = generation.token_ids, plain.token_ids
+    if ids == plain_ids:
         return {"identical": True}
-    pairs = enumerate(zip(done.token_ids, plain.token_ids, strict=False))
-    shorter = min(len(done.token_ids), len(plain.token_ids))
-    return {
-        "identical": False,
-        "differs_at": next((place for place, (one, other) in pairs if one != other), shorter),
-        "text": done.text,
-    }
+    pairs = enumerate(zip(ids, plain_ids, strict=False))
+    differs_at = next((n for n, (token, other) in pairs if token != other), min(len(ids), len(plain_ids)))
+    return {"identical": False, "differs_at": differs_at, "text": generation.text}

@@ -1,7 +1,7 @@
-"""What a set of answers says: tau, speedups and their intervals.
+"""Summarise answers: tau, speedups and their intervals for every set, turn, category, sampling and method.
 
-A question counts once: its turns are one sample, since the second follows from the first. Intervals are percentiles of
-resampled questions (the bootstrap of Efron 1979).
+The turns of a question are one sample, since later turns depend on earlier ones. Intervals are percentiles over
+resampled questions (Efron's bootstrap, 1979).
 
 Shape suffixes: R resamples, Q questions.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,17 +20,22 @@ from numpy.typing import NDArray
 from draftwing.lab.bench import Journal, Unit, settings_key
 
 NUM_RESAMPLES, LEVEL = 2000, 0.95
+MEAN = "mean of sets"
 
 Array = NDArray[np.float64]
+Answer = tuple[dict[str, Any], dict[str, Any]]  # a record, and the part of it that one method measured
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sums over the turns of each question; the last axis of every array is the questions'.
+    """Sums over the turns of each question: (Q,), or (R, Q) if resampled.
 
     Attributes:
         tokens, forwards, seconds, wall: of a method.
-        plain_tokens, plain_seconds, plain_wall: of plain decoding.
+        plain_tokens, plain_seconds, plain_wall: of the baseline.
     """
 
     tokens: Array
@@ -43,126 +48,102 @@ class Sample:
 
     @classmethod
     def of(cls, answers: Iterable[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]) -> Sample:
-        """Of (question, the method's measurements, plain decoding's), one for each turn."""
-        sums: dict[Any, list[float]] = {}
-        for question, own, plain in answers:
-            row = [own["tokens"], own["forwards"], own["seconds"], own["wall"]]
-            row += [plain["tokens"], plain["seconds"], plain["wall"]]
-            held = sums.setdefault(question, [0.0] * len(row))
-            held[:] = [a + b for a, b in zip(held, row, strict=True)]
-        return cls(*np.array(list(sums.values()), dtype=np.float64).T)
+        """Sum (question, the method's counts, the baseline's counts) of each turn by question."""
+        sums: dict[Any, Array] = {}
+        for question, counts, plain in answers:
+            row = [counts[name] for name in ("tokens", "forwards", "seconds", "wall")]
+            row += [plain[name] for name in ("tokens", "seconds", "wall")]
+            sums[question] = sums.get(question, 0) + np.array(row, dtype=np.float64)
+        return cls(*np.array(list(sums.values())).T)
 
     @property
     def size(self) -> int:
         """Q."""
         return int(self.tokens.shape[-1])
 
-    def at(self, places: NDArray[np.intp]) -> Sample:
-        """Of other questions, by their places; the shape of ``places`` is that of the arrays."""
-        return Sample(**{name: values[places] for name, values in vars(self).items()})
+    def take(self, indices: NDArray[np.intp]) -> Sample:
+        """Resample the questions; the arrays get the shape of ``indices``."""
+        return Sample(**{name: values[indices] for name, values in vars(self).items()})
 
     @property
     def rate(self) -> Array:
-        """Tokens per second of decoding."""
+        """Tokens per second of decoding with the method."""
         return self.tokens / self.seconds
 
     @property
     def plain_rate(self) -> Array:
-        """Plain decoding's."""
+        """Tokens per second of the baseline."""
         return self.plain_tokens / self.plain_seconds
 
 
-def _tau(s: Sample) -> Array:
-    return s.tokens.sum(-1) / s.forwards.sum(-1)  # type: ignore[no-any-return]
-
-
-def _speedup(s: Sample) -> Array:
-    return (s.rate / s.plain_rate).mean(-1)  # type: ignore[no-any-return]
-
-
-def _ratio_of_means(s: Sample) -> Array:
-    return s.rate.mean(-1) / s.plain_rate.mean(-1)  # type: ignore[no-any-return]
-
-
-def _with_prompt(s: Sample) -> Array:
-    """As EAGLE's and Spec-Bench's scripts have it: the prompt's prefill is in the times."""
-    return (s.tokens / s.wall).mean(-1) / (s.plain_tokens / s.plain_wall).mean(-1)  # type: ignore[no-any-return]
-
-
-STATISTICS: dict[str, Callable[[Sample], Array]] = {
-    "tau": _tau,
-    "speedup": _speedup,
-    "speedup_ratio_of_means": _ratio_of_means,
-    "speedup_with_prompt": _with_prompt,
+STATISTICS: dict[str, Callable[[Sample], Any]] = {
+    "tau": lambda s: s.tokens.sum(-1) / s.forwards.sum(-1),
+    "speedup": lambda s: (s.rate / s.plain_rate).mean(-1),
+    "speedup_ratio_of_means": lambda s: s.rate.mean(-1) / s.plain_rate.mean(-1),
+    # Like the scripts of EAGLE and Spec-Bench, with the prompt's prefill in both times.
+    "speedup_with_prompt": lambda s: (s.tokens / s.wall).mean(-1) / (s.plain_tokens / s.plain_wall).mean(-1),
 }
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95% interval; the ends are None where there are fewer than two questions.
+    """A figure and its 95% interval; ``low`` and ``high`` are None for fewer than two questions.
 
     Attributes:
-        drawn: (R,) the figure of each resample; empty where there is no interval.
+        resampled: (R,) the figure of each resample; empty without an interval.
     """
 
     value: float
     low: float | None
     high: float | None
-    drawn: Array
+    resampled: Array
 
     @classmethod
-    def of(cls, value: float, drawn: Array) -> Estimate:
-        """With the interval that the resamples give."""
-        if not drawn.size:
-            return cls(value, None, None, drawn)
-        low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return cls(value, float(low), float(high), drawn)
+    def of(cls, value: float, resampled: Array) -> Estimate:
+        """Take the interval from the resamples."""
+        if not resampled.size:
+            return cls(value, None, None, resampled)
+        low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return cls(value, float(low), float(high), resampled)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return value and interval as JSON values."""
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
 def resamples(size: int, seed: str) -> NDArray[np.intp]:
-    """(R, Q) places of questions, drawn with replacement; ``seed`` decides which."""
+    """Draw (R, Q) indices of questions with replacement."""
     generator = np.random.default_rng(zlib.crc32(seed.encode()))
     return generator.integers(0, size, size=(NUM_RESAMPLES, size), dtype=np.intp)
 
 
 def estimate(sample: Sample, seed: str) -> dict[str, Estimate]:
-    """Every statistic of a sample."""
-    several = sample.at(resamples(sample.size, seed)) if sample.size > 1 else None
-    none = np.empty(0)
+    """Compute every statistic of a sample; equal seeds draw equal questions."""
+    resampled = sample.take(resamples(sample.size, seed)) if sample.size > 1 else None
     return {
-        name: Estimate.of(float(of(sample)), none if several is None else of(several))
-        for name, of in STATISTICS.items()
+        name: Estimate.of(float(compute(sample)), np.empty(0) if resampled is None else compute(resampled))
+        for name, compute in STATISTICS.items()
     }
 
 
-def mean_estimate(parts: Sequence[Estimate]) -> Estimate:
-    """The mean of several sets' figures, each set counting alike. The sets are resampled independently."""
-    value = float(np.mean([each.value for each in parts]))
-    drawn = [each.drawn for each in parts]
-    if not all(each.size for each in drawn):
-        return Estimate.of(value, np.empty(0))
-    return Estimate.of(value, np.mean(drawn, axis=0))
+def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
+    """Average the figures of several sets with equal weights. The sets are resampled independently."""
+    value = float(np.mean([estimate.value for estimate in estimates]))
+    resampled = [estimate.resampled for estimate in estimates]
+    return Estimate.of(value, np.mean(resampled, axis=0) if all(map(len, resampled)) else np.empty(0))
 
 
-def alpha_of(measured: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
-    """Acceptance at each depth given that the depth was reached and drafted for, over all answers; how often it was."""
-    depth = max((len(each["reached"]) for each in measured), default=0)
+def alpha_of(counts: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
+    """Return acceptance at each depth over all answers, and how often a draft reached that depth."""
+    depth = max((len(answer["reached"]) for answer in counts), default=0)
     reached, taken = np.zeros(depth), np.zeros(depth)
-    for each in measured:
-        reached[: len(each["reached"])] += each["reached"]
-        taken[: len(each["taken"])] += each["taken"]
-    shares = [float(t / r) if r else 0.0 for t, r in zip(taken, reached, strict=True)]
-    return shares, [int(each) for each in reached]
+    for answer in counts:
+        reached[: len(answer["reached"])] += answer["reached"]
+        taken[: len(answer["taken"])] += answer["taken"]
+    return (taken / np.maximum(reached, 1)).tolist(), reached.astype(np.int64).tolist()
 
 
-# From records to tables: groups of equal settings, and in each a row for every set, part, sampling and method.
-
-
-MEAN = "mean of sets"
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -170,15 +151,15 @@ class Row:
     """One line of a table.
 
     Attributes:
-        set, category, turn, sampling: what was answered; no category or turn: all of them.
-        method: what it was answered with, as recorded.
-        num_questions, num_answers: an answer is a turn of a question.
+        set, category, turn, sampling: the answers it covers; category and turn are None for all of them.
+        method: its record.
+        num_questions, num_answers: an answer is one turn of a question.
         figures: by the names of ``STATISTICS``.
         tokens_per_s, plain_tokens_per_s: means over questions.
-        alpha, reached: acceptance by depth, and how often a draft came to that depth.
-        n_alpha: the same where the n-th drafted token has read n predicted features: of a fixed chain of an EAGLE head.
-        num_identical: answers that are plain decoding's to the token.
-        promise: what the rule keeps: ``text``, ``law`` or ``nothing`` (``evaluate.compare.MethodResult``).
+        alpha, reached: acceptance by depth, and how often a draft reached that depth.
+        n_alpha: for a fixed chain of an EAGLE head, acceptance of the n-th token, which has read n predicted features.
+        num_identical: answers that equal the baseline's.
+        promise: what the rule preserves: ``text``, ``law`` or ``nothing`` (see ``compare.MethodResult``).
         seconds, plain_seconds: of all answers.
     """
 
@@ -205,21 +186,20 @@ class Row:
     def part(self) -> str:
         """Category and turn in words; empty for a whole set."""
         turn = f"turn {self.turn}" if self.turn is not None else ""
-        return ", ".join(each for each in (self.category or "", turn) if each)
+        return ", ".join(filter(None, (self.category, turn)))
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether every text is plain decoding's, where the rule promises it."""
+        """True unless the rule preserves the text and an answer differs."""
         return self.promise != "text" or self.num_identical == self.num_answers
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        figures = {name: each.to_dict() for name, each in self.figures.items()}
-        plain = {name: value for name, value in vars(self).items() if name not in ("figures", "method")}
+        values = {name: value for name, value in vars(self).items() if name not in ("figures", "method")}
         method = {name: self.method[name] for name in ("draft", "budget", "rule", "key")}
+        figures = {name: figure.to_dict() for name, figure in self.figures.items()}
         efficiency = self.figures["speedup"].value / self.figures["tau"].value
         share = self.num_identical / self.num_answers
-        return {**plain, **method, **figures, "efficiency": efficiency, "identical": share}
+        return {**values, **method, **figures, "efficiency": efficiency, "identical": share}
 
 
 @dataclass
@@ -227,9 +207,9 @@ class Group:
     """Results of equal settings, from one folder or several.
 
     Attributes:
-        rows: whole sets first in each set, then its turns and categories.
-        skipped: turns that had no room.
-        differences: answers that are not plain decoding's, both texts with them.
+        rows: of each set: the whole set, then its turns and categories.
+        skipped: turns whose prompt and answer exceed the context.
+        differences: answers that differ from the baseline's, with both texts.
     """
 
     settings: dict[str, Any]
@@ -242,34 +222,32 @@ class Group:
 
     @property
     def wholes(self) -> list[Row]:
-        """Rows of whole sets, and their mean."""
+        """Rows of whole sets, and their means."""
         return [row for row in self.rows if row.category is None and row.turn is None]
 
     @property
     def parts(self) -> list[Row]:
-        """Rows of categories and of turns, those of one part side by side."""
-        found = [row for row in self.rows if (row.category is None) != (row.turn is None)]
-        order = list(dict.fromkeys((row.set, row.turn is None, row.part) for row in found))
-        order.sort(key=lambda each: (list(self.sets).index(each[0]), each[1]))
-        return sorted(found, key=lambda row: order.index((row.set, row.turn is None, row.part)))
+        """Rows of turns and categories: by set, turns first, rows of one part next to each other."""
+        rows = [row for row in self.rows if (row.category is None) != (row.turn is None)]
+        names, parts = list(self.sets), list(dict.fromkeys((row.set, row.part) for row in rows))
+        return sorted(rows, key=lambda row: (names.index(row.set), row.turn is None, parts.index((row.set, row.part))))
 
     @property
     def keeps_promises(self) -> bool:
-        """Whether every text that a rule promises to be plain decoding's is."""
+        """True if all answers equal the baseline's for every rule that preserves the text."""
         return all(row.keeps_promise for row in self.wholes)
 
 
 def gather(journals: Sequence[Journal]) -> list[Group]:
-    """Tables of one or several folders. Only what has the same settings and questions comes into one."""
-    together: list[list[Journal]] = []
+    """Summarise one or several folders: one group for equal settings and questions."""
+    grouped: list[list[Journal]] = []
     for journal in journals:
-        for held in together:
-            if all(_fits(journal, other) for other in held):
-                held.append(journal)
-                break
+        group = next((group for group in grouped if all(_fits(journal, other) for other in group)), None)
+        if group is None:
+            grouped.append([journal])
         else:
-            together.append([journal])
-    return [_group(each) for each in together]
+            group.append(journal)
+    return [_summarise(group) for group in grouped]
 
 
 def _fits(one: Journal, other: Journal) -> bool:
@@ -279,12 +257,9 @@ def _fits(one: Journal, other: Journal) -> bool:
     return all(one.sets[name]["identity"] == other.sets[name]["identity"] for name in shared)
 
 
-def _group(journals: Sequence[Journal]) -> Group:
-    first = journals[0]
-    group = Group(first.settings, {}, {}, [str(each.folder) for each in journals])
-    answers: dict[
-        tuple[str, Unit], tuple[dict[str, Any], dict[str, Any]]
-    ] = {}  # by method and unit: the first measured
+def _summarise(journals: Sequence[Journal]) -> Group:
+    group = Group(journals[0].settings, {}, {}, [str(journal.folder) for journal in journals])
+    answers: dict[tuple[str, Unit], Answer] = {}  # by method and unit; the first one that was measured
     skipped: dict[Unit, dict[str, Any]] = {}
     for journal in journals:
         group.sets |= journal.sets
@@ -292,129 +267,120 @@ def _group(journals: Sequence[Journal]) -> Group:
         skipped |= journal.skipped
         for unit, records in journal.answers.items():
             for record in records:
-                for key in record["methods"]:
-                    answers.setdefault((key, unit), (record, record["methods"][key]))
-    group.methods = _named_apart(group.methods)
+                for key, counts in record["methods"].items():
+                    answers.setdefault((key, unit), (record, counts))
+    group.methods = _with_distinct_names(group.methods)
     group.skipped = list(skipped.values())
-    group.differences = [_difference(group.methods[key], *found) for (key, _), found in answers.items()]
-    group.differences = [each for each in group.differences if each]
+    group.differences = [
+        {
+            **{name: record[name] for name in ("set", "question", "id", "turn", "sampling")},
+            **{name: group.methods[key][name] for name in ("draft", "budget", "rule")},
+            **{name: counts[name] for name in ("promise", "differs_at")},
+            "plain_text": record["plain"]["text"],
+            "text": counts["text"],
+        }
+        for (key, _), (record, counts) in answers.items()
+        if not counts["identical"]
+    ]
     group.rows = list(_rows(group, answers))
     return group
 
 
-def _named_apart(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Two heads of one name get the beginning of what tells them apart."""
-    found = {}
+def _with_distinct_names(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Append the first digits of the identity to the names of different heads that share one."""
+    renamed = {}
     for key, method in methods.items():
-        same = {other["identity"] for other in methods.values() if other["draft"] == method["draft"]}
-        name = f"{method['draft']} ({method['identity'][:6]})" if len(same) > 1 else method["draft"]
-        found[key] = {**method, "draft": name}
-    return found
+        identities = {other["identity"] for other in methods.values() if other["draft"] == method["draft"]}
+        name = f"{method['draft']} ({method['identity'][:6]})" if len(identities) > 1 else method["draft"]
+        renamed[key] = {**method, "draft": name}
+    return renamed
 
 
-def _difference(method: Mapping[str, Any], record: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    if own["identical"]:
-        return {}
-    where = {name: record[name] for name in ("set", "question", "id", "turn", "sampling")}
-    what = {name: method[name] for name in ("draft", "budget", "rule")}
-    texts = {"plain_text": record["plain"]["text"], "text": own["text"]}
-    return {**where, **what, "promise": own["promise"], "differs_at": own["differs_at"], **texts}
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-Found = tuple[dict[str, Any], dict[str, Any]]  # an answer's record, and a method's part of it
-
-
-def _rows(group: Group, answers: Mapping[tuple[str, Unit], Found]) -> Iterator[Row]:
-    by_table: dict[tuple[str, str, str], list[Found]] = {}
-    for (key, unit), found in answers.items():
-        by_table.setdefault((unit[0], unit[3], key), []).append(found)
-    samplings = list(dict.fromkeys(sampling for _, sampling, _ in by_table))
-    order = [(s, t, key) for s in group.sets for t in samplings for key in group.methods if (s, t, key) in by_table]
+def _rows(group: Group, answers: Mapping[tuple[str, Unit], Answer]) -> Iterator[Row]:
+    tables: dict[tuple[str, str, str], list[Answer]] = {}
+    for (key, unit), answer in answers.items():
+        tables.setdefault((unit.set, unit.sampling, key), []).append(answer)
+    samplings = list(dict.fromkeys(sampling for _, sampling, _ in tables))
     wholes: list[Row] = []
-    for name, sampling, key in order:
-        rows = [
-            _row(group.methods[key], (name, *part, sampling), found)
-            for part, found in _parts(by_table[name, sampling, key])
-        ]
-        wholes.append(rows[0])
-        yield from rows
+    for name in group.sets:
+        for sampling in samplings:
+            for key, method in group.methods.items():
+                if (name, sampling, key) in tables:
+                    rows = [_row(method, name, sampling, *part) for part in _parts(tables[name, sampling, key])]
+                    wholes.append(rows[0])
+                    yield from rows
     for sampling in samplings:
         for key in group.methods:
-            own = [row for row in wholes if row.sampling == sampling and row.method["key"] == key]
-            if len(own) > 1 and len(own) == len(group.sets):
-                yield _mean(own)
+            rows = [row for row in wholes if row.sampling == sampling and row.method["key"] == key]
+            if len(rows) > 1 and len(rows) == len(group.sets):
+                yield _mean(rows)
 
 
-def _parts(found: Sequence[Found]) -> Iterator[tuple[tuple[str | None, int | None], list[Found]]]:
-    """All answers, then those of each turn, of each category, and of each turn of each category."""
-    categories = list(dict.fromkeys(name for record, _ in found for name in record["categories"]))
-    turns = sorted({record["turn"] for record, _ in found})
+def _parts(answers: Sequence[Answer]) -> Iterator[tuple[str | None, int | None, list[Answer]]]:
+    """Yield all answers, then those of each turn, of each category, and of each turn of each category."""
+    categories = list(dict.fromkeys(name for record, _ in answers for name in record["categories"]))
+    turns = sorted({record["turn"] for record, _ in answers})
     for category in [None, *(categories if len(categories) > 1 else ())]:
         for turn in [None, *(turns if len(turns) > 1 else ())]:
             part = [
-                each
-                for each in found
-                if (category is None or category in each[0]["categories"]) and (turn is None or turn == each[0]["turn"])
+                (record, counts)
+                for record, counts in answers
+                if category in (None, *record["categories"]) and turn in (None, record["turn"])
             ]
             if part:
-                yield (category, turn), part
+                yield category, turn, part
 
 
-def _row(method: Mapping[str, Any], of: tuple[str, str | None, int | None, str], found: Sequence[Found]) -> Row:
-    sample = Sample.of((record["question"], own, record["plain"]) for record, own in found)
-    alpha, reached = alpha_of([own for _, own in found])
+def _row(
+    method: Mapping[str, Any],
+    name: str,
+    sampling: str,
+    category: str | None,
+    turn: int | None,
+    answers: Sequence[Answer],
+) -> Row:
+    sample = Sample.of((record["question"], counts, record["plain"]) for record, counts in answers)
+    alpha, reached = alpha_of([counts for _, counts in answers])
     return Row(
-        *of,
+        set=name,
+        category=category,
+        turn=turn,
+        sampling=sampling,
         method=method,
         num_questions=sample.size,
-        num_answers=len(found),
-        # The same questions are drawn for every method: what is compared is resampled alike.
-        figures=estimate(sample, f"{of[0]} {of[1]} {of[2]}"),
+        num_answers=len(answers),
+        figures=estimate(sample, f"{name} {category} {turn}"),  # the same resampled questions for every method
         tokens_per_s=float(sample.rate.mean()),
         plain_tokens_per_s=float(sample.plain_rate.mean()),
         alpha=alpha,
         reached=reached,
         n_alpha=alpha if method["is_feature_chain"] else None,
-        num_identical=sum(own["identical"] for _, own in found),
-        promise=found[0][1]["promise"],
-        lossless=all(own["lossless"] for _, own in found),
+        num_identical=sum(counts["identical"] for _, counts in answers),
+        promise=answers[0][1]["promise"],
+        lossless=all(counts["lossless"] for _, counts in answers),
         seconds=float(sample.seconds.sum()),
         plain_seconds=float(sample.plain_seconds.sum()),
     )
 
 
 def _mean(rows: Sequence[Row]) -> Row:
-    """As the papers' last column: each set counts alike."""
-    first = rows[0]
-    return Row(
-        set=MEAN,
-        category=None,
-        turn=None,
-        sampling=first.sampling,
-        method=first.method,
-        num_questions=sum(row.num_questions for row in rows),
-        num_answers=sum(row.num_answers for row in rows),
-        figures={name: mean_estimate([row.figures[name] for row in rows]) for name in STATISTICS},
-        tokens_per_s=sum(row.tokens_per_s for row in rows) / len(rows),
-        plain_tokens_per_s=sum(row.plain_tokens_per_s for row in rows) / len(rows),
-        alpha=[],
-        reached=[],
-        n_alpha=None,
-        num_identical=sum(row.num_identical for row in rows),
-        promise=first.promise,
-        lossless=all(row.lossless for row in rows),
-        seconds=sum(row.seconds for row in rows),
-        plain_seconds=sum(row.plain_seconds for row in rows),
+    """Average whole sets with equal weights, like the last column of the papers' tables."""
+    sums: dict[str, Any] = {
+        name: sum(getattr(row, name) for row in rows)
+        for name in ("num_questions", "num_answers", "num_identical", "seconds", "plain_seconds")
+    }
+    means: dict[str, Any] = {
+        name: sum(getattr(row, name) for row in rows) / len(rows) for name in ("tokens_per_s", "plain_tokens_per_s")
+    }
+    figures = {name: mean_estimate([row.figures[name] for row in rows]) for name in STATISTICS}
+    lossless = all(row.lossless for row in rows)
+    return replace(
+        rows[0], set=MEAN, figures=figures, alpha=[], reached=[], n_alpha=None, lossless=lossless, **sums, **means
     )
 
 
-# --- JSON ------------------------------------------------------------------------------------------------------------
-
-
 def to_dict(groups: Sequence[Group]) -> dict[str, Any]:
-    """As plain JSON values."""
+    """Return JSON values."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "groups": [

@@ -1,10 +1,10 @@
-"""Question sets: files of the field, read into questions with turns and categories."""
+"""Read the field's question files into sets of questions with turns and categories."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -13,11 +13,10 @@ from typing import Any
 from draftwing.errors import CheckpointError, ConfigError, PromptError, shown
 from draftwing.text.prompts import check_text, read_entries, read_record
 
-# Spec-Bench asks MT-bench's questions among others, and reports them as one task.
+# The categories of MT-bench, which Spec-Bench contains and reports as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-_TOGETHER = "mt_bench"
-# What EAGLE's and Spec-Bench's repositories call every question file: the folder says which it is.
-_QUESTIONS = "question.jsonl"
+# The name of every question file in the repositories of EAGLE and Spec-Bench; the folder names the set.
+_QUESTION_FILE = "question.jsonl"
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,11 @@ class Question:
     """One question of a set.
 
     Attributes:
-        number: its place in the file, from 0.
-        id: what the file calls it; its line where it says nothing.
-        categories: those it counts under: its own, and the task that this is part of.
-        turns: what is asked, one after the other.
-        system: the system message, where the file has one.
-        is_bare: a text to go on from, where the model has no chat template.
+        number: its index in the file.
+        id: from the file, else its line.
+        categories: its category, and the task that contains it if there is one.
+        turns: the user's messages.
+        system: the system message.
     """
 
     number: int
@@ -38,14 +36,13 @@ class Question:
     categories: tuple[str, ...]
     turns: tuple[str, ...]
     system: str | None = None
-    is_bare: bool = False
 
     def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
-        """The dialogue up to the question that follows ``answers``."""
-        found = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in zip(self.turns, answers, strict=False):
-            found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return [*found, {"role": "user", "content": self.turns[len(answers)]}]
+        """Return the dialogue with the turns that ``answers`` answers and the next one."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for turn, answer in zip(self.turns, answers, strict=False):
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": self.turns[len(answers)]}]
 
 
 @dataclass(frozen=True)
@@ -58,132 +55,116 @@ class QuestionSet:
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits that stand for every question in it."""
-        asked = [[each.id, each.categories, each.turns, each.system] for each in self.questions]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        """16 hexadecimal digits: a digest of every question."""
+        values = [[question.id, question.categories, question.turns, question.system] for question in self.questions]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
     def chosen(self, limit: int | None) -> list[Question]:
-        """``limit`` questions, evenly spread over the categories: the first of each, then the second of each, ...
+        """Choose ``limit`` questions evenly over the categories: the first of each, then the second of each, ...
 
-        Those of a smaller limit are among those of a larger one.
+        A smaller limit chooses a prefix.
         """
-        tasks = _grouped(self.questions, lambda each: each.categories[-1])
-        spread = [_in_turn(_grouped(task, lambda each: each.categories[0])) for task in tasks]
+        tasks = _grouped(self.questions, lambda question: question.categories[-1])
+        spread = [_in_turn(_grouped(task, lambda question: question.categories[0])) for task in tasks]
         return _in_turn(spread)[:limit]
 
 
-def _grouped(questions: Iterable[Question], of: Any) -> list[list[Question]]:
-    found: dict[str, list[Question]] = {}
-    for each in questions:
-        found.setdefault(of(each), []).append(each)
-    return list(found.values())
+def _grouped(questions: Iterable[Question], key: Callable[[Question], str]) -> list[list[Question]]:
+    groups: dict[str, list[Question]] = {}
+    for question in questions:
+        groups.setdefault(key(question), []).append(question)
+    return list(groups.values())
 
 
 def _in_turn(groups: Sequence[Sequence[Question]]) -> list[Question]:
-    return [each for row in zip_longest(*groups) for each in row if each is not None]
+    return [question for row in zip_longest(*groups) for question in row if question is not None]
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def find_files(given: Sequence[str]) -> dict[str, Path]:
-    """Question files by the name of their set.
+def find_files(arguments: Sequence[str]) -> dict[str, Path]:
+    """Find question files, by the name of their set.
 
     Args:
-        given: ``NAME=FILE``; a file, which gives its own name; or a folder, which stands for all question files in it:
-            its ``question.jsonl``, else its ``.jsonl`` and ``.json`` files and each ``question.jsonl`` one folder down.
+        arguments: each is ``NAME=FILE``, a file (its name is the set's) or a folder, which gives its
+            ``question.jsonl``, else its ``.jsonl`` and ``.json`` files and each ``question.jsonl`` one folder below.
 
     Raises:
-        CheckpointError: there is no such file, or no question file in a folder.
-        ConfigError: two sets of one name.
+        CheckpointError: a file does not exist, or a folder has none.
+        ConfigError: two sets have the same name, or there is no set.
     """
-    found: dict[str, Path] = {}
-    for each in given:
-        name, path = _split(each)
-        files = _in_folder(path) if path.is_dir() else [path]
-        if name and len(files) > 1:
+    sets: dict[str, Path] = {}
+    for argument in arguments:
+        prefix, equals, rest = argument.partition("=")
+        if not equals or Path(argument).exists():  # a file may have = in its name
+            prefix, rest = "", argument
+        elif not prefix.strip() or not rest:
+            raise ConfigError(f"--set must be NAME=FILE, FILE or a folder, found {shown(argument)}")
+        path = Path(rest)
+        files = _files_in(path) if path.is_dir() else [path]
+        if prefix and len(files) > 1:
             raise ConfigError(
-                f"--set {shown(each)}: there are {len(files)} question files in this folder: name one of them, or "
-                f"leave {name}= out"
+                f"--set {shown(argument)}: there are {len(files)} question files in this folder: name one of them, or "
+                f"leave {prefix.strip()}= out"
             )
         for file in files:
             if not file.is_file():
-                raise CheckpointError(f"--set {each}: there is no such file: give a file of questions, or a folder")
-            called = name or _name_of(file)
-            if called in found:
+                raise CheckpointError(f"--set {argument}: there is no such file: give a file of questions, or a folder")
+            name = prefix.strip() or (file.absolute().parent.name if file.name == _QUESTION_FILE else file.stem)
+            if name in sets:
                 raise ConfigError(
-                    f"--set: both {found[called]} and {file} would be called {called!r}: name one of them, such as "
+                    f"--set: both {sets[name]} and {file} would be called {name!r}: name one of them, such as "
                     f"other={file}"
                 )
-            found[called] = file
-    if not found:
+            sets[name] = file
+    if not sets:
         raise ConfigError("bench needs questions: give --set FILE, such as --set mt_bench.jsonl")
-    return found
+    return sets
 
 
-def _split(given: str) -> tuple[str, Path]:
-    name, equals, path = given.partition("=")
-    if not equals or Path(given).exists():  # a file may have = in its name
-        return "", Path(given)
-    if not name.strip() or not path:
-        raise ConfigError(f"--set must be NAME=FILE, FILE or a folder, found {shown(given)}")
-    return name.strip(), Path(path)
-
-
-def _in_folder(folder: Path) -> list[Path]:
-    if (folder / _QUESTIONS).is_file():
-        return [folder / _QUESTIONS]
-    files = sorted(each for each in folder.iterdir() if each.suffix in (".jsonl", ".json") and each.is_file())
-    files += sorted(each / _QUESTIONS for each in folder.iterdir() if (each / _QUESTIONS).is_file())
+def _files_in(folder: Path) -> list[Path]:
+    if (folder / _QUESTION_FILE).is_file():
+        return [folder / _QUESTION_FILE]
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".jsonl", ".json") and path.is_file())
+    files += sorted(path / _QUESTION_FILE for path in folder.iterdir() if (path / _QUESTION_FILE).is_file())
     if not files:
         raise CheckpointError(f"--set {folder}: no .jsonl file in this folder: give a file of questions")
     return files
 
 
-def _name_of(file: Path) -> str:
-    return file.absolute().parent.name if file.name == _QUESTIONS else file.stem
-
-
 def read_set(name: str, path: Path) -> QuestionSet:
-    """The questions of a file, in any form of ``text.prompts.read_record``.
-
-    Answers in the file are left out: the model gives its own.
+    """Read the questions of a file in any form of ``text.prompts.read_record``. Answers in the file are ignored.
 
     Raises:
         CheckpointError: the file cannot be read.
-        PromptError: an entry that asks nothing, named by its line.
+        PromptError: an entry has no question; the message names its line.
     """
-    found = [_question(number, entry, where) for number, (where, entry) in enumerate(read_entries(path))]
-    own = {each.categories[0] for each in found}
-    if own > _MT_BENCH:
-        found = [_with_task(each) for each in found]
-    return QuestionSet(name, str(path), tuple(found))
-
-
-def _with_task(question: Question) -> Question:
-    if question.categories[0] not in _MT_BENCH:
-        return question
-    return replace(question, categories=(*question.categories, _TOGETHER))
+    questions = [_question(number, entry, where) for number, (where, entry) in enumerate(read_entries(path))]
+    if {question.categories[0] for question in questions} > _MT_BENCH:
+        questions = [
+            replace(question, categories=(*question.categories, "mt_bench"))
+            if question.categories[0] in _MT_BENCH
+            else question
+            for question in questions
+        ]
+    return QuestionSet(name, str(path), tuple(questions))
 
 
 def _question(number: int, entry: Any, where: str) -> Question:
-    if isinstance(entry, dict) and isinstance(entry.get("article"), str):  # CNN/DM as it is published
+    if isinstance(entry, dict) and isinstance(entry.get("article"), str):  # CNN/DM as published
         entry = {**entry, "question": f"Summarize: {entry['article']}"}
     record = read_record(entry, where, PromptError)
+    system = None
     if record.text is not None:
-        turns, system = [record.text], None
+        turns = [record.text]
     else:
-        turns = [each["content"] for each in record.messages if each["role"] == "user"]
-        system = "\n\n".join(each["content"] for each in record.messages if each["role"] == "system") or None
+        turns = [message["content"] for message in record.messages if message["role"] == "user"]
+        system = "\n\n".join(message["content"] for message in record.messages if message["role"] == "system") or None
     if not turns or not all(turn.strip() for turn in turns):
         raise PromptError(f"{where}: there is no question in it, or an empty one: give it a text, or delete the entry")
-    called = next((entry[key] for key in ("question_id", "task_id", "id") if key in entry), number + 1)
     category = entry.get("category")
     return Question(
         number=number,
-        id=str(called),
+        id=str(next((entry[key] for key in ("question_id", "task_id", "id") if key in entry), number + 1)),
         categories=(category if isinstance(category, str) and category else "all",),
         turns=tuple(map(check_text, turns)),
         system=system,
-        is_bare=record.bare or record.text is not None,
     )

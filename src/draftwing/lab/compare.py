@@ -1,4 +1,4 @@
-"""Several drafters on the same prompts against plain decoding: interleaved, medians, and is the text the same?"""
+"""Compare drafters with the baseline on the same prompts: how fast they are, and whether the text is identical."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from draftwing.accept import get_rule, match
+from draftwing.cpu.noise import noise_of
 from draftwing.errors import ConfigError
 from draftwing.lab.machine import describe_machine
 from draftwing.lm import LM, Generation
+from draftwing.models.target import Target
 from draftwing.request import with_seed
-from draftwing.sampling import Sampling
+from draftwing.sampling import Sampling, SamplingBatch
 from draftwing.stats import Stats
 from draftwing.text.prompts import Prompt
+from draftwing.tree import Accepted, DraftTree
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One drafter's figures.
+    """The figures of one drafter.
 
     Attributes:
-        tokens_per_s: median over prompts and rounds; decode time only, the prompt's prefill left out.
-        speedup: median over prompts and rounds of plain decoding's time per token over this one's, paired.
-        tau: tokens per target forward over all prompts, the bonus token counted.
+        tokens_per_s: median over prompts and rounds; decoding only, without the prompt's prefill.
+        speedup: median over prompts and rounds of the baseline's time per token over this one's, paired.
+        tau: tokens per target forward over all prompts, including the bonus token.
         efficiency: speedup / tau.
         alpha: acceptance by depth.
-        promise: what the rule keeps at this temperature: ``text`` (it is plain decoding's), ``law`` (other texts, drawn
-            by the same law) or ``nothing``.
-        num_identical: prompts whose token ids are plain decoding's.
+        promise: what the rule preserves at this temperature: ``text`` (equal to the baseline's), ``law`` (other texts
+            with the same distribution) or ``nothing``.
+        num_identical: prompts whose token ids equal the baseline's in every round.
         phases: share of the step time by phase.
     """
 
@@ -48,9 +54,9 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` found; ``methods[0]`` is plain decoding.
+    """The result of ``compare``; ``methods[0]`` is the baseline.
 
-    ``texts`` holds what each method wrote after the first prompt, by name.
+    ``texts`` has what each method wrote after the first prompt, by name.
     """
 
     methods: list[MethodResult]
@@ -61,11 +67,10 @@ class Comparison:
 
     @property
     def all_identical(self) -> bool:
-        """Whether every method that promises plain decoding's text wrote it for every prompt."""
+        """True if all texts equal the baseline's for every method that promises it."""
         return all(method.num_identical == method.num_prompts for method in self.methods if method.promise == "text")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
         return {**asdict(self), "all_identical": self.all_identical}
 
 
@@ -77,21 +82,21 @@ def compare(
     rounds: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Decode every prompt with every method, one prompt at a time, the methods in turn.
+    """Decode every prompt with every method, one prompt at a time.
 
-    Taking turns on each prompt pairs the measurements, so that a machine that slows down slows all alike. The
-    first prompt is decoded once more beforehand, uncounted, to warm everything up.
+    Methods take turns on each prompt, which pairs the measurements: a machine that slows down slows all of them. The
+    first prompt is decoded once more at the start, uncounted, to warm up.
 
     Args:
-        lms: plain decoding first; all on one target.
-        rounds: how often everything is done.
+        lms: the baseline first; all on one target.
+        rounds: how often every prompt is decoded.
         on_progress: called with (done, total) generations.
 
     Raises:
-        ConfigError: no plain decoding in front, or no prompt.
+        ConfigError: the first of ``lms`` drafts, or there is no prompt.
     """
     if not lms or lms[0].drafter.drafts:
-        raise ConfigError("compare needs plain decoding first: pass LM(target, tokenizer) as the first of lms")
+        raise ConfigError("compare needs the baseline first: pass LM(target, tokenizer) as the first of lms")
     if not prompts:
         raise ConfigError("compare needs at least one prompt")
     sampling = with_seed(sampling)
@@ -101,7 +106,7 @@ def compare(
     total, done = rounds * len(prompts) * len(lms), 0
     for turn in range(rounds):
         for lm in lms:
-            lm.forget()  # the answers of the last round, or of the warm-up, would be drafts that cost nothing
+            lm.forget()  # else drafts that learn would copy the answers of the last round or of the warm-up
         for index, prompt in enumerate(prompts):
             first = (turn + index) % len(lms)
             for place in [*range(first, len(lms)), *range(first)]:
@@ -124,41 +129,154 @@ def compare(
         "rules": {lm.drafter_name: lm.rule for lm in lms[1:]},
         "budgets": {lm.drafter_name: lm.describe_budget() for lm in lms[1:]},
     }
-    methods = [_fold(lm, own, runs[0], len(prompts), sampling) for lm, own in zip(lms, runs, strict=True)]
-    baseline = f"plain decoding, {type(target).__name__}, same settings, batch 1"
-    texts = {lm.drafter_name: own[0].text for lm, own in zip(lms, runs, strict=True)}
-    return Comparison(methods, baseline, settings, describe_machine(), texts)
+    return Comparison(
+        methods=[_summarise(lm, run, runs[0], len(prompts), sampling) for lm, run in zip(lms, runs, strict=True)],
+        baseline=f"plain decoding, {type(target).__name__}, same settings, batch 1",
+        settings=settings,
+        machine=describe_machine(),
+        texts={lm.drafter_name: run[0].text for lm, run in zip(lms, runs, strict=True)},
+    )
 
 
 def promise_of(lm: LM, sampling: Sampling) -> str:
-    """What a rule promises of a text: see ``MethodResult.promise``."""
+    """Return what the rule preserves: see ``MethodResult.promise``."""
     rule = get_rule(lm.rule, lossless=False)
     if not rule.lossless:
         return "nothing"
     return "text" if rule.apply is match or sampling.temperature == 0 else "law"
 
 
-def _fold(
-    lm: LM, runs: list[Generation], plain: list[Generation], num_prompts: int, sampling: Sampling
+def _summarise(
+    lm: LM, run: list[Generation], baseline: list[Generation], num_prompts: int, sampling: Sampling
 ) -> MethodResult:
-    def rate(run: Generation) -> float:
-        return run.stats.tokens_per_s
-
-    stats = Stats.sum(run.stats for run in runs)
-    phases = {phase: value / stats.total_seconds for phase, value in stats.seconds.items()}
-    speedup = statistics.median(rate(own) / rate(base) for own, base in zip(runs, plain, strict=True))
-    same = [own.token_ids == base.token_ids for own, base in zip(runs, plain, strict=True)]
+    rates, base_rates = ([each.stats.tokens_per_s for each in generations] for generations in (run, baseline))
+    stats = Stats.sum(each.stats for each in run)
+    speedup = statistics.median(rate / base for rate, base in zip(rates, base_rates, strict=True))
+    same = [one.token_ids == other.token_ids for one, other in zip(run, baseline, strict=True)]
     return MethodResult(
         name=lm.drafter_name,
-        tokens_per_s=statistics.median(map(rate, runs)),
+        tokens_per_s=statistics.median(rates),
         speedup=speedup,
         tau=stats.tau,
         efficiency=speedup / stats.tau,
         alpha=stats.alpha,
         promise=promise_of(lm, sampling),
-        # A prompt counts as identical when it is in every round.
         num_identical=sum(all(same[index::num_prompts]) for index in range(num_prompts)),
         num_prompts=num_prompts,
         lossless=stats.lossless,
-        phases=phases,
+        phases={phase: value / stats.total_seconds for phase, value in stats.seconds.items()},
     )
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a speculative text that differs from the baseline's.
+
+    Attributes:
+        position: the number of equal tokens before it.
+        plain_token, token: of the baseline and of the speculative text; both -1 if one text ends there.
+        margin: the baseline's perturbed score of its token minus that of the other; 0 if a text ends.
+        noise: the largest change of any score when the same tokens are forwarded in other groups.
+        is_tie: the margin is at most twice the noise, since each of the two scores may change by that much.
+    """
+
+    prompt_index: int
+    position: int
+    plain_token: int
+    token: int
+    margin: float
+    noise: float
+    is_tie: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of ``verify``."""
+
+    num_prompts: int
+    num_identical: int
+    num_tokens: int
+    differences: list[Difference]
+    settings: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def verify(
+    lm: LM,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    max_batch: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Decode every prompt with and without drafts and compare token ids.
+
+    Args:
+        max_batch: prompts decoded speculatively at once; the baseline always runs one by one.
+        on_progress: called with (done, total) prompts.
+    """
+    baseline, sampling = LM(lm.target, lm.tokenizer), with_seed(sampling)
+    differences, num_tokens = [], 0
+    for start in range(0, len(prompts), max_batch):
+        generations = lm.generate(list(prompts[start : start + max_batch]), sampling, max_batch=max_batch)
+        for index, generation in enumerate(generations, start):
+            if generation.error is not None:
+                raise generation.error
+            (base,) = baseline.generate([prompts[index]], sampling)
+            num_tokens += len(base.token_ids)
+            if generation.token_ids != base.token_ids:
+                differences.append(_explain(lm.target, base, generation.token_ids, sampling, index))
+            if on_progress is not None:
+                on_progress(index + 1, len(prompts))
+    settings = {
+        "target": lm.target.name,
+        "drafter": lm.drafter_name,
+        "rule": lm.rule,
+        "dtype": str(lm.target.dtype).removeprefix("torch."),
+        "device": str(lm.target.device),
+        "max_batch": max_batch,
+        "sampling": {key: value for key, value in asdict(sampling).items() if value != getattr(Sampling(), key)},
+    }
+    return Verification(len(prompts), len(prompts) - len(differences), num_tokens, differences, settings)
+
+
+@torch.inference_mode()
+def _explain(target: Target, base: Generation, token_ids: list[int], sampling: Sampling, index: int) -> Difference:
+    """Recompute the scores at the first difference with several groupings of the same tokens."""
+    plain_ids, shorter = base.token_ids, min(len(base.token_ids), len(token_ids))
+    position = next((n for n in range(shorter) if plain_ids[n] != token_ids[n]), shorter)
+    ids = base.prompt_ids + plain_ids[:position]
+    batch = SamplingBatch([sampling], noise_of(target.vocab_size, target.device), target.device)
+    scores = [_scores(target, ids, len(base.prompt_ids), group, batch) for group in (1, 2, 5, 16, len(ids))]
+    noise = max(float((other - scores[0]).nan_to_num(0.0).abs().max()) for other in scores[1:])
+    if position == shorter:  # one text ends here
+        return Difference(index, position, -1, -1, 0.0, noise, is_tie=False)
+    plain_token, token = plain_ids[position], token_ids[position]
+    margin = float(scores[0][plain_token] - scores[0][token])
+    return Difference(index, position, plain_token, token, margin, noise, abs(margin) <= 2 * noise)
+
+
+def _scores(target: Target, ids: list[int], num_prompt: int, group: int, batch: SamplingBatch) -> Tensor:
+    """Forward all but the prompt in chains of ``group``; return (V,) perturbed scores of the token after ``ids``."""
+    ctx = target.new_context()
+    target.prefill(ctx, ids[:num_prompt] if group < len(ids) else ids)
+    row = ctx.rows[0]
+    while True:
+        chain = ids[row.length : row.length + (group if target.supports_trees else 1)]
+        row.tokens = ids
+        tree = DraftTree.chain(torch.tensor([chain], device=target.device))
+        output = target.forward(ctx, tree)
+        if row.length + len(chain) == len(ids):
+            row.prompt_length = num_prompt
+            scores = batch.scores(output.logits, tree, ctx.history() if batch.penalises else None)
+            depths = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+            return batch.perturb(scores[:, -1:], depths, [len(ids)], 0)[0, 0]
+        nodes = torch.arange(tree.num_nodes, device=target.device)[None]
+        num_accepted = ctx.tensor([tree.num_nodes - 1])
+        target.commit(ctx, tree, Accepted(nodes, num_accepted, num_accepted))
+        row.length += tree.num_nodes

@@ -1,4 +1,4 @@
-"""Does a head fit its target? Acceptance on a few prompts of its own kind, through the real decoder."""
+"""Measure whether a head fits its target: acceptance on a few prompts of the head's kind, with the real decoder."""
 
 from __future__ import annotations
 
@@ -17,21 +17,15 @@ from draftwing.stats import Stats
 from draftwing.text.prompts import Prompt, as_put, shipped_prompts, shipped_questions
 from draftwing.text.tokenizer import Tokenizer
 
-BUDGET = Budget(5)  # of every head alike: the planner would draft nothing with a bad one, and nothing would be seen
-# Shares of first drafts that are accepted. Heads that were damaged on purpose come to 0.00 to 0.11: another model's
-# features, no features, another draft vocabulary, random numbers. A sound one comes to 0.75, with its taps in another
-# order to 0.5, which still helps.
+BUDGET = Budget(5)  # the automatic budget would draft nothing with a bad head, and measure nothing
+# Shares of first drafts that are accepted. Heads damaged on purpose (features of another model, no features, another
+# draft vocabulary, random weights) reach 0.00 to 0.11; a sound head .75; one with permuted taps .5, which still helps.
 MISFIT, WEAK = 0.15, 0.4
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a head is tried on.
-
-    Attributes:
-        prompts: texts, dialogues or token ids.
-        source: what they are, for people.
-    """
+    """Prompts to try a head on; ``source`` describes them for people."""
 
     prompts: Sequence[Prompt]
     source: str
@@ -39,18 +33,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was measured.
+    """The result of ``measure_fit``.
 
     Attributes:
         tau: tokens emitted per target forward.
         alpha: acceptance at each depth, given that the depth was reached.
         verdict: ``fits``, ``weak`` or ``does not fit``.
         tried_on: see ``Trial.source``.
-        num_drafts: how often the head was asked.
+        num_drafts: number of drafts.
         interval: of ``alpha[0]``, at 95%.
-        chance: share of first drafts that would be accepted if they were shuffled among the places where they were
-            made: what there is to gain by guessing common tokens, whatever the target said.
-        lookup_tau: of prompt lookup on the same prompts.
+        chance: share of first drafts that would be accepted if they were shuffled among their positions: what guessing
+            common tokens gains, independent of the target.
+        lookup_tau: tau of prompt lookup on the same prompts.
     """
 
     tau: float
@@ -66,10 +60,10 @@ class Fit:
 def trial_of(
     head: Path, tokenizer: Tokenizer, num_prompts: int, own: Sequence[Prompt] | None = None, *, where: str = ""
 ) -> Trial:
-    """Prompts of a head's own kind.
+    """Choose prompts of a head's kind.
 
-    Those that are given; else those held out of its training, which lie in its folder; else questions through the
-    target's chat template, where it has one; else beginnings of Python files.
+    The user's prompts, if there are any; else those that training held out and stored in the head's folder; else
+    questions through the target's chat template, if it has one; else beginnings of Python files.
 
     Args:
         head: the head's folder.
@@ -81,15 +75,15 @@ def trial_of(
     """
     chat = tokenizer.has_chat_template
     if own is not None:
-        prompts, source = [as_put(each, chat) for each in own], f"prompts of {where}"
-        return Trial(prompts, f"{source} through the chat template" if chat else source)
-    stored = read_stored(head)
+        source = f"prompts of {where}{' through the chat template' if chat else ''}"
+        return Trial([as_put(prompt, chat) for prompt in own], source)
+    stored = read_stored(head)[:num_prompts]
     if stored:
-        # A text that was stored is the beginning of a document: no question, whatever the target is.
-        ready = [each if isinstance(each, str) else as_put(each, chat) for each in stored[:num_prompts]]
-        return Trial(ready, "prompts held out of its training, stored with the head")
+        # A stored text is the beginning of a document, which is no question even for a chat model.
+        prompts = [prompt if isinstance(prompt, str) else as_put(prompt, chat) for prompt in stored]
+        return Trial(prompts, "prompts held out of its training, stored with the head")
     if chat:
-        questions = [as_put(each, chat) for each in shipped_questions(num_prompts)]
+        questions = [as_put(question, chat) for question in shipped_questions(num_prompts)]
         return Trial(questions, "general questions through the chat template, for lack of prompts stored with the head")
     return Trial(shipped_prompts(num_prompts), "beginnings of Python files, for lack of prompts stored with the head")
 
@@ -97,25 +91,28 @@ def trial_of(
 def measure_fit(lm: LM, trial: Trial, max_tokens: int = 48) -> Fit:
     """Decode greedily with chains, one prompt at a time, and judge by the first drafted token.
 
-    A head that does not fit guesses no better than chance, but for what a token alone says of the next one. One that
-    drafts less than prompt lookup does on the same prompts is weak, however often its first token is right.
+    A head does not fit if its first tokens are accepted no more often than shuffled ones would be. It is weak if it
+    drafts less than prompt lookup on the same prompts, even if its first tokens are often right.
     """
-    stats, guesses, said = _decode(lm, trial.prompts, max_tokens)
     lookup = LM(lm.target, lm.tokenizer, load_drafter("lookup", lm.target, lm.tokenizer))
     lookup_tau = _decode(lookup, trial.prompts, max_tokens)[0].tau
+    return judge(*_decode(lm, trial.prompts, max_tokens), lookup_tau, trial.source)
+
+
+def judge(stats: Stats, drafted: Sequence[int], emitted: Sequence[int], lookup_tau: float, tried_on: str) -> Fit:
+    """Judge a head by its statistics, the first token of every draft, and the token that the target emitted there."""
     first = stats.alpha[0] if stats.alpha else 0.0
-    low, high = wilson(sum(map(int.__eq__, guesses, said)), len(guesses))
-    chance = by_chance(guesses, said)
+    low, high = wilson(sum(map(int.__eq__, drafted, emitted)), len(drafted))
+    chance = by_chance(drafted, emitted)
     if first < MISFIT or low <= chance:
         verdict = "does not fit"
     else:
         verdict = "weak" if first < WEAK or stats.tau < lookup_tau else "fits"
-    return Fit(stats.tau, tuple(stats.alpha), verdict, trial.source, len(guesses), (low, high), chance, lookup_tau)
+    return Fit(stats.tau, tuple(stats.alpha), verdict, tried_on, len(drafted), (low, high), chance, lookup_tau)
 
 
 def _decode(lm: LM, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Stats, list[int], list[int]]:
-    """Statistics, every first drafted token, and what the target said there."""
-    stats, guesses, said = Stats(), list[int](), list[int]()
+    stats, drafted, emitted = Stats(), list[int](), list[int]()
     engine = LM(lm.target, lm.tokenizer, lm.new_drafter, budget=BUDGET).engine(max_batch=1)
     for prompt in prompts:
         engine.submit(lm.encode(prompt), Sampling(max_tokens=max_tokens))
@@ -123,23 +120,23 @@ def _decode(lm: LM, prompts: Sequence[Prompt], max_tokens: int) -> tuple[Stats, 
         stats.add(step)
         row = step.rows[0]
         if row.depth:
-            guesses.append(int(step.tree.tokens[0, 1]))
-            said.append(row.token_ids[0])
-    return stats, guesses, said
+            drafted.append(int(step.tree.tokens[0, 1]))
+            emitted.append(row.token_ids[0])
+    return stats, drafted, emitted
 
 
-def by_chance(guesses: Sequence[int], said: Sequence[int]) -> float:
-    """Share of pairs from two different places that agree."""
-    count = len(guesses)
+def by_chance(drafted: Sequence[int], emitted: Sequence[int]) -> float:
+    """Return the share of (drafted, emitted) pairs from two different positions that agree."""
+    count = len(drafted)
     if count < 2:
         return 0.0
-    left, right = Counter(guesses), Counter(said)
-    pairs = sum(number * right[token] for token, number in left.items()) - sum(map(int.__eq__, guesses, said))
-    return pairs / (count * (count - 1))
+    totals = Counter(emitted)
+    pairs = sum(number * totals[token] for token, number in Counter(drafted).items())
+    return (pairs - sum(map(int.__eq__, drafted, emitted))) / (count * (count - 1))
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of a share that was seen ``hits`` times in ``count``; everything where nothing was seen."""
+    """Return Wilson's interval of a share that was seen ``hits`` times in ``count``; (0, 1) if ``count`` is 0."""
     if not count:
         return 0.0, 1.0
     share, square = hits / count, z * z / count

@@ -1,33 +1,43 @@
-"""What a head would have proposed at every position of a few held-out texts: the statistics that forecasts are made of.
+"""Forecast a head's tau and speedup for any tree: from statistics of held-out texts, or with the papers' formulas.
 
-At each position of a text that the target wrote, the drafter grew one large *reference tree*. Of it is kept what
-decides whether another tree would have held the text's own next tokens: which child of its parent each of them was, and
-how many nodes of each level were likelier. So tau of any chain, static or dynamic tree follows by walking along the
-texts as decoding does (``replay``). Positions after a rejection are harder than others, and hard ones come in runs; a
-walk sees both, where a table of rates would not.
+At each position of a text that the target wrote, the drafter grows one large *reference tree*. The statistics keep what
+decides whether another tree would have held the next tokens: which child of its parent each of them was, and how many
+nodes of each level were likelier. Tau of a chain, static or dynamic tree then follows by walking along the texts like
+decoding does. Unlike a table of acceptance rates, a walk reflects that positions after a rejection are harder, and
+that hard positions come in runs.
 
-One file of some tens of kilobytes lies in the head's folder; no model is needed to read it.
+The file in the head's folder has some tens of kilobytes, and reading it needs no model.
 
-Shape suffixes: T texts, P positions of all texts one after another, E nodes of the texts' own paths, L levels,
-K thresholds.
+Shape suffixes: T texts, P positions of all texts in order, E nodes on the texts' own paths, L levels, K thresholds,
+N nodes of a reference tree.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from draftwing.budget.costs import Costs
+from draftwing.budget.costs import (
+    Costs,
+    best_gamma,
+    expected_tokens,
+    inflection_length,
+    memory_factor,
+    operations_factor,
+    predicted_speedup,
+)
 from draftwing.decode import Decoder
 from draftwing.engine import Engine
 from draftwing.errors import CheckpointError, ConfigError
@@ -45,34 +55,39 @@ from draftwing.text.prompts import Prompt
 from draftwing.tree import PAD, Accepted, DraftTree
 
 FILE = "held_out.npz"  # in a head's folder
-FORMAT = 1
 DEPTH, WIDTH = 10, 10  # of the reference tree
-REFERENCE = Budget(DEPTH, WIDTH, nodes=WIDTH + (DEPTH - 1) * WIDTH * WIDTH)  # every node that it meets
-# The chance of a path from which nodes are counted: what a tree that grows by its nodes' worth is made of.
+REFERENCE = Budget(DEPTH, WIDTH, nodes=WIDTH + (DEPTH - 1) * WIDTH * WIDTH)  # keeps every node that it scores
+# Probabilities of a path above which nodes are counted: the automatic budget's trees are made of such nodes.
 THRESHOLDS = (0.6, 0.4, 0.25, 0.16, 0.1, 0.06, 0.04, 0.025)
-PER_OCTAVE, MOST = 8, 255  # of a chance as one byte
-_MOST_BYTES = 64 * 2**20  # of a file: far beyond what any collection writes
+AUTO_CHILDREN = 4  # of a node of the automatic budget's trees (``budget.planner``)
+PER_OCTAVE = 8  # resolution of a probability as one byte
+TOKENS, MAX_BATCH = 128, 16  # of each collected text, and texts that are collected at once
+_FORMAT = {"format": 1, "depth": DEPTH, "width": WIDTH, "thresholds": list(THRESHOLDS)}
+_MAX_FILE_BYTES = 64 * 2**20  # far more than any collection writes
 
 
-def quantised(chance: np.ndarray) -> np.ndarray:
-    """Chances as bytes: 0 is certain, ``PER_OCTAVE`` more is half as likely."""
+def quantised(probs: np.ndarray) -> np.ndarray:
+    """Store probabilities as bytes: 0 is certain, and ``PER_OCTAVE`` more is half as likely."""
     with np.errstate(divide="ignore"):
-        found: np.ndarray = np.clip(np.round(-PER_OCTAVE * np.log2(chance)), 0, MOST).astype(np.uint8)
-    return found
+        values: np.ndarray = np.clip(np.round(-PER_OCTAVE * np.log2(probs)), 0, 255).astype(np.uint8)
+    return values
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of one temperature. All counts stop at 255.
+    """The texts of one temperature. Counts are at most 255.
 
     Attributes:
         lengths: (T,) int32: positions of each text.
-        stopped: (T,) bool: whether the text ended there by itself, so that no step emits more.
-        found: (P,) uint8: how many of a position's next tokens the reference tree holds as one path.
+        stopped: (T,) bool: the text ended by itself, so that no step emits more.
+        found: (P,) uint8: how many of a position's next tokens the reference tree has as one path.
         ranks: (E,) uint8: which child of its parent each node of these paths is.
-        chances: (E,) uint8: of the path down to it, as told, ``quantised``.
-        likelier: (E, L) uint8: nodes of each level that are likelier than it, or as likely and met before it.
-        sizes: (P, K) uint8: nodes whose path's chance is above each of ``THRESHOLDS``.
+        chances: (E,) uint8: the draft probability of the path to it, ``quantised``.
+        likelier: (E, L) uint8: nodes of each level that are likelier, or as likely and first in the tree.
+        sizes: (P, K) uint8: nodes whose path is more probable than each of ``THRESHOLDS``.
         levels: (P, K) uint8: the deepest level of those.
     """
 
@@ -86,45 +101,60 @@ class Texts:
     levels: np.ndarray
 
     def __post_init__(self) -> None:
-        texts, positions, entries = len(self.lengths), len(self.found), len(self.ranks)
-        shapes = {
-            "lengths": (texts,),
-            "stopped": (texts,),
-            "found": (positions,),
-            "ranks": (entries,),
-            "chances": (entries,),
-            "likelier": (entries, DEPTH),
-            "sizes": (positions, len(THRESHOLDS)),
-            "levels": (positions, len(THRESHOLDS)),
-        }
+        texts, positions, nodes = len(self.lengths), len(self.found), len(self.ranks)
+        shapes: dict[str, tuple[int, ...]] = {"lengths": (texts,), "stopped": (texts,), "found": (positions,)}
+        shapes |= {"ranks": (nodes,), "chances": (nodes,), "likelier": (nodes, DEPTH)}
+        shapes |= dict.fromkeys(("sizes", "levels"), (positions, len(THRESHOLDS)))
         for name, shape in shapes.items():
             value = getattr(self, name)
-            kind = {"lengths": np.int32, "stopped": np.bool_}.get(name, np.uint8)
-            if value.shape != shape or value.dtype != kind:
+            dtype = np.dtype({"lengths": np.int32, "stopped": np.bool_}.get(name, np.uint8))
+            if value.shape != shape or value.dtype != dtype:
                 raise ConfigError(
-                    f"held-out statistics: `{name}` must be {np.dtype(kind).name} of shape {shape}, found "
-                    f"{value.dtype.name} of {value.shape}: collect them anew"
+                    f"held-out statistics: `{name}` must be {dtype.name} of shape {shape}, found {value.dtype.name} of "
+                    f"{value.shape}: collect them again"
                 )
-        if not texts or (self.lengths < 1).any() or int(self.lengths.sum()) != positions:
+        has_texts = texts > 0 and self.lengths.min() > 0 and self.lengths.sum(dtype=np.int64) == positions
+        if not has_texts or self.found.max() > DEPTH or self.found.sum(dtype=np.int64) != nodes:
             raise ConfigError(
-                f"held-out statistics: the texts' lengths must be at least 1 and add up to {positions} positions, "
-                f"found {texts} texts of {int(self.lengths.sum())}: collect them anew"
+                f"held-out statistics: the lengths of {texts} texts must add up to {positions} positions, whose paths "
+                f"are at most {DEPTH} deep and add up to {nodes} nodes: collect them again"
             )
-        if self.found.max() > DEPTH or int(self.found.sum(dtype=np.int64)) != entries:
-            raise ConfigError(
-                f"held-out statistics: the paths must be at most {DEPTH} deep and add up to {entries} nodes: collect "
-                f"them anew"
-            )
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """(E,) depth of each node, from 1."""
+        lengths = self.found.astype(np.int64)
+        return np.arange(len(self.ranks)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + 1
+
+    @cached_property
+    def level_ranks(self) -> np.ndarray:
+        """(E,) likelier nodes of the same level."""
+        ranks: np.ndarray = self.likelier[np.arange(len(self.ranks)), self.depths - 1]
+        return ranks
+
+    def is_scored(self, width: int) -> np.ndarray:
+        """(E,) True if a tree that expands ``width`` nodes of each level, with as many children, scores the node."""
+        parent_ranks = np.concatenate([[0], self.level_ranks[:-1]])  # the nodes of a path are consecutive
+        scored: np.ndarray = (self.ranks < width) & ((self.depths == 1) | (parent_ranks < width))
+        return scored
+
+    def prefixes(self, keeps: np.ndarray) -> np.ndarray:
+        """(P,) nodes at the start of each path for which ``keeps`` (E,) is True."""
+        by_depth = np.zeros((len(self.found), DEPTH), dtype=bool)
+        by_depth[np.repeat(np.arange(len(self.found)), self.found), self.depths - 1] = keeps
+        counts: np.ndarray = np.logical_and.accumulate(by_depth, axis=1).sum(1)
+        return counts
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The statistics of a head.
+    """The held-out statistics of a head.
 
     Attributes:
-        head: ``head_id`` of the head that they were made with.
-        target: its name; ``runs_as`` is what computed the head's matrices.
-        context: tokens of a row in the mean.
+        head: ``head_id`` of the head.
+        target: the target's name.
+        runs_as: what computed the head's matrices.
+        context: mean number of tokens of a row.
         texts: by temperature.
     """
 
@@ -134,50 +164,46 @@ class HeldOut:
     context: float
     texts: Mapping[float, Texts]
 
-    def of(self, temperature: float) -> Texts:
-        """The texts of a temperature.
+    def at(self, temperature: float) -> Texts:
+        """Return the texts of a temperature.
 
         Raises:
-            ConfigError: there are none of it.
+            ConfigError: there are none.
         """
-        found = self.texts.get(float(temperature))
-        if found is None:
-            known = ", ".join(f"{each:g}" for each in sorted(self.texts))
+        if float(temperature) not in self.texts:
+            collected = ", ".join(f"{each:g}" for each in sorted(self.texts))
             raise ConfigError(
-                f"the head's held-out statistics are of temperature {known}, not of {temperature:g}: forecast those, "
-                f"or collect others with `draftwing predict --collect -T {temperature:g}`"
+                f"the head's held-out statistics are of temperature {collected}, not of {temperature:g}: forecast "
+                f"those, or collect others with `draftwing predict --collect -T {temperature:g}`"
             )
-        return found
+        return self.texts[float(temperature)]
 
     def joined(self, older: HeldOut) -> HeldOut:
-        """With what ``older`` has of other temperatures, where both were made in the same way."""
+        """Add the other temperatures of ``older``, if it is of the same head, target and precision."""
         if any(getattr(self, name) != getattr(older, name) for name in ("head", "target", "runs_as")):
             return self
         return replace(self, texts={**older.texts, **self.texts})
 
+    def _about(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("head", "target", "runs_as", "context")}
+
     def describe(self) -> dict[str, Any]:
-        """What they were made of, as plain JSON values."""
+        """Return their origin and size as JSON values."""
+        texts = {f"{temperature:g}": self.texts[temperature] for temperature in sorted(self.texts)}
         return {
-            "head": self.head,
-            "target": self.target,
-            "runs_as": self.runs_as,
-            "context": self.context,
-            "texts": {f"{each:g}": len(self.texts[each].lengths) for each in sorted(self.texts)},
-            "positions": {f"{each:g}": len(self.texts[each].found) for each in sorted(self.texts)},
+            **self._about(),
+            "texts": {name: len(each.lengths) for name, each in texts.items()},
+            "positions": {name: len(each.found) for name, each in texts.items()},
         }
 
-    # --- the file --------------------------------------------------------------------------------------------------
-
     def write(self, folder: Path) -> Path:
-        """Put them into a head's folder, whole or not at all; the file's path.
+        """Write the file into a head's folder, atomically, and return its path.
 
         Raises:
             CheckpointError: it cannot be written.
         """
         file = Path(folder) / FILE
-        about: dict[str, Any] = {"format": FORMAT, "depth": DEPTH, "width": WIDTH, "thresholds": THRESHOLDS}
-        about |= {name: getattr(self, name) for name in ("head", "target", "runs_as", "context")}
-        about |= {"texts": list(self.texts)}
+        about = {**_FORMAT, **self._about(), "texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
             arrays |= {f"{each.name}_{number}": getattr(texts, each.name) for each in fields(Texts)}
@@ -195,70 +221,63 @@ class HeldOut:
 
     @classmethod
     def read(cls, folder: Path) -> HeldOut:
-        """Those of a head's folder.
+        """Read the file in a head's folder.
 
         Raises:
-            CheckpointError: there are none, they cannot be read, or they were made with other weights.
+            CheckpointError: it does not exist, cannot be read, or was made with other weights.
         """
         file = Path(folder) / FILE
         collect = f"collect them with `draftwing predict --collect --draft {folder}` and the head's target and prompts"
         if not file.exists():
-            raise CheckpointError(
-                f"{folder}: has no held-out statistics ({FILE}), which a forecast is made of: {collect}"
-            )
+            raise CheckpointError(f"{folder}: has no held-out statistics ({FILE}), which a forecast needs: {collect}")
         try:
-            if file.stat().st_size > _MOST_BYTES:
-                raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
-            found = cls._parsed(file.read_bytes())
+            if file.stat().st_size > _MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {_MAX_FILE_BYTES:,} bytes")
+            held_out = cls._parse(file.read_bytes())
         except (EOFError, OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"{file}: not readable as held-out statistics ({error}): {collect}") from error
-        if found.head != head_id(Path(folder)):
+        if held_out.head != head_id(Path(folder)):
             raise CheckpointError(
                 f"{file}: these held-out statistics were made with other weights than the head has now: {collect}"
             )
-        return found
+        return held_out
 
     @classmethod
-    def _parsed(cls, data: bytes) -> HeldOut:
+    def _parse(cls, data: bytes) -> HeldOut:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes().decode())
-            same = {"format": FORMAT, "depth": DEPTH, "width": WIDTH, "thresholds": list(THRESHOLDS)}
-            if not isinstance(about, dict) or {name: about.get(name) for name in same} != same:
+            if not isinstance(about, dict) or {name: about.get(name) for name in _FORMAT} != _FORMAT:
                 raise ValueError("they are of another version")
             texts = {
                 float(temperature): Texts(**{each.name: arrays[f"{each.name}_{number}"] for each in fields(Texts)})
                 for number, temperature in enumerate(about["texts"])
             }
-        named = {name: str(about[name]) for name in ("head", "target", "runs_as")}
-        return cls(**named, context=float(about["context"]), texts=texts)
+        origin = {name: str(about[name]) for name in ("head", "target", "runs_as")}
+        return cls(**origin, context=float(about["context"]), texts=texts)
 
 
-# Tau of a tree from held-out statistics: a walk along each text, as decoding with that tree would take it.
+# --- walks -----------------------------------------------------------------------------------------------------------
 #
-#     chain     goes on while the text's own next token is the first child
-#     static    while the ranks of the path are among those of the tree
-#     dynamic   while the node was among the ``width`` best of its level (else it had no children), and is among the
+# A step accepts a text's next tokens
+#     chain     while each is the first child of the one before
+#     static    while the ranks of the path are in the tree
+#     dynamic   while each node is among the ``width`` best of its level (else it has no children) and among the
 #               ``nodes`` best of all
-#     auto      a tree of the nodes whose path's chance is above a threshold: what one that grows by its nodes' worth
-#               comes to, at a constant price of a node
+#     auto      while the probability of the path is above a threshold: an approximation of trees that grow while a
+#               node is worth its cost
 #
-# Dynamic trees of the reference tree's width are exact on the texts that were collected; so are chains and static
-# trees,
-# where no node of theirs on the text's path fell out of the reference tree. Of
-# narrower dynamic trees, nodes that would not have been met count among the likelier ones, which makes tau a little too
-# small.
-
-
-BRANCHES = 4  # children of a node of a tree that grows by its nodes' worth (``budget.planner``)
+# Chains, static trees and dynamic trees of the reference tree's width are exact on the collected texts, unless the
+# reference tree lacks a node of a chain or static tree. For narrower dynamic trees, the likelier nodes include some
+# that they would not score, which makes tau slightly too small.
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What decoding did.
+    """The steps that decoding would take.
 
     Attributes:
-        tokens, steps: (T,) int64: emitted on each text, and target forwards.
-        nodes, levels: in the mean of all steps: nodes verified beside the root, and levels drafted.
+        tokens, steps: (T,) int64: tokens emitted on each text, and target forwards.
+        nodes, levels: means over all steps: nodes verified besides the root, and levels drafted.
     """
 
     tokens: np.ndarray
@@ -272,220 +291,165 @@ class Walk:
         return float(self.tokens.sum() / self.steps.sum())
 
     def interval(self, draws: int = 1000) -> tuple[float, float]:
-        """Of tau, 95%: bootstrap over the texts, always the same."""
+        """Return the 95% interval of tau: a bootstrap over texts with a fixed seed."""
         generator = np.random.default_rng(0)
         chosen = generator.integers(len(self.steps), size=(draws, len(self.steps)))
-        taus = self.tokens[chosen].sum(1) / self.steps[chosen].sum(1)
-        low, high = np.quantile(taus, (0.025, 0.975))
+        low, high = np.quantile(self.tokens[chosen].sum(1) / self.steps[chosen].sum(1), (0.025, 0.975))
         return float(low), float(high)
 
 
-def check_reach(budget: Budget) -> None:
-    """Raise ConfigError where a tree goes beyond what was collected."""
+def walk(texts: Texts, budget: Budget) -> Walk:
+    """Walk with the trees of a budget.
+
+    Raises:
+        ConfigError: the tree is deeper or wider than the reference tree.
+    """
     if budget.depth > DEPTH or budget.width > WIDTH:
         raise ConfigError(
             f"{budget}: held-out statistics reach {DEPTH} levels of {WIDTH} nodes, and this tree has {budget.depth} of "
             f"{budget.width}: forecast a smaller one, or measure it with `draftwing compare --tree`"
         )
-
-
-def walk(texts: Texts, budget: Budget) -> Walk:
-    """With trees of one budget.
-
-    Raises:
-        ConfigError: see ``check_reach``.
-    """
-    check_reach(budget)
-    met = budget.width + max(budget.depth - 1, 0) * budget.width**2
-    nodes = len(budget.shape()) if budget.nodes is None else min(budget.nodes, met)
-    _, tokens, steps = _visited(texts, accepted(texts, budget))
+    num_scored = budget.width + max(budget.depth - 1, 0) * budget.width**2
+    nodes = len(budget.shape()) if budget.nodes is None else min(budget.nodes, num_scored)
+    _, tokens, steps = _steps(texts, accepted(texts, budget))
     return Walk(tokens, steps, float(nodes), float(budget.depth))
 
 
-def walk_above(texts: Texts, place: int) -> Walk:
-    """With trees of all nodes whose path's chance is above ``THRESHOLDS[place]``."""
-    visited, tokens, steps = _visited(texts, accepted_above(texts, place))
-    # Whether a level was worth drafting is only known of the nodes that it was drafted below.
-    levels = np.minimum(texts.levels[visited, place].astype(np.float64) + 1, DEPTH)
-    return Walk(tokens, steps, float(texts.sizes[visited, place].mean()), float(levels.mean()))
+def walk_above(texts: Texts, index: int) -> Walk:
+    """Walk with trees of all nodes whose path is more probable than ``THRESHOLDS[index]``."""
+    above = texts.chances < quantised(np.array([THRESHOLDS[index]]))[0]
+    visited, tokens, steps = _steps(texts, texts.prefixes(above & texts.is_scored(AUTO_CHILDREN)))
+    # One level more is drafted, to find that none of its nodes is above the threshold.
+    levels = np.minimum(texts.levels[visited, index].astype(np.float64) + 1, DEPTH)
+    return Walk(tokens, steps, float(texts.sizes[visited, index].mean()), float(levels.mean()))
 
 
 def accepted(texts: Texts, budget: Budget) -> np.ndarray:
-    """(P,) how many drafted tokens each position's step would keep."""
-    ranks, depths = texts.ranks, _depths(texts)
-    if budget.is_chain and budget.paths is None:
-        fits = ranks == 0
-    elif budget.paths is not None or budget.nodes is None:
-        return _accepted_static(texts, budget.shape()) if budget.paths else _accepted_beam(texts, budget)
-    else:
-        rivals = np.where(np.arange(DEPTH) < budget.depth, texts.likelier, 0).sum(1)
-        fits = (rivals < budget.nodes) & _was_met(texts, budget.width)
-    return _leading(texts, fits & (depths <= budget.depth))
-
-
-def accepted_above(texts: Texts, place: int) -> np.ndarray:
-    """(P,) the same of ``walk_above``."""
-    certain = texts.chances < quantised(np.array([THRESHOLDS[place]]))[0]
-    return _leading(texts, certain & _was_met(texts, BRANCHES))
-
-
-def _accepted_beam(texts: Texts, budget: Budget) -> np.ndarray:
-    """Of a dynamic tree that keeps the best nodes of each level, and no others."""
-    return _leading(texts, (_places(texts) < budget.width) & (_depths(texts) <= budget.depth))
-
-
-def _accepted_static(texts: Texts, paths: Iterable[tuple[int, ...]]) -> np.ndarray:
-    known, found = set(paths), []
-    ranks, at = texts.ranks.tolist(), 0
+    """(P,) drafted tokens that a step at each position would accept."""
+    if budget.paths is None and not budget.is_chain:
+        if budget.nodes is None:
+            keeps = texts.level_ranks < budget.width
+        else:
+            rivals = np.where(np.arange(DEPTH) < budget.depth, texts.likelier, 0).sum(1)
+            keeps = (rivals < budget.nodes) & texts.is_scored(budget.width)
+        return texts.prefixes(keeps & (texts.depths <= budget.depth))
+    paths, ranks, counts, start = set(budget.shape()), texts.ranks.tolist(), [], 0
     for length in texts.found.tolist():
-        path = tuple(ranks[at : at + length])
-        at += length
-        found.append(next((depth for depth in range(length) if path[: depth + 1] not in known), length))
-    return np.array(found, dtype=np.int64)
+        path = tuple(ranks[start : start + length])
+        start += length
+        counts.append(next((depth for depth in range(length) if path[: depth + 1] not in paths), length))
+    return np.array(counts, dtype=np.int64)
 
 
-def _was_met(texts: Texts, width: int) -> np.ndarray:
-    """(E,) whether each would be met where ``width`` nodes of each level have as many children each."""
-    first = _depths(texts) == 1
-    above = np.concatenate([[0], _places(texts)[:-1]])  # a path's nodes stand one after another
-    met: np.ndarray = (texts.ranks < width) & (first | (above < width))
-    return met
-
-
-def _depths(texts: Texts) -> np.ndarray:
-    """(E,) of each node, from 1."""
-    found = texts.found.astype(np.int64)
-    starts = np.cumsum(found) - found
-    return np.arange(len(texts.ranks)) - np.repeat(starts, found) + 1
-
-
-def _places(texts: Texts) -> np.ndarray:
-    """(E,) likelier nodes of the same level."""
-    same: np.ndarray = texts.likelier[np.arange(len(texts.ranks)), _depths(texts) - 1]
-    return same
-
-
-def _leading(texts: Texts, fits: np.ndarray) -> np.ndarray:
-    """(P,) how many of a position's path fit, up to the first one that does not."""
-    held = np.zeros((len(texts.found), DEPTH), dtype=bool)
-    held[np.repeat(np.arange(len(texts.found)), texts.found), _depths(texts) - 1] = fits
-    kept: np.ndarray = np.logical_and.accumulate(held, axis=1).sum(1)
-    return kept
-
-
-def _visited(texts: Texts, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _steps(texts: Texts, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the positions at which steps start, and (T,) tokens and steps of each text."""
     visited: list[int] = []
-    tokens, steps, start, counts = [], [], 0, kept.tolist()
-    for length, stops in zip(texts.lengths.tolist(), texts.stopped.tolist(), strict=True):
-        at, before = 0, len(visited)
-        while at < length:
-            visited.append(start + at)
-            at += counts[start + at] + 1
-        # Only an end of its own cuts a step short; a text that was left off goes on.
-        tokens.append(length if stops else at)
+    tokens, steps, start, num_accepted = [], [], 0, counts.tolist()
+    for length, stopped in zip(texts.lengths.tolist(), texts.stopped.tolist(), strict=True):
+        position, before = 0, len(visited)
+        while position < length:
+            visited.append(start + position)
+            position += num_accepted[start + position] + 1
+        tokens.append(length if stopped else position)  # a text that did not stop continues beyond its last position
         steps.append(len(visited) - before)
         start += length
     return np.array(visited), np.array(tokens), np.array(steps)
 
 
-# Collects held-out statistics: the target writes texts, and the drafter shows at each position what it would draft.
+# --- collection ------------------------------------------------------------------------------------------------------
 
 
-TOKENS, MAX_BATCH = 128, 16
-
-
-class _Watched(Drafter):
-    """A drafter that grows the reference tree in every step, shows it, and proposes nothing of it."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.name, self.identity = drafter, drafter.name, drafter.identity
-        self.copy_capabilities(drafter)
-        self.tree: DraftTree | None = None
-
-    def admit(self, ctx: Context, features: Tensor | None) -> None:
-        self._drafter.admit(ctx, features)
-
-    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
-        """Lone roots: each token is decoded by itself."""
-        self.tree = self._drafter.propose(ctx, sampling, REFERENCE)
-        return ctx.roots()
-
-    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
-        """The drafter goes on from the true features."""
-        self._drafter.observe(ctx, tree, accepted, output)
-
-    def remove(self, ctx: Context, row: int) -> None:
-        """A row left."""
-        self._drafter.remove(ctx, row)
-
-
-@dataclass
-class _Grown:
-    """A reference tree: (N,) tokens, parents and the chance of each node's path; the root is node 0."""
+@dataclass(frozen=True)
+class ReferenceTree:
+    """(N,) tokens, parents and the draft probability of each node's path; the root is node 0."""
 
     tokens: np.ndarray
     parents: np.ndarray
     chances: np.ndarray
 
 
-@dataclass
-class _Columns:
-    """``Texts`` in the making."""
+class _ReferenceDrafter(Drafter):
+    """Grow the reference tree in every step, but propose nothing, so that each step decodes one token."""
 
-    lengths: list[int] = field(default_factory=list)
-    stopped: list[bool] = field(default_factory=list)
-    found: list[int] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    likelier: list[np.ndarray] = field(default_factory=list)
-    sizes: list[np.ndarray] = field(default_factory=list)
-    levels: list[np.ndarray] = field(default_factory=list)
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.name, self.identity = drafter, drafter.name, drafter.identity
+        self.copy_capabilities(drafter)
+        self.trees: list[ReferenceTree] = []
 
-    def add(self, request: Request, trees: Sequence[_Grown], most: int) -> None:
-        """A finished text, of which ``most`` positions count."""
-        stops = request.finish_reason == "stop" and len(request.token_ids) <= most
-        length = min(len(request.token_ids), most)  # what follows the last position was written too, but for an end
-        self.lengths.append(length)
-        self.stopped.append(stops)
-        for position, tree in enumerate(trees[:length]):
-            self._add_position(tree, request.token_ids[position : position + DEPTH])
+    def admit(self, ctx: Context, features: Tensor | None) -> None:
+        self._drafter.admit(ctx, features)
 
-    def _add_position(self, tree: _Grown, following: Sequence[int]) -> None:
-        depths = _depths_collect(tree.parents)
-        used = depths > 0
-        node, depth, index = 0, 0, np.arange(len(depths))
-        for token in following:
-            children = np.flatnonzero((tree.parents == node) & used)
-            (at,) = np.nonzero(tree.tokens[children] == token)
-            if not len(at):
-                break
-            node, depth = int(children[at[0]]), depth + 1
-            chance = tree.chances[node]
-            above = used & ((tree.chances > chance) | ((tree.chances == chance) & (index < node)))
-            self.ranks.append(int(at[0]))
-            self.chances.append(float(chance))
-            self.likelier.append(np.bincount(depths[above], minlength=DEPTH + 1)[1:])
-        self.found.append(depth)
-        over = used[:, None] & (tree.chances[:, None] > np.array(THRESHOLDS))
-        self.sizes.append(over.sum(0))
-        self.levels.append((over * depths[:, None]).max(0))
+    def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
+        tree = self._drafter.propose(ctx, sampling, REFERENCE)
+        if tree.confidence is None:
+            raise ConfigError(
+                "a forecast needs a drafter that reports how likely its nodes are (DraftTree.confidence): measure with "
+                "`draftwing compare`"
+            )
+        columns = (tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(), tree.confidence.float().cpu().numpy())
+        self.trees = [
+            ReferenceTree(tokens.copy(), np.where(tokens == PAD, PAD, parents), chances.copy())
+            for tokens, parents, chances in zip(*columns, strict=True)
+        ]
+        return ctx.roots()
 
-    def texts(self) -> Texts:
-        """All of them."""
+    def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
+        self._drafter.observe(ctx, tree, accepted, output)
 
-        def counts(values: Sequence[object], *shape: int) -> np.ndarray:
-            return np.minimum(np.array(values, dtype=np.int64).reshape(-1, *shape), 255).astype(np.uint8)
+    def remove(self, ctx: Context, row: int) -> None:
+        self._drafter.remove(ctx, row)
 
-        return Texts(
-            lengths=np.array(self.lengths, dtype=np.int32),
-            stopped=np.array(self.stopped, dtype=np.bool_),
-            found=counts(self.found),
-            ranks=counts(self.ranks),
-            chances=quantised(np.array(self.chances, dtype=np.float64)),
-            likelier=counts(self.likelier, DEPTH),
-            sizes=counts(self.sizes, len(THRESHOLDS)),
-            levels=counts(self.levels, len(THRESHOLDS)),
-        )
+
+# Tokens, True if the text ended by itself, and the reference tree of each position: the tree at position i drafts
+# ``tokens[i:]``. There may be more tokens than trees.
+WrittenText = tuple[Sequence[int], bool, Sequence[ReferenceTree]]
+
+
+def statistics(texts: Iterable[WrittenText]) -> Texts:
+    """Summarise texts."""
+    columns: dict[str, list[Any]] = {each.name: [] for each in fields(Texts)}
+    for tokens, stopped, trees in texts:
+        columns["lengths"].append(len(trees))
+        columns["stopped"].append(stopped)
+        for position, tree in enumerate(trees):
+            _add_position(columns, tree, tokens[position : position + DEPTH])
+
+    def counts(name: str, *shape: int) -> np.ndarray:
+        return np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shape), 255).astype(np.uint8)
+
+    return Texts(
+        lengths=np.array(columns["lengths"], dtype=np.int32),
+        stopped=np.array(columns["stopped"], dtype=np.bool_),
+        found=counts("found"),
+        ranks=counts("ranks"),
+        chances=quantised(np.array(columns["chances"], dtype=np.float64)),
+        likelier=counts("likelier", DEPTH),
+        sizes=counts("sizes", len(THRESHOLDS)),
+        levels=counts("levels", len(THRESHOLDS)),
+    )
+
+
+def _add_position(columns: dict[str, list[Any]], tree: ReferenceTree, next_tokens: Sequence[int]) -> None:
+    depths = np.zeros(len(tree.parents), dtype=np.int64)  # 0 for the root and for unused nodes
+    for _ in range(DEPTH):
+        depths = np.where(tree.parents >= 0, depths[tree.parents] + 1, 0)
+    used, index = depths > 0, np.arange(len(depths))
+    node = length = 0
+    for token in next_tokens:
+        children = np.flatnonzero((tree.parents == node) & used)
+        (ranks,) = np.nonzero(tree.tokens[children] == token)
+        if not len(ranks):
+            break
+        node, length = int(children[ranks[0]]), length + 1
+        chance = tree.chances[node]
+        likelier = used & ((tree.chances > chance) | ((tree.chances == chance) & (index < node)))
+        columns["ranks"].append(int(ranks[0]))
+        columns["chances"].append(float(chance))
+        columns["likelier"].append(np.bincount(depths[likelier], minlength=DEPTH + 1)[1:])
+    columns["found"].append(length)
+    above = used[:, None] & (tree.chances[:, None] > np.array(THRESHOLDS))
+    columns["sizes"].append(above.sum(0))
+    columns["levels"].append((above * depths[:, None]).max(0))
 
 
 def collect(
@@ -498,95 +462,77 @@ def collect(
     num_tokens: int = TOKENS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> HeldOut:
-    """Let the target go on from each prompt at each temperature, plainly, while the drafter watches.
+    """Let the target continue each prompt at each temperature, and record the drafter's reference trees.
 
     Args:
         head: ``head_id`` of the drafter's head.
-        prompts: ids, of text that the head was not trained on.
-        num_tokens: positions of each text; a few more tokens are written, to know what follows the last one.
+        prompts: token ids, of text that the head was not trained on.
+        num_tokens: positions of each text; ``DEPTH`` more tokens are written, to know what follows the last one.
         on_progress: called with (done, total) tokens.
 
     Raises:
-        ConfigError: no prompt leaves room for a text, or no temperature is given.
+        ConfigError: no prompt leaves room for a text, no temperature is given, or the drafter reports no probabilities.
     """
     if not temperatures:
         raise ConfigError("held-out statistics need at least one temperature: give 0, 1 or both")
-    chosen, written = fitting(prompts, target, num_tokens), num_tokens + DEPTH
+    chosen, max_tokens = fitting(prompts, target, num_tokens), num_tokens + DEPTH
     if not chosen:
         raise ConfigError(
-            f"held-out statistics need prompts of 2 to {target.max_length - written - DEPTH} tokens, found none among "
-            f"{len(prompts)}: give shorter ones"
+            f"held-out statistics need prompts of 2 to {target.max_length - max_tokens - DEPTH} tokens, found none "
+            f"among {len(prompts)}: give shorter ones"
         )
-    total, done, found, runs_as = len(temperatures) * len(chosen) * written, 0, {}, ""
-    for temperature in temperatures:
-        watched = _Watched(new_drafter())
-        engine = Engine(Decoder(target, watched, budget=REFERENCE), max_batch=MAX_BATCH)
-        requests: dict[int, Request] = {}
-        for number, prompt in enumerate(chosen):
-            sampling = Sampling(temperature=temperature, max_tokens=written, seed=number)
-            request = engine.submit(prompt, sampling)
-            requests[request.id] = request
-        trees: dict[int, list[_Grown]] = {number: [] for number in requests}
-        columns = _Columns()
+    done, total = 0, len(temperatures) * len(chosen) * max_tokens
+
+    def written(temperature: float, drafter: _ReferenceDrafter) -> Iterator[WrittenText]:
+        """Yield each text when it is finished."""
+        nonlocal done
+        engine = Engine(Decoder(target, drafter, budget=REFERENCE), max_batch=MAX_BATCH)
+        running: dict[int, tuple[Request, list[ReferenceTree]]] = {}
+        for seed, prompt in enumerate(chosen):
+            request = engine.submit(prompt, Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed))
+            running[request.id] = request, []
         for step in engine.steps():
-            for emitted, grown in zip(step.rows, _grown(watched.tree), strict=True):
-                number = emitted.request_id
-                trees[number].append(grown)
+            for row, tree in zip(step.rows, drafter.trees, strict=True):
+                request, trees = running[row.request_id]
+                trees.append(tree)
                 done += 1
-                if emitted.finish_reason is not None:
-                    request, own = requests[number], trees.pop(number)
-                    done += written - len(own)
+                if row.finish_reason is not None:
+                    del running[row.request_id]
                     if request.error is not None:
                         raise request.error
-                    columns.add(request, own, num_tokens)
+                    done += max_tokens - len(trees)
+                    stopped = request.finish_reason == "stop" and len(request.token_ids) <= num_tokens
+                    yield request.token_ids, stopped, trees[:num_tokens]
             if on_progress is not None:
                 on_progress(done, total)
-        found[float(temperature)] = columns.texts()
-        runs_as = watched.runs_as
+
+    texts, runs_as = {}, ""
+    for temperature in temperatures:
+        drafter = _ReferenceDrafter(new_drafter())
+        texts[float(temperature)] = statistics(written(temperature, drafter))
+        runs_as = drafter.runs_as
     context = sum(map(len, chosen)) / len(chosen) + num_tokens / 2
-    return HeldOut(head, target.name, runs_as, context, found)
+    return HeldOut(head, target.name, runs_as, context, texts)
 
 
 def fitting(prompts: Sequence[Sequence[int]], target: Target, num_tokens: int = TOKENS) -> list[Sequence[int]]:
-    """Those that leave room for a text and what may be drafted at its end."""
+    """Select the prompts that leave room for a text and for drafts at its end."""
     return [prompt for prompt in prompts if 1 < len(prompt) <= target.max_length - num_tokens - 2 * DEPTH]
 
 
-def _grown(tree: DraftTree | None) -> list[_Grown]:
-    if tree is None or tree.confidence is None:
-        raise ConfigError(
-            "a forecast needs a drafter that says how likely its nodes are (DraftTree.confidence): measure with "
-            "`draftwing compare`"
-        )
-    columns = (tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(), tree.confidence.float().cpu().numpy())
-    return [
-        _Grown(tokens.copy(), np.where(tokens == PAD, PAD, parents), chances.copy())
-        for tokens, parents, chances in zip(*columns, strict=True)
-    ]
-
-
-def _depths_collect(parents: np.ndarray) -> np.ndarray:
-    """Of each node from its parent's, which comes before it; 0 for the root and for unused nodes."""
-    depths = np.zeros(len(parents), dtype=np.int64)
-    has_parent = parents >= 0
-    for _ in range(DEPTH):
-        depths = np.where(has_parent, depths[parents] + 1, 0)
-    return depths
-
-
-# Tau and speedup of a head for trees and a machine, before anything is decoded; and beside what is then measured.
+# --- forecasts -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one tree at one temperature.
+    """The forecast for one tree at one temperature.
 
     Attributes:
         tree: as the user named it; ``auto`` is the automatic budget, which is only approximated.
-        tau: tokens emitted per target forward; ``tau_low`` and ``tau_high`` its 95% interval, by bootstrap over texts.
-        nodes, levels: of a step in the mean.
-        speedup: over plain decoding on a machine whose costs are known, at batch 1; None without.
-        measured_tau, measured_speedup: None where nothing was decoded.
+        tau: tokens emitted per target forward; ``tau_low`` and ``tau_high`` are its 95% interval over texts.
+        nodes, levels: means over steps.
+        speedup: over the baseline at batch 1, if the machine's costs are known.
+        measured_tau, measured_speedup: None if nothing was decoded.
     """
 
     tree: str
@@ -602,11 +548,10 @@ class Forecast:
 
     @property
     def error(self) -> float | None:
-        """Of tau: forecast over measured, minus 1."""
+        """Forecast tau over measured tau, minus 1."""
         return None if self.measured_tau is None else self.tau / self.measured_tau - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
         return {**asdict(self), "error": self.error}
 
 
@@ -616,32 +561,34 @@ def forecast(
     temperatures: Sequence[float],
     costs: Costs | None = None,
 ) -> list[Forecast]:
-    """Every tree at every temperature.
+    """Forecast every tree at every temperature.
 
     Args:
         trees: by name; None is the automatic budget.
-        costs: of the machine, where speedups are wanted.
+        costs: of the machine, for speedups.
 
     Raises:
-        ConfigError: a temperature or a tree that the statistics do not cover, or the automatic budget without costs.
+        ConfigError: a temperature or tree that the statistics do not cover, or the automatic budget without costs.
     """
-    found = []
+    forecasts = []
     for temperature in temperatures:
-        texts = held_out.of(temperature)
+        texts = held_out.at(temperature)
         for name, budget in trees.items():
+            speedup = None
             if budget is not None:
-                way = walk(texts, budget)
-                speedup = None if costs is None else _speedup(way, _effort(budget, costs), costs, held_out.context)
+                steps = walk(texts, budget)
+                if costs is not None:
+                    speedup = _speedup(steps, _effort(budget, costs), costs, held_out.context)
             elif costs is None:
                 raise ConfigError("what the automatic budget drafts follows from a machine's costs: name trees instead")
             else:
-                ways = [walk_above(texts, place) for place in range(len(THRESHOLDS))]
-                each = [_speedup(one, one.levels, costs, held_out.context) for one in ways]
-                speedup = max(each)
-                way = ways[each.index(speedup)]
-            low, high = way.interval()
-            found.append(Forecast(name, temperature, way.tau, low, high, way.nodes, way.levels, speedup))
-    return found
+                walks = [walk_above(texts, index) for index in range(len(THRESHOLDS))]
+                speedups = [_speedup(each, each.levels, costs, held_out.context) for each in walks]
+                speedup = max(speedups)
+                steps = walks[speedups.index(speedup)]
+            low, high = steps.interval()
+            forecasts.append(Forecast(name, temperature, steps.tau, low, high, steps.nodes, steps.levels, speedup))
+    return forecasts
 
 
 def measured(
@@ -653,46 +600,175 @@ def measured(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Forecast]:
-    """The same with what decoding the prompts gives, each prompt with every tree in turn; see ``compare``.
+    """Decode the prompts with every tree in turn (see ``compare``), and add the measurements to the forecasts.
 
     Args:
-        sampling: how texts are written, but for the temperature.
+        sampling: for all texts; its temperature is replaced.
     """
-    plain = LM(lm.target, lm.tokenizer)
-    lms = [plain, *(LM(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, budget) for budget in trees.values())]
+    budgets = [_with_budget(lm, budget) for budget in trees.values()]
     temperatures = list(dict.fromkeys(each.temperature for each in forecasts))
-    known: dict[tuple[str, float], tuple[float, float]] = {}
+    results: dict[tuple[str, float], tuple[float, float]] = {}
     for number, temperature in enumerate(temperatures):
 
-        def tell(done: int, total: int, before: int = number) -> None:
+        def report(done: int, total: int, before: int = number) -> None:
             if on_progress is not None:
                 on_progress(before * total + done, total * len(temperatures))
 
-        _, *methods = compare(lms, prompts, replace(sampling, temperature=temperature), on_progress=tell).methods
-        known |= {
-            (name, temperature): (method.tau, method.speedup) for name, method in zip(trees, methods, strict=True)
-        }
+        at_temperature = replace(sampling, temperature=temperature)
+        comparison = compare([LM(lm.target, lm.tokenizer), *budgets], prompts, at_temperature, on_progress=report)
+        for name, method in zip(trees, comparison.methods[1:], strict=True):
+            results[name, temperature] = method.tau, method.speedup
     return [
         replace(each, measured_tau=tau, measured_speedup=speedup)
         for each in forecasts
-        for tau, speedup in [known[each.tree, each.temperature]]
+        for tau, speedup in [results[each.tree, each.temperature]]
     ]
 
 
-def _speedup(way: Walk, effort: float, costs: Costs, context: float) -> float:
-    """Over plain decoding: tokens of a step over what it takes, in plain steps."""
-    plain = costs.verify_seconds(1, 1, context)
-    # T_V of a whole number of nodes, and between two of them.
-    low = int(way.nodes)
+def _with_budget(lm: LM, budget: Budget | None) -> LM:
+    return LM(lm.target, lm.tokenizer, lm.new_drafter, lm.rule, budget, lossless=lm.lossless)
+
+
+def _speedup(steps: Walk, effort: float, costs: Costs, context: float) -> float:
+    """Return the tokens of a step over its time in steps of the baseline, interpolated between whole nodes."""
+    low = int(steps.nodes)
     verify = [costs.verify_seconds(low + 1 + more, 1, context) for more in (0, 1)]
-    takes = verify[0] + (way.nodes - low) * (verify[1] - verify[0])
-    return way.tau * plain / (takes + costs.draft_seconds(effort))
+    seconds = verify[0] + (steps.nodes - low) * (verify[1] - verify[0]) + costs.draft_seconds(effort)
+    return steps.tau * costs.verify_seconds(1, 1, context) / seconds
 
 
 def _effort(budget: Budget, costs: Costs) -> float:
-    """Levels of drafting, those of several nodes counted as more (see ``DraftTree.num_draft_forwards``)."""
+    """Return the levels of drafting, wider ones counted as more (see ``DraftTree.num_draft_forwards``)."""
     share = costs.node_share
     if budget.paths is not None:
         widths = [1, *(len(level.expanded) for level in static_levels(budget.paths)[:-1])]
         return sum(1 + (width - 1) * share for width in widths)
     return min(budget.depth, 1) + max(budget.depth - 1, 0) * (1 + (budget.width - 1) * share)
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Formulas and measurements for chains of one length.
+
+    Attributes:
+        gamma: tokens drafted in a step.
+        tau_predicted, tau: (1 - alpha^(gamma + 1)) / (1 - alpha), and measured.
+        paper: speedup by Leviathan et al. (2211.17192), who assume that verification costs one step of the baseline.
+        measured_costs: speedup from the measured times of drafting and verification (MagicDec's form).
+        speedup: measured.
+        operations, memory: arithmetic and reads of the target's weights per token, over the baseline's.
+        inflection: tokens of context from which such chains are faster; None if they never are.
+    """
+
+    gamma: int
+    tau_predicted: float
+    tau: float
+    paper: float
+    measured_costs: float
+    speedup: float
+    operations: float
+    memory: float
+    inflection: float | None
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The result of ``predict``.
+
+    Attributes:
+        alpha: acceptance of a drafted token over all prompts.
+        c: time of a draft step over that of a target forward.
+        pays: alpha > c.
+        best_gamma: by the paper's formula.
+        auto: measured speedup and tau of the automatic budget.
+    """
+
+    drafter: str
+    alpha: float
+    c: float
+    pays: bool
+    best_gamma: int
+    chains: list[Prediction]
+    auto: dict[str, float]
+    plain_tokens_per_s: float
+    costs: dict[str, Any]
+    machine: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def predict(
+    lm: LM,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    gammas: Sequence[int] = (1, 2, 3, 5, 8),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Predictions:
+    """Compare the formulas with measurements for chains of each length, and measure the automatic budget.
+
+    Raises:
+        ConfigError: there is no drafter.
+    """
+    if not lm.drafter.drafts:
+        raise ConfigError("there is nothing to predict without a drafter: give one with --draft")
+    costs = lm.costs()
+    lms = [LM(lm.target, lm.tokenizer), *(_with_budget(lm, Budget(gamma)) for gamma in gammas), _with_budget(lm, None)]
+    comparison = compare(lms, prompts, sampling, on_progress=on_progress)
+    base, *chains, auto = comparison.methods
+    alpha = min(_pooled(chains[-1].alpha), 1.0)
+    # Weights that a draft step multiplies with, over those of a target forward; 0 for lookup.
+    c, ratio = costs.c, lm.drafter.num_bytes / lm.target.num_weight_bytes
+    predictions = []
+    for gamma, method in zip(gammas, chains, strict=True):
+        inflection = inflection_length(costs, alpha, gamma)
+        predictions.append(
+            Prediction(
+                gamma=gamma,
+                tau_predicted=expected_tokens(alpha, gamma),
+                tau=method.tau,
+                paper=predicted_speedup(alpha, gamma, c),
+                measured_costs=costs.speedup(alpha, gamma),
+                speedup=method.speedup,
+                operations=operations_factor(alpha, gamma, ratio),
+                memory=memory_factor(alpha, gamma),
+                inflection=inflection if inflection < math.inf else None,
+            )
+        )
+    return Predictions(
+        drafter=lm.drafter_name,
+        alpha=alpha,
+        c=c,
+        pays=alpha > c,
+        best_gamma=best_gamma(alpha, c),
+        chains=predictions,
+        auto={"speedup": auto.speedup, "tau": auto.tau},
+        plain_tokens_per_s=base.tokens_per_s,
+        costs=costs.to_dict(),
+        machine=comparison.machine,
+    )
+
+
+def describe_costs(costs: Costs) -> dict[str, Any]:
+    """Summarise measured costs for people."""
+    plain = costs.verify_seconds(1)
+    nodes = [int(count) for count, _ in costs.verify.knots if count > 1]
+    values: dict[str, Any] = {"plain_step_ms": round(1e3 * plain, 2)}
+    values["verify_of_plain"] = "  ".join(f"{n}: {costs.verify_seconds(n) / plain:.2f}" for n in nodes)
+    if costs.chain.knots:
+        values["draft_step_of_plain"] = round(costs.c, 3)
+    values["us_per_token_of_context"] = round(1e6 * costs.per_token, 2)
+    return values
+
+
+def _pooled(alpha: Sequence[float]) -> float:
+    """Average acceptance over depths, each weighted by how often it was reached."""
+    reached, taken, weight = 0.0, 0.0, 1.0
+    for share in alpha:
+        reached += weight
+        weight *= share
+        taken += weight
+    return taken / reached if reached else 0.0

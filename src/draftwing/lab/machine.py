@@ -1,4 +1,4 @@
-"""The machine that a figure was measured on, named by its hardware, and how fast it reads memory."""
+"""Describe the machine that a figure was measured on, and measure how fast it reads memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftwing.cpu.library import get_kernel
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, threads used, memory, GPU and versions."""
+    """Return processor, cores, threads in use, memory, GPU and versions."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -32,21 +32,23 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
-    """GB/s of a plain float32 sum over so many freshly written bytes, the median of ``repeats``.
+    """Measure the bandwidth of a float32 sum over ``num_bytes`` of freshly written memory.
 
-    The limit of plain decoding is this over the bytes of weights that a token reads.
+    The baseline's tokens per second are at most this over the bytes of weights that a token reads.
+
+    Returns:
+        GB/s, the median of ``repeats``.
     """
     count, kernel = max(num_bytes // 4, 1), get_kernel()
     seconds = []
     for _ in range(repeats):
-        # In large pages, as weights lie: in small ones a sum waits for where they are as much as for what is in them.
-        fresh = (torch.empty(count) if kernel is None else kernel.room(count, dtype=torch.float32)).fill_(1.0)
-        began = time.perf_counter()
-        fresh.sum()
-        seconds.append(time.perf_counter() - began)
+        # In huge pages, like the weights: with small pages, address translation would limit the sum.
+        values = (torch.empty(count) if kernel is None else kernel.room(count, dtype=torch.float32)).fill_(1.0)
+        start = time.perf_counter()
+        values.sum()
+        seconds.append(time.perf_counter() - start)
     return 4 * count / statistics.median(seconds) / 1e9
