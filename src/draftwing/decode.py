@@ -314,7 +314,7 @@ class Decoder:
         return self._planner.skips(request.sampling.temperature)
 
     @inference
-    def read_on(self, prefill: Prefill, max_tokens: int = PREFILL_CHUNK) -> bool:
+    def read_on(self, prefill: Prefill, max_tokens: float = PREFILL_CHUNK) -> bool:
         """Read up to ``max_tokens`` further tokens, or all of them without pages.
 
         Returns:
@@ -328,7 +328,7 @@ class Decoder:
             pages, row, index = self.pages, prefill.row, self.ctx.num_rows
             if prefill.generation != self.generation:
                 prefill.restart(self.generation)
-            stop = row.length if pages is None else min(prefill.done + max_tokens, row.length)
+            stop = row.length if pages is None else int(min(prefill.done + max_tokens, row.length))
             is_last = stop == row.length
             drafter = NoDrafter() if prefill.skips_drafter else self.drafter
             try:

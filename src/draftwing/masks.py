@@ -157,8 +157,8 @@ class Masks:
         flat_RV = masked.view(-1, vocab_size)
         if places:
             index = torch.tensor(places, device=masked.device)
-            mask = torch.from_numpy(np.stack(forbidden)).to(masked.device)
-            flat_RV[index] = flat_RV[index].masked_fill_(mask, -math.inf)
+            mask_RV = torch.from_numpy(np.stack(forbidden)).to(masked.device)
+            flat_RV[index] = flat_RV[index].masked_fill_(mask_RV, -math.inf)
         if failed:
             flat_RV[torch.tensor(failed, device=masked.device)] = math.nan
         return masked

@@ -82,6 +82,7 @@ class Parts:
         return f"{len(self.attention)} attentions and {len(self.mlp)} MLPs of {self.num_layers} layers"
 
 
+@dataclass(eq=False)
 class _PartNet:
     """A ``Net`` with the target's dtype, device, rotation and LM head."""
 
