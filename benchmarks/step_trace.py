@@ -9,8 +9,8 @@ functions. A comprehension counts as part of its function.
 
 from __future__ import annotations
 
+import itertools
 import json
-import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,11 +72,11 @@ class Trace:
         }
 
 
-def trace(num_steps: int = 240) -> list[Trace]:
-    """Return a trace of every step that drafts."""
-    lm, found = dw.load(), []
-    engine, prompts = dw.Engine(lm.decoder()), iter(shipped_prompts())
-    for number in range(num_steps):
+def trace(num_steps: int = 200) -> list[Trace]:
+    """Return the traces of streamed steps after 100 steps of warm-up: of those that drafted, or of all if none did."""
+    lm, drafting, plain = dw.load(), list[Trace](), list[Trace]()
+    engine, prompts = dw.Engine(lm.decoder(), max_batch=1), itertools.cycle(shipped_prompts())
+    for number in range(10 * num_steps):
         if not engine.num_running:
             engine.submit(lm.encode(next(prompts)), dw.Sampling(max_tokens=200, ignore_eos=True))
         one = Trace()
@@ -85,26 +85,28 @@ def trace(num_steps: int = 240) -> list[Trace]:
             step = engine.step()
         finally:
             sys.setprofile(None)
-        ended = any(row.finish_reason for row in step.rows)
-        if number > num_steps // 2 and step.tree.num_nodes > 1 and not ended:
-            found.append(one)
-    return found
+        if number >= 100 and not any(row.finish_reason for row in step.rows):
+            (drafting if step.tree.num_nodes > 1 else plain).append(one)
+        if len(drafting) == num_steps:
+            break
+    return drafting or plain[:num_steps]
 
 
 def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Name the functions.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Name the functions of the median step.")] = False,
 ) -> None:
-    """Trace one default decode step."""
-    traces = trace()
-    middle = statistics.median_low([len(each.entered) for each in traces])
-    one = next(each for each in traces if len(each.entered) == middle)
+    """Trace default streamed steps."""
+    traces = sorted(trace(), key=lambda each: len(each.entered))
+    median, worst = traces[(len(traces) - 1) // 2], traces[-1]
     if as_json:
-        print(json.dumps({**one.figures(), "by_file": one.files}, indent=1))
+        named = {"median": median, "worst": worst}
+        print(json.dumps({name: {**one.figures(), "by_file": one.files} for name, one in named.items()}, indent=1))
         return
-    print(", ".join(f"{count} {name}" for name, count in one.figures().items()))
+    for name, one in ((f"median of {len(traces)}", median), ("worst", worst)):
+        print(f"{name}: " + ", ".join(f"{count} {title}" for title, count in one.figures().items()))
     if show:
-        for name, functions in one.files.items():
+        for name, functions in median.files.items():
             print(f"{name}: {', '.join(functions)}")
 
 

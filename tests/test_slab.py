@@ -7,15 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from draftwing.cpu.memory import (
-    CACHE_LINE_BYTES,
-    HUGE_PAGE_BYTES,
-    MAX_KEPT_BLOCKS,
-    MAX_OVERSIZE,
-    SHARED_BYTES,
-    BufferPool,
-    HugePageArena,
-)
+from draftwing.cpu.args import MAX_KEPT_BLOCKS, MAX_OVERSIZE, BufferPool
+from draftwing.cpu.library import CACHE_LINE_BYTES, HUGE_PAGE_BYTES, SHARED_BYTES, HugePageArena
 
 
 def test_memory_is_handed_out_again_once_nobody_looks_at_it():

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError, shown
-from draftwing.noise import ACCEPT, AcceptArgs, hash_bits, uniform
+from draftwing.noise import ACCEPT, hash_bits, uniform
 from draftwing.sampling import SamplingBatch, on_host
 from draftwing.tree import PAD, Accepted, DraftTree
 
@@ -71,14 +71,6 @@ def match_logits(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, start
     None where there is no kernel to do that.
     """
     return sampling.noise.match(tree, logits, sampling.drawing_seeds, starts, sampling.filters)
-
-
-def match_args(sampling: SamplingBatch, starts: Sequence[int]) -> AcceptArgs | None:
-    """The arguments of ``match`` for a target that applies it itself; None if the logits must be adjusted first."""
-    handle = sampling.noise.handle
-    if handle is None or sampling.adjusts:
-        return None
-    return AcceptArgs(handle, sampling.drawing_seeds, starts, sampling.filters)
 
 
 def match(tree: DraftTree, scores: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted:
@@ -293,10 +285,6 @@ def _rowwise(pure: PureRule) -> AcceptRule:
     return rule
 
 
-def _no_args(sampling: SamplingBatch, starts: Sequence[int]) -> AcceptArgs | None:
-    return None
-
-
 def _never(tree: DraftTree, logits: Tensor, sampling: SamplingBatch, starts: Sequence[int]) -> Accepted | None:
     return None
 
@@ -308,7 +296,7 @@ class Rule:
     Attributes:
         apply: the rule over a batch.
         early: the same of scores to which temperatures and filters are yet to be applied, where it can; else None.
-        accept_args: what the target's forward needs to apply the rule itself, if it can; else None.
+        is_match: the rule is ``match``, which the target's forward may apply itself.
         lossless: whether the law of the text is the target's.
         children: how a drafter must choose a node's children: ``keyed`` (any way; best with the target's own
             noise), ``top`` (the best of q), ``sampled`` (independent draws of q), ``distinct`` (draws of q without
@@ -322,14 +310,14 @@ class Rule:
     children: str = "keyed"
     chain_only: bool = False
     early: Callable[[DraftTree, Tensor, SamplingBatch, Sequence[int]], Accepted | None] = _never
-    accept_args: Callable[[SamplingBatch, Sequence[int]], AcceptArgs | None] = _no_args
+    is_match: bool = False
 
 
 RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("match", match, early=match_logits, accept_args=match_args),
-        Rule("match-top", match, children="top", early=match_logits, accept_args=match_args),
+        Rule("match", match, early=match_logits, is_match=True),
+        Rule("match-top", match, children="top", early=match_logits, is_match=True),
         Rule("speculative", _rowwise(partial(multi_round, replacement=True)), children="sampled", chain_only=True),
         Rule("multi-round", _rowwise(partial(multi_round, replacement=False)), children="distinct"),
         Rule("multi-round-replacement", _rowwise(partial(multi_round, replacement=True)), children="sampled"),

@@ -34,6 +34,7 @@ from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.paged import PAGE, PagedCache, PageTable, Prefixes
 from draftwing.models.target import DraftFailed, StepResult, Target
+from draftwing.noise import AcceptArgs
 from draftwing.readout import add_laws, explain, get_logprobs, read_emitted
 from draftwing.request import Request
 from draftwing.runtime.forward import PREFILL_CHUNK
@@ -418,7 +419,6 @@ class Decoder:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    @inference
     def step(self) -> Step:
         """Advance every running request by at least one token; finished ones leave the batch.
 
@@ -427,17 +427,19 @@ class Decoder:
         Raises:
             ConfigError: no request is running.
         """
-        with self._turn:
+        with self._turn, torch.inference_mode():
             if self.unfinished is not None:
                 return self._finish(self.unfinished)
-            self._prepare()
+            if self._changing or self._needs_drafter or not self.running:
+                self._prepare()
             ctx, sampling, start = self.ctx, self._batch or self._new_batch(), time.perf_counter()
             planner, budget, revise = self._plan()
             planned = time.perf_counter()
 
             result = self._draft_and_verify(budget, revise)
-            tree, output = result.tree.proposed, result.output
-            accepted, scores = self._accept(result)
+            output, tree = result.output, result.tree
+            tree = tree.proposed if tree.num_extra_nodes else tree
+            accepted, scores = (output.accepted, output.logits) if output.accepted is not None else self._accept(result)
             emitted = accepted.on_host or read_emitted(tree, accepted, scores)
             draft_s, verify_s = result.seconds()
             verified = planned + draft_s + verify_s
@@ -509,30 +511,25 @@ class Decoder:
     def _draft_and_verify(self, budget: Budget, revise: Callable[[DraftTree], DraftTree] | None) -> StepResult:
         """``Target.step``, without drafts if the drafter fails."""
         sampling, accept = cast(SamplingBatch, self._batch), None
-        if self._masks is None and self.target.applies_match:
-            accept = self.rule.accept_args(sampling, self._starts)
+        handle = None if sampling.adjusts or self._masks is not None else sampling.noise.handle
+        if handle is not None and self.rule.is_match and self.target.applies_match:
+            starts = [row.length + 1 for row in self.ctx.rows]
+            accept = AcceptArgs(handle, sampling.drawing_seeds, starts, sampling.filters)
         try:
             return self.target.step(self.drafter, self.ctx, sampling, budget, accept, revise)
         except DraftFailed as failure:
             self._remove_drafter(failure.error)
             return self.target.step(self.drafter, self.ctx, sampling, budget, accept, revise)
 
-    @property
-    def _starts(self) -> list[int]:
-        """The position of the token after each row's pending one."""
-        return [row.length + 1 for row in self.ctx.rows]
-
     def _accept(self, result: StepResult) -> tuple[Accepted, Tensor]:
-        """Apply the rule, unless the target has done it; also returns the scores that it was applied to."""
-        output, tree, sampling = result.output, result.tree.proposed, cast(SamplingBatch, self._batch)
-        if output.accepted is not None:
-            return output.accepted, output.logits
-        logits = self._adjusted(result)
-        accepted = self.rule.early(tree, logits, sampling, self._starts)  # filters only along the accepted path
+        """Apply the rule; also returns the scores that it was applied to."""
+        tree, sampling = result.tree.proposed, cast(SamplingBatch, self._batch)
+        logits, starts = self._adjusted(result), [row.length + 1 for row in self.ctx.rows]
+        accepted = self.rule.early(tree, logits, sampling, starts)  # filters only along the accepted path
         if accepted is not None:
             return accepted, logits
         scores = sampling.filtered(logits)
-        return self.rule.apply(tree, scores, sampling, self._starts), scores
+        return self.rule.apply(tree, scores, sampling, starts), scores
 
     def _adjusted(self, result: StepResult) -> Tensor:
         """The logits after masks, penalties and biases."""

@@ -270,7 +270,8 @@ class Engine:
         Raises:
             ConfigError: there is nothing to decode.
         """
-        if self._has_news:
+        pages, waiting = self.decoder.pages, self._waiting
+        if pages is not None or self.prefill is not None or self._timed or self._has_cancelled or len(waiting):
             self._fill()
         return self._advance()
 
@@ -283,13 +284,6 @@ class Engine:
         """Take all ``steps``."""
         while self._fill():
             self._advance()
-
-    @property
-    def _has_news(self) -> bool:
-        """True if rows may have to join or leave, or to get pages, before the next step."""
-        return bool(
-            self.decoder.pages is not None or self._waiting or self._has_cancelled or self._timed or self.prefill
-        )
 
     def _advance(self) -> Step:
         """A step of the decode loop. One that runs out of slots has changed nothing, and is repeated with fewer rows.

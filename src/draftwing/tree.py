@@ -10,7 +10,7 @@ Shape suffixes: B rows, N nodes, D depth, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -296,6 +296,7 @@ class GrowthRule:
         verify: (max_nodes + 3,) float32: seconds to verify that many nodes of each row, the root included.
         worth: seconds that a token is worth.
         share: time of each further node of a level, as a share of the first one's.
+        max_depth, max_nodes: levels and nodes that the tables cover, the root not included.
     """
 
     knots: np.ndarray
@@ -305,16 +306,12 @@ class GrowthRule:
     verify: np.ndarray
     worth: float
     share: float
+    max_depth: int = field(init=False)
+    max_nodes: int = field(init=False)
 
-    @property
-    def max_depth(self) -> int:
-        """Levels that the tables cover."""
-        return len(self.gains)
-
-    @property
-    def max_nodes(self) -> int:
-        """Nodes that the tables cover, the root not included."""
-        return len(self.verify) - 3
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_depth", len(self.gains))
+        object.__setattr__(self, "max_nodes", len(self.verify) - 3)
 
 
 class Emitted(NamedTuple):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 
 import numpy as np
@@ -129,11 +130,11 @@ class Bandit:
         return self.current
 
     def _fastest(self) -> int:
-        baseline = self.arms[0].speed * CONFIG.min_gain
-        drafts: int = max(range(1, len(self.arms)), key=lambda place: self.arms[place].hope)
-        if self.best and self.arms[drafts].hope < 1.02 * self.arms[self.best].hope:
+        hopes = [arm.hope for arm in self.arms]
+        drafts = hopes.index(max(hopes[1:]), 1)
+        if self.best and hopes[drafts] < 1.02 * hopes[self.best]:
             drafts = self.best  # near ties are not worth a change
-        return drafts if self.arms[drafts].hope > baseline else 0
+        return drafts if hopes[drafts] > CONFIG.min_gain * self.arms[0].speed else 0
 
     def _start_probe(self) -> None:
         """Play the arm that was left alone longest by its own interval, unless it is hopeless."""
@@ -218,15 +219,13 @@ class Planner:
                 self._request = ctx.rows[0]
                 self._bandit.begin_request()
             arm = self._bandit.choose()
-            if arm == 0:
-                return Budget(0, children=children)
             if arm <= len(self._chains):
-                length = self._chains[arm - 1]
-                return Budget(length if max_nodes is None else min(length, max_nodes), children=children)
+                length = (0, *self._chains)[arm]
+                return _chain(length if max_nodes is None else min(length, max_nodes), children)
             if self._budget is None or len(self._unlearned) >= CONFIG.learn_every or self._bandit.steps < 64:
                 self._learn()
-                self._budget = self._shape(len(ctx.rows), max_nodes)
-            return replace(self._budget, children=children)
+                self._budget = replace(self._shape(len(ctx.rows), max_nodes), children=children)
+            return self._budget
 
     def observe(self, tree: DraftTree, accepted: Accepted, num_tokens: int, draft_s: float, verify_s: float) -> None:
         """Learn from a step.
@@ -342,6 +341,11 @@ class Planner:
         self._losing, self._coolest = self._losing + 1, min(self._coolest, self._temperature)
         if self._losing >= CONFIG.skip_after:
             self._skips, self._skip_length = self._skip_length, min(2 * self._skip_length, CONFIG.max_skipped)
+
+
+@cache
+def _chain(depth: int, children: str) -> Budget:
+    return Budget(depth, children=children)
 
 
 def _num_nodes(budget: Budget) -> int:

@@ -6,16 +6,12 @@ Shape suffixes: B rows, L layers, K heads, S slots, D head dimension.
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from draftwing.models.cache import View
 
 NUM_BUFFERS = 16
 
@@ -119,52 +115,6 @@ class VerifyArgs(ctypes.Structure):
         ("seconds", ctypes.c_double),
         ("num_ops", ctypes.c_int32),
     ]
-
-
-class KernelArgs:
-    """Arrays that one kernel call reads; keep this object until the call returns.
-
-    Methods copy values into an array of one C type and return its address.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: list[object] = []
-
-    def _add(self, values: array[Any]) -> int:
-        self._arrays.append(values)
-        return values.buffer_info()[0]
-
-    def int64(self, values: Iterable[int]) -> int:
-        return self._add(array("q", values))
-
-    def int32(self, values: Iterable[int]) -> int:
-        return self._add(array("i", values))
-
-    def float32(self, values: Iterable[float]) -> int:
-        return self._add(array("f", values))
-
-    def structures(self, values: Sequence[ctypes.Structure]) -> int:
-        """An array of structures of one type."""
-        together = (type(values[0]) * len(values))(*values)
-        self._arrays.append(together)
-        return ctypes.addressof(together)
-
-    def tensor(self, values: Tensor) -> int:
-        """The address of a contiguous tensor, without a copy."""
-        self._arrays.append(values)
-        return values.data_ptr()
-
-    def set_view(self, batch: Batch, view: View | None, watched: Tensor | None = None) -> None:
-        """Set the KV slots that attention reads, and where their attention weights are summed (``Entries``)."""
-        batch.view = batch.watch = None
-        if watched is not None:
-            batch.watch = self.tensor(watched)
-            batch.watch_layer, batch.watch_head = watched.stride()[:2]
-        if view is not None:
-            slots = view.slots
-            batch.view, batch.viewed = self.tensor(slots), self.int64(view.counts)
-            strides = (0 if size == 1 else stride for size, stride in zip(slots.shape, slots.stride(), strict=True))
-            batch.view_row, batch.view_layer, batch.view_head, *_ = strides
 
 
 # --- weight formats --------------------------------------------------------------------------------------------------

@@ -13,23 +13,71 @@ Shape suffixes: B rows, K heads, S slots, D head dimension or depth, V vocabular
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import sys
+import threading
+import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftwing.cpu.build import KernelProblem, with_library
 from draftwing.cpu.layout import AcceptArgs, Batch, Draft, Op, VerifyArgs
-from draftwing.cpu.memory import HugePageArena
 from draftwing.cpu.selftest import fault_of
 from draftwing.errors import ConfigError
 from draftwing.models.paged import PageTable
 
 _SYSTEMS = ("linux", "darwin")
+
+HUGE_PAGE_BYTES = 1 << 21
+SHARED_BYTES = 16 * HUGE_PAGE_BYTES  # shared by tensors of at most half that size
+CACHE_LINE_BYTES = 64
+
+
+class HugePageArena:
+    """Allocates tensors side by side in huge pages, since the matrices of a small model are smaller than one each.
+
+    A page lives as long as any of its tensors. Thread-safe.
+
+    Args:
+        advise: asks the system for huge pages, given an address that begins one and a number of bytes.
+    """
+
+    def __init__(self, advise: Callable[[int, int], None]) -> None:
+        self._advise, self._lock = advise, threading.Lock()
+        self._pages: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None  # a weak reference: tensors own pages
+        self._offset = 0
+
+    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised, cache-line-aligned tensor."""
+        count = math.prod(shape) * dtype.itemsize
+        if 2 * count > SHARED_BYTES:
+            pages, offset = self._allocate(count)
+        else:
+            with self._lock:
+                current = self._pages()
+                if current is None or self._offset + count > len(current):
+                    current, self._offset = self._allocate(SHARED_BYTES)
+                    self._pages = weakref.ref(current)
+                pages, offset = current, self._offset
+                self._offset += count + -count % CACHE_LINE_BYTES
+        return (
+            torch.from_numpy(pages[offset : offset + count]).view(dtype).view(shape)
+        )  # its views keep the pages alive
+
+    def _allocate(self, count: int) -> tuple[npt.NDArray[np.uint8], int]:
+        """Memory, and the offset of its first huge page."""
+        pages = np.empty(count + HUGE_PAGE_BYTES, np.uint8)
+        start = -pages.ctypes.data % HUGE_PAGE_BYTES
+        self._advise(pages.ctypes.data + start, count)
+        return pages, start
 
 
 class Kernel:

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.cpu import layout
-from draftwing.cpu.layout import Filter, KernelArgs
+from draftwing.cpu.args import AcceptResult, BumpAllocator
 from draftwing.cpu.library import Kernel, get_kernel, kernel_notice
-from draftwing.cpu.memory import BumpAllocator
 from draftwing.errors import DraftwingWarning
 from draftwing.noise import AcceptArgs, Filters, KeyedNoise
-from draftwing.tree import Accepted, DraftTree, Emitted
+from draftwing.tree import Accepted, DraftTree
 
 _shown_notices: set[str] = set()
 
@@ -32,33 +30,6 @@ def noise_of(vocab_size: int, device: torch.device) -> KeyedNoise:
         warnings.warn(notice, DraftwingWarning, stacklevel=2)
     kernel = get_kernel()
     return KeyedNoise(vocab_size, device) if kernel is None else NativeNoise(kernel, vocab_size)
-
-
-class AcceptResult:
-    """``accept.match`` in the kernel: its arguments, and the result for trees of at most ``nodes`` nodes.
-
-    Attributes:
-        args: valid as long as this object.
-    """
-
-    def __init__(self, accept: AcceptArgs, rows: int, nodes: int, numbers: BumpAllocator) -> None:
-        self._rows, self._nodes, self._arrays = rows, nodes, KernelArgs()
-        self._found, address = numbers.take(rows * (5 + 2 * nodes))
-        seeds, filters = self._arrays.int64([*accept.seeds, *accept.starts]), None
-        if accept.filters is not None:
-            filters = self._arrays.structures([Filter(*row) for row in zip(*accept.filters, strict=True)])
-        self.args = layout.AcceptArgs(accept.noise, seeds, seeds + 8 * rows, filters, address)
-
-    def read(self, nodes: int | None = None) -> Accepted:
-        """The kept nodes, after the kernel has run; ``nodes`` of the trees, if there were fewer."""
-        nodes, longest, emitted = nodes or self._nodes, 0, []
-        found = self._found[: self._rows * (5 + 2 * nodes)].reshape(self._rows, -1)
-        for numbers in found.tolist():
-            num, _, used, depth, finite = numbers[:5]
-            emitted.append(Emitted(numbers[5 + nodes : 6 + nodes + num], used - 1, depth, finite > 0))
-            longest = max(longest, num)
-        path, num, bonus = map(torch.from_numpy, (found[:, 5 : 6 + longest], found[:, 0], found[:, 1]))
-        return Accepted(path, num, bonus, emitted)
 
 
 class NativeNoise(KeyedNoise):

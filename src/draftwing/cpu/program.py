@@ -311,21 +311,21 @@ class Workspace:
 
     def __init__(self, program: Program) -> None:
         self.program, self.batch = program, Batch()
-        self._memory, self._capacity = torch.empty(0), 0
+        self._memory, self.capacity = torch.empty(0), 0
         for place, width in enumerate(program.widths):
             self.batch.widths[place] = width
 
     def reserve(self, num_rows: int) -> None:
         """Make room for R rows."""
-        if num_rows <= self._capacity:
+        if num_rows <= self.capacity:
             return
-        self._capacity, program = max(num_rows, 2 * self._capacity), self.program
+        self.capacity, program = max(num_rows, 2 * self.capacity), self.program
         widths = [(place, width) for place, width in enumerate(program.widths) if not program.is_given[place]]
-        self._memory = torch.empty(self._capacity * sum(width for _, width in widths))
+        self._memory = torch.empty(self.capacity * sum(width for _, width in widths))
         address = self._memory.data_ptr()
         for place, width in widths:
             self.batch.buffers[place] = address
-            address += 4 * width * self._capacity
+            address += 4 * width * self.capacity
 
     def run(
         self,

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.cpu.layout import Adjust, Batch, Draft, KernelArgs, Op, VerifyArgs
+from draftwing.cpu.args import AcceptResult, BufferPool, BumpAllocator, KernelArgs
+from draftwing.cpu.layout import Adjust, Batch, Draft, Op, VerifyArgs
 from draftwing.cpu.library import Kernel
-from draftwing.cpu.memory import BufferPool, BumpAllocator
-from draftwing.cpu.noise import AcceptResult
 from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
 from draftwing.errors import ConfigError
 from draftwing.models.cache import KVCache
@@ -101,7 +100,7 @@ class FusedStep:
     def read(self, tree: DraftTree) -> Verified:
         """The result for the drafted trees; its seconds include the preparation and this call."""
         began = time.perf_counter()
-        rows, nodes = tree.num_rows, tree.num_nodes
+        rows, nodes = tree.tokens.shape
 
         def shaped(values: Tensor) -> Tensor:  # the memory has room for larger trees
             width = values.shape[1]
@@ -179,7 +178,7 @@ class KernelRunner(Runner):
         batch.cache = self.cache.data.data_ptr() + first_row * batch.row_stride * 4
         batch.first_node, batch.tree_nodes = entries.first_node, tree.num_nodes
         batch.parents, batch.tokens = arrays.tensor(tree.parents.contiguous()), arrays.tensor(tokens.contiguous())
-        batch.lengths = arrays.int64(entries.lengths)
+        batch.lengths = arrays.numbers("q", entries.lengths)
         arrays.set_view(batch, entries.view, entries.watched)
         given, out = {}, None
         if entries.states is not None:
@@ -241,7 +240,7 @@ class KernelRunner(Runner):
         if limits is None:
             return super().draft(request)
         (depth, max_nodes), width, arrays = limits, request.budget.width, KernelArgs()
-        rows, entries, program = len(request.tokens), request.num_entries, self._built.program
+        rows, entries, program = len(request.tokens), max(map(len, request.tokens)), self._built.program
         levels, unread = self._draft_batches(request, depth, arrays)
         draft = self._draft_args(request, depth, max_nodes, arrays)
         room = 1 + width + (depth - 1) * width * width  # most nodes of a row
@@ -260,7 +259,7 @@ class KernelRunner(Runner):
         draft.verify_args = None if fused is None else fused.address
         nodes = program.kernel.draft(
             program.ops, program.num_ops, ctypes.byref(levels), ctypes.byref(unread), ctypes.byref(draft),
-            arrays.int64(request.roots), torch.get_num_threads(),
+            arrays.numbers("q", [row.tokens[row.length] for row in request.ctx.rows]), torch.get_num_threads(),
         )  # fmt: skip
         (tokens, parents, places), (node_probs, path_probs) = (
             torch.from_numpy(block.reshape(count, -1)[:, : rows * nodes].reshape(count, rows, nodes)).unbind()
@@ -279,7 +278,7 @@ class KernelRunner(Runner):
     def _draft_batches(self, request: DraftRequest, depth: int, arrays: KernelArgs) -> tuple[Batch, Batch]:
         """The batch of a level, and that of the unread entries."""
         built, rows, batch, width = self._built, len(request.tokens), self._space.batch, request.budget.width
-        entries, tree_slots, table = request.num_entries, 1 + depth * width, self.cache.table
+        entries, tree_slots, table = max(map(len, request.tokens)), 1 + depth * width, self.cache.table
         self._make_room(rows, max(max(request.root_slots) + tree_slots, max(request.lengths) + entries))
         if table is not None:
             ends = [length + len(ids) for length, ids in zip(request.lengths, request.tokens, strict=True)]
@@ -292,9 +291,15 @@ class KernelRunner(Runner):
             self._space.reserve(count)
             self._logits, self._states = self._new_logits(count), torch.empty(2, count, self._shape.state_width)
             self._taps = torch.empty(count, self._shape.out_width)
-        batch.rows, batch.cache, batch.lengths = rows, self.cache.data.data_ptr(), arrays.int64(request.root_slots)
+        batch.rows, batch.cache, batch.lengths = (
+            rows,
+            self.cache.data.data_ptr(),
+            arrays.numbers("q", request.root_slots),
+        )
         batch.buffers[built.logits] = self._logits.data_ptr()
-        arrays.set_view(batch, request.view)
+        batch.view = batch.watch = None
+        if request.view is not None:
+            arrays.set_view(batch, request.view)
         if request.features is not None:
             start, half = self._states.data_ptr(), self._states.stride(0) * 4
             batch.buffers[built.states], batch.buffers[built.out] = start, start + half
@@ -307,8 +312,11 @@ class KernelRunner(Runner):
         padded = [[*ids, *[PAD] * (entries - len(ids))] for ids in request.tokens]
         unread.nodes = unread.tree_nodes = entries
         unread.first_node = 0
-        unread.tokens, unread.lengths = arrays.int64(chain.from_iterable(padded)), arrays.int64(request.lengths)
-        unread.parents = arrays.int64([*range(-1, entries - 1)] * rows)
+        unread.tokens, unread.lengths = (
+            arrays.numbers("q", chain.from_iterable(padded)),
+            arrays.numbers("q", request.lengths),
+        )
+        unread.parents = arrays.numbers("q", [*range(-1, entries - 1)] * rows)
         return batch, unread
 
     def _draft_args(self, request: DraftRequest, depth: int, max_nodes: int, arrays: KernelArgs) -> Draft:
@@ -321,20 +329,22 @@ class KernelRunner(Runner):
         draft.sharpness, draft.hit_rate, draft.scale = calibration.sharpness, 1 - calibration.miss, calibration.scale
         draft.noise, draft.seeds, draft.starts = (
             sampling.noise.handle,
-            arrays.int64(seeds),
-            arrays.int64(request.starts),
+            arrays.numbers("q", seeds),
+            arrays.numbers("q", [row.length + 1 for row in request.ctx.rows]),
         )
-        draft.active, draft.counts = arrays.int64(request.active), arrays.int64(map(len, request.tokens))
-        draft.temperatures, draft.top_p, draft.min_p = map(arrays.float32, (temperatures, top_p, min_p))
-        draft.top_k = arrays.int32(min(k, self._shape.vocab_size) for k in top_k)
+        draft.active, draft.counts = arrays.numbers("q", request.active), arrays.numbers("q", map(len, request.tokens))
+        draft.temperatures, draft.top_p, draft.min_p = (
+            arrays.numbers("f", values) for values in (temperatures, top_p, min_p)
+        )
+        draft.top_k = arrays.numbers("i", (min(k, self._shape.vocab_size) for k in top_k))
         if sampling.adjusts:
             adjusts = []
             for row, own, biases in zip(request.ctx.rows, sampling.rows, sampling.token_biases, strict=True):
                 tokens = row.tokens[: row.length] if own.penalises else []
                 adjusts.append(Adjust(
                     own.repetition_penalty, own.presence_penalty, own.frequency_penalty, len(biases),
-                    arrays.int64(tokens), len(tokens), row.prompt_length, arrays.int64(biases),
-                    arrays.float32(biases.values()),
+                    arrays.numbers("q", tokens), len(tokens), row.prompt_length, arrays.numbers("q", biases),
+                    arrays.numbers("f", biases.values()),
                 ))  # fmt: skip
             draft.adjusts = arrays.structures(adjusts)
         if rule is not None:
@@ -359,11 +369,12 @@ class KernelRunner(Runner):
                 return None
             table.hold(0, request.lengths, nodes)
             batch.pages = table.address
-        self._space.reserve(rows * nodes)
+        if rows * nodes > self._space.capacity:
+            self._space.reserve(rows * nodes)
         arrays, result = KernelArgs(), self._accept_result(request.accept, rows, nodes)
         args.accept = ctypes.addressof(result.args)
-        arrays.set_view(batch, None)
-        batch.rows, batch.cache, batch.lengths = rows, self.cache.data.data_ptr(), arrays.int64(request.lengths)
+        batch.view = batch.watch = None
+        batch.rows, batch.cache, batch.lengths = rows, self.cache.data.data_ptr(), arrays.numbers("q", request.lengths)
         logits, batch.buffers[built.logits] = self._verified_logits.take(rows * nodes, self._shape.vocab_size)
         out = None
         if built.out >= 0:

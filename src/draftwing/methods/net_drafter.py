@@ -56,15 +56,10 @@ class NetDrafter(Drafter):
         request = self.request(ctx, sampling, budget)
         return ctx.roots() if request is None else self.receive(ctx, self.draft(request))
 
-    @property
-    def is_one_request(self) -> bool:
-        """False if a subclass overrides ``propose``."""
-        return type(self).propose is NetDrafter.propose
-
 
 def drafts_at_once(drafter: object) -> TypeGuard[NetDrafter]:
-    """Return True if a draft is one request, whose trees are proposed unchanged."""
-    return isinstance(drafter, NetDrafter) and drafter.is_one_request
+    """Return True if a draft is one request, whose trees are proposed unchanged: ``propose`` is not overridden."""
+    return isinstance(drafter, NetDrafter) and type(drafter).propose is NetDrafter.propose
 
 
 class PendingFeatures:
@@ -207,7 +202,6 @@ class EagleDrafter(NetDrafter):
         self._fed.pop()
         self._read = None
 
-    @inference
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
         active = self._active(ctx)
         if budget.depth == 0 or not any(active):
@@ -225,7 +219,7 @@ class EagleDrafter(NetDrafter):
 
     def observe(self, ctx: Context, tree: DraftTree, accepted: Accepted, output: TargetOutput) -> None:
         """Keep the true features of the accepted path until the next draft."""
-        fresh = output.features_on(tree, accepted.path)
+        fresh = output.features if output.accepted is not None else output.features_on(tree, accepted.path)
         if fresh is None:
             raise ConfigError(
                 f"{self.name} reads hidden states, and the target's forward returned none: it must return the features "

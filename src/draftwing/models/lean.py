@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -386,8 +386,10 @@ class LeanTarget(Target):
         request = drafter.request(ctx, sampling, budget)
         if request is None:
             return Drafted(ctx.roots())
-        ctx = own_context(ctx, LeanContext)
-        drafted = drafter.draft(request, None if accept is None else VerifyRequest(ctx.runner, ctx.lengths, accept))
+        verify = None
+        if accept is not None:
+            verify = VerifyRequest(cast(LeanContext, ctx).runner, [row.length for row in ctx.rows], accept)
+        drafted = drafter.draft(request, verify)
         tree = drafter.receive(ctx, drafted)
         return drafted if tree is drafted.tree else drafted._replace(tree=tree)
 

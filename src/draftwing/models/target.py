@@ -21,7 +21,7 @@ from draftwing.models.linear import Embedding, Linear
 from draftwing.noise import AcceptArgs
 from draftwing.runtime.tree_builder import Drafted, DraftRequest
 from draftwing.sampling import SamplingBatch
-from draftwing.torch_utils import inference, record_event
+from draftwing.torch_utils import record_event
 from draftwing.tree import Accepted, DraftTree
 
 
@@ -147,7 +147,6 @@ class Target(ABC):
             f"kv_memory out, or load it with engine='lean' if the lean decoder supports its family"
         )
 
-    @inference
     def step(
         self,
         drafter: Drafter,
@@ -158,7 +157,7 @@ class Target(ABC):
         revise: Callable[[DraftTree], DraftTree] | None = None,
     ) -> StepResult:
         """Draft trees and score them: ``drafter.propose``, then ``forward``. A target may do
-        both in one call (``propose``).
+        both in one call (``propose``). Call it in inference mode.
 
         Args:
             accept: how tokens are drawn, if ``applies_match``.
