@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from draftwing.methods.eagle_init import initialise
 
 from conftest import TEXTS, add_tokenizer, build
+from draftwing.methods.eagle import initialise
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
 from draftwing.train.options import TrainOptions
 from draftwing.train.session import RunFiles, Session, prepare

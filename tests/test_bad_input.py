@@ -96,7 +96,7 @@ def fill_row(value):
 # --- folders and weights ---------------------------------------------------------------------------------------------
 
 NOT_FINITE = ("layers.2.self_attn.k_proj.weight", "32 of 512", "NaN or infinite", "Download")
-NO_TOKENIZER = ("no tokenizer can be read", "put the model's tokenizer.json beside")
+NO_TOKENIZER = ("no tokenizer can be read", "put the model's tokenizer.json next to")
 NO_GENERATION_CONFIG = ("generation_config.json: not readable as a JSON object", "download it again")
 NO_EOS = ("`eos_token_id` must be a token id", "found", "correct it, or download")
 SPIRAL = {"rope_type": "spiral", "rope_theta": 1e4}

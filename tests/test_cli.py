@@ -228,7 +228,7 @@ ERRORS = {
     "no grammar": (["x", "--grammar", "start: ("], "cannot be followed"),
     "empty grammar": (["x", "--grammar", ""], "cannot be read"),
     "two grammars": (["x", "--grammar", 'start: "x"', "--json-schema", "{}"], "give one of them"),
-    "a grammar without an end": (["x", "--grammar", 'start: "x"', "--ignore-eos"], "leave one of them out"),
+    "a grammar without an end": (["x", "--grammar", 'start: "x"', "--ignore-eos"], "leave one out"),
 }
 
 

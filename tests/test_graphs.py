@@ -400,7 +400,7 @@ def test_a_pool_lends_to_one_at_a_time():
 @pytest.mark.parametrize("kind", ["greedy", "t1"])
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_step_reads_only_its_tokens_from_the_device(drafter, kind, is_recorded, lab, monkeypatch):
-    for module in ("accept", "decode", "sampling"):  # as on a GPU: reading from the host's memory never waits
+    for module in ("accept", "masks", "readout", "sampling"):  # as on a GPU: reading from the host's memory never waits
         monkeypatch.setattr(f"draftwing.{module}.on_host", lambda _: False)
     here = lab("llama")
     with recorded(here, Recorder() if is_recorded else None):

@@ -196,7 +196,7 @@ def test_documents_go_on_from_their_beginning(lm, documents, tmp_path):
 def test_no_more_than_max_batch_at_once_and_no_fewer(lm, documents, tmp_path, monkeypatch):
     decoder, running = lm.decoder(), []
     step = decoder.step
-    monkeypatch.setattr(lm, "decoder", lambda: decoder)
+    monkeypatch.setattr(lm, "decoder", lambda **options: decoder)
     monkeypatch.setattr(decoder, "step", lambda: [running.append(decoder.num_running), step()][1])
     tasks = read_tasks([documents], tokenizer=lm.tokenizer)
     regenerate(tasks, LMAnswerer(lm, SAMPLED, max_batch=2), tmp_path / "out.jsonl")

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from draftwing.methods.feature import EagleDrafter
 from safetensors.torch import load_file, save_file
 
 from draftwing.cpu.library import get_kernel
@@ -15,6 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.formats.write import write_head
 from draftwing.loading import load_drafter
 from draftwing.methods.eagle_net import EagleConfig, EagleNet
+from draftwing.methods.net_drafter import EagleDrafter
 from draftwing.models.config import ModelConfig, read_config
 from draftwing.models.context import FeatureSpec
 from draftwing.models.layers import RMSNorm

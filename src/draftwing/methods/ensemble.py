@@ -618,7 +618,8 @@ class CombinedDrafter(Drafter):
             return features
         if not taps:
             return None
-        by_tap = features.reshape(*features.shape[:2], len(self.features.taps), -1)
+        num_taps = len(self.features.taps)
+        by_tap = features.unflatten(2, (num_taps, features.shape[2] // num_taps))
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:

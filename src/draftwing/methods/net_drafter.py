@@ -56,10 +56,15 @@ class NetDrafter(Drafter):
         request = self.request(ctx, sampling, budget)
         return ctx.roots() if request is None else self.receive(ctx, self.draft(request))
 
+    @property
+    def is_one_request(self) -> bool:
+        """False if a subclass overrides ``propose``."""
+        return type(self).propose is NetDrafter.propose
+
 
 def drafts_at_once(drafter: object) -> TypeGuard[NetDrafter]:
-    """Return True if a draft is one request, whose trees are proposed unchanged: ``propose`` is not overridden."""
-    return isinstance(drafter, NetDrafter) and type(drafter).propose is NetDrafter.propose
+    """Return True if a draft is one request, whose trees are proposed unchanged."""
+    return isinstance(drafter, NetDrafter) and drafter.is_one_request
 
 
 class PendingFeatures:

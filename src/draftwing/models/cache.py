@@ -19,24 +19,24 @@ from torch import Tensor
 from draftwing.torch_utils import clear, put
 from draftwing.tree import PAD
 
-KEY_BLOCK = 64  # slots are made so many at a time
-SPARE = 256  # and so many more than are asked for: a text goes on, and to move slots takes as long as some steps
+KEY_BLOCK = 64  # slots are allocated in multiples of this
+SPARE = 256  # slots beyond those requested: a sequence grows, and moving its slots takes as long as some steps
 _ALIGNMENT = 64  # bytes, as PyTorch aligns its own memory
 
 
 def round_up(number: int, block: int) -> int:
-    """To whole blocks."""
+    """Round up to a multiple of ``block``."""
     return -(-number // block) * block
 
 
 @dataclass(frozen=True)
 class View:
-    """The committed slots that a forward looks at, of those that its rows have: an index, and no copy of anything.
+    """The committed slots that a forward reads, as indices; nothing is copied.
 
     Attributes:
-        slots: (B, L, K, M) int32, rising along M; L or K is 1 where all layers or all KV heads look at the same. M is
+        slots: (B, L, K, M) int32, ascending along M; L or K is 1 if all layers or KV heads read the same slots. M is
             at least 1.
-        counts: how many of the M are each row's; what stands behind them means nothing.
+        counts: (B,) valid slots of each row; those after them are undefined.
     """
 
     slots: Tensor
@@ -53,13 +53,13 @@ class KVCache:
         self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
-        self.table: Any = None  # a ``paged.PageTable``, where slots lie in pages
+        self.table: Any = None  # a ``paged.PageTable`` if slots lie in pages
         self.data = torch.zeros(num_layers, 2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._written: set[int] = set()  # rows that have been somebody's
+        self._written: set[int] = set()  # rows that have been used
 
     @property
     def num_rows(self) -> int:
-        """Rows that there is room for."""
+        """Allocated rows."""
         return self.data.shape[2]
 
     @property
@@ -68,7 +68,7 @@ class KVCache:
         return self.data.shape[4]
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make room for at least so many; what is stored stays. Unused slots are zero, never NaN."""
+        """Make room for rows and slots; the content stays. Unused slots are zero, never NaN."""
         if num_rows <= self.num_rows and num_slots <= self.num_slots:
             return
         rows, slots = self.num_rows, self.num_slots
@@ -82,26 +82,26 @@ class KVCache:
         self.data = grown
 
     def hold(self, first_row: int, lengths: Sequence[int], extra: int) -> None:
-        """Make room for the rows from ``first_row`` on: for so many slots of each, and ``extra`` more."""
+        """Make room for ``lengths`` slots of the rows from ``first_row`` on, and ``extra`` more slots of each."""
         self.reserve(first_row + len(lengths), max(lengths) + extra)
 
     def place(self, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Where slots of rows lie, as an index of the third and the fifth dimension of ``data``."""
+        """The positions of slots as indices of the third and the fifth dimension of ``data``."""
         return rows, slots
 
     def clear(self, row: int) -> None:
-        """Zero a row's slots: a former request may have left NaN there, which no mask keeps out (0 * NaN is NaN)."""
+        """Zero a row's slots: an earlier request may have left NaN, which no mask removes (0 * NaN is NaN)."""
         if row in self._written or self.data.device.type != "cpu":
             clear(self.data[:, :, row])
         self._written.add(row)
 
     def move_row(self, source: int, target: int) -> None:
-        """Copy one row over another: how a batch stays dense when a row leaves."""
+        """Copy one row over another, which keeps the batch dense when a row leaves."""
         if source != target:
             put(self.data[:, :, target], self.data[:, :, source])
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:
-        """Gather the kept nodes of every row, (B, D) with PAD behind, down to the slots after ``lengths`` (B,)."""
+        """Move the kept nodes of every row, (B, D) padded with PAD, to the slots after ``lengths`` (B,)."""
         width = path.shape[1]
         if width <= 1:
             return
@@ -115,10 +115,10 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Of the dtype and on the device of ``like``.
+    """Zeros of the dtype and on the device of ``like``.
 
-    What a system hands out is zero, and takes no time and no memory before it is touched. PyTorch would write it all,
-    by threads that a forked process does not have.
+    Fresh memory of the operating system is zero, and takes no time or space before it is written. PyTorch would write
+    all of it, with threads that a forked process does not have.
     """
     if like.device.type != "cpu":
         return like.new_zeros(shape)
