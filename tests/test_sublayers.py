@@ -158,11 +158,12 @@ def test_the_targets_forward_goes_on_where_an_early_exit_ended(count, engine, fo
     wanted = target.forward(ctx, tree).logits
     assert torch.equal(found, wanted) if engine == "kernel" else torch.allclose(found, wanted, atol=1e-5)
     torch.testing.assert_close(kept, ctx.cache.data[:, :, :, :, : max(ctx.lengths) + 5], atol=1e-5, rtol=1e-5)
-    result = target.step(drafter, ctx, sampling, Budget(4))
+    step = torch.inference_mode()(target.step)
+    result = step(drafter, ctx, sampling, Budget(4))
     assert torch.equal(result.tree.tokens, tree.tokens)
     assert torch.equal(result.output.logits, found)
     other = replace(tree, tokens=tree.tokens.flip(0))  # not the tree that was drafted: all layers run
-    result = target.step(drafter, ctx, sampling, Budget(4), revise=lambda tree: other)
+    result = step(drafter, ctx, sampling, Budget(4), revise=lambda tree: other)
     assert result.tree is other
     assert torch.equal(result.output.logits, target.forward(ctx, other).logits)
     assert drafter.draft(drafter.request(ctx, sampling, Budget(3, 2))).resume is None

@@ -618,8 +618,9 @@ class CombinedDrafter(Drafter):
             return features
         if not taps:
             return None
+        rows, count, width = features.shape
         num_taps = len(self.features.taps)
-        by_tap = features.unflatten(2, (num_taps, features.shape[2] // num_taps))
+        by_tap = features.reshape(rows, count, num_taps, width // num_taps)  # count may be 0
         return by_tap[..., [self.features.taps.index(tap) for tap in taps], :].flatten(-2)
 
     def propose(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftTree:
