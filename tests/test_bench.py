@@ -15,7 +15,16 @@ from draftwing.errors import CheckpointError, ConfigError, PromptError, Unsuppor
 from draftwing.lab import bench, bench_results
 from draftwing.lab.bench import FILE, Journal, open_journal, read_journal
 from draftwing.lab.bench_page import render
-from draftwing.lab.bench_results import Estimate, Sample, alpha_of, estimate, gather, mean_estimate, resamples, to_dict
+from draftwing.lab.bench_results import (
+    Estimate,
+    ResultSample,
+    alpha_of,
+    estimate,
+    gather,
+    mean_estimate,
+    resamples,
+    to_dict,
+)
 from draftwing.lab.bench_sets import QuestionSet, find_files, read_set
 from draftwing.lm import LM
 from draftwing.loading import load_drafter
@@ -181,7 +190,7 @@ ANSWERS = [  # question, with drafts, baseline; the first question has two turns
 
 
 def test_figures_by_hand():
-    found = estimate(Sample.of(ANSWERS), "seed")
+    found = estimate(ResultSample.of(ANSWERS), "seed")
     assert found["tau"].value == pytest.approx(42 / 16)
     # Question a: 30 tokens in 4 s against 6 s, question b: 12 in 1 s against 1 s.
     assert found["speedup"].value == pytest.approx((6 / 4 + 1) / 2)
@@ -200,14 +209,14 @@ def test_intervals_equal_brute_force():
         (n, counts(int(tokens[n]), int(forwards[n]), seconds[n], 1), counts(int(tokens[n]), int(tokens[n]), base[n], 1))
         for n in range(9)
     ]
-    found = estimate(Sample.of(answers), "seed")
+    found = estimate(ResultSample.of(answers), "seed")
     indices = resamples(9, "seed")
     assert indices.shape == (2000, 9)
     taus = [tokens[drawn].sum() / forwards[drawn].sum() for drawn in indices]
     speedups = [(base / seconds)[drawn].mean() for drawn in indices]
     for name, values in (("tau", taus), ("speedup", speedups)):
         assert (found[name].low, found[name].high) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
-    again, other = estimate(Sample.of(answers), "seed"), estimate(Sample.of(answers), "another")
+    again, other = estimate(ResultSample.of(answers), "seed"), estimate(ResultSample.of(answers), "another")
     assert again["tau"].to_dict() == found["tau"].to_dict() != other["tau"].to_dict()
 
 
@@ -217,14 +226,14 @@ def test_intervals_cover_the_true_value(monkeypatch):
     for trial in range(300):
         seconds = np.exp(generator.normal(0, 0.3, 60))  # with drafts; the baseline takes 2 s
         ones = np.ones(60)
-        sample = Sample(ones, ones, 1 / seconds, ones, ones, ones * 2, ones)
+        sample = ResultSample(ones, ones, 1 / seconds, ones, ones, ones * 2, ones)
         found = estimate(sample, str(trial))["speedup"]
         covered += found.low <= 2 * np.exp(0.3**2 / 2) <= found.high
     assert 0.90 <= covered / 300 <= 0.98
 
 
 def test_one_question_has_no_interval():
-    found = estimate(Sample.of(ANSWERS[:2]), "seed")
+    found = estimate(ResultSample.of(ANSWERS[:2]), "seed")
     assert found["tau"].to_dict() == {"value": 3.0, "low": None, "high": None}
     mean = mean_estimate([found["tau"], Estimate.of(2.0, np.array([1.0, 3.0]))])
     assert mean.to_dict() == {"value": 2.5, "low": None, "high": None}

@@ -16,7 +16,7 @@ from draftwing.errors import ConfigError, PromptError
 from draftwing.formats.card import line_of
 from draftwing.formats.read import load_head
 from draftwing.formats.write import save_head
-from draftwing.lab.fit import MISFIT, Trial, by_chance, judge, measure_fit, trial_of, wilson
+from draftwing.lab.fit import MISFIT, FitTrial, by_chance, judge, measure_fit, trial_of, wilson
 from draftwing.loading import load_drafter
 from draftwing.shipped import TOY
 from draftwing.text.prompts import as_put, read_prompts, shipped_prompts, shipped_questions
@@ -193,7 +193,7 @@ def test_what_a_head_is_tried_on(run, target, tmp_path):
     assert "general questions through the chat template" in asked.source
     assert asked.prompts == [[{"role": "user", "content": each}] for each in shipped_questions(3)]
     own = read_prompts(data, 2)
-    assert trial_of(place / "head", tokenizer, 4, own, where="mine.jsonl") == Trial(
+    assert trial_of(place / "head", tokenizer, 4, own, where="mine.jsonl") == FitTrial(
         own, "prompts of mine.jsonl through the chat template"
     )
     plain = add_tokenizer(tmp_path)  # the same tokens, no chat template
@@ -233,7 +233,7 @@ def damaged(head, how):
 
 
 def test_a_head_is_told_from_one_that_does_not_fit(tmp_path):
-    head, trial = TOY / "eagle3", Trial(shipped_prompts(2), "")
+    head, trial = TOY / "eagle3", FitTrial(shipped_prompts(2), "")
     plain = dw.load(draft="none", device="cpu")
 
     def fit_of(folder):

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import refused
 from draftwing.errors import CheckpointError, DataError
-from draftwing.train.answers import Answer, Task, regenerate
+from draftwing.train.answers import AnsweredTask, Task, regenerate
 from draftwing.train.checkpoint import locked
 
 HOLD = """
@@ -91,7 +91,7 @@ def test_answers_go_to_one_file_once(tmp_path):
             with refused(DataError, f"out.jsonl: another run (process {os.getpid()}) is writing here"):
                 regenerate([task], Nested(), out)
             for each in tasks:
-                answer = Answer(each)
+                answer = AnsweredTask(each)
                 answer.take(" and more", "stop", 2)
                 yield answer.finish()
 

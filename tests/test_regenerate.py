@@ -13,7 +13,7 @@ from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
 from draftwing.train.answer_local import LMAnswerer
 from draftwing.train.answer_server import ServerAnswerer
-from draftwing.train.answers import Answer, read_tasks, regenerate, sampling_of, seed_of
+from draftwing.train.answers import AnsweredTask, read_tasks, regenerate, sampling_of, seed_of
 from draftwing.train.data import read_examples
 
 TEMPLATE = (
@@ -79,7 +79,7 @@ class Echo:
     def answer(self, tasks):
         for task in tasks:
             self.asked.append(task.id)
-            answer = Answer(task)
+            answer = AnsweredTask(task)
             while answer.next_prompt() is not None:
                 answer.take(self.words, "stop", 3)
             yield answer.finish()

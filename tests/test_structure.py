@@ -1,6 +1,7 @@
 """The floors, the public names, and that the project speaks of itself alone."""
 
 import ast
+import collections
 import importlib
 import re
 import tomllib
@@ -116,3 +117,12 @@ def test_known_mistakes_can_still_be_made():
             gone += [f"{table.name}: {file}: {each['old']}" for each in mutants if text.count(each["old"]) != 1]
             gone += [each["test"] for each in mutants if not (ROOT / each["test"].split("::")[0]).exists()]
     assert not gone
+
+
+def test_every_class_name_is_used_once():
+    files = collections.defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(path.name)
+    assert not {name: paths for name, paths in files.items() if len(paths) > 1}

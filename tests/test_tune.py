@@ -19,7 +19,20 @@ from draftwing.cpu.noise import noise_of
 from draftwing.decode import Decoder
 from draftwing.errors import CheckpointError, ConfigError, UnsupportedError
 from draftwing.formats.identity import target_id
-from draftwing.lab.tune import DEPTH, FILE, Basis, Pace, Plan, Recorded, Text, exits, measure_pace, search, starts, tune
+from draftwing.lab.tune import (
+    DEPTH,
+    FILE,
+    Basis,
+    Pace,
+    Recorded,
+    TextIds,
+    TunePlan,
+    exits,
+    measure_pace,
+    search,
+    starts,
+    tune,
+)
 from draftwing.loading import load, load_target
 from draftwing.methods.base import Budget
 from draftwing.methods.layer_skip import LayerSet, LayerSkipDrafter
@@ -50,7 +63,7 @@ def texts(plain):
         decoder.admit(prompt, Sampling(max_tokens=length, ignore_eos=True))
         while decoder.num_running:
             ids += decoder.step().rows[0].token_ids
-        found.append(Text(tuple(ids), len(prompt)))
+        found.append(TextIds(tuple(ids), len(prompt)))
     return found
 
 
@@ -88,7 +101,7 @@ def test_the_whole_target_is_always_right(plain, texts):
 def test_a_window_ends_what_is_recorded(folder_of):
     windowed = LeanTarget.from_folder(folder_of("mistral-window"), torch.float64, prepack=False)
     with refused(ConfigError, "too short", "within 7 tokens"):
-        Recorded(windowed, [Text(tuple(range(3, 20)), 4)], 4)
+        Recorded(windowed, [TextIds(tuple(range(3, 20)), 4)], 4)
     with refused(ConfigError, "too short", "write more"):
         Recorded(windowed, [], 1)
 
@@ -171,7 +184,7 @@ class Run:
     """A run in a folder with a given pace."""
 
     def __init__(self, out, plain, texts, **changes):
-        self.plan = Plan(out, target_id(plain), 24, **changes)
+        self.plan = TunePlan(out, target_id(plain), 24, **changes)
         self.plain, self.texts, self.seen, self.bases = plain, texts, [], 0
         self.stop_after = 10**9
 

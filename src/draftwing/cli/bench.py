@@ -19,7 +19,7 @@ from draftwing.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftwing.lab.bench import Journal, Method
-    from draftwing.lab.bench_results import Estimate, Group, Row
+    from draftwing.lab.bench_results import Estimate, Group, ResultRow
     from draftwing.lm import LM
     from draftwing.sampling import Sampling
 
@@ -216,7 +216,7 @@ def _place(answer: Mapping[str, Any]) -> str:
     return f"{answer['set']}, question {answer['id']}, turn {answer['turn']}, {answer['sampling']}"
 
 
-def _table(rows: Sequence[Row], width: int, *, parts: bool = False) -> Table:
+def _table(rows: Sequence[ResultRow], width: int, *, parts: bool = False) -> Table:
     figures: tuple[str, ...] = ("n", "tau", "speedup", "identical")
     if width >= _WIDE:
         figures = ("n", "tau", "speedup", "of means", "prompt", "tokens/s", "plain", "alpha by depth", "identical")
@@ -236,7 +236,7 @@ def _table(rows: Sequence[Row], width: int, *, parts: bool = False) -> Table:
     return table
 
 
-def _cells(row: Row) -> dict[str, str | Text]:
+def _cells(row: ResultRow) -> dict[str, str | Text]:
     more = " ..." if len(row.alpha) > _NUM_DEPTHS else ""
     identical = f"{row.num_identical} of {row.num_answers}"
     style = "green" if row.promise == "law" or row.keeps_promise else "red"

@@ -27,7 +27,7 @@ datastore_app = typer.Typer(
 
 
 @dataclass(frozen=True)
-class Taps:
+class TapOptions:
     method: str = option(
         "eagle3",
         f"Keep what this method reads: {', '.join(training_methods())}. Those of eagle3 serve eagle1 and hass too.",
@@ -79,7 +79,7 @@ def regenerate(
     model: Model,
     data: Data,
     answers: Answers,
-    taps: Taps,
+    taps: TapOptions,
     out: Path = option(..., "JSONL file to append to: run again to continue.", "-o"),
     limit: int | None = option(None, "Use only the first N prompts.", min=1),
     prompt_tokens: int = option(64, "Tokens of a document that are its prompt.", expert=True),
@@ -165,7 +165,7 @@ def regenerate(
 @with_options
 def cache(
     data: Data,
-    taps: Taps,
+    taps: TapOptions,
     out: Path = option(..., "Folder of the cache: run again to continue.", "-o"),
     target: str | None = TARGET,
     max_length: int = option(512, "Tokens of a window or dialogue."),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Constraint:
+class ConstraintOptions:
     PANEL: ClassVar = "Sampling"
 
     json_schema: str | None = option(None, "Output JSON that follows this schema: a file, or the schema itself.")
@@ -58,7 +58,7 @@ def generate(
     model: Model,
     drafting: Drafting,
     sampling: SamplingOptions,
-    constraint: Constraint,
+    constraint: ConstraintOptions,
     prompt: str | None = argument(None, "The prompt; or use --prompts or stdin."),
     prompts: Path | None = PROMPTS,
     draft: str | None = DRAFT,

@@ -38,7 +38,7 @@ from draftwing.models.catalogue import entry_of
 if TYPE_CHECKING:
     from draftwing.lab.compare import Comparison, MethodResult, Verification
     from draftwing.lab.forecast import Forecast, HeldOut, Predictions
-    from draftwing.lab.tune import Basis, Plan, Trial, Tuned
+    from draftwing.lab.tune import Basis, Trial, Tuned, TunePlan
     from draftwing.lm import LM
     from draftwing.methods.base import Budget
     from draftwing.models.lean import LeanTarget
@@ -189,7 +189,7 @@ NUM_COLLECTED, NUM_MEASURED, NUM_FORMULAS = 40, 20, 4  # default numbers of prom
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictionOptions:
     prompts: Path | None = option(None, PROMPTS.metadata["help"])
     num_prompts: int | None = option(
         None,
@@ -230,7 +230,7 @@ class Prediction:
 
 
 @with_options
-def predict(model: Model, prediction: Prediction, draft: str | None = DRAFT, as_json: bool = JSON) -> None:
+def predict(model: Model, prediction: PredictionOptions, draft: str | None = DRAFT, as_json: bool = JSON) -> None:
     """Predict tau and speedup of a head for any tree, from its held-out statistics and this machine's costs.
 
     Training stores the statistics in the head's folder; --collect makes them for any other head. Costs that changed are
@@ -296,7 +296,7 @@ def head_folder(target: str | None, draft: str | None) -> Path:
     )
 
 
-def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], prediction: Prediction) -> HeldOut:
+def _collect(lm: LM, folder: Path, prompts: Sequence[Prompt], prediction: PredictionOptions) -> HeldOut:
     """Collect statistics, join them with those that the head has, and write them to its folder."""
     from draftwing.formats.identity import head_id
     from draftwing.lab.forecast import HeldOut, collect
@@ -338,7 +338,7 @@ def _print_forecasts(
         print_line(f"speedup over plain decoding at batch 1; machine: {format_pairs(machine)}")
 
 
-def _predict_by_formulas(model: Model, prediction: Prediction, draft: str | None, *, as_json: bool) -> None:
+def _predict_by_formulas(model: Model, prediction: PredictionOptions, draft: str | None, *, as_json: bool) -> None:
     from draftwing.lab.forecast import predict as run
     from draftwing.sampling import Sampling
 
@@ -411,7 +411,7 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     - `draftwing tune layers --exits --out first-layers`, then `draftwing compare --draft first-layers`
     """
     from draftwing.formats.identity import target_id_of_folder
-    from draftwing.lab.tune import Plan, tune
+    from draftwing.lab.tune import TunePlan, tune
     from draftwing.loading import load_target
     from draftwing.models.resolve import resolve
     from draftwing.models.subnet import lean_target
@@ -420,7 +420,9 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
     digest = hashlib.sha256(json.dumps([search.max_tokens, prompts]).encode())
     about = {"dtype": model.dtype, "quantize": model.quantize, "texts": digest.hexdigest()[:16]}
     folder = resolve(model.target)
-    plan = Plan(search.out, target_id_of_folder(folder, model.name), search.trials, search.seed, search.exits, about)
+    plan = TunePlan(
+        search.out, target_id_of_folder(folder, model.name), search.trials, search.seed, search.exits, about
+    )
 
     def load_plain() -> LeanTarget:
         target = load_target(folder, dtype=model.dtype, device=model.device, engine=model.engine, prepack=False)
@@ -444,7 +446,7 @@ def layers(model: Model, search: Search, as_json: bool = JSON) -> None:
 
 def _basis(model: Model, search: Search, prompts: Sequence[Prompt]) -> Basis:
     """Let the target write texts, and measure the times of its parts."""
-    from draftwing.lab.tune import Basis, Text, measure_pace
+    from draftwing.lab.tune import Basis, TextIds, measure_pace
     from draftwing.models.subnet import lean_target
 
     lm = model.load("none")
@@ -452,7 +454,7 @@ def _basis(model: Model, search: Search, prompts: Sequence[Prompt]) -> Basis:
     for prompt in _put(lm, prompts):
         ids = lm.encode(prompt)
         written = lm.generate([ids], temperature=0.0, max_tokens=search.max_tokens)[0].token_ids
-        texts.append(Text((*ids, *written), len(ids)))
+        texts.append(TextIds((*ids, *written), len(ids)))
     return Basis(tuple(texts), measure_pace(lean_target(lm.target, "draft 'layers'")))
 
 
@@ -468,7 +470,7 @@ def _measure_layers(model: Model, search: Search, prompts: Sequence[Prompt]) -> 
     return {"plain_tokens_per_s": plain.tokens_per_s, **figures}
 
 
-def _print_layers(plan: Plan, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:
+def _print_layers(plan: TunePlan, tuned: Tuned, measured: dict[str, float] | None, *, as_json: bool) -> None:
     best = tuned.best
     if as_json:
         result = {"out": str(plan.out), "trials": tuned.num_trials, "finished": tuned.finished, **best.to_dict()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwing.cpu import layout
-from draftwing.cpu.layout import Batch, Filter
+from draftwing.cpu.layout import BatchStruct, Filter
 from draftwing.models.cache import View
 from draftwing.noise import AcceptArgs
 from draftwing.tree import Accepted, Emitted
@@ -53,7 +53,7 @@ class KernelArgs:
         self._arrays.append(values)
         return values.data_ptr()
 
-    def set_view(self, batch: Batch, view: View | None, watched: Tensor | None = None) -> None:
+    def set_view(self, batch: BatchStruct, view: View | None, watched: Tensor | None = None) -> None:
         """Set the KV slots that attention reads, and where their attention weights are summed (``Entries``)."""
         batch.view = batch.watch = None
         if watched is not None:
@@ -131,7 +131,7 @@ class AcceptResult:
         seeds, filters = self._arrays.numbers("q", [*accept.seeds, *accept.starts]), None
         if accept.filters is not None:
             filters = self._arrays.structures([Filter(*row) for row in zip(*accept.filters, strict=True)])
-        self.args = layout.AcceptArgs(accept.noise, seeds, seeds + 8 * rows, filters, address)
+        self.args = layout.AcceptStruct(accept.noise, seeds, seeds + 8 * rows, filters, address)
 
     def read(self, nodes: int | None = None) -> Accepted:
         """The kept nodes, after the kernel has run; ``nodes`` of the trees, if there were fewer."""

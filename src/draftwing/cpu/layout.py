@@ -31,7 +31,7 @@ class Op(ctypes.Structure):
     ]
 
 
-class Batch(ctypes.Structure):
+class BatchStruct(ctypes.Structure):
     """The input of a program: rows, KV slots and buffers."""
 
     _fields_ = [
@@ -98,7 +98,7 @@ class Filter(ctypes.Structure):
     ]
 
 
-class AcceptArgs(ctypes.Structure):
+class AcceptStruct(ctypes.Structure):
     """How the tokens after trees are drawn, and where the kept nodes are written."""
 
     _fields_ = [

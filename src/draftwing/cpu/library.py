@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from draftwing.cpu.build import KernelProblem, with_library
-from draftwing.cpu.layout import AcceptArgs, Batch, Draft, Op, VerifyArgs
+from draftwing.cpu.layout import AcceptStruct, BatchStruct, Draft, Op, VerifyArgs
 from draftwing.cpu.selftest import fault_of
 from draftwing.errors import ConfigError
 from draftwing.models.paged import PageTable
@@ -88,7 +88,7 @@ class Kernel:
         has_tiles: whether products of 8 and 16 bits run on the processor's tiles (AMX); never with
             ``DRAFTWING_KERNEL_AMX=off``.
         has_int8: whether 8-bit products are faster than 32-bit ones.
-        run: runs operations: ops, their number, a ``Batch``, threads (``draftwing_run``).
+        run: runs operations: ops, their number, a ``BatchStruct``, threads (``draftwing_run``).
         accept: applies ``accept.match`` to trees (``draftwing_accept``).
         verify: both, and moves the kept nodes to their KV slots (``draftwing_verify``).
         draft: grows trees with a program, verifies them if given ``VerifyArgs``, and returns the number of nodes
@@ -179,7 +179,7 @@ class Kernel:
             data: (L, 2, B, K, S, D) keys, transposed by 16 slots, and values.
             table: lists the pages of the slots, if there are any.
         """
-        batch = Batch(rows=path.shape[0])
+        batch = BatchStruct(rows=path.shape[0])
         layers, _, _, heads, _, dim = data.shape
         batch.set_cache(data, table)
         lengths, path = lengths.contiguous(), path.contiguous()
@@ -246,7 +246,7 @@ def open_library(path: str, name: str) -> Kernel:
         if not library.draftwing_runs_here():
             raise KernelProblem("DRAFTWING_KERNEL_ARCH names instructions that this processor lacks: unset it")
         sizes = tuple(library.draftwing_sizes(which) for which in (0, 1, 3, 4, 5))
-        if sizes != tuple(map(ctypes.sizeof, (Op, Batch, Draft, AcceptArgs, VerifyArgs))):
+        if sizes != tuple(map(ctypes.sizeof, (Op, BatchStruct, Draft, AcceptStruct, VerifyArgs))):
             raise KernelProblem(f"the compiled CPU kernel lays its structures out otherwise: {sizes}")
         kernel = Kernel(library, name)
     except (OSError, AttributeError) as error:

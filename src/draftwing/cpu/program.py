@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, get_num_threads
 
-from draftwing.cpu.layout import NUM_BUFFERS, AcceptArgs, Batch, Op
+from draftwing.cpu.layout import NUM_BUFFERS, AcceptStruct, BatchStruct, Op
 from draftwing.cpu.library import Kernel
 from draftwing.cpu.packed import Packed
 from draftwing.errors import ConfigError, UnsupportedError
@@ -310,7 +310,7 @@ class Workspace:
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.batch = program, Batch()
+        self.program, self.batch = program, BatchStruct()
         self._memory, self.capacity = torch.empty(0), 0
         for place, width in enumerate(program.widths):
             self.batch.widths[place] = width
@@ -335,7 +335,7 @@ class Workspace:
         *,
         first_op: int = 0,
         num_ops: int | None = None,
-        accept: AcceptArgs | None = None,
+        accept: AcceptStruct | None = None,
     ) -> None:
         """Run the operations from ``first_op`` to before ``num_ops``.
 

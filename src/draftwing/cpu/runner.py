@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftwing.cpu.args import AcceptResult, BufferPool, BumpAllocator, KernelArgs
-from draftwing.cpu.layout import Adjust, Batch, Draft, Op, VerifyArgs
+from draftwing.cpu.layout import Adjust, BatchStruct, Draft, Op, VerifyArgs
 from draftwing.cpu.library import Kernel
 from draftwing.cpu.program import Program, TracedAttention, TracedIds, Workspace
 from draftwing.errors import ConfigError
@@ -275,7 +275,7 @@ class KernelRunner(Runner):
         states = None if outs is None or entries > 1 else outs[: draft.num_levels].transpose(0, 1)
         return Drafted(tree, None, draft.num_levels - 1, states, verified)
 
-    def _draft_batches(self, request: DraftRequest, depth: int, arrays: KernelArgs) -> tuple[Batch, Batch]:
+    def _draft_batches(self, request: DraftRequest, depth: int, arrays: KernelArgs) -> tuple[BatchStruct, BatchStruct]:
         """The batch of a level, and that of the unread entries."""
         built, rows, batch, width = self._built, len(request.tokens), self._space.batch, request.budget.width
         entries, tree_slots, table = max(map(len, request.tokens)), 1 + depth * width, self.cache.table
@@ -305,7 +305,7 @@ class KernelRunner(Runner):
             batch.buffers[built.states], batch.buffers[built.out] = start, start + half
         elif built.out >= 0:  # taps of a target that drafts for itself: not read
             batch.buffers[built.out] = self._taps.data_ptr()
-        unread = Batch.from_buffer_copy(batch)
+        unread = BatchStruct.from_buffer_copy(batch)
         if request.features is not None:  # of one row, the unread entries come first
             features = request.features if rows == 1 else request.features[:, :entries]
             unread.buffers[built.features] = arrays.tensor(features.contiguous())

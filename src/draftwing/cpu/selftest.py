@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from draftwing.cpu.layout import FORMATS, AcceptArgs, Batch, Op, RowForm, WeightFormat
+from draftwing.cpu.layout import FORMATS, AcceptStruct, BatchStruct, Op, RowForm, WeightFormat
 
 _NORM, _LINEAR = 1, 2
 _SILU = 2
@@ -50,7 +50,7 @@ def fault_of(library: ctypes.CDLL) -> str:
 def _run(library: ctypes.CDLL, x: np.ndarray, width: int, op: dict[str, Any]) -> np.ndarray:
     """Run one operation on rows x: (R, width)."""
     out = np.zeros((len(x), width), np.float32)
-    batch = Batch(rows=len(x), nodes=1)
+    batch = BatchStruct(rows=len(x), nodes=1)
     batch.buffers[0], batch.widths[0] = x.ctypes.data, x.shape[1]
     batch.buffers[1], batch.widths[1] = out.ctypes.data, width
     pointers = {name: value.ctypes.data if isinstance(value, np.ndarray) else value for name, value in op.items()}
@@ -211,7 +211,7 @@ def _draws(library: ctypes.CDLL) -> bool:
     greedy = whole - 1
     result = np.zeros((rows, 7), np.int64)
     store = library.draftwing_noise_new(vocab, 2)
-    how = AcceptArgs(store, greedy.ctypes.data, whole.ctypes.data, None, result.ctypes.data)
+    how = AcceptStruct(store, greedy.ctypes.data, whole.ctypes.data, None, result.ctypes.data)
     tokens, parents = whole.ctypes.data, greedy.ctypes.data
     library.draftwing_accept(scores.ctypes.data, rows, 1, tokens, parents, ctypes.byref(how))
     library.draftwing_noise_free(store)

@@ -26,7 +26,7 @@ from draftwing.formats.read import (
     usual_taps,
     weight_files,
 )
-from draftwing.formats.settings import TAP_IDS, Settings, read_settings
+from draftwing.formats.settings import TAP_IDS, HeadSettings, read_settings
 from draftwing.formats.tensors import EMBEDDING, LM_HEAD, MapForm, Names, read_draft_vocab, sort_names
 from draftwing.methods.eagle_net import EagleConfig, tensor_shapes
 from draftwing.methods.net import TargetId
@@ -96,7 +96,7 @@ class _Case:
     folder: Path
     target: _Target | None
     raw: Mapping[str, Any] = field(default_factory=dict)
-    settings: Settings | None = None
+    settings: HeadSettings | None = None
     tensors: Mapping[str, Tensor] | None = None
     version: int | None = None
     names: Names | None = None
@@ -272,7 +272,7 @@ def check_finite(case: _Case, tensors: Mapping[str, Tensor]) -> Result:
 
 
 @_check("settings")
-def check_taps(case: _Case, settings: Settings) -> Result:
+def check_taps(case: _Case, settings: HeadSettings) -> Result:
     """Engines may read other hidden states of the target than the head was trained on."""
     source = settings.block.target if case.target is None else case.target.id
     num_layers = None if source is None else source.num_layers
@@ -380,7 +380,7 @@ def check_draft_coverage(case: _Case, config: EagleConfig) -> Result:
 
 
 @_check("settings", "config")
-def check_rope_theta(case: _Case, settings: Settings, config: EagleConfig) -> Result:
+def check_rope_theta(case: _Case, settings: HeadSettings, config: EagleConfig) -> Result:
     target = case.target
     target_theta = None
     if target is not None and target.model is not None:
@@ -442,7 +442,7 @@ def check_layers(case: _Case, config: EagleConfig) -> Result:
 
 
 @_check("settings", "version")
-def check_fc_bias(case: _Case, settings: Settings, version: int) -> Result:
+def check_fc_bias(case: _Case, settings: HeadSettings, version: int) -> Result:
     """One engine needs EAGLE-1's fc.bias, another drops it."""
     bias, flag = case.tensor("fc.bias"), settings.bias
     if flag:
@@ -471,7 +471,7 @@ def check_fc_bias(case: _Case, settings: Settings, version: int) -> Result:
 
 
 @_check("settings", "config")
-def check_attention_bias(case: _Case, settings: Settings, config: EagleConfig) -> Result:
+def check_attention_bias(case: _Case, settings: HeadSettings, config: EagleConfig) -> Result:
     if not config.qkv_bias:
         if settings.attention_bias:
             return _warn(
@@ -493,7 +493,7 @@ def check_attention_bias(case: _Case, settings: Settings, config: EagleConfig) -
 
 
 @_check("settings")
-def check_norm_before_residual(case: _Case, settings: Settings) -> Result:
+def check_norm_before_residual(case: _Case, settings: HeadSettings) -> Result:
     value = settings.norm_before_residual
     if not case.is_eagle3:
         return _ok("EAGLE-1 has no such norm")
@@ -510,7 +510,7 @@ def check_norm_before_residual(case: _Case, settings: Settings) -> Result:
 
 
 @_check("settings", "version")
-def check_lm_head(case: _Case, settings: Settings, version: int) -> Result:
+def check_lm_head(case: _Case, settings: HeadSettings, version: int) -> Result:
     is_stored = case.tensor(LM_HEAD) is not None
     if version == 1:
         if is_stored:
@@ -548,21 +548,21 @@ def _compare_size(case: _Case, key: str, size: object, name: str) -> Result:
 
 
 @_check("settings")
-def check_hidden_size(case: _Case, settings: Settings) -> Result:
+def check_hidden_size(case: _Case, settings: HeadSettings) -> Result:
     if settings.target_hidden_size is not None:
         return _compare_size(case, "target_hidden_size", settings.target_hidden_size, "hidden_size")
     return _compare_size(case, "hidden_size", settings.shape.get("hidden_size"), "hidden_size")
 
 
 @_check("settings")
-def check_num_layers(case: _Case, settings: Settings) -> Result:
+def check_num_layers(case: _Case, settings: HeadSettings) -> Result:
     """Taps are counted in the target's layers, whose number only heads written by Draftwing have."""
     target = settings.block.target
     return _compare_size(case, "target.num_layers", 0 if target is None else target.num_layers, "num_layers")
 
 
 @_check("settings")
-def check_vocabulary(case: _Case, settings: Settings) -> Result:
+def check_vocabulary(case: _Case, settings: HeadSettings) -> Result:
     sizes = _compare_size(case, "vocab_size", settings.shape.get("vocab_size"), "vocab_size")
     if sizes.status != "ok" or case.target is None:
         return sizes
@@ -611,7 +611,7 @@ def check_chat_template(case: _Case, target: _Target) -> Result:
 
 
 @_check("names", "settings")
-def check_embedding(case: _Case, names: Names, settings: Settings) -> Result:
+def check_embedding(case: _Case, names: Names, settings: HeadSettings) -> Result:
     copy = case.tensor(EMBEDDING)
     if copy is None:
         return _ok("none in the file: the target's is used")

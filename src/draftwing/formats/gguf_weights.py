@@ -72,7 +72,7 @@ _EXPERT_PART = re.compile(r"ffn_(gate|up|down)(_exps)?")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """The source of a checkpoint's tensor: ``tensor`` of the file, or one ``expert`` of it.
 
     ``heads``: the number of heads if the rows are queries or keys with adjacent RoPE pairs; 0 if they are in order.
@@ -83,14 +83,14 @@ class _Place:
     heads: int
 
 
-def _find_places(file: GgufFile) -> dict[str, _Place]:
+def _find_places(file: GgufFile) -> dict[str, _TensorPlace]:
     """Return the source of every tensor by its name in a checkpoint; tensors without such a name keep their own."""
     architecture = get_architecture(file)
     heads: dict[str, int] = {}
     if architecture == "llama":
         heads["attn_q"] = file.metadata.integer("llama.attention.head_count", minimum=1)
         heads["attn_k"] = file.metadata.integer("llama.attention.head_count_kv", heads["attn_q"], minimum=1)
-    places: dict[str, _Place] = {}
+    places: dict[str, _TensorPlace] = {}
     for tensor, info in file.tensors.items():
         if tensor in _NOT_WEIGHTS:
             continue
@@ -107,7 +107,7 @@ def _find_places(file: GgufFile) -> dict[str, _Place]:
                 raise CheckpointError(
                     f"{file.path}: {places[full_name].tensor} and {tensor} are both {full_name}. Convert it again."
                 )
-            places[full_name] = _Place(tensor, expert, num_heads)
+            places[full_name] = _TensorPlace(tensor, expert, num_heads)
     return places
 
 
@@ -236,7 +236,7 @@ class GgufWeights(Weights):
         for mapped in self._mapped:
             mapped.drop(stored.data)
 
-    def _find(self, name: str) -> tuple[_Place, TensorInfo]:
+    def _find(self, name: str) -> tuple[_TensorPlace, TensorInfo]:
         if name not in self._places:
             raise self.missing(name, "Download the file again, or convert it again.")
         place = self._places[name]

@@ -19,7 +19,7 @@ from draftwing.formats.identity import check_same_target
 from draftwing.formats.settings import (
     TAP_IDS,
     UNKNOWN_TAP,
-    Settings,
+    HeadSettings,
     claimed_version,
     eagle_config,
     is_head_config,
@@ -315,7 +315,7 @@ def load_head(folder: Path) -> Head:
     )
 
 
-def find_version(settings: Settings, names: Mapping[str, Any], where: str) -> int:
+def find_version(settings: HeadSettings, names: Mapping[str, Any], where: str) -> int:
     """Return 1 or 3, by the config and the tensors' names, which must agree."""
     version = version_of_names(names)
     if version is None:
@@ -331,7 +331,7 @@ def find_version(settings: Settings, names: Mapping[str, Any], where: str) -> in
     return version
 
 
-def find_config(settings: Settings, version: int, names: Names, where: str) -> EagleConfig:
+def find_config(settings: HeadSettings, version: int, names: Names, where: str) -> EagleConfig:
     """Return the net's shape, from the config and from the names of the tensors, which must agree."""
     has_bias = "fc.bias" in names.net
     if settings.bias is not None and settings.bias != has_bias and version == 1:
@@ -363,7 +363,7 @@ def find_config(settings: Settings, version: int, names: Names, where: str) -> E
     return replace(config, taps=taps)
 
 
-def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
+def find_taps(settings: HeadSettings, where: str) -> tuple[int, ...] | None:
     """Return the taps that a config names, counted as inputs of layers; None if it names none."""
     read = settings.tap_ids
     if read is not None and settings.taps_are_outputs:
@@ -380,7 +380,7 @@ def find_taps(settings: Settings, where: str) -> tuple[int, ...] | None:
     return taps
 
 
-def _warnings(settings: Settings, names: Names, form: str) -> list[str]:
+def _warnings(settings: HeadSettings, names: Names, form: str) -> list[str]:
     ids = ", ".join(map(str, settings.tap_ids or ()))
     cases = (
         (

@@ -72,7 +72,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Settings:
+class HeadSettings:
     """A config in one spelling. None stands for a key that is missing.
 
     Attributes:
@@ -129,7 +129,7 @@ def claimed_version(config: Mapping[str, Any]) -> int | None:
     return 3 if config.get("draft_vocab_size") not in (None, config.get("vocab_size")) else None
 
 
-def read_settings(config: Mapping[str, Any], where: str) -> Settings:
+def read_settings(config: Mapping[str, Any], where: str) -> HeadSettings:
     """Flatten a head's config; ``where`` starts every error message.
 
     Raises:
@@ -162,7 +162,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> Settings:
     fc_norm = top.flag("fc_norm")
     ropes = [shape, shape.get("rope_parameters"), shape.get("rope_scaling")]
     block = _read_block(config, where)
-    return Settings(
+    return HeadSettings(
         layout="draftwing" if "draftwing" in config and layout == "eagle" else layout,
         shape=shape,
         version=block.version or (3 if layout == "speculators" else claimed_version(config)),
@@ -187,7 +187,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> Settings:
     )
 
 
-def eagle_config(settings: Settings, version: int, num_taps: int, names: Names, where: str) -> EagleConfig:
+def eagle_config(settings: HeadSettings, version: int, num_taps: int, names: Names, where: str) -> EagleConfig:
     """Return the net's shape, with ``num_taps`` unknown taps.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from draftwing.lab.bench_results import MEAN, Estimate, Group, Row
+from draftwing.lab.bench_results import MEAN, Estimate, Group, ResultRow
 
 MIN_REACHED = 10  # drafts that must reach a depth for it to be plotted
 NUM_COLOURS = 8
@@ -223,10 +223,10 @@ def _plots(group: Group) -> str:
         for shade, sampling in enumerate(_samplings(group))
     }
 
-    def label_and_look(row: Row) -> tuple[str, str]:
+    def label_and_look(row: ResultRow) -> tuple[str, str]:
         return f"{_name(row.method)}, {row.sampling}", looks[row.method["key"], row.sampling]
 
-    def plot(rows: Sequence[Row], figure: str, unit: str) -> str:
+    def plot(rows: Sequence[ResultRow], figure: str, unit: str) -> str:
         drawn: dict[str, list[Bar]] = {}
         for row in rows:
             label, look = label_and_look(row)
@@ -263,7 +263,7 @@ def _plots(group: Group) -> str:
 _LEFT = ("set", "part", "sampling", "draft", "tree", "alpha by depth", "identical")
 
 
-def _table(rows: Sequence[Row], *, parts: bool = False) -> str:
+def _table(rows: Sequence[ResultRow], *, parts: bool = False) -> str:
     columns = [name for name in _cells(rows[0]) if parts or name != "part"] if rows else []
     head = "".join(f'<th class="{_align(name)}">{name}</th>' for name in columns)
     body = ""
@@ -282,7 +282,7 @@ def _align(name: str) -> str:
     return "l" if name in _LEFT else "r"
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: ResultRow) -> dict[str, str]:
     """Return the HTML of every column, in order."""
 
     def figure(name: str, unit: str) -> str:

@@ -30,7 +30,7 @@ Answer = tuple[dict[str, Any], dict[str, Any]]  # a record, and the part of it t
 
 
 @dataclass(frozen=True)
-class Sample:
+class ResultSample:
     """Sums over the turns of each question: (Q,), or (R, Q) if resampled.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sample:
     plain_wall: Array
 
     @classmethod
-    def of(cls, answers: Iterable[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]) -> Sample:
+    def of(cls, answers: Iterable[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]) -> ResultSample:
         """Sum (question, the method's counts, the baseline's counts) of each turn by question."""
         sums: dict[Any, Array] = {}
         for question, counts, plain in answers:
@@ -61,9 +61,9 @@ class Sample:
         """Q."""
         return int(self.tokens.shape[-1])
 
-    def take(self, indices: NDArray[np.intp]) -> Sample:
+    def take(self, indices: NDArray[np.intp]) -> ResultSample:
         """Resample the questions; the arrays get the shape of ``indices``."""
-        return Sample(**{name: values[indices] for name, values in vars(self).items()})
+        return ResultSample(**{name: values[indices] for name, values in vars(self).items()})
 
     @property
     def rate(self) -> Array:
@@ -76,7 +76,7 @@ class Sample:
         return self.plain_tokens / self.plain_seconds
 
 
-STATISTICS: dict[str, Callable[[Sample], Any]] = {
+STATISTICS: dict[str, Callable[[ResultSample], Any]] = {
     "tau": lambda s: s.tokens.sum(-1) / s.forwards.sum(-1),
     "speedup": lambda s: (s.rate / s.plain_rate).mean(-1),
     "speedup_ratio_of_means": lambda s: s.rate.mean(-1) / s.plain_rate.mean(-1),
@@ -117,7 +117,7 @@ def resamples(size: int, seed: str) -> NDArray[np.intp]:
     return generator.integers(0, size, size=(NUM_RESAMPLES, size), dtype=np.intp)
 
 
-def estimate(sample: Sample, seed: str) -> dict[str, Estimate]:
+def estimate(sample: ResultSample, seed: str) -> dict[str, Estimate]:
     """Compute every statistic of a sample; equal seeds draw equal questions."""
     resampled = sample.take(resamples(sample.size, seed)) if sample.size > 1 else None
     return {
@@ -147,7 +147,7 @@ def alpha_of(counts: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One line of a table.
 
     Attributes:
@@ -216,17 +216,17 @@ class Group:
     sets: dict[str, dict[str, Any]]
     methods: dict[str, dict[str, Any]]
     folders: list[str]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ResultRow] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def wholes(self) -> list[Row]:
+    def wholes(self) -> list[ResultRow]:
         """Rows of whole sets, and their means."""
         return [row for row in self.rows if row.category is None and row.turn is None]
 
     @property
-    def parts(self) -> list[Row]:
+    def parts(self) -> list[ResultRow]:
         """Rows of turns and categories: by set, turns first, rows of one part next to each other."""
         rows = [row for row in self.rows if (row.category is None) != (row.turn is None)]
         names, parts = list(self.sets), list(dict.fromkeys((row.set, row.part) for row in rows))
@@ -296,12 +296,12 @@ def _with_distinct_names(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return renamed
 
 
-def _rows(group: Group, answers: Mapping[tuple[str, Unit], Answer]) -> Iterator[Row]:
+def _rows(group: Group, answers: Mapping[tuple[str, Unit], Answer]) -> Iterator[ResultRow]:
     tables: dict[tuple[str, str, str], list[Answer]] = {}
     for (key, unit), answer in answers.items():
         tables.setdefault((unit.set, unit.sampling, key), []).append(answer)
     samplings = list(dict.fromkeys(sampling for _, sampling, _ in tables))
-    wholes: list[Row] = []
+    wholes: list[ResultRow] = []
     for name in group.sets:
         for sampling in samplings:
             for key, method in group.methods.items():
@@ -338,10 +338,10 @@ def _row(
     category: str | None,
     turn: int | None,
     answers: Sequence[Answer],
-) -> Row:
-    sample = Sample.of((record["question"], counts, record["plain"]) for record, counts in answers)
+) -> ResultRow:
+    sample = ResultSample.of((record["question"], counts, record["plain"]) for record, counts in answers)
     alpha, reached = alpha_of([counts for _, counts in answers])
-    return Row(
+    return ResultRow(
         set=name,
         category=category,
         turn=turn,
@@ -363,7 +363,7 @@ def _row(
     )
 
 
-def _mean(rows: Sequence[Row]) -> Row:
+def _mean(rows: Sequence[ResultRow]) -> ResultRow:
     """Average whole sets with equal weights, like the last column of the papers' tables."""
     sums: dict[str, Any] = {
         name: sum(getattr(row, name) for row in rows)

@@ -24,7 +24,7 @@ MISFIT, WEAK = 0.15, 0.4
 
 
 @dataclass(frozen=True)
-class Trial:
+class FitTrial:
     """Prompts to try a head on; ``source`` describes them for people."""
 
     prompts: Sequence[Prompt]
@@ -39,7 +39,7 @@ class Fit:
         tau: tokens emitted per target forward.
         alpha: acceptance at each depth, given that the depth was reached.
         verdict: ``fits``, ``weak`` or ``does not fit``.
-        tried_on: see ``Trial.source``.
+        tried_on: see ``FitTrial.source``.
         num_drafts: number of drafts.
         interval: of ``alpha[0]``, at 95%.
         chance: share of first drafts that would be accepted if they were shuffled among their positions: what guessing
@@ -59,7 +59,7 @@ class Fit:
 
 def trial_of(
     head: Path, tokenizer: Tokenizer, num_prompts: int, own: Sequence[Prompt] | None = None, *, where: str = ""
-) -> Trial:
+) -> FitTrial:
     """Choose prompts of a head's kind.
 
     The user's prompts, if there are any; else those that training held out and stored in the head's folder; else
@@ -76,19 +76,23 @@ def trial_of(
     chat = tokenizer.has_chat_template
     if own is not None:
         source = f"prompts of {where}{' through the chat template' if chat else ''}"
-        return Trial([as_put(prompt, chat) for prompt in own], source)
+        return FitTrial([as_put(prompt, chat) for prompt in own], source)
     stored = read_stored(head)[:num_prompts]
     if stored:
         # A stored text is the beginning of a document, which is no question even for a chat model.
         prompts = [prompt if isinstance(prompt, str) else as_put(prompt, chat) for prompt in stored]
-        return Trial(prompts, "prompts held out of its training, stored with the head")
+        return FitTrial(prompts, "prompts held out of its training, stored with the head")
     if chat:
         questions = [as_put(question, chat) for question in shipped_questions(num_prompts)]
-        return Trial(questions, "general questions through the chat template, for lack of prompts stored with the head")
-    return Trial(shipped_prompts(num_prompts), "beginnings of Python files, for lack of prompts stored with the head")
+        return FitTrial(
+            questions, "general questions through the chat template, for lack of prompts stored with the head"
+        )
+    return FitTrial(
+        shipped_prompts(num_prompts), "beginnings of Python files, for lack of prompts stored with the head"
+    )
 
 
-def measure_fit(lm: LM, trial: Trial, max_tokens: int = 48) -> Fit:
+def measure_fit(lm: LM, trial: FitTrial, max_tokens: int = 48) -> Fit:
     """Decode greedily with chains, one prompt at a time, and judge by the first drafted token.
 
     A head does not fit if its first tokens are accepted no more often than shuffled ones would be. It is weak if it

@@ -77,7 +77,7 @@ def quantised(probs: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Texts:
+class ForecastTexts:
     """The texts of one temperature. Counts are at most 255.
 
     Attributes:
@@ -162,9 +162,9 @@ class HeldOut:
     target: str
     runs_as: str
     context: float
-    texts: Mapping[float, Texts]
+    texts: Mapping[float, ForecastTexts]
 
-    def at(self, temperature: float) -> Texts:
+    def at(self, temperature: float) -> ForecastTexts:
         """Return the texts of a temperature.
 
         Raises:
@@ -206,7 +206,7 @@ class HeldOut:
         about = {**_FORMAT, **self._about(), "texts": list(self.texts)}
         arrays = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
         for number, texts in enumerate(self.texts.values()):
-            arrays |= {f"{each.name}_{number}": getattr(texts, each.name) for each in fields(Texts)}
+            arrays |= {f"{each.name}_{number}": getattr(texts, each.name) for each in fields(ForecastTexts)}
         partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as stream:
@@ -249,7 +249,9 @@ class HeldOut:
             if not isinstance(about, dict) or {name: about.get(name) for name in _FORMAT} != _FORMAT:
                 raise ValueError("they are of another version")
             texts = {
-                float(temperature): Texts(**{each.name: arrays[f"{each.name}_{number}"] for each in fields(Texts)})
+                float(temperature): ForecastTexts(
+                    **{each.name: arrays[f"{each.name}_{number}"] for each in fields(ForecastTexts)}
+                )
                 for number, temperature in enumerate(about["texts"])
             }
         origin = {name: str(about[name]) for name in ("head", "target", "runs_as")}
@@ -298,7 +300,7 @@ class Walk:
         return float(low), float(high)
 
 
-def walk(texts: Texts, budget: Budget) -> Walk:
+def walk(texts: ForecastTexts, budget: Budget) -> Walk:
     """Walk with the trees of a budget.
 
     Raises:
@@ -315,7 +317,7 @@ def walk(texts: Texts, budget: Budget) -> Walk:
     return Walk(tokens, steps, float(nodes), float(budget.depth))
 
 
-def walk_above(texts: Texts, index: int) -> Walk:
+def walk_above(texts: ForecastTexts, index: int) -> Walk:
     """Walk with trees of all nodes whose path is more probable than ``THRESHOLDS[index]``."""
     above = texts.chances < quantised(np.array([THRESHOLDS[index]]))[0]
     visited, tokens, steps = _steps(texts, texts.prefixes(above & texts.is_scored(AUTO_CHILDREN)))
@@ -324,7 +326,7 @@ def walk_above(texts: Texts, index: int) -> Walk:
     return Walk(tokens, steps, float(texts.sizes[visited, index].mean()), float(levels.mean()))
 
 
-def accepted(texts: Texts, budget: Budget) -> np.ndarray:
+def accepted(texts: ForecastTexts, budget: Budget) -> np.ndarray:
     """(P,) drafted tokens that a step at each position would accept."""
     if budget.paths is None and not budget.is_chain:
         if budget.nodes is None:
@@ -341,7 +343,7 @@ def accepted(texts: Texts, budget: Budget) -> np.ndarray:
     return np.array(counts, dtype=np.int64)
 
 
-def _steps(texts: Texts, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _steps(texts: ForecastTexts, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the positions at which steps start, and (T,) tokens and steps of each text."""
     visited: list[int] = []
     tokens, steps, start, num_accepted = [], [], 0, counts.tolist()
@@ -405,9 +407,9 @@ class _ReferenceDrafter(Drafter):
 WrittenText = tuple[Sequence[int], bool, Sequence[ReferenceTree]]
 
 
-def statistics(texts: Iterable[WrittenText]) -> Texts:
+def statistics(texts: Iterable[WrittenText]) -> ForecastTexts:
     """Summarise texts."""
-    columns: dict[str, list[Any]] = {each.name: [] for each in fields(Texts)}
+    columns: dict[str, list[Any]] = {each.name: [] for each in fields(ForecastTexts)}
     for tokens, stopped, trees in texts:
         columns["lengths"].append(len(trees))
         columns["stopped"].append(stopped)
@@ -417,7 +419,7 @@ def statistics(texts: Iterable[WrittenText]) -> Texts:
     def counts(name: str, *shape: int) -> np.ndarray:
         return np.minimum(np.array(columns[name], dtype=np.int64).reshape(-1, *shape), 255).astype(np.uint8)
 
-    return Texts(
+    return ForecastTexts(
         lengths=np.array(columns["lengths"], dtype=np.int32),
         stopped=np.array(columns["stopped"], dtype=np.bool_),
         found=counts("found"),

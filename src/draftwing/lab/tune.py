@@ -45,7 +45,7 @@ START_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sublayers that the first sets
 
 
 @dataclass(frozen=True)
-class Text:
+class TextIds:
     """The token ids of a prompt and its greedy continuation; ``prompt`` is the prompt's length."""
 
     ids: tuple[int, ...]
@@ -69,7 +69,7 @@ class Recorded:
     """
 
     @torch.inference_mode()
-    def __init__(self, target: LeanTarget, texts: Sequence[Text], depth: int) -> None:
+    def __init__(self, target: LeanTarget, texts: Sequence[TextIds], depth: int) -> None:
         net, rows = target.net, len(texts)
         room = min([window for window in net.shape.windows if window is not None], default=target.max_length)
         lengths = [min(len(text.ids), room) for text in texts]
@@ -328,7 +328,7 @@ class Trial:
 class Basis:
     """Texts and times that all trials of a run share."""
 
-    texts: tuple[Text, ...]
+    texts: tuple[TextIds, ...]
     pace: Pace
 
 
@@ -365,7 +365,7 @@ class Trials:
                 record = json.loads(line)
                 if number == 1:
                     about = dict(record["about"])
-                    texts = [Text(tuple(map(int, each["ids"])), int(each["prompt"])) for each in record["texts"]]
+                    texts = [TextIds(tuple(map(int, each["ids"])), int(each["prompt"])) for each in record["texts"]]
                     self.basis = Basis(tuple(texts), Pace.from_dict(record["pace"]))
                 else:
                     self._take(self._parse(record))
@@ -432,7 +432,7 @@ class Trials:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TunePlan:
     """The settings of a run.
 
     Attributes:
@@ -475,7 +475,7 @@ class Tuned:
 
 
 def tune(
-    plan: Plan,
+    plan: TunePlan,
     new_basis: Callable[[], Basis],
     new_target: Callable[[], LeanTarget],
     on_progress: Callable[[int, int, Trial | None], None] = lambda done, total, best: None,

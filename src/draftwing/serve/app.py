@@ -26,7 +26,7 @@ from draftwing.serve.errors import Refusal, dumps, install_handlers
 from draftwing.serve.inspector import install_inspector
 from draftwing.serve.metrics import Metrics
 from draftwing.serve.models import ChatBody, CompletionBody
-from draftwing.serve.stream import Answer
+from draftwing.serve.stream import ServedAnswer
 from draftwing.worker import Worker
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -98,7 +98,7 @@ def make_app(lm: LM, settings: Settings) -> FastAPI:
         check_model(body.model)
         parse: Any = parse_chat if isinstance(body, ChatBody) else parse_completion
         parsed = await run_in_threadpool(parse, body, lm, defaults)
-        result = Answer(worker, lm, body, parsed, body.model or settings.names[0])
+        result = ServedAnswer(worker, lm, body, parsed, body.model or settings.names[0])
         if body.stream:
             return StreamingResponse(result.stream(), media_type="text/event-stream", headers=_STREAM_HEADERS)
         answering = asyncio.ensure_future(result.whole())

@@ -82,7 +82,7 @@ class _Choice:
         return text, deltas
 
 
-class Answer:
+class ServedAnswer:
     """Submits the sequences of a request to the worker and formats their output.
 
     Args:

@@ -17,7 +17,7 @@ from draftwing.methods.base import Budget, Drafter
 from draftwing.models.context import Context, FeatureSpec, TargetOutput
 from draftwing.request import Request
 from draftwing.sampling import Sampling, SamplingBatch
-from draftwing.train.answers import Answer, Task, sampling_of
+from draftwing.train.answers import AnsweredTask, Task, sampling_of
 from draftwing.train.data import JOIN, DialogueEncoder, Example
 from draftwing.train.feature_cache import CacheRow
 from draftwing.tree import Accepted, DraftTree
@@ -32,7 +32,7 @@ class LMAnswerer:
         sampling: of every answer; its seed is mixed with each task's id. From several, each task gets one (see
             ``sampling_of``).
         max_batch: tasks at once.
-        states: the hidden states to keep of all tokens that are read and written (``Answer.row``).
+        states: the hidden states to keep of all tokens that are read and written (``AnsweredTask.row``).
 
     Attributes:
         num_tokens: written so far.
@@ -55,9 +55,9 @@ class LMAnswerer:
             self._encoder = DialogueEncoder(lm.tokenizer, lm.target.max_length, settings={})
         self.num_tokens = 0
 
-    def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+    def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
         engine, waiting = self._lm.engine(max_batch=self._max_batch), iter(tasks)
-        running: dict[Request, Answer] = {}
+        running: dict[Request, AnsweredTask] = {}
         yield from self._refill(engine, running, waiting)
         for step in engine.steps():
             self.num_tokens += sum(len(row.token_ids) for row in step.rows)
@@ -74,13 +74,17 @@ class LMAnswerer:
             self._recorded.clear()
             yield from self._refill(engine, running, waiting)
 
-    def _refill(self, engine: Engine, running: dict[Request, Answer], waiting: Iterator[Task]) -> Iterator[Answer]:
+    def _refill(
+        self, engine: Engine, running: dict[Request, AnsweredTask], waiting: Iterator[Task]
+    ) -> Iterator[AnsweredTask]:
         """Submit tasks until ``max_batch`` are running; yield those that cannot be submitted."""
         while len(running) < self._max_batch and (task := next(waiting, None)) is not None:
             temperature = sampling_of(self._choices, task.id).temperature
-            yield from self._submit(engine, running, Answer(task, temperature))
+            yield from self._submit(engine, running, AnsweredTask(task, temperature))
 
-    def _submit(self, engine: Engine, running: dict[Request, Answer], answer: Answer) -> Iterator[Answer]:
+    def _submit(
+        self, engine: Engine, running: dict[Request, AnsweredTask], answer: AnsweredTask
+    ) -> Iterator[AnsweredTask]:
         """Submit the next prompt, or yield the answer if there is no next prompt, or an invalid one."""
         prompt = answer.next_prompt()
         if prompt is None:
@@ -94,7 +98,7 @@ class LMAnswerer:
         except (PromptError, TokenizerError) as error:  # longer than the context, or refused by the chat template
             yield answer.finish(str(error))
 
-    def _row(self, answer: Answer, request: Request) -> CacheRow | None:
+    def _row(self, answer: AnsweredTask, request: Request) -> CacheRow | None:
         """Return a row of the text up to the end of a request's answer; what the assistant wrote counts.
 
         The prompt holds the earlier turns, which were read again, so the last answer's row has all of them.
@@ -121,16 +125,16 @@ Take = Callable[[Sequence[int], Tensor], None]
 
 
 def recording(lm: LM, states: Sequence[int], take: Take) -> LM:
-    """Return an ``LM`` with the same output that also records the target's states: see ``Recorder``."""
+    """Return an ``LM`` with the same output that also records the target's states: see ``FeatureRecorder``."""
     make, hidden_size = lm.new_drafter, lm.target.hidden_size
 
-    def new_drafter() -> Recorder:
-        return Recorder(make(), states, hidden_size, take)
+    def new_drafter() -> FeatureRecorder:
+        return FeatureRecorder(make(), states, hidden_size, take)
 
     return LM(lm.target, lm.tokenizer, new_drafter, lm.rule, lm.budget, lossless=lm.lossless)
 
 
-class Recorder(Drafter):
+class FeatureRecorder(Drafter):
     """Drafts like ``inner``, and reports the target's hidden states of each row when it is removed.
 
     The target gives them to drafters that request them: of a prompt when a row is admitted, and of each step's tree

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
-from draftwing.train.answers import Answer, Task, sampling_of
+from draftwing.train.answers import AnsweredTask, Task, sampling_of
 
 REFUSED = (400, 413, 422)  # the status if this prompt is not accepted; others may be
 BUSY = (408, 425, 429)  # and everything from 500
@@ -72,7 +72,7 @@ class ServerAnswerer:
         self._choices = [sampling] if isinstance(sampling, Sampling) else list(sampling)
         self.num_tokens, self.gone = 0, list[str]()
 
-    def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+    def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
         """See ``Answerer``.
 
         Raises:
@@ -115,9 +115,9 @@ class ServerAnswerer:
         finally:
             shared.stop()
 
-    def _answer(self, task: Task, server: _Server) -> Answer:
+    def _answer(self, task: Task, server: _Server) -> AnsweredTask:
         sampling = sampling_of(self._choices, task.id)
-        answer, num_tokens = Answer(task, sampling.temperature), 0
+        answer, num_tokens = AnsweredTask(task, sampling.temperature), 0
         while (prompt := answer.next_prompt()) is not None:
             try:
                 text, finish_reason, count = self._complete(prompt, sampling, server)
@@ -170,7 +170,7 @@ class _SharedTasks:
         self._tasks, self._returned, self._num_running = iter(tasks), list[Task](), 0
         self._changed, self._left = threading.Condition(), list(servers)
         self._stopping, self.gone = threading.Event(), list[str]()
-        self.results: queue.Queue[Answer | Exception | None] = queue.Queue()
+        self.results: queue.Queue[AnsweredTask | Exception | None] = queue.Queue()
         for server in servers:
             server.stopping = self._stopping
 

@@ -28,7 +28,7 @@ from draftwing.sampling import Sampling
 from draftwing.text.prompts import Message
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.checkpoint import locked
-from draftwing.train.data import OnProgress, Record, bare_tokenizer, find_files, read_records
+from draftwing.train.data import DataRecord, OnProgress, bare_tokenizer, find_files, read_records
 from draftwing.train.feature_cache import CacheRow, GrowingCache
 
 CHARACTERS_PER_TOKEN = 4  # if there is no tokenizer
@@ -67,7 +67,7 @@ class Task:
         return len(self.text or "".join(message["content"] for message in self.messages)) // CHARACTERS_PER_TOKEN
 
 
-class Answer:
+class AnsweredTask:
     """A task and its answers so far: one for each user turn, or one that continues a document.
 
     Attributes:
@@ -110,7 +110,7 @@ class Answer:
             cut = {"finish_reason": "length"} if finish_reason == "length" else {}
             self.messages = [*self.prompted, {"role": "assistant", "content": text, **cut}]
 
-    def finish(self, problem: str = "") -> Answer:
+    def finish(self, problem: str = "") -> AnsweredTask:
         """Store the problem if there is no answer at all, and return self."""
         self.problem = "" if self.messages or self.text else problem or "there was nothing to answer"
         return self
@@ -126,7 +126,7 @@ class Answer:
 class Answerer(Protocol):
     """Answers tasks in any order."""
 
-    def answer(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+    def answer(self, tasks: Iterable[Task]) -> Iterator[AnsweredTask]:
         """Yield every task's answer as soon as it is complete."""
         ...
 
@@ -194,7 +194,7 @@ def read_tasks(
     return list(tasks.values())[:limit]
 
 
-def _parts(record: Record, count: int, prompt_tokens: int) -> Iterator[Record]:
+def _parts(record: DataRecord, count: int, prompt_tokens: int) -> Iterator[DataRecord]:
     """Cut a document into up to ``count`` parts of similar length; a dialogue is one part."""
     text = record.text or ""
     count = min(count, len(text) // (2 * CHARACTERS_PER_TOKEN * prompt_tokens))
@@ -207,7 +207,7 @@ def _parts(record: Record, count: int, prompt_tokens: int) -> Iterator[Record]:
             yield replace(record, text=text[start:end].strip("\n"))
 
 
-def _make_task(record: Record, prompt_tokens: int, bare: FastTokenizer | None) -> Task | None:
+def _make_task(record: DataRecord, prompt_tokens: int, bare: FastTokenizer | None) -> Task | None:
     text = "" if record.text is None else _beginning(record.text, prompt_tokens, bare)
     prompts = [message for message in record.messages if message["role"] in ("system", "user")]
     if not text and not any(message["role"] == "user" for message in prompts):
@@ -336,7 +336,7 @@ class _Output:
     def _next(self, end: int) -> _Pending:
         return _Pending(end, 0 if self._cache is None else self._cache.free_number)
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: AnsweredTask) -> None:
         """Add a record, and flush if a shard is full or there is no cache."""
         pending, task, cache = self._pending, answer.task, self._cache
         line = (json.dumps(answer.to_dict(), ensure_ascii=False) + "\n").encode("utf-8", "replace")

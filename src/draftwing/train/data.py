@@ -119,7 +119,7 @@ def _walk(folder: Path, patterns: list[str]) -> Iterator[SourceFile]:
 
 
 @dataclass(frozen=True)
-class Record:
+class DataRecord:
     """One document or one dialogue.
 
     Attributes:
@@ -137,7 +137,7 @@ class Record:
     ended: bool = True
 
 
-def read_files(files: Sequence[SourceFile], on_progress: OnProgress | None) -> Iterator[Record]:
+def read_files(files: Sequence[SourceFile], on_progress: OnProgress | None) -> Iterator[DataRecord]:
     """Yield the records of all files; ``on_progress`` gets the bytes read and the total."""
     total, done, reported = sum(file.num_bytes for file in files), 0, 0
     for record in itertools.chain.from_iterable(map(read_records, files)):
@@ -150,7 +150,7 @@ def read_files(files: Sequence[SourceFile], on_progress: OnProgress | None) -> I
         on_progress(total, total)
 
 
-def read_records(file: SourceFile) -> Iterator[Record]:
+def read_records(file: SourceFile) -> Iterator[DataRecord]:
     """Yield the documents and dialogues of a file.
 
     ``.jsonl`` and ``.ndjson`` files have one object per line, ``.json`` files a list of them; any other file is one
@@ -169,7 +169,7 @@ def read_records(file: SourceFile) -> Iterator[Record]:
         return
     entries = _list_entries(file, text) if suffix == ".json" else None
     if entries is None:
-        yield Record(file.name, text, (), file.num_bytes)
+        yield DataRecord(file.name, text, (), file.num_bytes)
         return
     for number, entry in enumerate(entries, 1):
         yield _make_record(entry, f"{file.name}, entry {number}", file.num_bytes // len(entries))
@@ -194,7 +194,7 @@ def _read_text(file: SourceFile) -> str | None:
     return text.replace("\r\n", "\n")
 
 
-def _read_lines(file: SourceFile) -> Iterator[Record]:
+def _read_lines(file: SourceFile) -> Iterator[DataRecord]:
     with file.path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             where = f"{file.name}, line {number}"
@@ -230,12 +230,12 @@ def _list_entries(file: SourceFile, text: str) -> list[Any] | None:
     )
 
 
-def _make_record(entry: object, where: str, num_bytes: int) -> Record:
+def _make_record(entry: object, where: str, num_bytes: int) -> DataRecord:
     parsed = read_record(entry, where, DataError)
     if parsed.text is not None:
-        return Record(where, _encodable(parsed.text), (), num_bytes, parsed.ended)
+        return DataRecord(where, _encodable(parsed.text), (), num_bytes, parsed.ended)
     messages = ({key: _encodable(value) for key, value in message.items()} for message in parsed.messages)
-    return Record(where, None, tuple(messages), num_bytes)
+    return DataRecord(where, None, tuple(messages), num_bytes)
 
 
 def _encodable(text: str) -> str:
@@ -310,7 +310,7 @@ class DialogueEncoder:
         self.skipped: Counter[str] = Counter()
         self.refusal = ""
 
-    def encode(self, dialogues: Iterable[Record]) -> list[Example]:
+    def encode(self, dialogues: Iterable[DataRecord]) -> list[Example]:
         """Encode the dialogues that have an answer within ``max_length``."""
         located = [(self._locate(dialogue.messages), dialogue.where) for dialogue in dialogues]
         kept = [(*turns, where) for turns, where in located if turns is not None]
@@ -525,7 +525,7 @@ def read_examples(
     parts, starts, length = [np.empty(0, dtype=np.int32)], [0], 0
     files = find_files(sources, exclude)
 
-    def items() -> Iterator[Record | _Piece]:
+    def items() -> Iterator[DataRecord | _Piece]:
         for record in read_files(files, on_progress):
             if record.text is None:
                 yield record
@@ -535,7 +535,7 @@ def read_examples(
                 encoder.skipped["no text"] += 1
 
     for chunk in chunked(items(), _num_characters):
-        examples += encoder.encode([item for item in chunk if isinstance(item, Record)])
+        examples += encoder.encode([item for item in chunk if isinstance(item, DataRecord)])
         pieces = [item for item in chunk if isinstance(item, _Piece)]
         if pieces and eos_id is None:
             eos_id = _find_eos(tokenizer)
@@ -583,7 +583,7 @@ def _cut(text: str, *, ended: bool) -> Iterator[_Piece]:
     yield _Piece(text[start:], is_last=True, is_end=ended)
 
 
-def _num_characters(item: Record | _Piece) -> int:
+def _num_characters(item: DataRecord | _Piece) -> int:
     if isinstance(item, _Piece):
         return len(item.text)
     return sum(len(message["content"]) for message in item.messages)
