@@ -499,7 +499,7 @@ def spoils(wanted):
     """One number of a result, by so little that only a close look finds it."""
 
     def change(ops, num_ops, batch, threads):
-        op, outcome = ops[0], ctypes.cast(batch, ctypes.POINTER(layout.Batch))[0]
+        op, outcome = ops[0], ctypes.cast(batch, ctypes.POINTER(layout.BatchStruct))[0]
         if (op.kind, op.epilogue, op.format) == wanted:
             found = numbers(outcome.buffers[1], outcome.rows * outcome.widths[1])
             found[np.abs(found).argmax()] *= 1.0001
@@ -513,7 +513,7 @@ def spoils_narrow(form):
     def change(ops, num_ops, batch, threads):
         if ops[0].row_form != form:
             return
-        outcome = ctypes.cast(batch, ctypes.POINTER(layout.Batch))[0]
+        outcome = ctypes.cast(batch, ctypes.POINTER(layout.BatchStruct))[0]
         found = numbers(outcome.buffers[1], outcome.rows * outcome.widths[1])
         found[-1] = np.nextafter(found[-1], np.float32(9))
 
@@ -531,7 +531,7 @@ def spoils_rows(wanted):
 
 
 def spoil_accept(how):
-    found = ctypes.cast(how, ctypes.POINTER(layout.AcceptArgs))[0].found
+    found = ctypes.cast(how, ctypes.POINTER(layout.AcceptStruct))[0].found
     ctypes.cast(found, ctypes.POINTER(ctypes.c_int64))[11] = 1
 
 
@@ -568,7 +568,7 @@ def test_the_test_finds_what_is_wrong(fault, changes, compiled):
 @needs_kernel
 def test_a_rows_bits_that_depend_on_its_company_are_found(compiled):
     def change(ops, num_ops, batch, threads):
-        outcome = ctypes.cast(batch, ctypes.POINTER(layout.Batch))[0]
+        outcome = ctypes.cast(batch, ctypes.POINTER(layout.BatchStruct))[0]
         if ops[0].format == 0 and not ops[0].epilogue and outcome.rows == 1:
             found = numbers(outcome.buffers[1], 1)
             found[:] = np.nextafter(found, np.float32(9))

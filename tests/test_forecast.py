@@ -18,9 +18,9 @@ from draftwing.lab.forecast import (
     DEPTH,
     FILE,
     THRESHOLDS,
+    ForecastTexts,
     HeldOut,
     ReferenceTree,
-    Texts,
     accepted,
     collect,
     forecast,
@@ -49,7 +49,7 @@ def texts_of(found, ranks, lengths, stopped=False):
     """Texts whose reference trees are single paths with these ranks."""
     shapes = {"chances": len(ranks), "likelier": (len(ranks), DEPTH)}
     shapes |= dict.fromkeys(("sizes", "levels"), (len(found), len(THRESHOLDS)))
-    return Texts(
+    return ForecastTexts(
         lengths=np.array(lengths, dtype=np.int32),
         stopped=np.full(len(lengths), stopped),
         found=np.array(found, dtype=np.uint8),
@@ -184,7 +184,7 @@ def test_the_file_keeps_everything(shipped, tmp_path):
     assert sorted(other.joined(read).texts) == [0.0, 0.7, 1.0]
     assert sorted(dataclasses.replace(other, head="1" * 16).joined(read).texts) == [0.7]
     for temperature in (0.0, 1.0):
-        for field in dataclasses.fields(Texts):
+        for field in dataclasses.fields(ForecastTexts):
             own, other = (getattr(each.at(temperature), field.name) for each in (found, read))
             assert np.array_equal(own, other), field.name
 
