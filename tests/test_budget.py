@@ -261,7 +261,7 @@ def test_costs_follow_the_machines_pace():
     planner, root = Planner(INT8, TREE), DraftTree.root(torch.zeros(1, dtype=torch.int64))
     for _ in range(50):
         planner.budget(context(), "keyed")
-        planner.observe(root, taken(root, [0]), 1, 0.0, 3.0)  # three times as slow as measured
+        planner.observe(root, taken(root, [0]), 1, 3.0)  # three times as slow as measured
     rule = planner.rule(1)
     assert rule.verify[8] == pytest.approx(3 * INT8.verify_seconds(8), rel=0.02)
     assert rule.costs[0] == pytest.approx(3 * (INT8.draft_seconds(2) - INT8.draft_seconds(1)), rel=0.02)
@@ -275,7 +275,7 @@ def test_tokens_that_come_faster_are_worth_less():
         for _ in range(60):
             budget = planner.budget(ctx, "keyed")
             tree = DraftTree.chain(torch.zeros(1, 1 + 4 * bool(budget.depth), dtype=torch.int64))
-            planner.observe(tree, taken(tree, [0]), tokens if budget.depth else 1, 0.3, 1.2)
+            planner.observe(tree, taken(tree, [0]), tokens if budget.depth else 1, 0.3 + 1.2)
         worths.append(planner.rule(1).worth)
     assert worths == sorted(worths, reverse=True)
     assert worths[-1] == pytest.approx(1.5 / 6, rel=0.1)
@@ -287,7 +287,7 @@ def test_arms_are_budgets(children):
     for _ in range(30):
         budget = planner.budget(ctx, children)
         tree = DraftTree.root(torch.zeros(1, dtype=torch.int64))
-        planner.observe(tree, taken(tree, [0]), 1, 0.0, 1.0)
+        planner.observe(tree, taken(tree, [0]), 1, 1.0)
         seen.append((budget.depth, budget.width, budget.nodes, budget.rule is not None))
         assert budget.children == children
     assert {(0, 1, None, False), (1, 1, None, False), (2, 1, None, False), (14, 4, 63, True)} == set(seen)
@@ -301,7 +301,7 @@ def test_a_node_limit_holds_for_every_arm(grown, most):
         budget = planner.budget(ctx, "keyed", most)
         assert (budget.nodes or budget.depth * budget.width) <= most
         tree = DraftTree.root(torch.zeros(1, dtype=torch.int64))
-        planner.observe(tree, taken(tree, [0]), 1, 0.0, 1.0)
+        planner.observe(tree, taken(tree, [0]), 1, 1.0)
 
 
 def test_a_fixed_shape_has_the_highest_expected_speed():
@@ -312,7 +312,7 @@ def test_a_fixed_shape_has_the_highest_expected_speed():
             budget = planner.budget(ctx, "sampled")
             tree = DraftTree.chain(torch.zeros(1, 1 + budget.depth, dtype=torch.int64))
             hits = [0, *range(1, 1 + int(budget.depth * rate))]
-            planner.observe(tree, taken(tree, hits), len(hits), 0.01, 1.0)
+            planner.observe(tree, taken(tree, hits), len(hits), 0.01 + 1.0)
             if budget.depth:
                 shapes.append(budget)
         assert all(shape.rule is None for shape in shapes)
@@ -335,7 +335,7 @@ def test_planners_suit_rule_drafter_and_device():
         budgets, ctx, root = [], context(), DraftTree.root(torch.zeros(1, dtype=torch.int64))
         for _ in range(30):
             budgets.append(planner.budget(ctx, get_rule(rule).children))
-            planner.observe(root, taken(root, [0]), 1, 0.0, 1.0)
+            planner.observe(root, taken(root, [0]), 1, 1.0)
         assert any(budget.rule is not None for budget in budgets) is grows
         if RULES[rule].chain_only:
             assert all(budget.is_chain for budget in budgets)
@@ -393,7 +393,7 @@ class World:
         verify = self.costs.verify_seconds(tree.num_nodes, self.rows, 0)
         noise = self.slow * (1 + abs(self.noise.gauss(0, 0.15))) * (3 if self.noise.random() < 0.01 else 1)
         tokens = int(accepted.num.sum()) + self.rows
-        self.planner.observe(tree, accepted, tokens, draft * noise, verify * noise)
+        self.planner.observe(tree, accepted, tokens, draft * noise + verify * noise)
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + (draft + verify) * self.slow
         self.drafted.append(levels > 0)
 

@@ -173,7 +173,7 @@ def test_what_was_used_last_is_kept_longest(lab):
         assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE
         assert own.stats.num_slots_used == 0
     assert own.decoder.pages.num_kept <= 6
-    assert len(own.decoder.prefixes) == own.decoder.pages.num_kept
+    assert len(own.decoder.pages.prefixes) == own.decoder.pages.num_kept
     for prompt in (text(20, 200), text(21, 200), text(22, 200), text(23, 200)):
         decoded(own, prompt, max_tokens=3)
     assert decoded(own, prompts[0], max_tokens=3)[1] == 0
@@ -269,7 +269,7 @@ def test_what_a_head_has_not_read_is_not_kept(lab):
     lazy = own.submit(prompt, Sampling(max_tokens=80, ignore_eos=True), speculation="none")
     own.run()
     own.check()
-    assert len(own.decoder.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
+    assert len(own.decoder.pages.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
     request, found = decoded(own, [*prompt, *lazy.token_ids])
     fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
     assert found == PAGE

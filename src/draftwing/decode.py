@@ -32,7 +32,7 @@ from draftwing.methods.base import Budget, Drafter, NoDrafter
 from draftwing.methods.net_drafter import drafts_at_once
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.lean import LeanContext, LeanTarget
-from draftwing.models.paged import PAGE, PagedCache, PageTable, Prefixes
+from draftwing.models.paged import PAGE, PagedCache, PageTable
 from draftwing.models.target import DraftFailed, StepResult, Target
 from draftwing.noise import AcceptArgs
 from draftwing.readout import add_laws, explain, get_logprobs, read_emitted
@@ -147,7 +147,6 @@ class Decoder:
             after several faults in a row none is tried. A drafter that cannot be replaced raises to the caller.
         is_lone: at most one request runs at a time, so that whole requests may skip the drafter.
         pages: which row holds which page; None without ``kv_memory``.
-        prefixes: pages by the tokens they hold; None without ``kv_memory``.
         generation: increases when all rows are rebuilt.
         num_prefix_queries, num_prefix_hits: see ``EngineStats``.
 
@@ -174,13 +173,11 @@ class Decoder:
         self.budget = self.checked(budget or Budget())
         self._new_drafter = drafter if callable(drafter) else NoDrafter if drafter is None else None
         self.pages: PageTable | None = None
-        self.prefixes: Prefixes | None = None
         if kv_memory is not None:
             self._check_memory(kv_memory)
             # One more row that is being read, and those that only fill a recording's bucket.
             num_rows = -(-((max_batch or MAX_ROWS) + 1) // 16) * 16
             self.pages = PageTable(num_rows, target.max_length)
-            self.prefixes = Prefixes(self.pages)
             with self.pages.making():
                 self._make(drafter)
             self.pages.allocate(kv_memory)
@@ -290,8 +287,8 @@ class Decoder:
             prefill.skips_drafter, prefill.generation = self._skips_drafter(request), self.generation
             if self.pages is not None:
                 self.num_prefix_queries += prefill.row.length
-                if self.prefixes is not None and self.shares_prefixes and not prefill.skips_drafter:
-                    for page in self.prefixes.find(prefill.row.tokens):
+                if self.shares_prefixes and not prefill.skips_drafter:
+                    for page in self.pages.prefixes.find(prefill.row.tokens):
                         self.pages.share(page)
                         prefill.pages.append(page)
                     prefill.done = prefill.row.resumed = len(prefill.pages) * PAGE
@@ -358,8 +355,8 @@ class Decoder:
         """Stop reading a request; its pages are kept for others as long as there is room."""
         with self._turn:
             if self.pages is not None and prefill.generation == self.generation:
-                if self.prefixes is not None and self.shares_prefixes and not prefill.skips_drafter:
-                    self.prefixes.remember(prefill.row.tokens, prefill.pages, prefill.done)
+                if self.shares_prefixes and not prefill.skips_drafter:
+                    self.pages.prefixes.remember(prefill.row.tokens, prefill.pages, prefill.done)
                 self.pages.release(prefill.pages)
             prefill.restart(self.generation)
 
@@ -455,7 +452,7 @@ class Decoder:
                 rows = add_laws(rows, tree, sampling.filtered(self._adjusted(result)), sampling)
             if planner is not None:
                 num_tokens = sum([len(row.token_ids) for row in rows])
-                planner.observe(tree, accepted, num_tokens, draft_s, time.perf_counter() - planned - draft_s)
+                planner.observe(tree, accepted, num_tokens, time.perf_counter() - start)
             host_s = planned - start + time.perf_counter() - committed
             timings = Timings(draft_s, verify_s, decided - verified, committed - decided, host_s)
             self.unfinished = Step(tuple(rows), tree, accepted, timings, self.rule.lossless)  # from here on it counts
@@ -648,19 +645,19 @@ class Decoder:
             if request.finish_reason is not None:
                 if request.error is None:
                     self._remember(index)
-                elif self.pages is not None and self.prefixes is not None:
-                    self.prefixes.drop(self.pages.rows[index])
+                elif self.pages is not None:
+                    self.pages.prefixes.drop(self.pages.rows[index])
                 self._remove(index)
 
     def _remember(self, index: int) -> None:
         """Keep the final pages of a row for requests with the same prefix."""
-        if self.pages is None or self.prefixes is None or not self.shares_prefixes:
+        if self.pages is None or not self.shares_prefixes:
             return
         row = self.ctx.rows[index]
         num_valid = min(row.length, len(row.tokens) - 1)
         if self.drafter.resumes:
             num_valid = min(num_valid, self.drafter.num_read[index])
-        self.prefixes.remember(row.tokens, self.pages.rows[index], num_valid)
+        self.pages.prefixes.remember(row.tokens, self.pages.rows[index], num_valid)
 
     def _rebuild(self) -> None:
         """Make the rows of target and drafter again for all running requests, with a fresh drafter."""
@@ -674,7 +671,6 @@ class Decoder:
             self._rebuild_rows(self._new_drafter)
         else:
             self.pages.restart()
-            cast(Prefixes, self.prefixes).clear()
             with self.pages.making():
                 self._rebuild_rows(self._new_drafter)
 

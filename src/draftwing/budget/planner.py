@@ -227,14 +227,14 @@ class Planner:
                 self._budget = replace(self._shape(len(ctx.rows), max_nodes), children=children)
             return self._budget
 
-    def observe(self, tree: DraftTree, accepted: Accepted, num_tokens: int, draft_s: float, verify_s: float) -> None:
+    def observe(self, tree: DraftTree, accepted: Accepted, num_tokens: int, seconds: float) -> None:
         """Learn from a step.
 
         Args:
             tree: the proposed trees.
             accepted: what the rule kept.
             num_tokens: emitted tokens of all rows.
-            draft_s, verify_s: seconds of drafting, and of everything after it.
+            seconds: duration of the step, including the planner's decision.
         """
         with self._lock:
             rows, nodes = tree.tokens.shape
@@ -250,7 +250,7 @@ class Planner:
             # The first draft after baseline steps reads all tokens since the last draft: it says nothing of later ones.
             is_cold = drafted and self._was_baseline and bandit.arms[bandit.current].plays > 0
             if not is_cold:
-                bandit.arms[bandit.current].add(draft_s + verify_s, tokens)
+                bandit.arms[bandit.current].add(seconds, tokens)
             self._was_baseline = not drafted
             if nodes > 1:
                 self._unlearned.append((tree.parents, accepted.path, tree.node_probs))

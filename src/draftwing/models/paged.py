@@ -49,6 +49,7 @@ class PageTable:
         uses: the number of holders of each page.
         caches: all caches that lie in these pages.
         num_pages: pages that rows may hold.
+        prefixes: known pages by the tokens they hold.
     """
 
     def __init__(self, num_rows: int, num_slots: int) -> None:
@@ -64,6 +65,7 @@ class PageTable:
         self._kept: dict[int, None] = {}  # unused pages that hold a known prefix, the oldest first
         self._is_known: set[int] = set()  # pages that hold a known prefix
         self.forgotten: list[int] = []  # known pages that were reused since ``forgotten`` was last emptied
+        self.prefixes = Prefixes(self)
         self._mirror: Tensor | None = None
         self._is_changed = True
 
@@ -117,6 +119,7 @@ class PageTable:
         self.rows, self.uses = [], [0] * (self.num_pages + 1)
         self._free = [*range(self.num_pages, 0, -1)]
         self._kept, self._is_known, self.forgotten = {}, set(), []
+        self.prefixes.clear()
         self._unclaimed = list(self.caches)
         for cache in self.caches:
             cache.leads = False
