@@ -52,7 +52,7 @@ from sweep import numbers, short
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-NOISE = 0.15  # of a ratio of increments
+NOISE = 0.15  # spread of a ratio of increments
 SEEN = 0.1  # an increment below this share of the time before it says nothing
 BRANCHES = 4  # children of each node of a bushy tree
 LEVELS = 3  # more levels, to measure the time of one

@@ -26,7 +26,9 @@ def python_prose(text):
     """(line, text, is the beginning of a comment or docstring) of comments, docstrings and messages."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("# "), True
+            comment = token.string.lstrip("# ")
+            is_trailing = bool(token.line[: token.start[1]].strip())  # such comments begin in lower case
+            yield token.start[0], comment[:1].upper() + comment[1:] if is_trailing else comment, True
         elif token.type in (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)) and " " in token.string:
             for number, line in enumerate(token.string.split("\n")):
                 yield token.start[0] + number, line, False
@@ -57,5 +59,7 @@ def test_prose_is_plain(paths):
 def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "bad.py"
-    file.write_text('"""Of its root."""\n# What waits\nx = "a text that goes on anew"\nname = "anew"\n')
-    assert len(list(findings(file))) == 3
+    file.write_text(
+        '"""Of its root."""\n# What waits\nx = "a text that goes on anew"\nname = "anew"\nSIZE = 3  # of a row\n'
+    )
+    assert len(list(findings(file))) == 4

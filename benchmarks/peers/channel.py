@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-LOG_LINES, LOG_WIDTH = 8, 400  # of a crashed worker's standard error: its last words say why
+LOG_LINES, LOG_WIDTH = 8, 400  # the end of a crashed worker's standard error: its last words say why
 
 
 class PeerError(Exception):

@@ -12,7 +12,7 @@ from peers.channel import Run
 
 CACHE_GIB = 1
 LONGEST_NGRAM = 3
-DEPTH, BRANCHES = 5, 4  # of its EAGLE-3 trees
+DEPTH, BRANCHES = 5, 4  # shape of its EAGLE-3 trees
 # As float32 as it gets: by default it keeps keys and values in 8 bits.
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 

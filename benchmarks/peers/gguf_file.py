@@ -111,7 +111,7 @@ def names_of(config: dict[str, Any]) -> dict[str, str]:
     """Return the GGUF name of every tensor of a checkpoint."""
     found = dict(OUTER)
     if config.get("tie_word_embeddings"):
-        del found["lm_head.weight"]  # where it is missing llama.cpp takes the embedding
+        del found["lm_head.weight"]  # if it is missing, llama.cpp takes the embedding
     for layer in range(config["num_hidden_layers"]):
         found |= {f"model.layers.{layer}.{theirs}": f"blk.{layer}.{ours}" for theirs, ours in LAYER.items()}
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from peers.channel import PeerError
 from peers.modes import Mode, Settings, fingerprint
 
-READERS = ("vllm", "openvino")  # of the layout that ``draftwing export --to vllm`` writes
+READERS = ("vllm", "openvino")  # read the layout that ``draftwing export --to vllm`` writes
 
 
 def exported(mode: Mode, settings: Settings) -> Path | None:

@@ -13,7 +13,7 @@ from peers.heads import exported
 from peers.modes import Mode, Settings, turns
 
 WARM_UP_TOKENS = 16
-ROOM = 1.2  # of the largest worker's memory must be free before one more is kept
+ROOM = 1.2  # times the largest worker's memory must be free before one more is kept
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Measurement:
         self.outcomes = [Outcome(mode) for mode in modes]
         self._settings, self._start, self._say, self._available = settings, start, say, available
         self._workers: dict[Mode, Worker] = {}
-        self._jobs: dict[Mode, dict[str, Any]] = {}  # of loading, with what ``prepare`` told
+        self._jobs: dict[Mode, dict[str, Any]] = {}  # seconds of loading, and the results of ``prepare``
         self._largest = 0
 
     def prepare(self) -> None:

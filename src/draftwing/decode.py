@@ -198,7 +198,7 @@ class Decoder:
         self.is_lone = False
         self.num_prefix_queries = self.num_prefix_hits = 0
         self.generation = self._next_id = 0
-        self._batch: SamplingBatch | None = None  # of the running rows, with the next three
+        self._batch: SamplingBatch | None = None  # the next three belong to it too
         self._masks: Masks | None = None
         self._wanted: RowBudgets | None = None
         self._max_tokens: list[int] = []

@@ -38,7 +38,7 @@ OPTIMISM = 0.5  # share of the remaining tokens that requests are expected not t
 PREFILL_PIECE = 128
 EXTRA_NODES = 64  # slots for nodes that a drafter wants scored in addition to its tree
 
-Speculation = Budget | AtMost | str | None  # of one request: see ``Engine.submit``
+Speculation = Budget | AtMost | str | None  # see ``Engine.submit``
 
 
 @dataclass(frozen=True)

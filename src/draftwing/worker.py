@@ -215,7 +215,7 @@ class Worker:
                         if ticket := tickets.get(row.request_id):
                             ticket.put(Part(row, step if ticket.keeps_steps else None, place, time.monotonic()))
                     self._close_finished()
-            except Exception as error:  # of any kind: no reader may wait forever
+            except Exception as error:  # whatever its class: no reader may wait forever
                 with self._changed:
                     self.error = ClosedError(f"the engine failed: {type(error).__name__}: {error}")
                     for ticket in self._open.values():

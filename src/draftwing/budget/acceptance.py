@@ -16,9 +16,9 @@ from draftwing.budget.costs import pooled
 NUM_DEPTHS = 4  # depths told apart, the last one with all beyond
 EDGES = [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995]  # bins of a chance
 PRIOR = 3.0  # observations that what is believed beforehand counts as
-FORGET = 0.998  # of a bin, by observation
+FORGET = 0.998  # decay of a bin per observation
 NUM_RANKS = 4  # siblings told apart
-LATEST = 0.03  # what the latest observation of a rank counts, once there were many
+LATEST = 0.03  # weight of the latest observation of a rank, after many
 
 
 class Acceptance:

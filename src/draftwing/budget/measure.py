@@ -61,7 +61,7 @@ class MeasureConfig:
     seconds: float = 4.0  # for all of it, about; twice that on a busy machine
     busy_share: float = 0.1  # sizes without an undisturbed sample, above which the machine counts as busy
     busy_lifetime_s: float = 600.0  # for which costs of a busy machine are kept
-    wait_share: float = 0.02  # of a step that its threads may wait for processors: any machine does that
+    wait_share: float = 0.02  # share of a step that threads may wait for processors, as on an idle machine
 
 
 CONFIG = MeasureConfig()

@@ -174,7 +174,7 @@ def _write(journals: Sequence[Journal], out: Path | None, *, as_json: bool) -> l
 
 
 _NUM_NAMED = 5  # skipped turns and differing texts in the terminal; the page has all
-_NUM_DEPTHS = 3  # of alpha in the terminal; the page and the JSON have more
+_NUM_DEPTHS = 3  # depths of alpha in the terminal; the page and the JSON have more
 _WIDE, _MIDDLE = 155, 110  # terminal columns of the whole table, and of one without derived figures
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from draftwing.dialogue import Answer, AnswerStep, Dialogue
     from draftwing.stats import Stats
 
-_MAX_DEPTHS = 6  # of acceptance by depth in one line
+_MAX_DEPTHS = 6  # depths of acceptance in one line
 
 
 @with_options
@@ -152,7 +152,7 @@ class _Conversation:
             name, draft = self._dialogue.lm.target.name, _label(self._dialogue.draft)
             self._screen.note(f"{name}, drafts by {draft}. /help lists the commands.")
             self._screen.legend(first=1)
-        presses = 0  # of Ctrl-C in a row
+        presses = 0  # consecutive Ctrl-C
         while not self._is_over and presses < 2:
             try:
                 if presses:

@@ -22,8 +22,8 @@ from draftwing.models.cache import View
 from draftwing.noise import AcceptArgs
 from draftwing.tree import Accepted, Emitted
 
-BLOCK_ITEMS = 1 << 13  # of a ``BumpAllocator``: some hundred steps
-MAX_KEPT_BLOCKS = 3  # of a ``BufferPool``: logits of the last steps may still be referenced
+BLOCK_ITEMS = 1 << 13  # numbers per block of a ``BumpAllocator``: some hundred steps
+MAX_KEPT_BLOCKS = 3  # blocks of a ``BufferPool``: logits of the last steps may still be referenced
 MAX_OVERSIZE = 4  # a pooled block may be this many times larger than the request
 
 

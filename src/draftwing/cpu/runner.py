@@ -306,7 +306,7 @@ class KernelRunner(Runner):
         elif built.out >= 0:  # taps of a target that drafts for itself: not read
             batch.buffers[built.out] = self._taps.data_ptr()
         unread = BatchStruct.from_buffer_copy(batch)
-        if request.features is not None:  # of one row, the unread entries come first
+        if request.features is not None:  # a single row may have more: the unread entries come first
             features = request.features if rows == 1 else request.features[:, :entries]
             unread.buffers[built.features] = arrays.tensor(features.contiguous())
         padded = [[*ids, *[PAD] * (entries - len(ids))] for ids in request.tokens]

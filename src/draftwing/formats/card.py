@@ -22,7 +22,7 @@ from draftwing.text.prompts import Prompt, read_prompts
 _FILE, _PROMPTS = "README.md", "prompts.jsonl"
 _MARK = "<!-- Written by Draftwing; without this line it is left as it is. -->"
 _MAPS = ("d2t", "t2d", "draft_ids")
-MOST_BYTES = 1024  # of one prompt, which stays small next to a head of a few megabytes
+MOST_BYTES = 1024  # per prompt: small next to a head of a few megabytes
 # Training options by their names in the card. Those that are 0 are left out.
 _OPTIONS = {
     "objective": "objective",

@@ -55,13 +55,13 @@ from draftwing.text.prompts import Prompt
 from draftwing.tree import PAD, Accepted, DraftTree
 
 FILE = "held_out.npz"  # in a head's folder
-DEPTH, WIDTH = 10, 10  # of the reference tree
+DEPTH, WIDTH = 10, 10  # the reference tree
 REFERENCE = Budget(DEPTH, WIDTH, nodes=WIDTH + (DEPTH - 1) * WIDTH * WIDTH)  # keeps every node that it scores
 # Probabilities of a path above which nodes are counted: the automatic budget's trees are made of such nodes.
 THRESHOLDS = (0.6, 0.4, 0.25, 0.16, 0.1, 0.06, 0.04, 0.025)
-AUTO_CHILDREN = 4  # of a node of the automatic budget's trees (``budget.planner``)
+AUTO_CHILDREN = 4  # children of a node in trees of the automatic budget (``budget.planner``)
 PER_OCTAVE = 8  # resolution of a probability as one byte
-TOKENS, MAX_BATCH = 128, 16  # of each collected text, and texts that are collected at once
+TOKENS, MAX_BATCH = 128, 16  # tokens per collected text, and texts that are decoded at once
 _FORMAT = {"format": 1, "depth": DEPTH, "width": WIDTH, "thresholds": list(THRESHOLDS)}
 _MAX_FILE_BYTES = 64 * 2**20  # far more than any collection writes
 

@@ -35,10 +35,10 @@ from draftwing.models.subnet import Parts, SubNet
 from draftwing.train.checkpoint import locked
 
 FILE = "trials.jsonl"
-DEPTH = 4  # of the chains whose acceptance is recorded; that of longer ones is extrapolated
-MAX_DEPTH = 12  # of the chains that are weighed
+DEPTH = 4  # length of recorded chains; the acceptance of longer ones is extrapolated
+MAX_DEPTH = 12  # length of the longest chain that is considered
 MAX_ENTRIES = 512  # positions of all texts together at which a set is tried
-START_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sublayers that the first sets skip
+START_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)  # shares of the sublayers that the first sets skip
 
 
 # --- acceptance ------------------------------------------------------------------------------------------------------

@@ -369,8 +369,8 @@ class StagedDrafter(CausalLMDrafter):
 
 # --- the model in training -------------------------------------------------------------------------------------------
 
-INIT_STD = 0.02  # of a new model's weights
-HEAD_DIM = 64  # of a new model, unless given
+INIT_STD = 0.02  # standard deviation of a new model's weights
+HEAD_DIM = 64  # default for a new model
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _solve_temperature(net: EagleNet, target_head: Linear, batches: Sequence[Sco
         probs.append(truth.to(wide).softmax(-1))
     z, p = torch.cat(logits), torch.cat(probs)
     mean_logit = (p * z).sum(-1).mean()
-    low, high = -7.0, 3.0  # of the scale's logarithm
+    low, high = -7.0, 3.0  # bounds of the scale's logarithm
     for _ in range(20):
         middle = (low + high) / 2
         slope = ((z * math.exp(middle)).softmax(-1) * z).sum(-1).mean() - mean_logit

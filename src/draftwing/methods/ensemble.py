@@ -562,7 +562,7 @@ class CombinedDrafter(Drafter):
         self._offers: list[Offer | None] = [None] * len(self.parts)
         self._extra_from: int | None = None  # the part whose extra nodes are scored (``DraftTree.num_extra_nodes``)
         self._extra: tuple[Tensor, Tensor, int] | None = None
-        self.claims = self._claims = claims  # of greedy requests; of the rows of this step
+        self.claims = self._claims = claims  # for greedy requests; for the rows of this step
         self._step: Proposed | None = None
         self._row: Row | None = None  # the last one that ran alone
         self._budgets: dict[int, tuple[Budget, Claims, int, Budget]] = {}

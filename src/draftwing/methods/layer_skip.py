@@ -65,7 +65,7 @@ class LayerSkipDrafter(NetDrafter):
         self.identity = f"{name} {net.parts!r}"
         self.num_bytes, self.runs_as = net.num_bytes, target.runs_as
         self._over_slots: Runner | None = None
-        self._rest: Runner | None = None  # of the layers behind an early exit
+        self._rest: Runner | None = None  # runs the layers after an early exit
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
         """Return a request for trees from the pending tokens."""

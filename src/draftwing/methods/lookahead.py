@@ -119,7 +119,7 @@ class LookaheadDrafter(Drafter):
         self._vocab_size, self._width, self._ngram, self._guesses = vocab_size, window, ngram, guesses
         self.identity = f"window {window}, ngram {ngram}, guesses {guesses}"
         self.windows: list[LookaheadWindow] = []
-        self._sampling: SamplingBatch | None = None  # of the windows that are being scored
+        self._sampling: SamplingBatch | None = None  # for the windows that are being scored
 
     def admit(self, ctx: Context, features: Tensor | None) -> None:
         self.windows.append(LookaheadWindow(NGramPool(self._guesses)))

@@ -242,7 +242,7 @@ class SelfDrafter(NetDrafter):
 
 # --- registration ----------------------------------------------------------------------------------------------------
 
-_MAX = 1 << 16  # of any option: a larger view saves nothing
+_MAX = 1 << 16  # largest value of any option: a larger view saves nothing
 
 
 def _pool(value: Any) -> int:

@@ -290,7 +290,7 @@ class SuffixDrafter(RetrievalDrafter):
 
 # --- registration ----------------------------------------------------------------------------------------------------
 
-_MEMORY_TOKENS = 1_000_000  # of former requests, by default: 8 MB
+_MEMORY_TOKENS = 1_000_000  # kept from earlier requests by default: 8 MB
 _MIN_MATCH = {"min_match": integer_option("min_match", 1)}
 
 

@@ -36,7 +36,7 @@ from draftwing.models.config import read_config
 from draftwing.text.tokenizer import Tokenizer
 
 END = -1  # follows every text: no pattern contains it
-_MAX_OCCURRENCES = 1024  # of more occurrences, as many are sampled at even distances, so that counts are shares
+_MAX_OCCURRENCES = 1024  # a larger number is sampled at even distances, so that counts are shares
 
 Ids = NDArray[np.int32]
 Order = NDArray[Any]  # int32, or int64 for more tokens than int32 counts

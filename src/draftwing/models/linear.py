@@ -163,7 +163,7 @@ class BlockProduct:
         self._product, self._num_out = product, weight.shape[0]
         self._key = (kind, *weight.shape, weight.dtype)
         self._pairs = _cancelling(weight.detach())
-        self._expected: dict[int, Tensor] = {}  # of the sample, by the number of threads
+        self._expected: dict[int, Tensor] = {}  # products of the sample, by number of threads
         self._verdict()
 
     @property

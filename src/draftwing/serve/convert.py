@@ -20,7 +20,7 @@ from draftwing.serve.models import ChatBody, CompletionBody, Speculation
 from draftwing.serve.tool_calls import CLOSE, OPEN
 from draftwing.text.grammar import Grammar
 
-MAX_SEQUENCES = 128  # of one request: prompts times n
+MAX_SEQUENCES = 128  # per request: prompts times n
 _COMPLETION_TOKENS = 16  # default of completions, as in OpenAI's and vLLM's servers
 _NUM_LAWS = 6  # tokens per distribution in a full trace
 _SAMPLING_FIELDS = (

@@ -61,7 +61,7 @@ class _Choice:
     calls: list[Call] = field(default_factory=list)
     has_begun: bool = False
     is_done: bool = False
-    num_characters: int = 0  # of its tokens so far, for text_offset
+    num_characters: int = 0  # in its tokens so far, for text_offset
 
     @property
     def finish_reason(self) -> str:

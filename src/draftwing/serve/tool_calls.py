@@ -135,7 +135,7 @@ class ToolReader:
                 char = yield from self._object()
             elif char in "<[":
                 mark = char
-                if mark == "[":  # of a list, unless a mark follows
+                if mark == "[":  # a list, unless a mark follows
                     char = yield
                     mark += char
                     if char != "T":

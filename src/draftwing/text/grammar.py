@@ -20,7 +20,7 @@ from draftwing.text.tokenizer import Tokenizer
 
 KINDS = ("json", "regex", "lark")
 MAX_CHARACTERS = 1 << 18
-MAX_LEVELS = 64  # of a schema
+MAX_LEVELS = 64  # nesting of a schema
 # Whitespace between two parts of JSON: a few blanks, or one new line with its indentation. Without a bound, greedy
 # decoding may write blanks forever.
 SPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,48}"

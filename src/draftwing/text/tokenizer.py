@@ -225,7 +225,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop, self._min_ids = tuple(stop), min_ids
-        self._single_texts: dict[int, str] = {}  # of single ids
+        self._single_texts: dict[int, str] = {}  # by id
         self._held = ""  # decoded, but perhaps the beginning of a stop string
         self._stopped: str | None = None
         self._num_tokens = 0

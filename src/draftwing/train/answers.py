@@ -32,7 +32,7 @@ from draftwing.train.data import DataRecord, OnProgress, bare_tokenizer, find_fi
 from draftwing.train.feature_cache import CacheRow, GrowingCache
 
 CHARACTERS_PER_TOKEN = 4  # if there is no tokenizer
-RECORD_START = b'{"id": "'  # of every line of the output
+RECORD_START = b'{"id": "'  # each line of the output starts with this
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,14 @@ from draftwing.train.options import TrainOptions
 
 T = TypeVar("T")
 
-PROMPT_TOKENS = 128  # of a document, from which tau is measured
+PROMPT_TOKENS = 128  # prompt length when tau is measured on documents
 VALIDATION_BATCHES = 4
 # Calibration.
 MAX_ROWS = 4096  # positions that are drawn for one fit
 SCALES = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0)  # candidates
 MIN_GAIN = 1.01  # first guesses that a scale must make right, relative to none: a smaller gain may be chance
 # Prompts that are stored with the head.
-BEGINNING_TOKENS = 64  # of a document
+BEGINNING_TOKENS = 64  # prompt length in documents
 BEGINNING_DISTANCE = 2048  # tokens between two beginnings in one long document
 CANDIDATES = 4  # looked at for each stored prompt, since long ones are left out
 

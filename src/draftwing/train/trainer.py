@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 EVALUATED = ("iteration", "val_loss", "val_agreement", "tau", "alpha")  # metrics of an evaluation that heads store
-LEAST_SIZE = 2.0**-10  # of a channel that is 0 on the first batch
+LEAST_SIZE = 2.0**-10  # for a channel that is 0 on the first batch
 UNPLANNED = 10**9  # iterations of a timed run until its speed is known
 WARM_UP_ITERATIONS = 3  # slower than the rest, and left out when the speed is measured
 REPLAN = (0.02, 0.25, 0.5, 0.75)  # shares of a timed run after which the number of iterations is estimated again
@@ -171,7 +171,7 @@ class Trainer:
         self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
         self._wrapped, *self._prepared = self.accelerator.prepare(self._loss, *self._optimizers)
         self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
-        self._sizes: dict[str, Tensor] = {}  # of each matrix's inputs
+        self._sizes: dict[str, Tensor] = {}  # mean size of each matrix's inputs
         self._replanned = 0
 
     def run(self) -> Progress:
@@ -190,7 +190,7 @@ class Trainer:
 
     def _run(self) -> Progress:
         self._resume()
-        if not self._sizes:  # of a whole batch, so that all processes find the same
+        if not self._sizes:  # from a whole batch, so that all processes compute the same
             batch = self.source.batch(0)
             with self.accelerator.autocast():
                 self._sizes = input_sizes(self.net, partial(self._loss.eval(), batch, self._truth(batch)))
