@@ -39,7 +39,9 @@ class Trace:
             return
         self.entered.add(code)
         caller = frame.f_back
-        while caller is not None and not caller.f_code.co_filename.startswith(str(SOURCE)):
+        while caller is not None and (
+            not caller.f_code.co_filename.startswith(str(SOURCE)) or caller.f_code.co_name in COMPREHENSIONS
+        ):
             caller = caller.f_back
         if caller is not None and caller.f_code.co_filename != code.co_filename:
             self.crossings.add((caller.f_code, code))

@@ -29,7 +29,6 @@ from draftwing.errors import ConfigError, DraftwingError, DraftwingWarning, Unsu
 from draftwing.limits import RowBudgets, budget_for_rule, names_of
 from draftwing.masks import Masks
 from draftwing.methods.base import Budget, Drafter, NoDrafter
-from draftwing.methods.net_drafter import drafts_at_once
 from draftwing.models.context import Context, Row, TargetOutput
 from draftwing.models.lean import LeanContext, LeanTarget
 from draftwing.models.paged import PAGE, PagedCache, PageTable
@@ -491,7 +490,7 @@ class Decoder:
         least, most = min(rooms), max(rooms)
         if budget.depth >= most:
             budget = cut_depth(budget, most - 1)
-        if wanted is None and self._masks is None and budget.depth < least and drafts_at_once(self.drafter):
+        if wanted is None and self._masks is None and budget.depth < least and self.drafter.is_one_request:
             return planner, budget, None
 
         def revise(tree: DraftTree) -> DraftTree:

@@ -77,37 +77,32 @@ class Built:
         )  # fmt: skip
 
 
+@dataclass(slots=True)
 class FusedStep:
     """A target's part of the kernel call that drafts and verifies.
 
     Attributes:
-        address: of the ``VerifyArgs``.
+        arrays: the memory behind ``args``.
+        logits, out: (B * N, V) and (B * N, F) or None, for the largest possible trees.
+        prepare_seconds: time that it took to make this.
     """
 
-    def __init__(
-        self,
-        args: VerifyArgs,
-        arrays: KernelArgs,
-        logits: Tensor,
-        out: Tensor | None,
-        result: AcceptResult,
-        began: float,
-    ) -> None:
-        self._args, self._arrays, self._logits, self._out, self._result = args, arrays, logits, out, result
-        self.address = ctypes.addressof(args)
-        self._prepared = time.perf_counter() - began
+    args: VerifyArgs
+    arrays: KernelArgs
+    logits: Tensor
+    out: Tensor | None
+    result: AcceptResult
+    prepare_seconds: float
 
     def read(self, tree: DraftTree) -> Verified:
         """The result for the drafted trees; its seconds include the preparation and this call."""
         began = time.perf_counter()
         rows, nodes = tree.tokens.shape
-
-        def shaped(values: Tensor) -> Tensor:  # the memory has room for larger trees
-            width = values.shape[1]
-            return values.as_strided((rows, nodes, width), (nodes * width, width, 1))
-
-        logits, out = shaped(self._logits), None if self._out is None else shaped(self._out)
-        accepted, seconds = self._result.read(nodes), self._args.seconds + self._prepared
+        logits, out = (
+            None if block is None else block[: rows * nodes].view(rows, nodes, -1) for block in (self.logits, self.out)
+        )
+        assert logits is not None
+        accepted, seconds = self.result.read(nodes), self.args.seconds + self.prepare_seconds
         return Verified(logits, out, tree, accepted, seconds + time.perf_counter() - began)
 
 
@@ -256,7 +251,7 @@ class KernelRunner(Runner):
         fused = None
         if verify is not None and isinstance(verify.runner, KernelRunner) and verify.runner is not self:
             fused = verify.runner.fused_step(verify, 1 + min(max_nodes, room - 1))
-        draft.verify_args = None if fused is None else fused.address
+        draft.verify_args = None if fused is None else ctypes.addressof(fused.args)
         nodes = program.kernel.draft(
             program.ops, program.num_ops, ctypes.byref(levels), ctypes.byref(unread), ctypes.byref(draft),
             arrays.numbers("q", [row.tokens[row.length] for row in request.ctx.rows]), torch.get_num_threads(),
@@ -379,7 +374,7 @@ class KernelRunner(Runner):
         out = None
         if built.out >= 0:
             out, batch.buffers[built.out] = self._verified_out.take(rows * nodes, self._shape.out_width)
-        return FusedStep(args, arrays, logits, out, result, began)
+        return FusedStep(args, arrays, logits, out, result, time.perf_counter() - began)
 
     def _accept_result(self, accept: AcceptArgs, rows: int, nodes: int) -> AcceptResult:
         result, built, shape = AcceptResult(accept, rows, nodes, self._numbers), self._built, self._shape

@@ -184,6 +184,8 @@ class Drafter:
         identity: besides ``name``, tells apart what caches must not mix up: two heads of one name.
         num_bytes: weights that one forward of its network reads, including the LM head.
         runs_as: what computes its matrices, such as ``CPU kernel, int8``; empty without a network.
+        is_one_request: its ``propose`` is one request to a runner (``NetDrafter``), so that the target may verify the
+            trees in the same call.
         context: tokens beyond which a draft does not become slower; 0 if its time hardly depends on the context.
         part_names: the drafters it combines, among which a request may choose.
     """
@@ -199,6 +201,7 @@ class Drafter:
     identity: str = ""
     num_bytes: int = 0
     runs_as: str = ""
+    is_one_request: bool = False
     context: int = 0
     part_names: tuple[str, ...] = ()
 

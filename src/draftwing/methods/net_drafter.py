@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeGuard
+from typing import Any
 
 from torch import Tensor
 
@@ -37,6 +37,12 @@ class NetDrafter(Drafter):
     """
 
     runner: Runner
+    is_one_request = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "propose" in cls.__dict__ and "is_one_request" not in cls.__dict__:
+            cls.is_one_request = False
 
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
         """Return the trees to draft, or None to draft nothing. May be called again for a repeated step."""
@@ -55,16 +61,6 @@ class NetDrafter(Drafter):
         """Return trees in the shape of ``budget`` (see ``runtime.tree_builder``)."""
         request = self.request(ctx, sampling, budget)
         return ctx.roots() if request is None else self.receive(ctx, self.draft(request))
-
-    @property
-    def is_one_request(self) -> bool:
-        """False if a subclass overrides ``propose``."""
-        return type(self).propose is NetDrafter.propose
-
-
-def drafts_at_once(drafter: object) -> TypeGuard[NetDrafter]:
-    """Return True if a draft is one request, whose trees are proposed unchanged."""
-    return isinstance(drafter, NetDrafter) and drafter.is_one_request
 
 
 class PendingFeatures:

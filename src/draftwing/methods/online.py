@@ -303,10 +303,6 @@ class OnlineDrafter(NetDrafter):
         last = _cloned(features[0, -NUM_SHARED:])
         self._trails.append(_Trail(ctx.rows[-1].length - len(last), [last]))
 
-    @property
-    def is_one_request(self) -> bool:
-        return isinstance(self._drafter, NetDrafter) and self._drafter.is_one_request
-
     def request(self, ctx: Context, sampling: SamplingBatch, budget: Budget) -> DraftRequest | None:
         self._end_long(ctx)
         return self._drafter.request(ctx, sampling, budget)

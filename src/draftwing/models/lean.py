@@ -23,7 +23,7 @@ from draftwing.cpu.packed import NotFiniteError, Packed
 from draftwing.errors import CheckpointError
 from draftwing.formats.gguf_weights import open_weights
 from draftwing.methods.base import Budget, Drafter
-from draftwing.methods.net_drafter import drafts_at_once
+from draftwing.methods.net_drafter import NetDrafter
 from draftwing.models.attention import Attend
 from draftwing.models.cache import KVCache
 from draftwing.models.config import ModelConfig, module_names, num_modules, read_config
@@ -253,6 +253,7 @@ class LeanTarget(Target):
         self.num_layers, self.max_length = config.num_layers, config.context_length
         self.dtype, self.device = dtype or net.dtype, net.device
         self.eos_ids = config.eos_ids
+        self.applies_match = runtime.name == "kernel"
 
     @classmethod
     def from_folder(
@@ -321,10 +322,6 @@ class LeanTarget(Target):
         return self.runs.name
 
     @property
-    def applies_match(self) -> bool:  # type: ignore[override]  # depends on the instance
-        return self.runs.name == "kernel"
-
-    @property
     def num_weight_bytes(self) -> int:
         layers = sum(layer.num_attention_bytes + layer.mlp.num_bytes for layer in self.net.layers)
         return self.net.head.num_bytes + layers
@@ -381,7 +378,7 @@ class LeanTarget(Target):
         self, drafter: Drafter, ctx: Context, sampling: SamplingBatch, budget: Budget, accept: AcceptArgs | None
     ) -> Drafted:
         """See ``Target.propose``. If the draft is one request to a kernel runner, the same call verifies the trees."""
-        if not drafts_at_once(drafter):
+        if not (drafter.is_one_request and isinstance(drafter, NetDrafter)):
             return super().propose(drafter, ctx, sampling, budget, accept)
         request = drafter.request(ctx, sampling, budget)
         if request is None:
