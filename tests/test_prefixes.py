@@ -73,7 +73,7 @@ def cases(*few):
 def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
     here = lab(family)
     own, history = engine_of(here, name), text(1, 70)
-    hits = 0
+    num_before = 0
     for turn in range(3):
         request, found = decoded(own, history, temperature)
         fresh, nothing = decoded(engine_of(here, name), history, temperature)
@@ -82,10 +82,12 @@ def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
         if family == "kernel":  # to the bit
             assert request.logprobs == fresh.logprobs
         assert shape_of(request) == shape_of(fresh)  # a head's slots are those that it would have written itself
-        assert bool(found) == bool(turn)
-        hits += found
-        history = [*history, *request.token_ids, *text(2 + turn, 20)]
-    assert hits == PAGE + (PAGE if len(history) < 200 else 2 * PAGE)
+        # A head reads the tokens of the last step only with its next draft, which never came.
+        assert max(num_before - 10, 0) <= found <= num_before
+        assert found == num_before or name not in ("none", "lookup-tree")
+        history = [*history, *request.token_ids]
+        num_before = len(history) - 1
+        history += text(2 + turn, 20)
 
 
 @pytest.mark.parametrize(
@@ -98,29 +100,46 @@ def test_turns_go_on_from_the_slots_of_the_last(name, family, temperature, lab):
         ),
     ],
 )
-def test_a_page_counts_with_the_token_behind_it(name, family, lab):
-    """A head's last entry of a page reads that token."""
+def test_a_slot_counts_with_the_token_behind_it(name, family, lab):
+    """A head's entry reads that token, too."""
     here, prompt = lab(family), text(5, 2 * PAGE + 3)
-    own = engine_of(here, name)
-    decoded(own, prompt)
-    for at, expected in ((PAGE, 0), (PAGE + 1, PAGE), (2 * PAGE, PAGE), (2 * PAGE + 1, 2 * PAGE)):
-        other = [*prompt]
-        other[at] = 3 if prompt[at] != 3 else 4
+    for place, expected in (
+        (1, 0),
+        (2, 1),
+        (PAGE, PAGE - 1),
+        (PAGE + 1, PAGE),
+        (PAGE + 9, PAGE + 8),
+        (2 * PAGE, 2 * PAGE - 1),
+    ):
+        own, other = engine_of(here, name), [*prompt]
+        decoded(own, prompt)
+        other[place] = 3 if prompt[place] != 3 else 4
         request, found = decoded(own, other)
         fresh, _ = decoded(engine_of(here, name), other)
         assert found == expected
         assert request.token_ids == fresh.token_ids
         assert shape_of(request) == shape_of(fresh)
-        own = engine_of(here, name)
-        decoded(own, prompt)
-    for length, expected in (
-        (PAGE, 0),
-        (PAGE + 1, 0),
-        (PAGE + 2, PAGE),
-        (2 * PAGE + 1, PAGE),
-        (2 * PAGE + 2, 2 * PAGE),
-    ):
-        assert decoded(own, prompt[:length], max_tokens=2)[1] == expected
+    own = engine_of(here, name)
+    decoded(own, prompt)
+    for length in (2, 3, PAGE, PAGE + 1, PAGE + 2, 2 * PAGE + 1, 2 * PAGE + 2):
+        assert decoded(own, prompt[:length], max_tokens=2)[1] == length - 2
+
+
+def test_pages_that_others_hold_are_copied_before_they_are_written(lab):
+    """Texts that part in the middle of a page, while the first one is still running."""
+    here, prompt = lab(FAMILIES[-1]), text(6, PAGE + 20)
+    own, sampling = engine_of(here, "eagle3-dynamic"), Sampling(max_tokens=20, ignore_eos=True)
+    others = [prompt, [*prompt[:-3], 5, 6], [*prompt[: PAGE + 5], *text(9, 30)], prompt[: PAGE + 9]]
+    requests = []
+    for other in others:
+        requests.append(own.submit(other, sampling))
+        own.step()
+        own.check()
+    assert [request.num_cached for request in requests] == [0, PAGE + 16, PAGE + 4, PAGE + 7]
+    own.run()
+    own.check()
+    for request, other in zip(requests, others, strict=True):
+        assert request.token_ids == decoded(engine_of(here, "eagle3-dynamic"), other, max_tokens=20)[0].token_ids
 
 
 def test_requests_that_run_share_pages(lab):
@@ -159,7 +178,7 @@ def test_what_a_request_has_read_itself_is_not_counted_as_cached(lab):
     assert (other.num_cached, request.num_cached) == (0, 0)
     again = own.submit(prompt, sampling)
     own.run()
-    assert again.num_cached == 2 * PAGE
+    assert again.num_cached == len(prompt) - 2
 
 
 def test_what_was_used_last_is_kept_longest(lab):
@@ -167,10 +186,10 @@ def test_what_was_used_last_is_kept_longest(lab):
     prompts = [text(seed, PAGE + 6) for seed in range(8)]
     for prompt in prompts[:3]:
         decoded(own, prompt, max_tokens=3)
-    assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE
+    assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE + 4
     for prompt in prompts[3:]:
         decoded(own, prompt, max_tokens=3)
-        assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE
+        assert decoded(own, prompts[0], max_tokens=3)[1] == PAGE + 4
         assert own.stats.num_slots_used == 0
     assert own.decoder.pages.num_kept <= 6
     assert len(own.decoder.pages.prefixes) == own.decoder.pages.num_kept
@@ -199,7 +218,7 @@ def test_a_row_with_nan_leaves_nothing_behind(folder_of):
         own.check()
         assert broken.finish_reason == "error"
         assert fine.token_ids == wanted.token_ids
-    assert own.stats.num_prefix_hits == 2 * PAGE  # of the good one alone
+    assert own.stats.num_prefix_hits == 2 * (len(good) - 2)  # of the good one alone
 
 
 def test_positions_that_depend_on_the_prompt_share_nothing(folder_of):
@@ -252,13 +271,17 @@ def test_pages_are_found_by_all_tokens_up_to_them():
         table.hold(0, [len(tokens)], 0)
         prefixes.remember(tokens, table.rows[0], len(tokens) - 1)
         table.remove(0, 0)
-    assert table.num_kept == 6
-    assert len({*prefixes.find(first), *prefixes.find(second)}) == 6
-    assert prefixes.find([*first[:PAGE], *second[PAGE:]]) == prefixes.find(first)  # behind the first page they agree
-    assert prefixes.find([*first[: PAGE + 1], 3, *first[PAGE + 2 :]]) == prefixes.find(first)[:1]
-    table.hold(0, [9 * PAGE], 0)  # of 12 pages 6 are empty: the ends of the oldest texts go first
-    assert len(prefixes.find(first)) == 0
-    assert len(prefixes.find(second)) == 3
+    assert table.num_kept == 8
+    assert len({*prefixes.find(first).pages, *prefixes.find(second).pages}) == 6
+    assert prefixes.find([*first[:PAGE], *second[PAGE:]]) == prefixes.find(first)  # after the first page they agree
+    assert prefixes.find(first).num_slots == len(first) - 2
+    parted = prefixes.find([*first[: PAGE + 2], 3, *first[PAGE + 3 :]])
+    whole = prefixes.find(first).pages
+    assert parted == (whole[:1], whole[1], PAGE + 1)
+    table.hold(0, [9 * PAGE], 0)  # of 12 pages 4 are empty: the ends of the oldest texts go first
+    assert prefixes.find(first) == ([], None, 0)
+    found = prefixes.find(second)
+    assert (len(found.pages), found.partial, found.num_slots) == (3, None, 3 * PAGE)
     table.check()
 
 
@@ -269,9 +292,46 @@ def test_what_a_head_has_not_read_is_not_kept(lab):
     lazy = own.submit(prompt, Sampling(max_tokens=80, ignore_eos=True), speculation="none")
     own.run()
     own.check()
-    assert len(own.decoder.pages.prefixes._keys) == 1  # of the prompt: its last entry waits for the token behind it
     request, found = decoded(own, [*prompt, *lazy.token_ids])
     fresh, _ = decoded(engine_of(here, "eagle3-dynamic"), [*prompt, *lazy.token_ids])
-    assert found == PAGE
+    assert found == 2 * PAGE - 2  # of the prompt, whose last entry waits for the token behind it
     assert request.token_ids == fresh.token_ids
     assert shape_of(request) == shape_of(fresh)
+
+
+def test_a_page_that_holds_more_replaces_those_that_hold_less():
+    table = PageTable(4, 1024)
+    made = table.cache(1, 1, 8, torch.float32, torch.device("cpu"))
+    table.allocate(20 * made.num_page_bytes)
+    prefixes, tokens = Prefixes(table), text(1, 2 * PAGE)
+    for length in (5, 9, 9, 7, PAGE + 1, PAGE + 4, PAGE + 3):
+        table.hold(0, [length], 0)
+        prefixes.remember(tokens[:length], table.rows[0], length - 1)
+        table.remove(0, 0)
+    assert len(prefixes) == table.num_kept == 2
+    other = [*tokens[:7], tokens[7] + 1]  # neither begins the other: both are kept
+    table.hold(0, [len(other)], 0)
+    prefixes.remember(other, table.rows[0], len(other) - 1)
+    table.remove(0, 0)
+    assert len(prefixes) == table.num_kept == 3
+    assert prefixes.find([*other, 3]).num_slots == 7
+    assert prefixes.find([*tokens[:8], 3]).num_slots == 7
+    table.check()
+
+
+def test_a_copied_page_has_the_content_of_its_source():
+    table = PageTable(4, 1024)
+    caches = [table.cache(2, 3, 8, torch.float32, torch.device("cpu")) for _ in range(2)]
+    table.allocate(5 * sum(cache.num_page_bytes for cache in caches))
+    table.hold(0, [PAGE], 0)
+    source = table.rows[0][0]
+    for number, cache in enumerate(caches):
+        cache.data[..., source * PAGE : (source + 1) * PAGE, :] = number + torch.arange(PAGE)[:, None]
+    copied = table.copy(source)
+    assert copied not in (source, None)
+    for cache in caches:
+        pages = cache.data.unflatten(4, (-1, PAGE))
+        assert torch.equal(pages[..., copied, :, :], pages[..., source, :, :])
+    table.hold(0, [2 * PAGE], 0)
+    assert table.copy(source) is None  # there is no third page
+    assert table.uses[source] == 1

@@ -287,14 +287,24 @@ class Decoder:
             if self.pages is not None:
                 self.num_prefix_queries += prefill.row.length
                 if self.shares_prefixes and not prefill.skips_drafter:
-                    for page in self.pages.prefixes.find(prefill.row.tokens):
-                        self.pages.share(page)
-                        prefill.pages.append(page)
-                    prefill.done = prefill.row.resumed = len(prefill.pages) * PAGE
+                    self._share_prefix(prefill)
                     self.num_prefix_hits += prefill.done
                 if request.num_cached is None:  # later it may find its own pages
                     request.num_cached = prefill.done
             return prefill
+
+    def _share_prefix(self, prefill: Prefill) -> None:
+        """Start a row with the slots of earlier requests: whole pages are shared, and part of one is copied."""
+        pages = cast(PageTable, self.pages)
+        prefix = pages.prefixes.find(prefill.row.tokens)
+        for page in prefix.pages:
+            pages.share(page)
+            prefill.pages.append(page)
+        num_slots = len(prefix.pages) * PAGE
+        if prefix.partial is not None and (copied := pages.copy(prefix.partial)) is not None:
+            prefill.pages.append(copied)
+            num_slots = prefix.num_slots
+        prefill.done = prefill.row.resumed = num_slots
 
     def _skips_drafter(self, request: Request) -> bool:
         """True if a lone request is decoded without the drafter, since drafts did not pay in earlier ones.

@@ -423,7 +423,7 @@ class Engine:
         tokens = [*request.prompt_ids, *request.token_ids]
         if expected - pages_of(len(tokens)) > pages.num_available:
             return False
-        prefix = pages.prefixes.find(tokens) if decoder.shares_prefixes else []
+        prefix = pages.prefixes.find(tokens).pages if decoder.shares_prefixes else []
         return expected - sum(pages.uses[page] > 0 for page in prefix) <= pages.num_available
 
     def _num_wanted(self) -> int:

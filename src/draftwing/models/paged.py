@@ -10,9 +10,11 @@ Shape suffixes: L layers, B rows, N nodes, K heads, S slots, D head dimension, P
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError, SlotsError
 from draftwing.models.cache import KEY_BLOCK, KVCache
-from draftwing.torch_utils import clear
+from draftwing.torch_utils import clear, put
 
 PAGE = KEY_BLOCK  # slots
 SPARE = 2  # pages that belong to no row
@@ -221,6 +223,18 @@ class PageTable:
         self._kept.pop(page, None)
         self.uses[page] += 1
 
+    def copy(self, source: int) -> int | None:
+        """Take a page with the content of a known one; None if no page is left."""
+        self.share(source)  # or it could be the one that is taken
+        page = None
+        if self.num_available:
+            page = self._take()
+            for cache in self.caches:
+                slots = cache.data.unflatten(4, (-1, PAGE))
+                put(slots[..., page, :, :], slots[..., source, :, :])
+        self.release([source])
+        return page
+
     def remember(self, page: int) -> None:
         """Keep a page after its last holder has released it, as long as there is room."""
         self._is_known.add(page)
@@ -372,14 +386,25 @@ def new_cache(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dt
     return table.cache(num_layers, num_kv_heads, head_dim, dtype, device)
 
 
-_PrefixKey = tuple[int, tuple[int, ...]]  # the number of the page before, and the tokens of the page and the next one
+class Prefix(NamedTuple):
+    """The start of a text that is in known pages.
+
+    Attributes:
+        pages: whole pages, which can be shared.
+        partial: a page whose first slots continue them, to be copied; None if there is none.
+        num_slots: slots in both.
+    """
+
+    pages: list[int]
+    partial: int | None
+    num_slots: int
 
 
 class Prefixes:
-    """Finds pages by the tokens they hold. Keys contain all tokens, so that no two prefixes can be confused.
+    """Finds pages by the tokens they hold: all tokens up to them are compared, so no two prefixes can be confused.
 
-    Only whole pages are shared. A drafter's slot may depend on the token after its position (entry i of an EAGLE head
-    reads feature i and token i + 1), so a page matches only if the token after it does, too.
+    A drafter's slot may depend on the token after its position (entry i of an EAGLE head reads feature i and token
+    i + 1), so a slot counts only if the token after it is the same, too.
 
     Args:
         table: owns the pages, and reuses those that no row holds when it needs them, the oldest first.
@@ -387,8 +412,10 @@ class Prefixes:
 
     def __init__(self, table: PageTable) -> None:
         self._table = table
-        self._pages: dict[_PrefixKey, tuple[int, int]] = {}  # a page, and a number that no other page ever gets
-        self._keys: dict[int, _PrefixKey] = {}
+        # Tokens of the known pages that follow a whole page, and of the token after each, sorted; none begins another.
+        self._after: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of each page: what it follows, and its tokens
+        self._numbers: dict[int, int] = {}  # of each page, which no other one ever gets; 0 is the start of a text
         self._next = 1
 
     def __len__(self) -> int:
@@ -398,48 +425,71 @@ class Prefixes:
 
     def clear(self) -> None:
         """Forget all pages."""
-        self._pages, self._keys = {}, {}
+        self._after, self._keys, self._numbers = {}, {}, {}
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """The pages that hold the start of ``tokens``, without its last two tokens at least."""
+    def find(self, tokens: Sequence[int]) -> Prefix:
+        """The known start of ``tokens``, without its last two tokens at least."""
         self._forget_reused()
         pages, before = list[int](), 0
-        for start in range(0, len(tokens) - PAGE - 1, PAGE):
-            match = self._pages.get((before, tuple(tokens[start : start + PAGE + 1])))
-            if match is None:
-                break
-            pages.append(match[0])
-            before = match[1]
-        return pages
+        while True:
+            start = len(pages) * PAGE
+            page, num_common = self._nearest(before, tuple(tokens[start : min(start + PAGE + 1, len(tokens) - 1)]))
+            if num_common <= PAGE:
+                num_copied = max(num_common - 1, 0)
+                return Prefix(pages, page if num_copied else None, start + num_copied)
+            pages.append(page)
+            before = self._numbers[page]
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int], num_valid: int) -> None:
         """Keep the pages of a row, of which the first ``num_valid`` slots are final."""
         self._forget_reused()
-        before = 0
-        for place in range(min(num_valid // PAGE, (len(tokens) - 1) // PAGE)):
-            start, page = place * PAGE, pages[place]
-            key = before, tuple(tokens[start : start + PAGE + 1])
-            match = self._pages.get(key)
-            if match is None:
-                if page in self._keys:  # known by tokens whose start is gone
-                    del self._pages[self._keys.pop(page)]
-                match = self._pages[key] = page, self._next
-                self._keys[page] = key
+        before, end = 0, min(num_valid, len(tokens) - 1)
+        for start, page in zip(range(0, end, PAGE), pages, strict=False):
+            key = tuple(tokens[start : min(start + PAGE, end) + 1])
+            known, num_common = self._nearest(before, key)
+            if num_common < len(key):
+                if num_common and num_common == len(self._keys[known][1]):  # the other page holds less
+                    self.drop([known])
+                self._remove(page)  # it may be known by other tokens
+                known = page
+                insort(self._after.setdefault(before, []), (key, page))
+                self._keys[page], self._numbers[page] = (before, key), self._next
                 self._next += 1
                 self._table.remember(page)
-            before = match[1]
+            before = self._numbers[known]
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Forget pages whose content is wrong."""
+        """Forget pages whose content is wrong or is held by another page."""
         for page in pages:
-            key = self._keys.pop(page, None)
-            if key is not None:
-                del self._pages[key]
+            if self._remove(page):
                 self._table.forget(page)
+
+    def _nearest(self, before: int, key: tuple[int, ...]) -> tuple[int, int]:
+        """The page after ``before`` that has most of its first tokens in common with ``key``, and their number."""
+        siblings = self._after.get(before, [])
+        place = bisect_left(siblings, (key,))
+        page, longest = 0, 0
+        for tokens, other in siblings[max(place - 1, 0) : place + 1]:
+            num = next(
+                (i for i, (a, b) in enumerate(zip(tokens, key, strict=False)) if a != b), min(len(tokens), len(key))
+            )
+            if num > longest:
+                page, longest = other, num
+        return page, longest
+
+    def _remove(self, page: int) -> bool:
+        key = self._keys.pop(page, None)
+        if key is None:
+            return False
+        before, tokens = key
+        siblings = self._after[before]
+        del siblings[bisect_left(siblings, (tokens, page))]
+        if not siblings:
+            del self._after[before]
+        del self._numbers[page]
+        return True
 
     def _forget_reused(self) -> None:
         reused, self._table.forgotten = self._table.forgotten, []
         for page in reused:
-            key = self._keys.pop(page, None)
-            if key is not None:
-                del self._pages[key]
+            self._remove(page)
