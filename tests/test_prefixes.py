@@ -322,15 +322,15 @@ def test_a_page_that_holds_more_replaces_those_that_hold_less():
 def test_a_copied_page_has_the_content_of_its_source():
     table = PageTable(4, 1024)
     caches = [table.cache(2, 3, 8, torch.float32, torch.device("cpu")) for _ in range(2)]
-    table.allocate(5 * sum(cache.num_page_bytes for cache in caches))
+    table.allocate(5 * sum(slots.num_page_bytes for slots in caches))
     table.hold(0, [PAGE], 0)
     source = table.rows[0][0]
-    for number, cache in enumerate(caches):
-        cache.data[..., source * PAGE : (source + 1) * PAGE, :] = number + torch.arange(PAGE)[:, None]
+    for number, slots in enumerate(caches):
+        slots.data[..., source * PAGE : (source + 1) * PAGE, :] = number + torch.arange(PAGE)[:, None]
     copied = table.copy(source)
     assert copied not in (source, None)
-    for cache in caches:
-        pages = cache.data.unflatten(4, (-1, PAGE))
+    for slots in caches:
+        pages = slots.data.unflatten(4, (-1, PAGE))
         assert torch.equal(pages[..., copied, :, :], pages[..., source, :, :])
     table.hold(0, [2 * PAGE], 0)
     assert table.copy(source) is None  # there is no third page
