@@ -319,9 +319,9 @@ def test_a_file_of_another_kind_is_left_alone(content, dialogues, tmp_path):
 
 
 def test_output_that_cannot_be_written(dialogues, tmp_path):
-    with refused(DataError, "cannot be read and written", "give another file"):
+    with refused(DataError, "cannot be written", "check the path"):
         regenerate(read_tasks([dialogues]), Echo(), tmp_path)
-    with refused(DataError, "cannot be written to", "give another file"):
+    with refused(DataError, "cannot be written", "part of the path is a file"):
         regenerate(read_tasks([dialogues]), Echo(), dialogues / "out.jsonl")
 
 

@@ -432,7 +432,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(how, folder, tmp_path, monkeypa
         trainer = make(folder, out)
         if how == "replace":
             trainer._drop_later_metrics = lambda: None  # which replaces a file too
-        with pytest.raises(CheckpointError, match=r"cannot be written \(.*free some space.* before this one is whole"):
+        with pytest.raises(CheckpointError, match=r"cannot be written \(.*make room.* before this one is whole"):
             trainer.run()
     assert sorted(path.name for path in out.iterdir()) == [CHECKPOINT, "head", METRICS]
     assert read_checkpoint(out)["iteration"] == 3
@@ -442,10 +442,10 @@ def test_a_full_disk_leaves_the_older_checkpoint(how, folder, tmp_path, monkeypa
 
 def test_folders_that_cannot_hold_a_run(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"file cannot be written \(.*choose another --out"):
+    with pytest.raises(CheckpointError, match=r"file: cannot be written \(.*part of the path is a file"):
         make(folder, tmp_path / "file").run()
     (tmp_path / METRICS).mkdir()
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written \(.*choose another --out"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written \("):
         make(folder, tmp_path).run()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / CHECKPOINT).write_bytes(b"PK\x03\x04 half a checkpoint")

@@ -25,9 +25,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from draftwing.errors import ConfigError, DataError
 from draftwing.sampling import Sampling
+from draftwing.storage import locked, writing
 from draftwing.text.prompts import Message
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.checkpoint import locked
 from draftwing.train.data import DataRecord, OnProgress, bare_tokenizer, find_files, read_records
 from draftwing.train.feature_cache import CacheRow, GrowingCache
 
@@ -194,17 +194,15 @@ def read_tasks(
     return list(tasks.values())[:limit]
 
 
-def _parts(record: DataRecord, count: int, prompt_tokens: int) -> Iterator[DataRecord]:
+def _parts(record: DataRecord, count: int, prompt_tokens: int) -> list[DataRecord]:
     """Cut a document into up to ``count`` parts of similar length; a dialogue is one part."""
     text = record.text or ""
     count = min(count, len(text) // (2 * CHARACTERS_PER_TOKEN * prompt_tokens))
     if count < 2:
-        yield record
-        return
-    starts = [text.find("\n", len(text) * part // count) + 1 for part in range(1, count)]
-    for start, end in itertools.pairwise(sorted({0, *starts, len(text)})):
-        if text[start:end].strip():
-            yield replace(record, text=text[start:end].strip("\n"))
+        return [record]
+    starts = {0, len(text), *(text.find("\n", len(text) * part // count) + 1 for part in range(1, count))}
+    parts = [text[start:end] for start, end in itertools.pairwise(sorted(starts))]
+    return [replace(record, text=part.strip("\n")) for part in parts if part.strip()]
 
 
 def _make_task(record: DataRecord, prompt_tokens: int, bare: FastTokenizer | None) -> Task | None:
@@ -282,16 +280,21 @@ def regenerate(
     num_written = num_tokens = 0
     skipped: list[tuple[str, str]] = []
     with locked(output, DataError, is_file=True), nullcontext() if cache is None else cache.opened():
-        finished = _finished(output)
-        waiting = [
-            task for task in tasks if task.id not in finished or (cache is not None and task.key not in cache.old_rows)
-        ]
-        num_kept = len(tasks) - len(waiting)
-        began = time.perf_counter()
         if cache is not None:
             cache.check_room()
-        with _open(output) as file:
+        with writing(output, DataError):
+            output.touch()
+            file = output.open("r+b")
+        with file:
+            finished = _read_finished(output, file)
             records = _Output(output, file, finished, cache)
+            waiting = [
+                task
+                for task in tasks
+                if task.id not in finished or (cache is not None and task.key not in cache.old_rows)
+            ]
+            num_kept = len(tasks) - len(waiting)
+            began = time.perf_counter()
             if on_progress is not None:
                 on_progress(num_kept, len(tasks))
             try:
@@ -307,8 +310,7 @@ def regenerate(
             finally:
                 records.flush()
     if skipped and not num_written and not num_kept:
-        where, why = skipped[0]
-        raise DataError(f"none of the {len(skipped)} prompts could be answered; the first one, {where}: {why}")
+        raise DataError(f"none of the {len(skipped)} prompts could be answered; the first one, {': '.join(skipped[0])}")
     return Regenerated(num_written, num_kept, num_tokens, tuple(skipped), time.perf_counter() - began)
 
 
@@ -340,8 +342,8 @@ class _Output:
         """Add a record, and flush if a shard is full or there is no cache."""
         pending, task, cache = self._pending, answer.task, self._cache
         line = (json.dumps(answer.to_dict(), ensure_ascii=False) + "\n").encode("utf-8", "replace")
-        known = self._finished.get(task.id)
-        if known is not None and known != _digest(json.loads(line)):
+        old_digest = self._finished.get(task.id)
+        if old_digest is not None and old_digest != _digest(json.loads(line)):
             raise self._conflict(task)
         if cache is not None:
             if answer.row is None:
@@ -351,11 +353,11 @@ class _Output:
                 pending.rows[task.key] = answer.row
             elif not np.array_equal(old_row.ids, answer.row.example.ids):
                 raise self._conflict(task)
-        if known is None:
+        if old_digest is None:
             pending.lines.append(line)
         if cache is None or not pending.rows:
             self.flush()
-        elif cache.is_enough(pending.rows.values()):
+        elif cache.num_bytes_of(pending.rows.values()) >= cache.shard_bytes:
             self.flush()
             cache.check_room()
 
@@ -366,15 +368,10 @@ class _Output:
             self._cache.write(pending.number, pending.rows)
             self._cache.write_index()
         content = b"".join(pending.lines)
-        try:
+        with writing(self._path, DataError, "; then run the same command again: what was finished is kept"):
             self._file.seek(pending.end)
             self._file.write(content)
             self._file.flush()
-        except OSError as error:
-            raise DataError(
-                f"{self._path}: cannot be written to ({error}): make room, then run the same command again; what was "
-                f"finished is kept"
-            ) from error
         self._pending = self._next(pending.end + len(content))
 
     def _conflict(self, task: Task) -> DataError:
@@ -384,49 +381,28 @@ class _Output:
         )
 
 
-def _open(output: Path) -> BinaryIO:
-    try:
-        output.touch()
-        return output.open("r+b")
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written to ({error}): give another file") from error
-
-
-def _finished(output: Path) -> dict[str, bytes]:
+def _read_finished(output: Path, file: BinaryIO) -> dict[str, bytes]:
     """Return the ids in the file, with a digest of each record; a partial last line of a killed run is cut off."""
-    if not output.exists():
-        return {}
     digests: dict[str, bytes] = {}
-    try:
-        with output.open("r+b") as file:
-            end = 0
-            for number, line in enumerate(file, 1):
-                record = _parse(line)
-                if record is None:
-                    if line.endswith(b"\n") or not line.startswith(RECORD_START[: len(line)]):
-                        raise DataError(
-                            f"{output}, line {number}: expected a record that an earlier run wrote, found "
-                            f"{line[:40]!r}: give another file to write to"
-                        )
-                    break
-                digests[record["id"]] = _digest(record)
-                end += len(line)
-                if not line.endswith(b"\n"):  # only its line end is missing
-                    file.seek(end)
-                    file.write(b"\n")
-                    return digests
-            file.truncate(end)
-    except OSError as error:
-        raise DataError(f"{output}: cannot be read and written ({error}): give another file") from error
+    end, line = 0, b""
+    for number, line in enumerate(file, 1):
+        try:
+            record = json.loads(line)
+            digests[str(record["id"])] = _digest(record)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            if not line.endswith(b"\n") and line.startswith(RECORD_START[: len(line)]):
+                line = b"\n"
+                break
+            raise DataError(
+                f"{output}, line {number}: expected a record that an earlier run wrote, found {line[:40]!r}: give "
+                f"another file to write to"
+            ) from None
+        end += len(line)
+    file.seek(end)
+    file.truncate()
+    if end and not line.endswith(b"\n"):
+        file.write(b"\n")
     return digests
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
 
 
 def _digest(record: Mapping[str, Any]) -> bytes:

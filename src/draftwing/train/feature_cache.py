@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,10 +36,9 @@ from torch import Tensor
 
 from draftwing.errors import ConfigError, DataError, NumericsError
 from draftwing.formats.identity import differences, target_id
-from draftwing.formats.write import write_fix
 from draftwing.methods.net import TargetId
 from draftwing.models.target import Target
-from draftwing.train.checkpoint import locked, write_atomically
+from draftwing.storage import locked, replacing, writing
 from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example, OnProgress, collate
 from draftwing.train.features import FeatureBatch, best_tokens, hidden_states, read_text
 
@@ -59,7 +57,7 @@ MAX_DIFFERENCE_QUANTIZED = 0.5
 MIN_COMPARED_TOKENS = 16  # the states of first tokens are similar in many models
 _MAKE = "`draftwing data cache`"
 _REPAIR = f"the {_MAKE} or `data regenerate` that made the cache again: it makes what is missing"
-_DAMAGED = "expected a whole shard of a cache, found a damaged one"
+_KEPT = "; whole shards stay, and the same command continues from there"
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,10 @@ class Shard:
             )
 
     def _damaged(self, problem: object) -> DataError:
-        return DataError(f"{self.path}: {_DAMAGED} ({problem}); delete it, and run {_REPAIR}")
+        return DataError(
+            f"{self.path}: expected a whole shard of a cache, found a damaged one ({problem}); delete it, and run "
+            f"{_REPAIR}"
+        )
 
 
 class FeatureCache:
@@ -295,16 +296,10 @@ class FeatureCache:
         shard, start, end = self._place(number)
         return Example(shard.ids[start:end], shard.mask[start:end])
 
-    def states(self, number: int) -> Tensor:
-        """(T, S, H) a row's hidden states, in the order of ``info.states``."""
+    def states(self, number: int) -> tuple[Tensor, np.ndarray]:
+        """(T, S, H) a row's hidden states, in the order of ``info.states``, and (T,) the best token after each."""
         shard, start, end = self._place(number)
-        return shard.states(start, end)
-
-    def best(self, number: int) -> np.ndarray:
-        """(T,) the target's best token after each token of a row."""
-        shard, start, end = self._place(number)
-        best: np.ndarray = shard.best[start:end]
-        return best
+        return shard.states(start, end), shard.best[start:end]
 
     def _place(self, number: int) -> tuple[Shard, int, int]:
         start = int(self._starts[number])
@@ -387,8 +382,9 @@ class CachedFeatures(BatchPlan):
         shape = (*batch.ids.shape, len(self._columns), info.target.hidden_size)  # (B, T, S, H)
         stored, best = torch.zeros(shape, dtype=DTYPES[info.dtype]), torch.zeros_like(batch.ids)
         for i, row in enumerate(rows):
-            stored[i, : self.lengths[row]] = self._cache.states(row)[:, self._columns]
-            best[i, : self.lengths[row]] = torch.from_numpy(self._cache.best(row).astype(np.int64))
+            row_states, row_best = self._cache.states(row)
+            stored[i, : self.lengths[row]] = row_states[:, self._columns]
+            best[i, : self.lengths[row]] = torch.from_numpy(row_best.astype(np.int64))
         states = stored.to(self._device).to(self._dtype)  # converted on the device, so that fewer bytes go there
         features, last = states[:, :, :-1].flatten(2), states[:, :, -1]
         return FeatureBatch(batch.to(self._device), features, last, best=best.to(self._device))
@@ -429,6 +425,7 @@ class GrowingCache:
 
     Attributes:
         info: see ``CacheInfo``.
+        shard_bytes: size of a shard.
         old_rows: the rows that existed before this run, by key.
 
     Raises:
@@ -447,7 +444,7 @@ class GrowingCache:
         **settings: Any,
     ) -> None:
         self.info = CacheInfo.new(target, taps, identity, dtype, **settings)
-        self._folder, self._target, self._shard_bytes = Path(folder), target, shard_bytes
+        self._folder, self._target, self.shard_bytes = Path(folder), target, shard_bytes
         self._sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of each existing shard
         self.old_rows: dict[int, Example] = {}
 
@@ -458,7 +455,7 @@ class GrowingCache:
         Raises:
             DataError: another process writes there, or a shard is damaged, or of another cache or other weights.
         """
-        with self._writing():
+        with writing(self._folder, DataError, _KEPT):
             self._folder.mkdir(parents=True, exist_ok=True)
         with locked(self._folder, DataError):
             for path in sorted(self._folder.glob("features-*.safetensors")):
@@ -490,18 +487,13 @@ class GrowingCache:
     def size(self) -> CacheSize:
         return self.info.size(self.num_rows, sum(tokens for _, tokens in self._sizes.values()))
 
-    def size_of(self, rows: Iterable[CacheRow]) -> int:
-        """Return the bytes of rows."""
+    def num_bytes_of(self, rows: Iterable[CacheRow]) -> int:
         lengths = [len(row.states) for row in rows]
         return self.info.size(len(lengths), sum(lengths)).num_bytes
 
-    def is_enough(self, rows: Iterable[CacheRow]) -> bool:
-        """Return True if the rows fill a shard."""
-        return self.size_of(rows) >= self._shard_bytes
-
     def check_room(self, num_bytes: int | None = None, what: str = "the next shard of the cache") -> None:
         """Raise DataError unless the disk has room for this number of bytes, by default of one shard."""
-        num_bytes, free = self._shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
+        num_bytes, free = self.shard_bytes if num_bytes is None else num_bytes, shutil.disk_usage(self._folder).free
         if num_bytes > free:
             raise DataError(
                 f"{self._folder}: {what} needs {num_bytes:,} bytes ({_readable(num_bytes)}) more, and the disk has "
@@ -534,24 +526,17 @@ class GrowingCache:
             "lengths": torch.tensor([len(row.states) for row in rows.values()]),
             "rows": torch.tensor(list(rows)),
         }
-        path = self._path(number)
-        partial = path.with_name(path.name + ".partial")
-        with self._writing():
-            try:
-                save_file(contents, partial, metadata={"draftwing": json.dumps(self.info.to_dict())})
-                with partial.open("rb+") as file:
-                    os.fsync(file.fileno())  # or the name might reach the disk before the contents
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+        with writing(self._folder, DataError, _KEPT), replacing(self._path(number)) as partial:
+            save_file(contents, partial, metadata={"draftwing": json.dumps(self.info.to_dict())})
         self._sizes[number] = len(rows), len(states)
 
     def write_index(self) -> None:
         """Write the index of all shards, which makes the cache readable."""
         shards = [self._path(number).name for number in sorted(self._sizes)]
         totals = {"num_rows": self.num_rows, "num_tokens": self.size.num_tokens, "shards": shards}
-        with self._writing():
-            write_atomically(self._folder / INDEX, json.dumps({**self.info.to_dict(), **totals}, indent=2) + "\n")
+        text = json.dumps({**self.info.to_dict(), **totals}, indent=2) + "\n"
+        with writing(self._folder, DataError, _KEPT), replacing(self._folder / INDEX) as partial:
+            partial.write_text(text, encoding="utf-8")
 
     def _path(self, number: int) -> Path:
         return self._folder / f"features-{number + 1:05}.safetensors"
@@ -562,17 +547,6 @@ class GrowingCache:
             f"{path}: belongs to another cache ({why}): choose another folder, delete this one, or give what it was "
             f"made with to continue it"
         )
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn errors of the disk into DataError."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise DataError(
-                f"{self._folder}: the cache cannot be written ({error}): {write_fix(error)}; whole shards stay, and "
-                f"the same command continues from there"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -643,7 +617,7 @@ def write_cache(
                 for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))
                 if key not in old_rows
             }
-            if rows and cache.size_of([*rows.values(), *new_rows.values()]) > shard_bytes:
+            if rows and cache.num_bytes_of([*rows.values(), *new_rows.values()]) > shard_bytes:
                 cache.write(cache.free_number, rows)
                 rows = {}
             rows |= new_rows

@@ -34,7 +34,8 @@ from draftwing.methods.calibration import Calibration
 from draftwing.methods.net import DraftNet
 from draftwing.methods.registry import method_of_net
 from draftwing.models.linear import Linear
-from draftwing.train.checkpoint import locked, read_checkpoint, write_atomically, write_checkpoint, writing
+from draftwing.storage import locked, write_text, writing
+from draftwing.train.checkpoint import read_checkpoint, write_checkpoint
 from draftwing.train.features import FeatureBatch, FeatureSource
 from draftwing.train.loss import Truth, loss_of
 from draftwing.train.options import TrainOptions
@@ -272,7 +273,7 @@ class Trainer:
         with writing(self.out / METRICS):
             lines = [line for line in read_metrics(self.out) if line["iteration"] <= self.iteration]
             if (self.out / METRICS).exists():
-                write_atomically(self.out / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+                write_text(self.out / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
         self._evaluated = next((line for line in reversed(lines) if "val_loss" in line), {})
 
     def _truth(self, batch: FeatureBatch) -> Truth:
