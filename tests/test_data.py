@@ -247,7 +247,6 @@ def test_the_end_token(tokenizer_with, write):
     file = write("a.txt", "add")
     tokenizer = tokenizer_with()
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 2
-    assert read_examples([file], tokenizer, max_length=20, eos_id=7).stream[-1] == 7
     tokenizer = tokenizer_with(eos_token={"content": "<pad>"})
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 0
     tokenizer = tokenizer_with(eos_token=None)
@@ -465,8 +464,6 @@ def test_batches_refuse():
         Batches(corpus_of([np.arange(9)]), 20, 1, 0)
     with refused(ConfigError, "room for 1 of the longest rows, and there are 2 ranks: raise tokens_per_batch to 76"):
         Batches(rows, 50, 50, 0).batch(0, 1, 2)
-    with refused(ConfigError, "batch -1 for rank 0 of 1 does not exist"):
-        Batches(rows, 50, 50, 0).batch(-1)
     with refused(ConfigError, "seed must be at least 0, found -1"):
         Batches(rows, 50, 50, -1)
 

@@ -366,9 +366,10 @@ def test_the_commands_that_serve(tmp_path):
         f"--speculative-draft-model-path '{tmp_path}/a head' --speculative-num-steps 5 --speculative-eagle-topk 4 "
         "--speculative-num-draft-tokens 8"
     )
-    chain = serve_command("sglang", "m", tmp_path / "one", 3, branching=1)
-    assert "--speculative-algorithm EAGLE " in chain
-    assert chain.endswith("--speculative-eagle-topk 1 --speculative-num-draft-tokens 4")
+    eagle1 = serve_command("sglang", "m", tmp_path / "one", 9)
+    assert "--speculative-algorithm EAGLE " in eagle1
+    assert eagle1.endswith("--speculative-num-draft-tokens 10")
+    assert serve_command("sglang", "m", tmp_path / "one", 1).endswith("--speculative-num-draft-tokens 5")
     with refused(ConfigError, "no engine serves the layout 'draftwing'", "vllm, speculators, sglang"):
         serve_command("draftwing", "m", tmp_path / "one", 3)
     with refused(ConfigError, "at least 1, found 0"):
@@ -1076,7 +1077,7 @@ def test_a_disk_that_really_refuses(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with refused(CheckpointError, "the head cannot be written", "exceed the size limit"):
+        with refused(CheckpointError, "cannot be written", "exceed the size limit"):
             write_head(tmp_path / "head", net)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -245,14 +245,14 @@ def write_stored(folder: Path, lines: Sequence[str]) -> None:
         _copy(None, file)
 
 
-def read_stored(folder: Path, limit: int | None = None) -> list[Prompt]:
+def read_stored(folder: Path) -> list[Prompt]:
     """Return the prompts in a head's folder; none if there is no such file.
 
     Raises:
         CheckpointError, PromptError: the file cannot be read.
     """
     file = Path(folder) / _PROMPTS
-    return read_prompts(file, limit) if file.exists() else []
+    return read_prompts(file) if file.exists() else []
 
 
 def copy_stored(source: Path, destination: Path) -> None:

@@ -109,7 +109,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
         "mscale",
         "mscale_all_dim",
         "truncate",
-    ),  # fmt: skip
+    ),
 }
 
 

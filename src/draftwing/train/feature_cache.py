@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -40,7 +41,7 @@ from draftwing.methods.net import TargetId
 from draftwing.models.target import Target
 from draftwing.storage import locked, replacing, writing
 from draftwing.train.data import Batch, Batches, BatchPlan, Corpus, Example, OnProgress, collate
-from draftwing.train.features import FeatureBatch, best_tokens, hidden_states, read_text
+from draftwing.train.features import FeatureBatch, best_tokens, score_text
 
 INDEX = "index.json"
 VERSION = 2
@@ -227,7 +228,7 @@ class Shard:
         start, end = int(self.starts[row]), int(self.starts[row] + self.lengths[row])
         ids = torch.from_numpy(self.ids[start:end]).long()[None].to(target.device)
         num = max(1, end - start - 1)  # an answer's last token has no states
-        now = hidden_states(target, ids, (target.num_layers,))[0, :num].double().cpu()
+        now = score_text(target, ids, (target.num_layers,))[0][0, :num].double().cpu()
         stored = self.states(start, start + num)[:, -1].double()
         difference = float(((now - stored).norm(dim=-1) / stored.norm(dim=-1).clamp(min=1e-9)).median())
         limit = MAX_DIFFERENCE if self.info.quantize == target.quantized else MAX_DIFFERENCE_QUANTIZED
@@ -251,7 +252,6 @@ class FeatureCache:
     Attributes:
         folder: of the cache.
         info: see ``CacheInfo``.
-        lengths: (R,) the tokens of each row.
 
     Raises:
         DataError: no cache, an unfinished one, or shards that are missing, damaged or of another one.
@@ -267,48 +267,50 @@ class FeatureCache:
                     f"{shard.path}: belongs to another cache than its {INDEX} ({differing[0]}): delete the folder and "
                     f"make the cache again with {_MAKE}"
                 )
-        keys = np.concatenate([shard.rows for shard in self._shards])
-        order, num_keys = np.argsort(keys, kind="stable"), len(np.unique(keys))
-        if not len(keys) == num_keys == num_rows:
+        places = [
+            (int(key), shard, int(start), int(length))
+            for shard in self._shards
+            for key, start, length in zip(shard.rows, shard.starts, shard.lengths, strict=True)
+        ]
+        num_keys = len({key for key, *_ in places})
+        if not len(places) == num_keys == num_rows:
             raise DataError(
-                f"{self.folder}: expected {num_rows} rows, each once, found {num_keys} in {len(keys)}: delete the "
+                f"{self.folder}: expected {num_rows} rows, each once, found {num_keys} in {len(places)}: delete the "
                 f"folder and make the cache again with {_MAKE}"
             )
-        self.lengths = np.concatenate([shard.lengths for shard in self._shards])[order]
-        self._starts = np.concatenate([shard.starts for shard in self._shards])[order]
-        self._shard_of = np.repeat(np.arange(len(self._shards)), [len(shard.rows) for shard in self._shards])[order]
+        places.sort(key=lambda place: place[0])
+        self._places = [(shard, slice(start, start + length)) for _, shard, start, length in places]
 
-    def part(self, chosen: np.ndarray) -> FeatureCache:
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.asarray([tokens.stop - tokens.start for _, tokens in self._places], dtype=np.int64)
+
+    def part(self, chosen: Iterable[bool]) -> FeatureCache:
         """Return a cache with some of the rows. ``chosen``: (R,) bool."""
         part = copy.copy(self)
-        part.lengths, part._starts = self.lengths[chosen], self._starts[chosen]
-        part._shard_of = self._shard_of[chosen]
+        part._places = list(itertools.compress(self._places, chosen))
         return part
 
     def cut(self, max_length: int) -> FeatureCache:
         """Return a cache with rows cut like ``Batches`` cuts dialogues; those without an answer are left out."""
         cut = copy.copy(self)
-        cut.lengths = np.minimum(self.lengths, max_length)
-        return cut.part(np.asarray([bool(row.mask.any()) for row in cut.corpus.examples]))
+        cut._places = [(shard, slice(at.start, min(at.stop, at.start + max_length))) for shard, at in self._places]
+        return cut.part(bool(row.mask.any()) for row in cut.corpus.examples)
 
     def row(self, number: int) -> Example:
         """Return a row's ids and mask."""
-        shard, start, end = self._place(number)
-        return Example(shard.ids[start:end], shard.mask[start:end])
+        shard, tokens = self._places[number]
+        return Example(shard.ids[tokens], shard.mask[tokens])
 
     def states(self, number: int) -> tuple[Tensor, np.ndarray]:
         """(T, S, H) a row's hidden states, in the order of ``info.states``, and (T,) the best token after each."""
-        shard, start, end = self._place(number)
-        return shard.states(start, end), shard.best[start:end]
-
-    def _place(self, number: int) -> tuple[Shard, int, int]:
-        start = int(self._starts[number])
-        return self._shards[int(self._shard_of[number])], start, start + int(self.lengths[number])
+        shard, tokens = self._places[number]
+        return shard.states(tokens.start, tokens.stop), shard.best[tokens]
 
     @property
     def corpus(self) -> Corpus:
         """All rows, as dialogues."""
-        return Corpus(tuple(self.row(number) for number in range(len(self.lengths))))
+        return Corpus(tuple(map(self.row, range(len(self._places)))))
 
     def check(self, target: Target, identity: TargetId) -> None:
         """Raise DataError unless the states are this target's: sizes, vocabulary, and the states of one row."""
@@ -610,8 +612,8 @@ def write_cache(
             if all(key in old_rows for key in keys.tolist()):
                 continue
             batch = batches.batch(number)
-            states, best = read_text(target, batch.ids.to(target.device), cache.info.states)
-            states, best = states.to(dtype).cpu(), best.int().cpu()
+            states, logits = score_text(target, batch.ids.to(target.device), cache.info.states)
+            states, best = states.to(dtype).cpu(), logits.argmax(-1).int().cpu()
             new_rows = {
                 key: CacheRow(example, states[i, : len(example.ids)], best[i, : len(example.ids)].numpy())
                 for i, (key, example) in enumerate(zip(keys.tolist(), batch.examples(), strict=True))

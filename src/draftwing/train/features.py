@@ -84,20 +84,9 @@ class OnlineFeatures:
 def scored(target: Target, batch: Batch, taps: tuple[int, ...]) -> FeatureBatch:
     """Run the target on a batch, padded to a shape that can be run."""
     batch = batch.runnable().to(target.device)
-    features, logits = _score(target, batch.ids, (*taps, target.num_layers))
+    features, logits = score_text(target, batch.ids, (*taps, target.num_layers))
     width = target.hidden_size * len(taps)
     return FeatureBatch(batch, features[..., :width], features[..., width:], logits)
-
-
-def hidden_states(target: Target, ids: Tensor, taps: tuple[int, ...]) -> Tensor:
-    """(B, T) ids -> (B, T, F) the target's hidden states after the layers ``taps``, concatenated."""
-    return _score(target, ids, taps)[0]
-
-
-def read_text(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(B, T) ids -> (B, T, F) as ``hidden_states``, and (B, T) the target's best token after each."""
-    states, logits = _score(target, ids, taps)
-    return states, logits.argmax(-1)
 
 
 @torch.no_grad()
@@ -109,7 +98,8 @@ def best_tokens(target: Target, last: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _score(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def score_text(target: Target, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(B, T) ids -> (B, T, F) the target's hidden states after the layers ``taps``, concatenated, (B, T, V) logits."""
     output = target.score(ids, FeatureSpec(taps))
     if output.features is None:
         raise ConfigError(f"{target.name} gave no hidden states: let its score return the features of its argument")

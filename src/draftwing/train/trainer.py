@@ -169,7 +169,7 @@ class Trainer:
         self._evaluated: dict[str, Any] = {}  # the metrics of the last evaluation
         self._loss = loss_of(net, *options.recipe, options.later_share, target_ids)
         self._optimizers = make_optimizers(net, options)
-        self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._optimizers]
+        self._base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._wrapped, *self._prepared = self.accelerator.prepare(self._loss, *self._optimizers)
         self._average = {name: p.detach().clone() for name, p in net.named_parameters()} if options.ema else {}
         self._sizes: dict[str, Tensor] = {}  # mean size of each matrix's inputs
@@ -184,8 +184,6 @@ class Trainer:
             CheckpointError: the folder cannot be written, another process trains into it, or its checkpoint cannot be
                 read.
         """
-        with writing(self.out):
-            self.out.mkdir(parents=True, exist_ok=True)
         with locked(self.out, CheckpointError) if self.accelerator.is_main_process else nullcontext():
             return self._run()
 
@@ -212,7 +210,7 @@ class Trainer:
                 self._evaluated = metrics
             progress = Progress(self.iteration, self.iterations, metrics)
             if self.accelerator.is_main_process:
-                # Before the checkpoint: lines after a checkpoint are dropped on resume, missing ones are not added.
+                # Before the checkpoint: resuming drops lines after it, and adds none.
                 with writing(self.out / METRICS), (self.out / METRICS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(metrics) + "\n")
                 if self.on_progress is not None:
@@ -241,7 +239,7 @@ class Trainer:
                 "calibration": dataclasses.asdict(self.net.config.calibration),
                 "average": self._average,
                 "input_sizes": self._sizes,
-                "optimizers": [each.state_dict() for each in self._optimizers],
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             },
         )
         evaluated = {name: self._evaluated[name] for name in EVALUATED if name in self._evaluated}
@@ -367,19 +365,15 @@ class Trainer:
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """In the block, the net has its averaged weights."""
-        self._swap_average()
+        pairs = [(p.data, self._average[name]) for name, p in self.net.named_parameters() if name in self._average]
+        trained = [weights.clone() for weights, _ in pairs]
+        for weights, average in pairs:
+            weights.copy_(average)
         try:
             yield
         finally:
-            self._swap_average()
-
-    @torch.no_grad()
-    def _swap_average(self) -> None:
-        for name, p in self.net.named_parameters():
-            if name in self._average:
-                weights = p.detach().clone()
-                p.copy_(self._average[name])
-                self._average[name].copy_(weights)
+            for (weights, _), saved in zip(pairs, trained, strict=True):
+                weights.copy_(saved)
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
@@ -397,12 +391,13 @@ def noise_seed(seed: int, number: int, rank: int) -> int:
 def make_optimizers(net: DraftNet, options: TrainOptions) -> list[torch.optim.Optimizer]:
     """AdamW for everything; or Muon (Jordan et al. 2024) for the matrices between hidden states, AdamW for the rest."""
     lr = options.lr or 1e-3  # with a higher default, Muon forgets a net's start before it has learnt something better
-    trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    inner = []
-    if options.optimizer == "muon":  # not for matrices from or to tokens, of which single rows are used
-        inner = [p for name, p in trained if p.ndim == 2 and not name.startswith(("head", "embedding"))]
-    inner_ids = set(map(id, inner))
-    rest = [p for _, p in trained if id(p) not in inner_ids]
+    inner: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            # Not for matrices from or to tokens, of which single rows are used.
+            is_inner = p.ndim == 2 and not name.startswith(("head", "embedding"))
+            (inner if options.optimizer == "muon" and is_inner else rest).append(p)
     optimizers: list[torch.optim.Optimizer] = []
     if inner:
         optimizers.append(torch.optim.Muon(inner, lr=20 * lr, weight_decay=0.0))
