@@ -283,11 +283,11 @@ class _Header:
                 "a current llama.cpp."
             )
         counts = []
-        for what, least in (("tensors", 32), ("metadata pairs", 13)):
+        for what, min_bytes in (("tensors", 32), ("metadata pairs", 13)):
             count = self.number("Q", f"the number of {what}")
-            most = min(_MAX_ENTRIES, self.size // least)
-            if count > most:
-                raise self.damaged(f"{count} {what}, and a file of {self.size} bytes can hold at most {most}")
+            maximum = min(_MAX_ENTRIES, self.size // min_bytes)
+            if count > maximum:
+                raise self.damaged(f"{count} {what}, and a file of {self.size} bytes can hold at most {maximum}")
             counts.append(count)
         return counts
 

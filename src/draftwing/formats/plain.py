@@ -93,9 +93,11 @@ def load_plain(folder: Path, kind: str, config_type: type, tensors: Mapping[str,
     """
     folder = Path(folder)
     block, where = read_config(folder).get("draftwing"), f"{folder / 'config.json'}: draftwing"
-    found = block.get("kind") if isinstance(block, dict) else None
-    if not isinstance(block, dict) or found != kind:
-        raise CheckpointError(f"{where}: expected a head of kind {kind!r}, found {found!r}: give a folder of that kind")
+    stored_kind = block.get("kind") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or stored_kind != kind:
+        raise CheckpointError(
+            f"{where}: expected a head of kind {kind!r}, found {stored_kind!r}: give a folder of that kind"
+        )
     if block.get("format") != FORMAT:
         raise CheckpointError(
             f"{where}: expected format {FORMAT}, found {shown(block.get('format'))}: this head was written by another "

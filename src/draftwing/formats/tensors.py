@@ -123,9 +123,9 @@ def sort_names(names: Iterable[str], version: int, where: str, *, own_embedding:
     return sorted_names
 
 
-def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_tensors(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raise CheckpointError unless a head has exactly the tensors and shapes that its config requires."""
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    missing, unknown = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
     if missing:
         close = difflib.get_close_matches(missing[0], unknown, n=1)
         hint = f"; the closest is {close[0]!r}" if close else ""
@@ -139,9 +139,9 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, t
             f"tensors): {_fix_for(unknown[0], _FIX_UNKNOWN)}"
         )
     for name, shape in expected.items():
-        if found[name] != shape:
+        if stored[name] != shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {found[name]}, expected {shape} from config.json: was the head trained "
+                f"{where}: {name} has shape {stored[name]}, expected {shape} from config.json: was the head trained "
                 f"for another target, or is this another head's config? Take both files from one place"
             )
 

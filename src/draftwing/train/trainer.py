@@ -259,8 +259,8 @@ class Trainer:
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             device = self.net.device
-            self._average = {name: each.to(device) for name, each in state["average"].items()}
-            self._sizes = {name: each.to(device) for name, each in state.get("input_sizes", {}).items()}
+            self._average = {name: value.to(device) for name, value in state["average"].items()}
+            self._sizes = {name: value.to(device) for name, value in state.get("input_sizes", {}).items()}
             self.iteration, self.iterations = state["iteration"], self.options.iterations or state["iterations"]
             self.seconds, self._replanned = state["seconds"], state["replanned"]
         if self.accelerator.is_main_process:
