@@ -250,7 +250,7 @@ def test_the_end_token(tokenizer_with, write):
     tokenizer = tokenizer_with(eos_token={"content": "<pad>"})
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 0
     tokenizer = tokenizer_with(eos_token=None)
-    with refused(TokenizerError, "the end token", "is unknown", "pass eos_id"):
+    with refused(TokenizerError, "the end token", "is unknown", "add one"):
         read_examples([file], tokenizer, max_length=20)
     (tokenizer.folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_examples([file], tokenizer, max_length=20).stream[-1] == 5
@@ -283,17 +283,9 @@ def test_what_a_folder_holds(tokenizer_with, write, tmp_path):
     corpus = read_examples(
         [tmp_path / "data"], tokenizer, max_length=20, exclude=names, on_progress=lambda *at: seen.append(at)
     )
-    found = text_of(corpus.stream, tokenizer).split("</s>")
-    assert found == [
-        "(a/b/c.txt)",
-        "(a/z.md)",
-        "(b.py)",
-        "(from jsonl)",
-        "(from json)",
-        "[1, 2]",
-        '{"text": "(settings)"}',
-        "",
-    ]
+    assert text_of(corpus.stream, tokenizer).split("</s>") == [
+        "(a/b/c.txt)", "(a/z.md)", "(b.py)", "(from jsonl)", "(from json)", "[1, 2]", '{"text": "(settings)"}', ""
+    ]  # fmt: skip
     total = seen[-1][1]
     assert seen[-1] == (total, total)
     assert all(before <= after for (before, _), (after, _) in itertools.pairwise(seen))

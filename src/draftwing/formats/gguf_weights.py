@@ -135,9 +135,14 @@ def open_weights(folder: Path) -> Weights:
     """Open the tensors of a model folder: safetensors, or the GGUF file that the folder was made from.
 
     Raises:
-        CheckpointError, ConfigError, UnsupportedError: as ``WeightFiles`` and ``GgufWeights``.
+        CheckpointError, ConfigError, UnsupportedError: as ``WeightFiles`` and ``GgufWeights``, or the file is gone.
     """
-    return GgufWeights.from_folder(folder) if (folder / LINK).exists() else WeightFiles(folder)
+    link = folder / LINK
+    if not os.path.lexists(link):
+        return WeightFiles(folder)
+    if not link.exists():
+        raise CheckpointError(f"{link}: expected a link to a GGUF file, found none. Give the file itself again.")
+    return GgufWeights(link_of(folder) or link)
 
 
 class GgufWeights(Weights):
@@ -158,14 +163,6 @@ class GgufWeights(Weights):
             self._mapped = [MappedFile(part) for part in paths]
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be mapped ({error}). Check the file.") from error
-
-    @classmethod
-    def from_folder(cls, folder: Path | str) -> GgufWeights:
-        """Open the file that a folder of ``open_gguf`` links to. Raises CheckpointError if it is gone."""
-        link = Path(folder) / LINK
-        if not link.exists():
-            raise CheckpointError(f"{link}: expected a link to a GGUF file, found none. Give the file itself again.")
-        return cls(link_of(Path(folder)) or link)
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
