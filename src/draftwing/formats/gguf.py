@@ -146,20 +146,13 @@ class Metadata:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of a tensor.
-
-    Attributes:
-        kind: its format, as ggml calls it.
-        shape: outermost dimension first, as in PyTorch.
-        part: index of its file in a split model.
-        start: its first byte in that file.
-    """
+    """The place of a tensor."""
 
     name: str
-    kind: str
-    shape: tuple[int, ...]
-    part: int
-    start: int
+    kind: str  # its format, as ggml calls it
+    shape: tuple[int, ...]  # outermost dimension first, as in PyTorch
+    part: int  # index of its file in a split model
+    start: int  # its first byte in that file
     num_bytes: int
 
 

@@ -64,17 +64,11 @@ def _cased(digits: str, endings: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """How a pre-tokenizer cuts text into words.
+    """How a pre-tokenizer cuts text into words."""
 
-    Attributes:
-        patterns: applied one after the other, each to the pieces that the one before left.
-        ignore_merges: a word that is a token becomes that token without merges.
-        add_bos: the text starts with the BOS token unless the file says otherwise.
-    """
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
+    patterns: tuple[str, ...]  # applied one after the other, each to the pieces that the one before left
+    ignore_merges: bool = False  # a word that is a token becomes that token without merges
+    add_bos: bool = False  # the text starts with the BOS token unless the file says otherwise
 
 
 _LLAMA3 = Split((_words(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)

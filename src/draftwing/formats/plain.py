@@ -33,21 +33,13 @@ DRAFT_IDS = "draft_ids"
 
 @dataclass(frozen=True)
 class PlainHead:
-    """The contents of a head's folder.
+    """The contents of a head's folder."""
 
-    Attributes:
-        kind: of its net.
-        config: of its net, a frozen dataclass.
-        tensors: by the names of ``DraftNet.tensors``.
-        target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
-        training: how it was trained, for people; any JSON.
-    """
-
-    kind: str
-    config: Any
-    tensors: Mapping[str, Tensor]
-    target_ids: Tensor | None = None
-    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kind: str  # kind of its net
+    config: Any  # config of its net, a frozen dataclass
+    tensors: Mapping[str, Tensor]  # by the names of ``DraftNet.tensors``
+    target_ids: Tensor | None = None  # (V_draft,) ascending int64, or None for the whole vocabulary
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # how it was trained, for people; any JSON
 
     @classmethod
     def from_net(cls, net: DraftNet, training: Mapping[str, Any] | None = None) -> PlainHead:

@@ -49,26 +49,17 @@ _ONE_PLACE = "or take both files from one place"
 
 @dataclass(frozen=True)
 class Head:
-    """An EAGLE net's shape and tensors, without the target that it needs to run.
+    """An EAGLE net's shape and tensors, without the target that it needs to run."""
 
-    Attributes:
-        config: the net's shape; ``taps`` are ``UNKNOWN_TAP`` if the head does not name them.
-        tensors: by EAGLE's names, as ``EagleNet.tensors()`` returns them, dtypes as stored.
-        target_ids: (V_draft,) ascending int64, or None for the whole vocabulary.
-        copies: the target's own ``embed_tokens.weight`` and, in an EAGLE-1 head, ``lm_head.weight`` if the file holds
-            them. They are exported again but not run.
-        training: how it was trained, for people; any JSON.
-        verifier: the target's name or path, if known.
-        warnings: what had to be guessed or fixed to read it.
-    """
-
-    config: EagleConfig
-    tensors: Mapping[str, Tensor]
-    target_ids: Tensor | None = None
+    config: EagleConfig  # the net's shape; ``taps`` are ``UNKNOWN_TAP`` if the head does not name them
+    tensors: Mapping[str, Tensor]  # by EAGLE's names, as ``EagleNet.tensors()`` returns them, dtypes as stored
+    target_ids: Tensor | None = None  # (V_draft,) ascending int64, or None for the whole vocabulary
+    # The target's own ``embed_tokens.weight`` and, in an EAGLE-1 head, ``lm_head.weight`` if the file holds them. They
+    # are exported again but not run.
     copies: Mapping[str, Tensor] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
-    verifier: str | None = None
-    warnings: tuple[str, ...] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)  # how it was trained, for people; any JSON
+    verifier: str | None = None  # the target's name or path, if known
+    warnings: tuple[str, ...] = ()  # guesses and repairs that were needed to read it
 
     @property
     def knows_taps(self) -> bool:

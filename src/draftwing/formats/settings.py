@@ -63,39 +63,27 @@ class Block:
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """A config in one spelling. None stands for a key that is missing.
+    """A config in one spelling. None stands for a key that is missing."""
 
-    Attributes:
-        layout: ``draftwing``, ``speculators``, ``model-optimizer`` or ``eagle`` (all others look alike).
-        shape: the keys of a transformers config.
-        bias: True if fc has one.
-        tap_ids: as written; ``taps_are_outputs`` tells how they count.
-        num_taps: if it is given separately.
-        target_hidden_size: only if the target's width differs from the head's.
-        own_embedding: the embedding in the file is not the target's.
-        rope_theta_given: False if every reader takes 10000 because the key is missing.
-        has_block: True if Draftwing wrote the config, so that ``block`` comes from it.
-    """
-
-    layout: str
-    shape: Mapping[str, Any]
+    layout: str  # ``draftwing``, ``speculators``, ``model-optimizer`` or ``eagle`` (all others look alike)
+    shape: Mapping[str, Any]  # the keys of a transformers config
     version: int | None
     draft_vocab_size: int | None
-    bias: bool | None
+    bias: bool | None  # True if fc has one
     norm_before_residual: bool | None
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    tap_ids: tuple[int, ...] | None
+    tap_ids: tuple[int, ...] | None  # as written; ``taps_are_outputs`` tells how they count
     taps_are_outputs: bool
-    num_taps: int | None
+    num_taps: int | None  # if it is given separately
     num_layers: int
     qkv_bias: bool | None
     attention_bias: bool | None
-    target_hidden_size: int | None
-    own_embedding: bool
-    rope_theta_given: bool
-    has_block: bool
+    target_hidden_size: int | None  # only if the target's width differs from the head's
+    own_embedding: bool  # the embedding in the file is not the target's
+    rope_theta_given: bool  # False if every reader takes 10000 because the key is missing
+    has_block: bool  # True if Draftwing wrote the config, so that ``block`` comes from it
     block: Block
     verifier: str | None
 

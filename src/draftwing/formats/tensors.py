@@ -52,19 +52,12 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a head's tensors in the file, by EAGLE's names.
+    """The names of a head's tensors in the file, by EAGLE's names."""
 
-    Attributes:
-        net: tensors of the net.
-        maps: ``d2t`` and ``t2d``.
-        copies: the target's own matrices.
-        zeros: biases that must be zero.
-    """
-
-    net: dict[str, str]
-    maps: dict[str, str]
-    copies: dict[str, str]
-    zeros: dict[str, str]
+    net: dict[str, str]  # tensors of the net
+    maps: dict[str, str]  # ``d2t`` and ``t2d``
+    copies: dict[str, str]  # the target's own matrices
+    zeros: dict[str, str]  # biases that must be zero
 
     @property
     def num_layers(self) -> int:

@@ -42,17 +42,12 @@ LENGTH_GROWTH = 1.15  # rows of one batch differ at most by this factor in lengt
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with data.
-
-    Attributes:
-        name: for messages: as the user wrote it, or relative to the folder.
-        in_folder: found in a folder, so that it may be skipped if it is not text.
-    """
+    """A file with data."""
 
     path: Path
-    name: str
+    name: str  # as the user wrote it, or relative to the folder
     num_bytes: int
-    in_folder: bool
+    in_folder: bool  # found in a folder, so that it may be skipped if it is not text
 
 
 def find_files(
@@ -119,21 +114,13 @@ def _walk(folder: Path, patterns: list[str]) -> Iterator[SourceFile]:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One document or one dialogue.
+    """One document or one dialogue."""
 
-    Attributes:
-        where: file and line, for messages.
-        text: of a document; None for a dialogue.
-        messages: of a dialogue.
-        num_bytes: its share of the file, for progress.
-        ended: False for a document that was cut off (``finish_reason`` is ``length``): no end token follows it.
-    """
-
-    where: str
-    text: str | None
-    messages: tuple[Message, ...]
-    num_bytes: int
-    ended: bool = True
+    where: str  # file and line, for messages
+    text: str | None  # a document; None for a dialogue
+    messages: tuple[Message, ...]  # a dialogue
+    num_bytes: int  # its share of the file, for progress
+    ended: bool = True  # False for a document that was cut off: no end token follows it
 
 
 def read_files(files: Sequence[SourceFile], on_progress: OnProgress | None) -> Iterator[DataRecord]:
@@ -255,17 +242,11 @@ FIXED_SETTINGS = {"date_string": "26 Jul 2024"}
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One dialogue.
+    """One dialogue."""
 
-    Attributes:
-        ids: (T,) int32.
-        mask: (T,) bool: True if the prediction of this token counts in the loss; never at 0.
-        where: file and line that it was read from; empty if unknown.
-    """
-
-    ids: np.ndarray
-    mask: np.ndarray
-    where: str = ""
+    ids: np.ndarray  # (T,) int32
+    mask: np.ndarray  # (T,) bool: True if the prediction of this token counts in the loss; never at 0
+    where: str = ""  # file and line that it was read from; empty if unknown
 
 
 def bare_tokenizer(tokenizer: Tokenizer) -> FastTokenizer:
@@ -461,21 +442,15 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        examples: dialogues, one row each.
-        stream: (N,) int32: the documents one after another, each followed by the end token. All of it counts.
-        starts: (D,) int64: the position of each document in the stream.
-        prefix: the ids before every window of the stream: BOS, or nothing.
-        skipped: how many records were left out, by reason.
-    """
-
-    examples: Sequence[Example] = ()
+    examples: Sequence[Example] = ()  # dialogues, one row each
+    # (N,) int32: the documents one after another, each followed by the end token. All of it counts.
     stream: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    # (D,) int64: the position of each document in the stream.
     starts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    prefix: tuple[int, ...] = ()
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    prefix: tuple[int, ...] = ()  # the ids before every window of the stream: BOS, or nothing
+    skipped: Mapping[str, int] = field(default_factory=dict)  # how many records were left out, by reason
 
     @property
     def num_tokens(self) -> int:
@@ -655,17 +630,11 @@ def _part(corpus: Corpus, sections: Sequence[np.ndarray], chosen: np.ndarray) ->
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows that are trained on together.
+    """Rows that are trained on together."""
 
-    Attributes:
-        ids: (B, T) int64, 0 after the end of a row.
-        mask: (B, T) bool, see ``Example``; False after the end of a row.
-        lengths: (B,) int64.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    lengths: Tensor
+    ids: Tensor  # (B, T) int64, 0 after the end of a row
+    mask: Tensor  # (B, T) bool, see ``Example``; False after the end of a row
+    lengths: Tensor  # (B,) int64
 
     @property
     def real(self) -> Tensor:

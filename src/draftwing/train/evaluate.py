@@ -73,19 +73,12 @@ def measure_tau(target: Target, net: DraftNet, prompts: Sequence[Sequence[int]],
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates nets on held-out data.
+    """Evaluates nets on held-out data."""
 
-    Attributes:
-        target: the model to draft for.
-        validation: the data that prompts are cut from.
-        source: its features.
-        options: of the run.
-    """
-
-    target: Target
-    validation: Corpus
-    source: FeatureSource
-    options: TrainOptions
+    target: Target  # the model to draft for
+    validation: Corpus  # the data that prompts are cut from
+    source: FeatureSource  # features of ``validation``
+    options: TrainOptions  # options of the run
 
     def __call__(self, net: DraftNet) -> dict[str, Any]:
         """Measure loss and agreement, calibrate the net, and measure tau with the decoder."""

@@ -82,25 +82,17 @@ def _readable(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """Describes a cache; stored in each of its shards.
+    """Describes a cache; stored in each of its shards."""
 
-    Attributes:
-        target: the model that computed the states.
-        quantize: how its matrices were quantised; None if they were not.
-        states: the stored hidden states, counted like ``FeatureSpec.taps``; the target's last is always among them.
-        dtype: ``bfloat16`` or ``float32``.
-        max_length: rows were cut there; None if they are whole. Readers must have the same value, unless it is None.
-        seed: of the ``Batches``, and of the split that held out ``validation_share`` of the data before.
-        validation_share: readers must have the same value, unless it is 0: nothing was held out.
-    """
-
-    target: TargetId
-    quantize: str | None
+    target: TargetId  # the model that computed the states
+    quantize: str | None  # how its matrices were quantised; None if they were not
+    # The stored hidden states, counted like ``FeatureSpec.taps``; the target's last is always among them.
     states: tuple[int, ...]
-    dtype: str
+    dtype: str  # ``bfloat16`` or ``float32``
+    # Rows were cut there; None if they are whole. Readers must have the same value, unless it is None.
     max_length: int | None
-    seed: int
-    validation_share: float
+    seed: int  # seed of the ``Batches``, and of the split that held out ``validation_share`` of the data before
+    validation_share: float  # readers must have the same value, unless it is 0: nothing was held out
 
     @classmethod
     def new(
@@ -401,17 +393,11 @@ class CachedFeatures(BatchPlan):
 
 @dataclass(frozen=True, eq=False)
 class CacheRow:
-    """A row to be written.
+    """A row to be written."""
 
-    Attributes:
-        example: ids and mask (T,).
-        states: (T, S * H); 0 for a last token that the target never read.
-        best: (T,) int32, see ``Shard.best``; -1 if it is to be computed by the LM head.
-    """
-
-    example: Example
-    states: Tensor
-    best: np.ndarray
+    example: Example  # ids and mask (T,)
+    states: Tensor  # (T, S * H); 0 for a last token that the target never read
+    best: np.ndarray  # (T,) int32, see ``Shard.best``; -1 if it is to be computed by the LM head
 
 
 class GrowingCache:

@@ -27,21 +27,14 @@ HEAD_ROWS = 512  # rows whose logits are computed at once
 
 @dataclass(frozen=True, eq=False)
 class FeatureBatch:
-    """A batch with the target's hidden states.
+    """A batch with the target's hidden states."""
 
-    Attributes:
-        batch: ids and mask.
-        features: (B, T, F) the taps that the net reads.
-        last: (B, T, H) the input of the LM head. Here and in ``features`` the values of a row's last token may be 0.
-        logits: (B, T, V); None if they are to be computed from ``last``.
-        best: (B, T) the target's best token after each; None if it is to be found in the logits.
-    """
-
-    batch: Batch
-    features: Tensor
+    batch: Batch  # ids and mask
+    features: Tensor  # (B, T, F) the taps that the net reads
+    # (B, T, H) the input of the LM head. Here and in ``features`` the values of a row's last token may be 0.
     last: Tensor
-    logits: Tensor | None = None
-    best: Tensor | None = None
+    logits: Tensor | None = None  # (B, T, V); None if they are to be computed from ``last``
+    best: Tensor | None = None  # (B, T) the target's best token after each; None if it is to be found in the logits
 
     def logits_of(self, head: Linear) -> Tensor:
         """(B, T, V) the target's logits, computed by its LM head if they are not stored."""

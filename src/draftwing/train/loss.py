@@ -32,21 +32,14 @@ from draftwing.train.features import FeatureBatch
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The target's prediction after every position of a batch.
+    """The target's prediction after every position of a batch."""
 
-    Attributes:
-        probs: (B * T, V) p restricted to the draft vocabulary and renormalised.
-        best: (B, T) the draft id of the target's best token; -1 if the draft vocabulary lacks it.
-        last: (B * T, H) the hidden states that EAGLE-1 predicts.
-        counts: (B, T) bool: whether the prediction of the token *at* a position counts.
-        after: (B * T, 1) the draft id of the text's next token, -1 if the draft vocabulary lacks it or the text ends;
-            in the dtype of ``probs``, since some objectives take it instead.
-    """
-
-    probs: Tensor
-    best: Tensor
-    last: Tensor
-    counts: Tensor
+    probs: Tensor  # (B * T, V) p restricted to the draft vocabulary and renormalised
+    best: Tensor  # (B, T) the draft id of the target's best token; -1 if the draft vocabulary lacks it
+    last: Tensor  # (B * T, H) the hidden states that EAGLE-1 predicts
+    counts: Tensor  # (B, T) bool: whether the prediction of the token *at* a position counts
+    # (B * T, 1) the draft id of the text's next token, -1 if the draft vocabulary lacks it or the text ends; in the
+    # dtype of ``probs``, since some objectives take it instead.
     after: Tensor
 
     @classmethod

@@ -48,20 +48,14 @@ START_TOKENS = 16384  # on which a new net's weights are solved before it is tra
 
 @dataclass
 class Session:
-    """A run that is ready to start.
+    """A run that is ready to start."""
 
-    Attributes:
-        trainer: its loop.
-        training, validation: the data.
-        coverage: share of the training tokens in the draft vocabulary.
-    """
-
-    trainer: Trainer
+    trainer: Trainer  # the training loop
     target: Target
     tokenizer: Tokenizer
     training: Corpus
     validation: Corpus
-    coverage: float
+    coverage: float  # share of the training tokens in the draft vocabulary
 
     def run(self) -> Progress:
         """Train; see ``Trainer.run``."""
@@ -109,25 +103,16 @@ class Session:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The inputs of a run.
+    """The inputs of a run."""
 
-    Attributes:
-        target: folder, name or hub id; None for the shipped one.
-        data: files and folders, see ``read_examples``.
-        exclude: a file of names to leave out of folders.
-        cache: the run trains on its rows and reads the target's features from it. If it held out some of its data
-            (`data cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data``
-            may be empty.
-        initial: a head to start from, in any layout; the run has its shape and draft vocabulary.
-        licence: of the trained head, an SPDX identifier for its card; None if unknown.
-    """
-
-    target: str | Path | None
-    data: Sequence[str | Path]
-    exclude: Path | None = None
+    target: str | Path | None  # folder, name or hub id; None for the shipped one
+    data: Sequence[str | Path]  # files and folders, see ``read_examples``
+    exclude: Path | None = None  # a file of names to leave out of folders
+    # The run trains on its rows and reads the target's features from it. If it held out some of its data (`data
+    # cache`), that is read from ``data`` to evaluate; else some of its rows are held out, and ``data`` may be empty.
     cache: Path | None = None
-    initial: Path | None = None
-    licence: str | None = None
+    initial: Path | None = None  # a head to start from, in any layout; the run has its shape and draft vocabulary
+    licence: str | None = None  # SPDX identifier for the head's card; None if unknown
 
 
 def prepare(

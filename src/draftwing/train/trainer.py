@@ -110,16 +110,12 @@ def in_units(net: nn.Module, sizes: Mapping[str, Tensor]) -> Iterator[None]:
 
 @dataclass
 class Progress:
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-        iteration: updates done; ``iterations`` in total (an estimate while a timed run measures its speed).
-        metrics: the line that was just logged: loss, lr, tokens_per_s, ``agreement`` of each step, and after an
-            evaluation ``val_*`` and ``tau``.
-    """
-
-    iteration: int
+    iteration: int  # updates done; ``iterations`` in total (an estimate while a timed run measures its speed)
     iterations: int
+    # The line that was just logged: loss, lr, tokens_per_s, ``agreement`` of each step, and after an evaluation
+    # ``val_*`` and ``tau``.
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
