@@ -204,13 +204,11 @@ class GgufFile:
         return metadata
 
     def close(self) -> None:
-        """Unmap the files."""
         while self.maps:
             self.maps.pop().close()
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if a file starts with GGUF's magic bytes."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC

@@ -63,7 +63,7 @@ class Head:
 
     @property
     def knows_taps(self) -> bool:
-        """True if the taps are known, not only their number."""
+        """False if only the number of taps is known."""
         return UNKNOWN_TAP not in self.config.taps
 
     @property

@@ -66,7 +66,6 @@ class Names:
 
     @property
     def has_qkv_bias(self) -> bool:
-        """True if any query, key or value has a bias."""
         return any(_QKV_BIAS.fullmatch(name) for name in self.net)
 
 

@@ -51,7 +51,6 @@ class Task:
 
     @property
     def num_turns(self) -> int:
-        """The number of answers."""
         return 1 if self.text else sum(message["role"] == "user" for message in self.messages)
 
     @property
@@ -237,7 +236,6 @@ class Regenerated:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of this run."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
 

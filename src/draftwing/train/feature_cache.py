@@ -198,7 +198,6 @@ class Shard:
             raise self._damaged("its tensors do not fit each other")
 
     def row(self, place: int) -> Example:
-        """Return the ids and the mask of the row at a place in the shard."""
         tokens = slice(int(self.starts[place]), int(self.starts[place] + self.lengths[place]))
         return Example(self.ids[tokens], self.mask[tokens])
 
@@ -290,7 +289,6 @@ class FeatureCache:
         return cut.part(bool(row.mask.any()) for row in cut.corpus.examples)
 
     def row(self, number: int) -> Example:
-        """Return a row's ids and mask."""
         shard, tokens = self._places[number]
         return Example(shard.ids[tokens], shard.mask[tokens])
 
@@ -443,8 +441,6 @@ class GrowingCache:
         Raises:
             DataError: another process writes there, or a shard is damaged, or of another cache or other weights.
         """
-        with writing(self._folder, DataError, _KEPT):
-            self._folder.mkdir(parents=True, exist_ok=True)
         with locked(self._folder, DataError):
             for path in sorted(self._folder.glob("features-*.safetensors")):
                 shard, number = Shard(path), path.stem.removeprefix("features-")

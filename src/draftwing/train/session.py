@@ -58,7 +58,6 @@ class Session:
     coverage: float  # share of the training tokens in the draft vocabulary
 
     def run(self) -> Progress:
-        """Train; see ``Trainer.run``."""
         return self.trainer.run()
 
     def describe(self) -> str:

@@ -219,7 +219,6 @@ class Trainer:
         return progress
 
     def save(self) -> None:
-        """Write the checkpoint and the head."""
         self.accelerator.wait_for_everyone()
         if not self.accelerator.is_main_process:
             return
@@ -380,7 +379,6 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def noise_seed(seed: int, number: int, rank: int) -> int:
-    """Return the seed of one micro-batch on one process."""
     return (seed * 1_000_003 + number) * 1_009 + rank
 
 
